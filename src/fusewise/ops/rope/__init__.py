@@ -1,0 +1,4 @@
+"""Rotary position embedding: one operation, several implementations, one contract (`api.rope`)."""
+
+from .api import rope as rope
+from .api import rope_ as rope_

@@ -1,0 +1,360 @@
+"""The registered operators of RoPE, their dispatch to an implementation, and autograd around them. Torch only.
+
+Three operators for one tensor and three for a pair: out of place, into given outputs, in place; the mutation stands in
+the schema. They take a validated call (`api.py` validates) and know nothing of autograd: `autograd.Function` lies
+outside, so that a call without gradients pays for one operator boundary and no autograd key, and so that the backward
+is an ordinary call of the same operator with the transposed spec, differentiable in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._problem import Spec, transposed_spec
+
+# The arguments after the rotated tensors, the same in every operator:
+#   cos        the table: cos, the fused [cos | sin] cache, the angles or the inverse frequencies, as `spec` says
+#   sin        the sine table where `spec` says cos_sin
+#   positions, offsets, cu_seqlens, offset    see `Problem`
+#   spec       `Spec.encode()`
+#   impl       the name of an implementation, or "auto"
+_COMMON = (
+    "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
+)
+
+# A launcher writes the rotation of every x into its y; where y is x it works in place.
+Launcher = Callable[
+    [
+        tuple[Tensor, ...],
+        tuple[Tensor, ...],
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        Tensor | None,
+        Tensor | None,
+        int,
+        str,
+    ],
+    None,
+]
+
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
+
+
+@functools.cache
+def launcher(impl: str) -> Launcher:
+    """The launcher of an implementation, imported when it is first needed."""
+    module = importlib.import_module(f"fusewise.ops.rope._{impl}" if impl != "reference" else "fusewise.ops.rope.reference")
+    launch: Launcher = module.launch
+    return launch
+
+
+@functools.cache
+def unavailable(impl: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""
+    if impl == "reference":
+        return None
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{impl} computes in float32 and takes float32, bfloat16 and float16, not {_short(dtype)}"
+    try:
+        module = importlib.import_module(f"fusewise.ops.rope._{impl}")
+    except ImportError as error:
+        return f"{impl} cannot be imported: {error}"
+    reason: str | None = module.unavailable(device_type)
+    return reason
+
+
+@functools.cache
+def choose(device_type: str, dtype: torch.dtype) -> str:
+    """What impl="auto" takes: the first implementation, in the order of IMPLEMENTATIONS, that can serve the tensors.
+
+    The Triton interpreter is never chosen: it is there to check kernels, on request.
+    """
+    for impl in IMPLEMENTATIONS:
+        if (device_type, impl) != ("cpu", "triton") and unavailable(impl, device_type, dtype) is None:
+            return impl
+    raise AssertionError("the reference serves everything")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
+    *call, impl = rest
+    x = xs[0]
+    if impl == "auto":
+        impl = choose(x.device.type, x.dtype)
+    elif (reason := unavailable(impl, x.device.type, x.dtype)) is not None:
+        raise ValueError(f'rope: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"')
+    launcher(impl)(xs, ys, *call)
+
+
+def _empty(x: Tensor, strides: list[int]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device) if strides else torch.empty_like(x)
+
+
+def _rope(q: Tensor, *rest: Any) -> Tensor:
+    *call, q_strides = rest
+    y = _empty(q, q_strides)
+    _launch((q,), (y,), tuple(call))
+    return y
+
+
+def _rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *call, q_strides, k_strides = rest
+    ys = _empty(q, q_strides), _empty(k, k_strides)
+    _launch((q, k), ys, tuple(call))
+    return ys
+
+
+def _rope_out(q: Tensor, *rest: Any) -> None:
+    _launch((q,), rest[-1:], rest[:-1])
+
+
+def _rope_qk_out(q: Tensor, k: Tensor, *rest: Any) -> None:
+    _launch((q, k), rest[-2:], rest[:-2])
+
+
+def _rope_(q: Tensor, *rest: Any) -> None:
+    _launch((q,), (q,), rest)
+
+
+def _rope_qk_(q: Tensor, k: Tensor, *rest: Any) -> None:
+    _launch((q, k), (q, k), rest)
+
+
+def _fake_rope(q: Tensor, *rest: Any) -> Tensor:
+    return _empty(q, rest[-1])
+
+
+def _fake_rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty(q, rest[-2]), _empty(k, rest[-1])
+
+
+def _fake_nothing(*_: Any) -> None:
+    return None
+
+
+# Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient takes
+# the strides of the tensor it belongs to, not of the gradient that came in.
+_SCHEMAS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (f"rope(Tensor q, {_COMMON}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope),
+    (
+        f"rope_qk(Tensor q, Tensor k, {_COMMON}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
+        _rope_qk,
+        _fake_rope_qk,
+    ),
+    (f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, _fake_nothing),
+    (
+        f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
+        _rope_qk_out,
+        _fake_nothing,
+    ),
+    (f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, _fake_nothing),
+    (f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, _fake_nothing),
+)
+
+_library = torch.library.Library("fusewise", "FRAGMENT")
+for _schema, _impl, _fake in _SCHEMAS:
+    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusewise::{_name}", _fake, lib=_library)
+
+_op_rope = torch.ops.fusewise.rope.default
+_op_rope_qk = torch.ops.fusewise.rope_qk.default
+_op_rope_out = torch.ops.fusewise.rope_out.default
+_op_rope_qk_out = torch.ops.fusewise.rope_qk_out.default
+_op_rope_ = torch.ops.fusewise.rope_.default
+_op_rope_qk_ = torch.ops.fusewise.rope_qk_.default
+
+
+def _vmap_functional(op: Any, count: int) -> Callable[..., Any]:
+    """A vmap rule that folds the mapped dimension of the rotated tensors into their heads: a rotation is the same for
+    every head. A mapped table or position tensor has no such fold; those run a call an entry."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        strides = [[]] * count
+        call = args[: len(args) - count]
+        if any(dim is not None for dim in in_dims[count:]):
+            results = [
+                op(*(a if d is None else a.select(d, i) for a, d in zip(call, in_dims, strict=False)), *strides)
+                for i in range(info.batch_size)
+            ]
+            if count == 1:
+                return torch.stack(results), 0
+            return tuple(torch.stack(group) for group in zip(*results, strict=True)), (0,) * count
+        h_dim = {"bshd": 2, "sbhd": 2, "bhsd": 1, "thd": 1}[Spec.decode(args[-2 - count]).layout]
+        folded, sizes = [], []
+        for x, dim in zip(args[:count], in_dims[:count], strict=True):
+            x = x.unsqueeze(h_dim) if dim is None else x.movedim(dim, h_dim)
+            sizes.append(x.shape[h_dim : h_dim + 2])
+            folded.append(x.flatten(h_dim, h_dim + 1))
+        out = op(*folded, *call[count:], *strides)
+        outs = [y.unflatten(h_dim, size) for y, size in zip((out,) if count == 1 else out, sizes, strict=True)]
+        dims = [h_dim if size[0] > 1 or info.batch_size == 1 else None for size in sizes]
+        outs = [y if dim is not None else y.squeeze(h_dim) for y, dim in zip(outs, dims, strict=True)]
+        return (outs[0], dims[0]) if count == 1 else (tuple(outs), tuple(dims))
+
+    return rule
+
+
+torch.library.register_vmap("fusewise::rope", _vmap_functional(_op_rope, 1), lib=_library)
+torch.library.register_vmap("fusewise::rope_qk", _vmap_functional(_op_rope_qk, 2), lib=_library)
+
+
+def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
+    """Rotate those of q and k that are there, recording a gradient where one is wanted; always a pair."""
+    if needs_autograd(q, k):
+        if _transforms_active():
+            out = _RopeTransformable.apply(q, k, *call)
+        else:
+            out = _Rope.apply(q, k, *call, *strides)
+        return out if isinstance(out, tuple) else (out, None) if k is None else (None, out)
+    if k is None:
+        return _op_rope(q, *call, strides[0]), None
+    if q is None:
+        return None, _op_rope(k, *call, strides[1])
+    return _op_rope_qk(q, k, *call, *strides)
+
+
+def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
+    """Whether autograd (reverse, forward or a functorch transform) must see a call on q and k."""
+    if torch.is_grad_enabled() and ((q is not None and q.requires_grad) or (k is not None and k.requires_grad)):
+        return True
+    return _transforms_active()
+
+
+def _transforms_active() -> bool:
+    """Whether a torch.func transform or a forward-mode level is at work."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _unit_stride(dy: Tensor | None) -> Tensor | None:
+    """The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`."""
+    return dy if dy is None or dy.stride(-1) == 1 or dy.shape[-1] == 1 else dy.contiguous()
+
+
+def _forward(
+    q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], q_strides: list[int], k_strides: list[int]
+) -> Any:
+    if q is not None and k is not None:
+        return _op_rope_qk(q, k, *call, q_strides, k_strides)
+    return _op_rope(k, *call, k_strides) if q is None else _op_rope(q, *call, q_strides)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+    q, k, *tensors, offset, spec, impl = inputs[:10]
+    ctx.save_for_backward(*tensors)
+    ctx.rest = offset, spec, impl
+    ctx.present = q is not None, k is not None
+    # Outputs are dense in the stride order of their input: exactly the layout its gradient should have.
+    strides = [list(y.stride()) for y in outputs]
+    ctx.strides = (strides[0], strides[-1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+    offset, spec, impl = ctx.rest
+    dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
+    if dq is not None or dk is not None:
+        call = (*ctx.saved_tensors, offset, transposed_spec(spec), impl)
+        dq, dk = _rotate(_unit_stride(dq), _unit_stride(dk), call, ctx.strides)
+    return dq, dk, *(None,) * 8
+
+
+def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *_: Any) -> Any:
+    q_tangent, k_tangent = _rotate(
+        _unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides
+    )
+    return (q_tangent, k_tangent) if all(ctx.present) else q_tangent if ctx.present[0] else k_tangent
+
+
+class _Rope(torch.autograd.Function):
+    """y = R x, dx = Rᵀ dy; nothing of x is saved. The plain form: a third of the host cost of the one below."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:  # type: ignore[override]
+        q, k, *call, q_strides, k_strides = inputs
+        out = _forward(q, k, tuple(call), q_strides, k_strides)
+        _save(ctx, inputs, out if isinstance(out, tuple) else (out,))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        return *_backward(ctx, *dys), None, None
+
+
+class _RopeTransformable(torch.autograd.Function):
+    """The same for forward mode and torch.func transforms, which need `jvp` (not traced by torch.compile) and
+    `setup_context`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:  # type: ignore[override]
+        q, k, *call = inputs
+        return _forward(q, k, tuple(call), [], [])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _save(ctx, inputs, output if isinstance(output, tuple) else (output,))
+        ctx.save_for_forward(*inputs[2:7])
+
+    backward = staticmethod(_backward)
+    jvp = staticmethod(_jvp)
+
+
+class _RopeInPlace(torch.autograd.Function):
+    """In place, marked dirty; the gradient that comes in is never written to."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:  # type: ignore[override]
+        q, k, *call = inputs
+        if k is None:
+            _op_rope_(q, *call)
+        else:
+            _op_rope_qk_(q, k, *call)
+        present = (q,) if k is None else (q, k)
+        ctx.mark_dirty(*present)
+        _save(ctx, inputs, tuple(torch.empty_like(x, device="meta") for x in present))
+        return q if k is None else present
+
+    backward = staticmethod(_backward)
+
+
+def rotate(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> Any:
+    """Out of place: a tensor, or a pair where there is a k. `call` are the common arguments of the operators."""
+    q_out, k_out = _rotate(q, k, call, ([], []))
+    return q_out if k is None else (q_out, k_out)
+
+
+def rotate_into(q: Tensor, k: Tensor | None, call: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+    """Into `out`, without autograd."""
+    if k is None:
+        _op_rope_out(q, *call, *out)
+    else:
+        _op_rope_qk_out(q, k, *call, *out)
+
+
+def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
+    """In place, recording a gradient where one is wanted."""
+    if not needs_autograd(q, k):
+        if k is None:
+            _op_rope_(q, *call)
+        else:
+            _op_rope_qk_(q, k, *call)
+    elif k is not None and (q._is_view() or k._is_view()):
+        # Autograd rebases the history of a view only for functions with one output.
+        _RopeInPlace.apply(q, None, *call)
+        _RopeInPlace.apply(k, None, *call)
+    else:
+        _RopeInPlace.apply(q, k, *call)

@@ -1,0 +1,216 @@
+"""One RoPE call, normalised: the form in which every implementation receives it.
+
+Shape legend: B batch, T tokens of a sequence, H heads, D features of a head, P rotated pairs, R table rows.
+
+`Spec` holds what is known without looking at a tensor. It travels through the registered operators as a short string,
+so that a traced graph stays readable and the operator needs few arguments. `Problem` adds the tensors as pointers with
+strides: all layouts of the contract are one shape (B, T, H, D) with other strides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
+Pairing = Literal["half", "interleaved", "interleaved_to_half", "half_to_interleaved"]
+Table = Literal["cos_sin", "fused", "angles", "inv_freq"]
+
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+PAIRINGS: tuple[str, ...] = get_args(Pairing)
+
+_TRANSPOSED_PAIRING = {
+    "pairing=interleaved_to_half": "pairing=half_to_interleaved",
+    "pairing=half_to_interleaved": "pairing=interleaved_to_half",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Everything about a call that is not a tensor; the defaults are a whole-head rotation of (B, T, H, D) tensors."""
+
+    layout: Layout = "bshd"
+    pairing: Pairing = "half"
+    rotary_dim: int = 0  # 0: the whole head
+    rotary_start: int = 0  # first rotated feature; negative counts from the end of the head
+    table: Table = "cos_sin"
+    duplicated: bool = False  # the table has 2P columns, every angle twice
+    scale: float = 1.0  # factor of cos and sin made from angles or frequencies
+    sections: tuple[int, int, int] | None = None  # pairs that follow the t, h and w positions (M-RoPE)
+    sections_interleaved: bool = False
+    cp_rank: int = 0
+    cp_size: int = 1
+    inverse: bool = False
+
+    def encode(self) -> str:
+        """The fields that differ from their defaults, as `name=value` words."""
+        words = []
+        for field in _FIELDS:
+            value = getattr(self, field.name)
+            if value != field.default:
+                if isinstance(value, tuple):
+                    value = ",".join(map(str, value))
+                words.append(f"{field.name}={value}")
+        return " ".join(words)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def decode(text: str) -> Spec:
+        """The inverse of `encode`."""
+        values: dict[str, object] = {}
+        for word in text.split():
+            name, value = word.split("=", 1)
+            values[name] = _PARSE[name](value)
+        return Spec(**values)  # type: ignore[arg-type]
+
+    @property
+    def pairs_in(self) -> str:
+        return "interleaved" if self.pairing.startswith("interleaved") else "half"
+
+    @property
+    def pairs_out(self) -> str:
+        return "interleaved" if self.pairing.endswith("interleaved") else "half"
+
+
+_FIELDS = dataclasses.fields(Spec)
+_PARSE = {
+    field.name: (
+        (lambda s: s == "True")
+        if isinstance(field.default, bool)
+        else (lambda s: tuple(map(int, s.split(","))))
+        if field.name == "sections"
+        else type(field.default)
+    )
+    for field in _FIELDS
+}
+
+
+def transposed_spec(text: str) -> str:
+    """The transpose of an encoded spec: the map that backward applies to the gradient.
+
+    On the text, since torch.compile traces this and looks through caches.
+    """
+    words = text.split()
+    if "inverse=True" in words:
+        words.remove("inverse=True")
+    else:
+        words.append("inverse=True")
+    return " ".join(_TRANSPOSED_PAIRING.get(word, word) for word in words)
+
+
+def layout_dims(layout: str) -> tuple[int | None, int, int]:
+    """The tensor dimensions of (B, T, H) in `layout`; None where the layout has no batch."""
+    return {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1), "thd": (None, 0, 1)}[layout]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor to rotate and where its rotation goes; strides in elements, in (B, T, H) order."""
+
+    x: Tensor
+    y: Tensor
+    heads: int
+    x_strides: tuple[int, int, int]
+    y_strides: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call with its layout resolved: (B, T, H, D) operands, a (B | 1, R, P) table or P frequencies, positions.
+
+    `cos` and `sin` are views whose last dimension has P entries and any stride; for angles `sin` is `cos`, for
+    frequencies both are the (P,) frequencies. The row of token t of batch b is
+
+    - `positions[a, b, t]`, a the axis of the pair, where there are positions,
+    - `offset + offsets[b] + t` otherwise, t counted from the start of its sequence where there are `cu_seqlens` (then
+      `offsets` has an entry a sequence), after the context-parallel chunk map.
+
+    A row outside [0, R) makes the rotated features NaN. Tokens past `cu_seqlens[-1]` pass through unchanged.
+    """
+
+    spec: Spec
+    operands: tuple[Operand, ...]
+    batch: int
+    tokens: int
+    head_dim: int
+    pairs: int
+    start: int
+    cos: Tensor
+    sin: Tensor
+    table_strides: tuple[int, int, int]  # batch, row, pair; in elements
+    rows: int
+    positions: Tensor | None
+    position_strides: tuple[int, int, int]  # axis, batch, token
+    offset: int
+    offsets: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @staticmethod
+    def build(
+        xs: tuple[Tensor, ...],
+        ys: tuple[Tensor, ...],
+        cos: Tensor,
+        sin: Tensor | None,
+        positions: Tensor | None,
+        offsets: Tensor | None,
+        cu_seqlens: Tensor | None,
+        offset: int,
+        spec: Spec,
+    ) -> Problem:
+        """Resolve `spec` against tensors that have passed validation."""
+        b_dim, t_dim, h_dim = layout_dims(spec.layout)
+
+        def strides(x: Tensor) -> tuple[int, int, int]:
+            return (0 if b_dim is None else x.stride(b_dim), x.stride(t_dim), x.stride(h_dim))
+
+        q = xs[0]
+        head_dim = q.shape[-1]
+        rotary_dim = spec.rotary_dim or head_dim
+        pairs = rotary_dim // 2
+        if spec.table == "inv_freq":
+            cos_view = sin_view = cos
+            table_strides, rows = (0, 0, cos.stride(-1)), 2**31 - 1
+        else:
+            if spec.table == "fused":
+                cos_view, sin_view = cos[..., :pairs], cos[..., pairs:]
+            elif spec.duplicated and spec.pairs_in == spec.pairs_out == "interleaved":
+                cos_view = cos[..., ::2]
+                sin_view = cos_view if sin is None else sin[..., ::2]
+            else:
+                cos_view = cos[..., :pairs]
+                sin_view = cos_view if sin is None else sin[..., :pairs]
+            batched = cos_view.dim() == 3 and cos_view.shape[0] > 1
+            table_strides = (cos_view.stride(0) if batched else 0, cos_view.stride(-2), cos_view.stride(-1))
+            rows = cos_view.shape[-2]
+        return Problem(
+            spec=spec,
+            operands=tuple(
+                Operand(x, y, x.shape[h_dim], strides(x), strides(y)) for x, y in zip(xs, ys, strict=True)
+            ),
+            batch=1 if b_dim is None else q.shape[b_dim],
+            tokens=q.shape[t_dim],
+            head_dim=head_dim,
+            pairs=pairs,
+            start=spec.rotary_start % head_dim,
+            cos=cos_view,
+            sin=sin_view,
+            table_strides=table_strides,
+            rows=rows,
+            positions=positions,
+            position_strides=(0, 0, 0) if positions is None else _position_strides(positions, spec),
+            offset=offset,
+            offsets=offsets,
+            cu_seqlens=cu_seqlens,
+        )
+
+
+def _position_strides(positions: Tensor, spec: Spec) -> tuple[int, int, int]:
+    axis = 0 if spec.sections is None else positions.stride(0)
+    per_batch = positions.dim() == (2 if spec.sections is None else 3)
+    batch = positions.stride(-2) if per_batch and positions.shape[-2] > 1 else 0
+    return axis, batch, positions.stride(-1)

@@ -1,0 +1,177 @@
+"""The specification of RoPE in plain torch: differentiable, on any device, in float64 if the tensors are.
+
+    (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ),   θ = position · inv_freq[i] or the table's entry
+
+Written for reading; every kernel is held against it. Shape legend as in `_problem.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._problem import Problem, Spec
+from ._validate import DEFAULTS, validated
+
+
+def rope(q: Tensor, k: Tensor | None = None, **arguments: Any) -> Any:
+    """`fusewise.rope` as one differentiable composition of torch functions. Arguments as there, without out and impl."""
+    *call, spec, _ = validated("rope", q, k, tuple(({**DEFAULTS, **arguments, "impl": "reference"}).values()))
+    xs = (q,) if k is None else (q, k)
+    rotated = rotate(Problem.build(xs, xs, *call, Spec.decode(spec)))
+    return rotated[0] if k is None else tuple(rotated)
+
+
+def launch(
+    xs: tuple[Tensor, ...],
+    ys: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    spec: str,
+) -> None:
+    """The implementation `impl="reference"`: write the rotation of every x into its y."""
+    problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+    if xs[0].numel() == 0 and all(x.numel() == 0 for x in xs):
+        return
+    for y, rotated in zip(ys, rotate(problem), strict=True):
+        y.copy_(rotated)
+
+
+def rotate(problem: Problem) -> list[Tensor]:
+    """The rotation of every operand, as new tensors of the operand's shape and dtype."""
+    compute = torch.float64 if problem.operands[0].x.dtype == torch.float64 else torch.float32
+    cos_BTP, sin_BTP = cos_and_sin(problem, compute)
+    if problem.spec.inverse:
+        sin_BTP = -sin_BTP
+    cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
+    results = []
+    for operand in problem.operands:
+        x_BTHD = _to_bthd(operand.x, problem.spec)
+        before, rotated, after = x_BTHD.split(
+            [problem.start, 2 * problem.pairs, problem.head_dim - problem.start - 2 * problem.pairs], dim=-1
+        )
+        x_a, x_b = (part.to(compute) for part in _unpair(rotated, problem.spec.pairs_in))
+        y = _pair(x_a * cos - x_b * sin, x_b * cos + x_a * sin, problem.spec.pairs_out).to(operand.x.dtype)
+        results.append(_from_bthd(torch.cat((before, y, after), dim=-1), problem.spec))
+    return results
+
+
+def cos_and_sin(problem: Problem, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos θ and sin θ of every token and pair, (B | 1, T, P) in `compute`; NaN for a row outside the table, the
+    identity for tokens past the last sequence."""
+    rows, padding = token_rows(problem)  # (B | 1, T, P | 1), (T,) or None
+    if problem.spec.table == "inv_freq":
+        # An angle is exact to 2⁻⁵³: a product in float32 is off by 0.5 rad at position 2²³.
+        angles = rows.double() * problem.cos.double()
+        cos, sin = angles.cos() * problem.spec.scale, angles.sin() * problem.spec.scale
+    else:
+        inside = (rows >= 0) & (rows < problem.rows)
+        safe = torch.where(inside, rows, 0).expand(*rows.shape[:2], problem.pairs)
+        cos, sin = (_gather(table, safe) for table in (problem.cos, problem.sin))
+        if problem.spec.table == "angles":
+            scale = problem.spec.scale
+            cos, sin = cos.double().cos() * scale, sin.double().sin() * scale
+        nan = torch.tensor(float("nan"), device=cos.device, dtype=cos.dtype)
+        cos, sin = torch.where(inside, cos, nan), torch.where(inside, sin, nan)
+    cos, sin = cos.to(compute), sin.to(compute)
+    if padding is not None:
+        cos = torch.where(padding[None, :, None], torch.ones_like(cos), cos)
+        sin = torch.where(padding[None, :, None], torch.zeros_like(sin), sin)
+    return cos, sin
+
+
+def _gather(table: Tensor, rows_BTP: Tensor) -> Tensor:
+    if table.shape[-2] == 0:
+        return table.new_zeros(rows_BTP.shape)
+    table_BRP = table if table.dim() == 3 else table[None]
+    batch = max(table_BRP.shape[0], rows_BTP.shape[0])
+    return table_BRP.expand(batch, -1, -1).gather(1, rows_BTP.expand(batch, -1, -1))
+
+
+def token_rows(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """The table row (position) of every token and pair, int64 (B | 1, T, P | 1), and which tokens are padding."""
+    spec, tokens = problem.spec, problem.tokens
+    device = problem.operands[0].x.device
+    if problem.positions is not None:
+        positions = problem.positions.long()
+        if spec.sections is None:
+            return torch.atleast_2d(positions)[:, :, None], None
+        positions_ABT = positions if positions.dim() == 3 else positions[:, None]
+        return positions_ABT[section_axes(spec).to(device)].permute(1, 2, 0), None
+
+    token = torch.arange(tokens, device=device)
+    if problem.cu_seqlens is None:
+        rows = _chunk_map(token, tokens, spec)[None]
+        if problem.offsets is not None:
+            rows = rows + problem.offsets.long()[:, None]
+        return rows[:, :, None] + problem.offset, None
+
+    bounds = problem.cu_seqlens.long() // spec.cp_size
+    sequence = torch.searchsorted(bounds, token, right=True) - 1
+    padding = token >= bounds[-1]
+    sequence = sequence.clamp(0, max(len(bounds) - 2, 0))
+    starts, lengths = bounds[:-1], bounds.diff()
+    if len(starts) == 0:
+        return token[None, :, None], padding
+    rows = _chunk_map(token - starts[sequence], lengths[sequence], spec)
+    if problem.offsets is not None:
+        rows = rows + problem.offsets.long()[sequence]
+    return rows[None, :, None] + problem.offset, padding
+
+
+def _chunk_map(token: Tensor, length: Any, spec: Spec) -> Tensor:
+    """Position of a local token when a sequence is cut into 2·cp_size chunks and rank r holds chunks r and
+    2·cp_size − 1 − r, which balances causal attention over the ranks."""
+    half = length // 2
+    second = token >= half
+    return token + torch.where(second, (2 * spec.cp_size - 2 - spec.cp_rank) * half, spec.cp_rank * half) * (
+        spec.cp_size > 1
+    )
+
+
+def section_axes(spec: Spec) -> Tensor:
+    """The position axis (0 t, 1 h, 2 w) of each pair, int64 (P,)."""
+    assert spec.sections is not None
+    t, h, w = spec.sections
+    if not spec.sections_interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor([t, h, w]))
+    pair = torch.arange(t + h + w)
+    axis = pair % 3
+    return torch.where(pair < 3 * torch.tensor([t, h, w])[axis], axis, 0)
+
+
+def _to_bthd(x: Tensor, spec: Spec) -> Tensor:
+    return {
+        "bshd": lambda: x,
+        "sbhd": lambda: x.transpose(0, 1),
+        "bhsd": lambda: x.transpose(1, 2),
+        "thd": lambda: x[None],
+    }[spec.layout]()
+
+
+def _from_bthd(x: Tensor, spec: Spec) -> Tensor:
+    return {
+        "bshd": lambda: x,
+        "sbhd": lambda: x.transpose(0, 1),
+        "bhsd": lambda: x.transpose(1, 2),
+        "thd": lambda: x[0],
+    }[spec.layout]()
+
+
+def _unpair(x: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
+    if pairs == "half":
+        a, b = x.chunk(2, dim=-1)
+        return a, b
+    return x[..., ::2], x[..., 1::2]
+
+
+def _pair(a: Tensor, b: Tensor, pairs: str) -> Tensor:
+    if pairs == "half":
+        return torch.cat((a, b), dim=-1)
+    return torch.stack((a, b), dim=-1).flatten(-2)
