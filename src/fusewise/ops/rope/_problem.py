@@ -95,12 +95,10 @@ def transposed_spec(text: str) -> str:
 
     On the text, since torch.compile traces this and looks through caches.
     """
+    flag = "inverse=True"
     words = text.split()
-    if "inverse=True" in words:
-        words.remove("inverse=True")
-    else:
-        words.append("inverse=True")
-    return " ".join(_TRANSPOSED_PAIRING.get(word, word) for word in words)
+    words = [word for word in words if word != flag] if flag in words else [*words, flag]
+    return " ".join([_TRANSPOSED_PAIRING.get(word, word) for word in words])
 
 
 def layout_dims(layout: str) -> tuple[int | None, int, int]:
