@@ -1,0 +1,182 @@
+"""What a provider is: one way of running an operation, found by name, by entry point or by `module:attribute`.
+
+A third party adds one by subclassing `Provider` and naming it in its own package metadata:
+
+    [project.entry-points."fusewise.providers"]
+    mine = "my_package.lab:MyRope"
+
+Nothing here imports a provider's libraries: that happens in the provider's own worker process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .problem import Problem
+
+ENTRY_POINTS = "fusewise.providers"
+
+#: Our own providers, in the order in which tables show them.
+BUILT_IN = (
+    "fusewise.lab.providers.floors:Copy",
+    "fusewise.lab.providers.floors:Launch",
+    "fusewise.lab.providers.pytorch:Eager",
+    "fusewise.lab.providers.pytorch:TorchScript",
+    "fusewise.lab.providers.pytorch:TorchCompile",
+    "fusewise.lab.providers.ours:Reference",
+    "fusewise.lab.providers.ours:Cpu",
+    "fusewise.lab.providers.ours:CpuInPlace",
+    "fusewise.lab.providers.ours:Triton",
+    "fusewise.lab.providers.ours:TritonInPlace",
+    "fusewise.lab.providers.peers:TransformerEngineUnfused",
+    "fusewise.lab.providers.peers:TransformerEngineFused",
+    "fusewise.lab.providers.peers:Liger",
+    "fusewise.lab.providers.peers:FlashAttn",
+    "fusewise.lab.providers.peers:Vllm",
+    "fusewise.lab.providers.peers:FlashInfer",
+    "fusewise.lab.providers.peers:Quack",
+    "fusewise.lab.providers.peers:Unsloth",
+)
+
+
+class Missing(Exception):
+    """The provider cannot run on this machine; the message says what to install or which device it wants."""
+
+
+class Unsupported(Exception):
+    """The provider cannot run this problem; the message says why."""
+
+
+def _same(*tensors: Any) -> Any:
+    return tensors
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One problem made callable: `call(*enter(*problem.tensors))` is timed in `call` alone.
+
+    enter: the problem's tensors -> the arguments of call (views and re-layouts that a user would not pay in a step).
+    leave: what call returned -> the outputs in the problem's own form, for the check against float64.
+    in_place: call overwrites its arguments.
+    backward: the outputs are differentiable with respect to the problem's tensors.
+    checked: the outputs are to be held against the truth (floors compute nothing and say False).
+    """
+
+    call: Callable[..., Any]
+    enter: Callable[..., tuple[Any, ...]] = _same
+    leave: Callable[[Any], tuple[Tensor, ...]] = _as_tuple
+    in_place: bool = False
+    backward: bool = True
+    checked: bool = True
+
+
+class Provider:
+    """One way of running operations. Subclasses set the fields and write `build`."""
+
+    name: ClassVar[str]
+    module: ClassVar[str] = ""  # import name that must be found for the provider to be here at all
+    packages: ClassVar[tuple[str, ...]] = ()  # distributions whose versions its rows carry
+    install: ClassVar[str] = ""  # the command or sentence that brings a missing one
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    default: ClassVar[bool] = True  # measured when no providers are named
+
+    def check(self, device: str) -> None:
+        """Raise Missing when the provider cannot run on `device` here. Imports nothing heavy."""
+        kind = device.split(":")[0]
+        if kind not in self.devices:
+            raise Missing(f"runs on {' and '.join(self.devices)} only, not on {kind}")
+        if self.module and not _found(self.module):
+            raise Missing(f"{self.module} is not installed; {self.install}")
+
+    def build(self, problem: Problem) -> Run:
+        """Make `problem` callable, or raise Unsupported (this problem) or Missing (this machine)."""
+        raise NotImplementedError
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the distributions the provider stands on, those that are installed."""
+        found = {}
+        for package in self.packages:
+            try:
+                found[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return found
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def require(module: str, install: str) -> Any:
+    """Import `module` in a worker; any failure becomes Missing with the exception's text."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a broken binary package may raise anything at import
+        raise Missing(f"import {module} failed: {type(error).__name__}: {error}; {install}") from error
+
+
+def load(where: str) -> Provider:
+    """The provider at `module:attribute` (a Provider subclass or instance)."""
+    module, _, attribute = where.partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    provider = found() if isinstance(found, type) else found
+    if not isinstance(provider, Provider):
+        raise TypeError(f"provider: {where} must be a fusewise.lab.Provider, got {type(provider).__name__}")
+    return provider
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A provider known to this installation: where it is, and the object or why it could not be loaded."""
+
+    name: str
+    where: str
+    provider: Provider | None
+    problem: str = ""
+
+
+def known(extra: Iterable[str] = ()) -> list[Entry]:
+    """Every provider: ours, those of installed packages, and `extra` ones given as `module:attribute`."""
+    places = [(where, "") for where in BUILT_IN]
+    places += [(point.value, point.name) for point in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    places += [(where, "") for where in extra]
+    entries = []
+    for where, name in dict.fromkeys(places):
+        try:
+            provider = load(where)
+            entries.append(Entry(provider.name, where, provider))
+        except Exception as error:  # someone else's package may raise anything; it becomes a row with this reason
+            entries.append(Entry(name or where, where, None, f"{type(error).__name__}: {error}"))
+    return entries
+
+
+def select(names: Iterable[str] | None) -> list[Entry]:
+    """The entries for `names` (a name, or `module:attribute`), or all default ones for None."""
+    if names is None:
+        return [e for e in known() if e.provider is None or e.provider.default]
+    wanted = list(names)
+    entries = {e.name: e for e in known(n for n in wanted if ":" in n)}
+    by_place = {e.where: e for e in entries.values()}
+    chosen = []
+    for name in wanted:
+        entry = entries.get(name) or by_place.get(name)
+        if entry is None:
+            raise ValueError(
+                f"study: providers must be among {', '.join(entries)}, got {name!r}; `fusewise providers` lists them"
+            )
+        chosen.append(entry)
+    return chosen

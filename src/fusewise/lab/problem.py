@@ -1,0 +1,75 @@
+"""A problem: one operation on one set of tensors, remade identically in every worker from a seed.
+
+A target (RoPE, later others) subclasses `Problem` and says how its tensors are made and what the mathematics is.
+Everything the lab does with it (truth, timing, memory) is written against this class alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PASSES = ("fwd", "bwd", "fwd+bwd")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is told: plain JSON, enough to remake the problem."""
+
+    op: str
+    case: str
+    dtype: str
+    pass_: str
+    device: str
+    seed: int
+    detail: Mapping[str, Any] = field(default_factory=dict)  # what a target needs beyond the case's name
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return (self.op, self.case, self.dtype, self.pass_)
+
+
+class Problem:
+    """Tensors, the mathematics on them, and the bytes and flops it needs at least."""
+
+    op: ClassVar[str]
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.device = torch.device(task.device)
+        self.dtype = DTYPES[task.dtype]
+        #: Differentiable inputs; a cold measurement rotates over copies of these.
+        self.tensors: tuple[Tensor, ...] = ()
+        #: One random gradient for each output.
+        self.upstream: tuple[Tensor, ...] = ()
+
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(g.shape) for g in self.upstream)
+
+    def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The mathematics on float64 tensors, differentiable."""
+        raise NotImplementedError
+
+    def eager(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The usual eager code in the tensors' own dtype: the yardstick for errors."""
+        raise NotImplementedError
+
+    def shape(self) -> str:
+        """The shape as people write it, e.g. `b4 s4096 h32 kv8 d128`."""
+        raise NotImplementedError
+
+    def bytes_min(self) -> int:
+        """Bytes that the pass must read and write at least, in one use of the problem."""
+        raise NotImplementedError
+
+    def flops_min(self) -> int:
+        """Floating point operations the pass needs at least."""
+        raise NotImplementedError

@@ -1,0 +1,161 @@
+"""The coordinator's end of a worker: start it, ask it, and survive whatever it does.
+
+A request is bounded in time and the process in memory. A worker that dies, hangs, grows too large or talks nonsense
+raises `WorkerFailed` with a sentence for the row, and is gone; nothing it did reaches the coordinator but JSON values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fusewise
+
+from . import machine
+
+#: How often a waiting coordinator looks at the worker's memory, seconds.
+LOOK_EVERY = 0.1
+#: A reply is a few kilobytes; a line that reaches this length is no reply.
+LONGEST_LINE = 16 * 2**20
+
+
+class WorkerFailed(Exception):
+    """The worker is gone; the message says what it did."""
+
+
+class WorkerProcess:
+    """One running worker. `log` gets everything that it or its libraries print."""
+
+    def __init__(
+        self,
+        start: Mapping[str, Any],
+        log: Path,
+        *,
+        timeout: float,
+        memory_limit: int | None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = log
+        self.timeout = timeout
+        self.memory_limit = memory_limit
+        self.requests = 0
+        self.buffer = b""
+        self.garbage = 0
+        source = str(Path(fusewise.__file__).parents[1])
+        paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        with log.open("ab") as sink:
+            self.log_start = sink.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fusewise.lab.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+                start_new_session=True,  # a Ctrl-C is the coordinator's; its children die with it, together
+            )
+        self._send(start)
+
+    def ready(self) -> dict[str, Any]:
+        """The greeting, once the provider has been imported."""
+        return self._receive(0)
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """Send a request and wait for its reply."""
+        self.requests += 1
+        self._send({"id": self.requests, "do": do, **fields})
+        return self._receive(self.requests)
+
+    def stop(self) -> None:
+        """End the worker and everything it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise self._failed(self._death()) from None
+
+    def _receive(self, wanted: int) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        descriptor = self.process.stdout.fileno()
+        deadline = time.monotonic() + self.timeout
+        while True:
+            for reply in self._lines():
+                if reply.get("id") == wanted:
+                    return reply
+                self.garbage += 1
+            if time.monotonic() > deadline:
+                raise self._failed(f"no answer within {self.timeout:g} s")
+            readable, _, _ = select.select([descriptor], [], [], LOOK_EVERY)
+            if readable:
+                chunk = os.read(descriptor, 2**16)
+                if not chunk:
+                    raise self._failed(self._death())
+                self.buffer += chunk
+                if len(self.buffer) > LONGEST_LINE:
+                    raise self._failed(f"wrote {len(self.buffer)} bytes that are no reply")
+            elif self.memory_limit is not None:
+                used = machine.resident_bytes(self.process.pid)
+                if used is not None and used > self.memory_limit:
+                    raise self._failed(f"used {used / 2**30:.2f} GiB of memory, the limit is {self.memory_limit / 2**30:.2f}")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """The complete replies received so far; what is not one is counted and dropped."""
+        *lines, self.buffer = self.buffer.split(b"\n")
+        replies = []
+        for line in lines:
+            try:
+                reply = json.loads(line)
+            except ValueError:
+                reply = None
+            if isinstance(reply, dict):
+                replies.append(reply)
+            else:
+                self.garbage += 1
+        return replies
+
+    def _death(self) -> str:
+        """How the process ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+        code = self.process.returncode
+        if code is None:
+            return "closed its reply channel"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"died of {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def _failed(self, what: str) -> WorkerFailed:
+        self.stop()
+        if self.garbage:
+            what += f", after {self.garbage} lines that are no replies"
+        last = self._last_words()
+        return WorkerFailed(f"the worker {what}" + (f"; it last said: {last}" if last else ""))
+
+    def _last_words(self) -> str:
+        """The last line this worker wrote to its log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(self.log_start)
+                lines = log.read()[-4096:].decode("utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1].strip()[:300] if lines else ""

@@ -1,0 +1,1 @@
+"""Our own providers, one file a family."""

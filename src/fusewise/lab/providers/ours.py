@@ -1,0 +1,56 @@
+"""fusewise's implementations, each through the public function with `impl=` named."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import fusewise
+
+from ..plugin import Provider, Run, Unsupported
+from ..problem import Problem
+from .pytorch import rope_problem
+
+
+class _Fusewise(Provider):
+    impl: ClassVar[str]
+    in_place: ClassVar[bool] = False
+    packages = ("torch", "fusewise")
+
+    def build(self, problem: Problem) -> Run:
+        rope = rope_problem(self, problem)
+        if self.in_place and problem.task.pass_ != "fwd":
+            raise Unsupported("in place it would overwrite leaves that want a gradient")
+        function = fusewise.rope_ if self.in_place else fusewise.rope
+        arguments = {**rope.inputs.kwargs, "impl": self.impl}
+        return Run(lambda *xs: function(*xs, **arguments), in_place=self.in_place)
+
+    def versions(self) -> dict[str, str]:
+        return super().versions() | {"fusewise": fusewise.__version__}
+
+
+class Reference(_Fusewise):
+    """The specification in plain torch."""
+
+    name, impl = "fusewise-reference", "reference"
+
+
+class Cpu(_Fusewise):
+    """The native vectorised kernel."""
+
+    name, impl, devices = "fusewise-cpu", "cpu", ("cpu",)
+
+
+class CpuInPlace(_Fusewise):
+    name, impl, devices, in_place, default = "fusewise-cpu-inplace", "cpu", ("cpu",), True, False
+
+
+class Triton(_Fusewise):
+    """The Triton kernel."""
+
+    name, impl, devices, module = "fusewise-triton", "triton", ("cuda",), "triton"
+    install = "pip install triton"
+    packages = ("torch", "triton", "fusewise")
+
+
+class TritonInPlace(Triton):
+    name, in_place, default = "fusewise-triton-inplace", True, False

@@ -1,0 +1,129 @@
+"""The RoPE target: a named case made into a problem, and the views of it that providers ask for.
+
+Shape legend: B batch, T tokens of a sequence, H heads, D head width, P rotated pairs, R table rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import fusewise
+from fusewise.ops.rope.cases import RopeCase, case
+
+from .problem import Problem, Task
+
+
+class RopeProblem(Problem):
+    op = "rope"
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.case: RopeCase = case(task.case)
+        self.inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
+        self.tensors = self.inputs.operands
+        self.upstream = self.inputs.gradients
+
+    def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        result = fusewise.rope(*tensors, **self.inputs.kwargs, impl="reference")
+        return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def eager(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        cos, sin = self.duplicated(self.dtype)
+        rotate = EAGER[self.case.pairing]
+        views = (self.to_bshd(x) for x in tensors)
+        return tuple(self.from_bshd(rotate(x, cos, sin, self.start(x), self.case.rotated)) for x in views)
+
+    def shape(self) -> str:
+        return self.case.shape
+
+    def bytes_min(self) -> int:
+        return self.case.bytes_min(self.task.pass_, self.task.dtype)
+
+    def flops_min(self) -> int:
+        return self.case.flops_min(self.task.pass_)
+
+    def start(self, x: Tensor) -> int:
+        """First rotated feature of `x`, counted from the front."""
+        start = self.case.rotary_start
+        return start if start >= 0 else x.shape[-1] + start
+
+    def to_bshd(self, x: Tensor) -> Tensor:
+        """`x` seen as (B, T, H, D), no copy."""
+        return x.permute([self.case.layout.index(letter) for letter in "bshd"])
+
+    def from_bshd(self, x: Tensor) -> Tensor:
+        """(B, T, H, D) seen in the case's own layout, no copy."""
+        return x.permute(["bshd".index(letter) for letter in self.case.layout])
+
+    def position_ids(self) -> Tensor:
+        """int64 (B, T), made where the case has none."""
+        if self.inputs.positions is not None:
+            return self.inputs.positions
+        first = self.case.offset
+        running = torch.arange(first, first + self.case.seqlen, device=self.device)
+        return running.expand(self.case.batch, -1).contiguous()
+
+    def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every token, (B | 1, T, P), rounded to `dtype`."""
+        if self.inputs.positions is None:
+            window = slice(self.case.offset, self.case.offset + self.case.seqlen)
+            return self.inputs.cos[window][None].to(dtype), self.inputs.sin[window][None].to(dtype)
+        return self.inputs.cos[self.inputs.positions].to(dtype), self.inputs.sin[self.inputs.positions].to(dtype)
+
+    def duplicated(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every token with each angle twice, (B | 1, T, 1, 2P), in the order of the pairing's output."""
+
+        def twice(x: Tensor) -> Tensor:
+            if self.case.pairing == "interleaved":
+                return x.repeat_interleave(2, dim=-1)[:, :, None]
+            return torch.cat((x, x), dim=-1)[:, :, None]
+
+        cos, sin = self.rows(dtype)
+        return twice(cos), twice(sin)
+
+
+# The eager forms, one tensor (B, T, H, D) at a time, rotating the features [start, start + width). TorchScript compiles
+# them as they stand, hence the plain types and no shared helper functions that take functions.
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """(−b, a) for x = (a ‖ b)."""
+    middle = x.shape[-1] // 2
+    return torch.cat((-x[..., middle:], x[..., :middle]), dim=-1)
+
+
+def rotate_every_two(x: Tensor) -> Tensor:
+    """(−x₁, x₀, −x₃, x₂, …)."""
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def half(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
+    """x · cos + rotate_half(x) · sin, as transformers' Llama has it."""
+    part = x[..., start : start + width]
+    rotated = part * cos + rotate_half(part) * sin
+    if width == x.shape[-1]:
+        return rotated
+    return torch.cat((x[..., :start], rotated, x[..., start + width :]), dim=-1)
+
+
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
+    """The same on neighbouring features, as GPT-J and GLM have it."""
+    part = x[..., start : start + width]
+    rotated = part * cos + rotate_every_two(part) * sin
+    if width == x.shape[-1]:
+        return rotated
+    return torch.cat((x[..., :start], rotated, x[..., start + width :]), dim=-1)
+
+
+def interleaved_to_half(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
+    """Neighbouring features sorted into halves first, then `half`, as DeepSeek-V3 has it."""
+    part = x[..., start : start + width]
+    part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
+    rotated = part * cos + rotate_half(part) * sin
+    if width == x.shape[-1]:
+        return rotated
+    return torch.cat((x[..., :start], rotated, x[..., start + width :]), dim=-1)
+
+
+EAGER = {"half": half, "interleaved": interleaved, "interleaved_to_half": interleaved_to_half}

@@ -1,0 +1,177 @@
+"""Timing one provider: cold cache, device time apart from host time, nothing of the harness inside.
+
+A *turn* is a few *samples*; a sample is one or more calls, each on its own copy of the inputs, after the cache was
+filled with something else. On CUDA the stream is held by a spinning kernel until every call of the turn is queued, so
+that events measure the device and never a host that was late.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+#: Calls queued behind one hold. The driver's queue takes about a thousand launches; eager code launches a dozen a call.
+CALLS_PER_HOLD = 32
+#: Calls in the unsynchronised loop that measures the host.
+HOST_CALLS = 20
+#: Spin cycles a second, at least: no current card runs faster than this.
+CYCLES_PER_SECOND = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed: `step(begin(i))`, of which `begin` (inputs; the forward before a backward) is not timed."""
+
+    begin: Callable[[int], Any]
+    step: Callable[[Any], Any]
+
+
+@dataclass
+class Turn:
+    """Raw measurements of one turn, microseconds a call."""
+
+    device_us: list[float]
+    host_us: float | None = None
+    held: bool | None = None  # CUDA: every sample was queued before the first began
+    clocks: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Timer(Protocol):
+    def turn(self, work: Work, samples: int, calls: int) -> Turn: ...
+
+    def once(self, work: Work) -> float:
+        """Seconds of one synchronised call, for first calls and estimates."""
+        ...
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector would land in some provider's time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class CpuTimer:
+    """Wall time of the call. `flush_bytes` = 0 measures a warm cache."""
+
+    def __init__(self, flush_bytes: int) -> None:
+        self.flush = torch.zeros(flush_bytes // 4) if flush_bytes else None
+
+    def once(self, work: Work) -> float:
+        state = work.begin(0)
+        start = time.perf_counter()
+        work.step(state)
+        return time.perf_counter() - start
+
+    def turn(self, work: Work, samples: int, calls: int) -> Turn:
+        times = []
+        with no_collection():
+            for _ in range(samples):
+                states = [work.begin(i) for i in range(calls)]
+                results = []  # kept until the clock stops: freeing memory is not the provider's work
+                if self.flush is not None:
+                    self.flush.add_(1.0)
+                start = time.perf_counter_ns()
+                for state in states:
+                    results.append(work.step(state))
+                stop = time.perf_counter_ns()
+                times.append((stop - start) / 1e3 / calls)
+                del states, results
+        return Turn(times)
+
+
+class CudaTimer:
+    """Events around queued calls, and the host's time a call in a loop that does not wait."""
+
+    def __init__(self, device: torch.device, flush_bytes: int, clocks: Callable[[], dict[str, Any] | None]) -> None:
+        self.device = device
+        self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
+        self.clocks = clocks
+        self.queue_s: dict[int, float] = {}  # host seconds to queue one sample, by identity of the work
+
+    def once(self, work: Work) -> float:
+        state = work.begin(0)
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        work.step(state)
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
+
+    def turn(self, work: Work, samples: int, calls: int) -> Turn:
+        result = Turn([], held=True)
+        with no_collection():
+            per_hold = max(1, CALLS_PER_HOLD // calls)
+            while len(result.device_us) < samples:
+                count = min(per_hold, samples - len(result.device_us))
+                result.device_us += self._hold(work, count, calls, result)
+            result.host_us = self._host(work)
+        return result
+
+    def _hold(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
+        """Queue `samples` behind a spinning kernel, longer each time until the host is ahead."""
+        seconds = self.queue_s.get(id(work), 0.0) * samples * 2 + 3e-4
+        held = False
+        events: list[tuple[Any, Any]] = []
+        for _ in range(4):
+            torch.cuda.synchronize(self.device)
+            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+            begun = time.perf_counter()
+            events, results = [], []
+            for _ in range(samples):
+                states = [work.begin(i) for i in range(calls)]
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if self.flush is not None:
+                    self.flush.zero_()
+                start.record()
+                for state in states:
+                    results.append(work.step(state))
+                stop.record()
+                events.append((start, stop))
+                del states
+            held = not events[0][0].query()
+            took = time.perf_counter() - begun
+            self.queue_s[id(work)] = took / samples
+            result.clocks = self.clocks() or result.clocks
+            torch.cuda.synchronize(self.device)
+            del results
+            if held:
+                break
+            seconds = max(2 * seconds, 2 * took)
+        if not held:
+            result.held = False
+        return [start.elapsed_time(stop) * 1e3 / calls for start, stop in events]
+
+    def _host(self, work: Work) -> float:
+        """Median microseconds that one call keeps the host, with nothing to wait for."""
+        times = []
+        torch.cuda.synchronize(self.device)
+        for i in range(HOST_CALLS):
+            state = work.begin(i)
+            start = time.perf_counter_ns()
+            work.step(state)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        torch.cuda.synchronize(self.device)
+        return median(times)
+
+
+def calls_per_sample(bytes_min: int, device: str) -> int:
+    """Calls that one sample averages: enough for the clock's resolution, the same for every provider of a problem."""
+    mebibytes = bytes_min / 2**20
+    if device.startswith("cuda"):
+        return 16 if mebibytes <= 8 else 4 if mebibytes <= 64 else 1
+    return 16 if mebibytes <= 1 / 16 else 4 if mebibytes <= 1 else 1

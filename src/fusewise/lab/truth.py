@@ -1,0 +1,120 @@
+"""Truth before time: errors against float64, and the rule that decides.
+
+The reference is computed in float64 from the same rounded inputs. A provider may be at most twice as far from it as
+eager code of the same dtype, plus what one rounding to that dtype costs:
+
+    error ≤ 2 · error(eager) + eps(dtype) / 2        in the max norm and in the root mean square
+
+(Flash-attention's tests use the factor 2; the band lets an exactly rounded result pass where eager is exact by luck.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .plugin import Run
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest and root-mean-square error, each relative to the same norm of the truth. inf: not finite."""
+
+    max: float
+    rms: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found. `reason` is empty when the provider is right."""
+
+    errors: Errors
+    eager: Errors
+    reason: str
+
+
+def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
+    """The worst error over pairs of tensors."""
+    worst_max = worst_rms = 0.0
+    for result, truth in zip(results, truths, strict=True):
+        if truth.numel() == 0:
+            continue
+        difference = result.double() - truth
+        if not bool(torch.isfinite(difference).all()):
+            return Errors(math.inf, math.inf)
+        largest, norm = float(truth.abs().max()), float(truth.norm())
+        worst_max = max(worst_max, float(difference.abs().max()) / (largest or 1.0))
+        worst_rms = max(worst_rms, float(difference.norm()) / (norm or 1.0))
+    return Errors(worst_max, worst_rms)
+
+
+def band(dtype: torch.dtype) -> float:
+    """The relative error of one rounding to `dtype`."""
+    return torch.finfo(dtype).eps / 2
+
+
+def within(found: Errors, eager: Errors, dtype: torch.dtype) -> bool:
+    return found.max <= 2 * eager.max + band(dtype) and found.rms <= 2 * eager.rms + band(dtype)
+
+
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(tuple(outputs), tuple(inputs), tuple(upstream))
+
+
+def expected(problem: Problem) -> tuple[list[Tensor], Errors]:
+    """The float64 results of the task's pass, and eager's errors against them."""
+    backward = problem.task.pass_ != "fwd"
+    forward = problem.task.pass_ != "bwd"
+    upstream = problem.upstream if backward else ()
+
+    def results(of: str) -> list[Tensor]:
+        wide = of == "truth"
+        leaves = tuple((x.double() if wide else x.clone()).requires_grad_(backward) for x in problem.tensors)
+        outputs = problem.truth(leaves) if wide else problem.eager(leaves)
+        found = [y.detach() for y in outputs] if forward else []
+        if backward:
+            found += gradients(outputs, leaves, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)])
+        return found
+
+    truths = results("truth")
+    return truths, errors(results("eager"), truths)
+
+
+def poison(problem: Problem) -> None:
+    """Leave NaN in memory that an output is likely to be given, so that an element left unwritten shows."""
+    for shape in problem.output_shapes():
+        torch.full(shape, math.nan, device=problem.device, dtype=problem.dtype)
+
+
+def check(problem: Problem, run: Run) -> Verdict:
+    """Hold one provider against the truth in the task's pass."""
+    truths, eager = expected(problem)
+    backward = problem.task.pass_ != "fwd"
+    forward = problem.task.pass_ != "bwd"
+    leaves = tuple(x.clone().requires_grad_(backward) for x in problem.tensors)
+    arguments = run.enter(*leaves)
+    poison(problem)
+    outputs = run.leave(run.call(*arguments))
+    shapes = tuple(tuple(y.shape) for y in outputs)
+    if shapes != problem.output_shapes():
+        return Verdict(Errors(math.inf, math.inf), eager, f"outputs have shapes {shapes}, {problem.output_shapes()} is right")
+    found = [y.detach().clone() for y in outputs] if forward else []
+    if backward:
+        # A provider may overwrite the gradients it is given.
+        found += gradients(outputs, leaves, [g.to(y.dtype).clone() for g, y in zip(problem.upstream, outputs, strict=True)])
+    measured = errors(found, truths)
+    changed = any(not torch.equal(leaf, x) for leaf, x in zip(leaves, problem.tensors, strict=True))
+    reason = ""
+    if not within(measured, eager, problem.dtype):
+        reason = (
+            f"error {measured.max:.3g} (rms {measured.rms:.3g}) is more than twice eager's {eager.max:.3g} "
+            f"(rms {eager.rms:.3g}) plus the rounding band {band(problem.dtype):.3g}"
+        )
+    elif changed and not run.in_place:
+        reason = "it overwrote its inputs and does not say so"
+    return Verdict(measured, eager, reason)

@@ -1,0 +1,231 @@
+"""A provider's own process: one provider, many problems in turn, one JSON line a request and one a reply.
+
+    coordinator → worker   {"id": 3, "do": "prepare", "task": {...}}
+    worker → coordinator   {"id": 3, "ok": true, ...}       or {"id": 3, "ok": false, "status": ..., "reason": ...}
+
+The reply channel is the process's original standard output; file descriptor 1 is pointed at standard error before any
+provider is imported, so whatever a library prints ends in the worker's log. Started by `process.WorkerProcess` as
+`python -m fusewise.lab.worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from . import machine, memory, plugin, truth
+from .problem import Problem, Task
+from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
+
+#: Calls after the check and before the first timed one: TorchScript's profiling executor compiles at its second.
+WARM_UP_CALLS = 4
+#: A turn is at most this long for a provider, as far as the number of samples can help it.
+TURN_SECONDS = 0.25
+SAMPLES = (2, 10)
+
+Reply = dict[str, Any]
+
+
+def problem_for(task: Task) -> Problem:
+    """The target that makes the task's problem."""
+    if task.op == "rope":
+        from .rope import RopeProblem
+
+        return RopeProblem(task)
+    raise ValueError(f"study: op must be rope, got {task.op!r}; see `fusewise study --help`")
+
+
+@dataclass
+class Prepared:
+    """A problem that passed the check, ready for its rounds."""
+
+    work: Work
+    samples: int
+    calls: int
+
+
+class Server:
+    """Answers requests for one provider on one device."""
+
+    def __init__(self, provider: plugin.Provider, device: str, flush_bytes: int) -> None:
+        self.provider = provider
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        provider.check(device)
+        self.problem: Problem | None = None
+        self.prepared: Prepared | None = None
+        self.flush_bytes = flush_bytes
+        self.timer: Timer = (
+            CudaTimer(self.device, flush_bytes, machine.clock_reader(self.device))
+            if self.device.type == "cuda"
+            else CpuTimer(flush_bytes)
+        )
+
+    def answer(self, request: dict[str, Any]) -> Reply:
+        """Do what is asked; whatever goes wrong in the provider becomes a status and a reason."""
+        try:
+            if request["do"] == "prepare":
+                return self.prepare(Task(**request["task"]))
+            if request["do"] == "round":
+                return self.round()
+            raise ValueError(f"unknown request {request['do']!r}")
+        except (plugin.Missing, plugin.Unsupported) as error:
+            return {"ok": False, "status": "missing", "reason": str(error)}
+        except torch.OutOfMemoryError as error:
+            self.forget()
+            return {"ok": False, "status": "failed", "reason": f"out of memory: {_first_line(error)}"}
+        except Exception as error:  # providers raise anything; the row says what
+            traceback.print_exc()
+            return {"ok": False, "status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+
+    def forget(self) -> None:
+        """Free the problem before the next one is made."""
+        self.problem = self.prepared = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def load(self, task: Task) -> Problem:
+        """The task's problem, the tensors of the last one kept if only the pass differs."""
+        last = self.problem
+        if last is not None and (last.task.key[:3], last.task.seed) == (task.key[:3], task.seed):
+            last.task = task
+            return last
+        self.forget()
+        self.problem = problem_for(task)
+        return self.problem
+
+    def prepare(self, task: Task) -> Reply:
+        """First call, truth, memory, warm-up. Rounds may follow when the reply's status is ok."""
+        self.prepared = None
+        problem = self.load(task)
+        self.synchronize()
+        start = time.perf_counter()
+        run = self.provider.build(problem)
+        if task.pass_ != "fwd" and run.checked and not run.backward:
+            raise plugin.Unsupported("has no backward")
+        calls = calls_per_sample(problem.bytes_min(), task.device)
+        work = make_work(problem, run, 1)
+        work.step(work.begin(0))
+        self.synchronize()
+        reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
+        reply |= {"versions": self.provider.versions(), "shape": problem.shape(), "calls_per_sample": calls}
+        reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
+        if run.checked:
+            verdict = truth.check(problem, run)
+            reply |= {
+                "error": _finite(verdict.errors.max),
+                "error_rms": _finite(verdict.errors.rms),
+                "error_eager": _finite(verdict.eager.max),
+                "error_eager_rms": _finite(verdict.eager.rms),
+            }
+            if verdict.reason:
+                return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
+        reply |= self.measure_memory(problem, run, work)
+        work = make_work(problem, run, calls)
+        seconds = min(self.timer.once(work) for _ in range(WARM_UP_CALLS))
+        flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
+        samples = min(SAMPLES[1], max(SAMPLES[0], int(TURN_SECONDS / (seconds * calls + flush))))
+        self.prepared = Prepared(work, samples, calls)
+        return reply | {"estimate_us": seconds * 1e6, "samples": samples}
+
+    def measure_memory(self, problem: Problem, run: plugin.Run, work: Work) -> Reply:
+        if not run.checked:
+            return {"peak_bytes": None, "held_bytes": None}
+        held = None
+        if problem.task.pass_ != "fwd":
+            leaves = tuple(x.clone().requires_grad_() for x in problem.tensors)
+            held = memory.held_bytes(lambda: run.leave(run.call(*run.enter(*leaves))), leaves, self.device)
+        return {"peak_bytes": memory.peak_bytes(work, self.device), "held_bytes": held}
+
+    def round(self) -> Reply:
+        if self.prepared is None:
+            raise RuntimeError("a round was asked for without a prepared problem")
+        turn: Turn = self.timer.turn(self.prepared.work, self.prepared.samples, self.prepared.calls)
+        return {"ok": True, "status": "ok"} | turn.to_json()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
+    """The pass to be timed, over `copies` sets of the problem's tensors so that each call finds its own cold."""
+    backward = problem.task.pass_ != "fwd" and run.checked
+
+    def copy(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.clone().requires_grad_(backward) for x in xs)
+
+    sets = [copy(problem.tensors) for _ in range(copies)]
+    call: Callable[..., Any] = run.call
+    if not backward:
+        arguments = [run.enter(*xs) for xs in sets]
+        return Work(lambda i: arguments[i % copies], lambda xs: call(*xs))
+    upstream = [tuple(g.clone() for g in problem.upstream) for _ in range(copies)]
+
+    def forward(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return run.leave(call(*run.enter(*xs)))
+
+    def gradients(state: tuple[Any, ...]) -> Any:
+        outputs, xs, gs = state
+        return torch.autograd.grad(outputs, xs, gs)
+
+    if problem.task.pass_ == "bwd":
+        return Work(lambda i: (forward(sets[i % copies]), sets[i % copies], upstream[i % copies]), gradients)
+    return Work(lambda i: (sets[i % copies], upstream[i % copies]), lambda s: gradients((forward(s[0]), *s)))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:500] if lines else "no message"
+
+
+def serve(requests: IO[str], replies: IO[str], start: dict[str, Any]) -> None:
+    """Load the provider named in `start`, then answer until the requests end."""
+
+    def send(reply: Reply) -> None:
+        replies.write(json.dumps(reply, allow_nan=False) + "\n")
+        replies.flush()
+
+    try:
+        if limit := start.get("device_memory_fraction"):
+            torch.cuda.set_per_process_memory_fraction(limit, torch.device(start["device"]))
+        provider = plugin.load(start["provider"])
+        server = Server(provider, start["device"], start["flush_bytes"])
+    except plugin.Missing as error:
+        send({"id": 0, "ok": False, "status": "missing", "reason": str(error)})
+        return
+    except Exception as error:  # a provider's module may raise anything
+        traceback.print_exc()
+        send({"id": 0, "ok": False, "status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"})
+        return
+    send({"id": 0, "ok": True, "versions": provider.versions(), "pid": os.getpid()})
+    for line in requests:
+        request = json.loads(line)
+        send({"id": request["id"]} | server.answer(request))
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    first = sys.stdin.readline()
+    if first:
+        serve(sys.stdin, replies, json.loads(first))
+
+
+if __name__ == "__main__":
+    main()
