@@ -103,7 +103,7 @@ def yarn(
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
     trained = _inverse_powers(dim, base)
 
     def magnitude(weight: float) -> float:
@@ -151,7 +151,7 @@ def longrope(
         for value in values:
             _number(name, value, above=0)
     longer = seq_len is not None and _count("seq_len", seq_len) > original
-    extension = torch.tensor(lists["long_factor" if longer else "short_factor"], dtype=torch.float64)
+    extension = torch.tensor(lists["long_factor" if longer else "short_factor"], dtype=torch.float64, device="cpu")
     if attention_factor is not None:
         scaling = _number("attention_factor", attention_factor, above=0)
     else:
@@ -241,14 +241,14 @@ def inv_freq(rope_type: str = "default", *, rotary_dim: int, base: float = 10000
     return builder(rotary_dim=rotary_dim, base=base, **parameters)
 
 
-def from_config(
+def arguments_from_config(
     rope_parameters: Mapping[str, Any],
     head_dim: int,
     seq_len: int | None = None,
     *,
     max_position_embeddings: int | None = None,
-) -> Frequencies:
-    """`(inv_freq, scaling)` from the `rope_parameters` (or older `rope_scaling`) dictionary of a model configuration.
+) -> dict[str, Any]:
+    """The arguments of `inv_freq` that the `rope_parameters` (or older `rope_scaling`) of a model configuration stand for.
 
     Args:
         rope_parameters: flat dictionary with transformers' keys; `rope_type` or the older `type` (absent: "default"),
@@ -261,9 +261,8 @@ def from_config(
             (yarn, longrope) or `original_max_position_embeddings` (yarn, longrope, llama3) is absent from the dictionary.
     """
     if not isinstance(rope_parameters, Mapping):
-        raise TypeError(
-            f"rope_tables: rope_parameters must be a mapping, got {type(rope_parameters).__name__}; pass the dictionary"
-        )
+        kind = type(rope_parameters).__name__
+        raise TypeError(f"rope_tables: rope_parameters must be a mapping, got {kind}; pass the dictionary")
     if rope_parameters and all(isinstance(value, Mapping) for value in rope_parameters.values()):
         layer_types = list(rope_parameters)
         raise ValueError(
@@ -272,22 +271,35 @@ def from_config(
         )
     rope_type = rope_parameters.get("rope_type") or rope_parameters.get("type") or "default"
     rope_type = _ALIASES.get(rope_type, rope_type)
-    accepted = inspect.signature(_builder(rope_type)).parameters
+    accepted = inspect.signature(_builder(rope_type)).parameters.keys() - {"rotary_dim", "base"}
     given = {key: value for key, value in rope_parameters.items() if key in accepted and value is not None}
-    given.pop("rotary_dim", None)
-    given.pop("base", None)
-    if max_position_embeddings is not None and "max_position_embeddings" in accepted:
+    if max_position_embeddings is not None:
         given["max_position_embeddings"] = max_position_embeddings
-    if max_position_embeddings is not None and "original_max_position_embeddings" in accepted:
         given.setdefault("original_max_position_embeddings", max_position_embeddings)
-    if seq_len is not None and "seq_len" in accepted:
+    if seq_len is not None:
         given["seq_len"] = seq_len
-    rotary_dim = head_dim
-    if "partial_rotary_factor" not in accepted:
-        share = rope_parameters.get("partial_rotary_factor")
-        rotary_dim = int(head_dim * (1.0 if share is None else _number("partial_rotary_factor", share, above=0)))
-    theta = rope_parameters.get("rope_theta")
-    return inv_freq(rope_type, rotary_dim=rotary_dim, base=10000.0 if theta is None else theta, **given)
+    theta, share = rope_parameters.get("rope_theta"), rope_parameters.get("partial_rotary_factor")
+    if share is None or "partial_rotary_factor" in accepted:
+        share = 1.0
+    return {
+        "rope_type": rope_type,
+        "rotary_dim": int(head_dim * _number("partial_rotary_factor", share, above=0)),
+        "base": 10000.0 if theta is None else theta,
+        **{key: value for key, value in given.items() if key in accepted},
+    }
+
+
+def from_config(
+    rope_parameters: Mapping[str, Any],
+    head_dim: int,
+    seq_len: int | None = None,
+    *,
+    max_position_embeddings: int | None = None,
+) -> Frequencies:
+    """`(inv_freq, scaling)` of a model configuration; arguments as in `arguments_from_config`."""
+    return inv_freq(
+        **arguments_from_config(rope_parameters, head_dim, seq_len, max_position_embeddings=max_position_embeddings)
+    )
 
 
 def cos_sin(
@@ -308,8 +320,7 @@ def cos_sin(
         positions: int R for the rows 0 … R - 1, or an integer tensor of any shape.
         device: where the tables are made; None: the device of `positions` if it is a tensor, else of `inv_freq`.
     """
-    dtype = _table_dtype(dtype)
-    cos, sin = _cos_sin_float64(inv_freq, positions, scaling, device)
+    cos, sin = _cos_sin_float64(inv_freq, positions, scaling, dtype, device)
     return cos.to(dtype), sin.to(dtype)
 
 
@@ -322,13 +333,14 @@ def fused_cos_sin(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """The table [cos | sin] of shape (*positions.shape, 2P), the cache format of the serving engines; as `cos_sin`."""
-    dtype = _table_dtype(dtype)
-    return torch.cat(_cos_sin_float64(inv_freq, positions, scaling, device), dim=-1).to(dtype)
+    return torch.cat(_cos_sin_float64(inv_freq, positions, scaling, dtype, device), dim=-1).to(dtype)
 
 
 def _cos_sin_float64(
-    inv_freq: Tensor, positions: int | Tensor, scaling: float, device: torch.device | str | None
+    inv_freq: Tensor, positions: int | Tensor, scaling: float, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"rope_tables: dtype must be a floating-point dtype, got {dtype}; use torch.float32")
     if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
         raise ValueError(
             f"rope_tables: inv_freq must be floating point of shape (P,), got {inv_freq.dtype} {tuple(inv_freq.shape)}; "
@@ -347,7 +359,7 @@ def _cos_sin_float64(
 
 def _inverse_powers(rotary_dim: int, base: float) -> Tensor:
     dim = _rotary_dim(rotary_dim)
-    return _number("base", base, above=1) ** (torch.arange(0, dim, 2, dtype=torch.float64) / -dim)
+    return _number("base", base, above=1) ** (torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / -dim)
 
 
 def _builder(rope_type: str) -> Callable[..., Frequencies]:
@@ -360,10 +372,8 @@ def _context_ratio(rope_type: str, factor: float | None, extended: int | None, o
     if factor is not None:
         return _number("factor", factor, above=0)
     if extended is None:
-        raise TypeError(
-            f"rope_tables: factor must be given for rope_type {rope_type!r} where max_position_embeddings is not, got None; "
-            "pass either"
-        )
+        given = "or max_position_embeddings must be given"
+        raise TypeError(f"rope_tables: factor {given} for rope_type {rope_type!r}, got None; pass one of them")
     return _count("max_position_embeddings", extended) / original
 
 
@@ -390,9 +400,3 @@ def _number(name: str, value: float, *, above: float | None = None, at_least: fl
         bound = f"above {above:g}" if above is not None else f"at least {at_least:g}"
         raise ValueError(f"rope_tables: {name} must be finite and {bound}, got {value}; correct it")
     return float(value)
-
-
-def _table_dtype(dtype: torch.dtype) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"rope_tables: dtype must be a floating-point dtype, got {dtype}; use torch.float32")
-    return dtype
