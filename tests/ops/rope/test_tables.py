@@ -274,7 +274,7 @@ _F = tables.default(rotary_dim=8)[0]
         (
             lambda: tables.yarn(rotary_dim=8, original_max_position_embeddings=64),
             TypeError,
-            r"factor must be given for rope_type 'yarn'",
+            r"factor or max_position_embeddings must be given for rope_type 'yarn', got None; ",
         ),
         (
             lambda: tables.yarn(rotary_dim=8, factor=2.0, original_max_position_embeddings=64, beta_fast=1, beta_slow=2),

@@ -1,0 +1,3 @@
+"""Thin modules over the operations."""
+
+from .rope import RotaryEmbedding as RotaryEmbedding

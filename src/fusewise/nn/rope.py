@@ -1,0 +1,224 @@
+"""RotaryEmbedding: `fusewise.rope` with its frequencies, or its table, kept in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.rope import rope, tables
+from ..ops.rope._problem import Layout, Pairing
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding of q, or of q and k in one launch, with the frequencies of any published model.
+
+    Holds no parameters and nothing in the state_dict. Casting the module (`.to(torch.bfloat16)`, `.half()`) moves what it
+    holds but never rounds it, and a module built on the meta device has right values once it is moved off it.
+
+    Args:
+        head_dim: features of a head, even.
+        rotary_dim: rotated features; None: the whole head. `rotary_start` is the first of them, negative counts from the
+            end of the head.
+        base: `rope_theta`.
+        rope_type: "default", "linear", "dynamic", "yarn", "longrope", "llama3" or "proportional"; `parameters` are the
+            other arguments of the function of that name in `fusewise.ops.rope.tables` (factor, seq_len, ...).
+        pairing, layout, sections, sections_interleaved, impl: as in `fusewise.rope`.
+        table: "inv_freq": P frequencies and no table, angles computed in the kernel for any position. "cos_sin": float32
+            tables, made at the first call on the device of q.
+        max_positions: rows of the tables that the first call makes. Running positions (no `positions`, `cu_seqlens` or
+            offset tensor) beyond them make new tables of at least twice the rows; position ids cannot be looked at
+            without a synchronisation, so the largest must be below max_positions, or what `reserve` was given. Tables
+            that a CUDA graph or a compiled graph uses should be reserved beforehand.
+        device: where the frequencies are at first; None: the default device.
+
+    The frequencies of "dynamic" and "longrope" depend on the length in use. They are those of `seq_len` at construction and
+    change only by `use_length`: keys in a cache stay valid for the frequencies that they were rotated with.
+
+    Under torch.compile the default, "inv_freq", neither breaks the graph nor recompiles while the length varies.
+
+    Example:
+        >>> rotary = RotaryEmbedding(64, base=500000.0)
+        >>> q, k = rotary(torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64))
+    """
+
+    inv_freq: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        rotary_dim: int | None = None,
+        rotary_start: int = 0,
+        base: float = 10000.0,
+        rope_type: str = "default",
+        pairing: Pairing = "half",
+        layout: Layout = "bshd",
+        sections: tuple[int, int, int] | None = None,
+        sections_interleaved: bool = False,
+        table: Literal["inv_freq", "cos_sin"] = "inv_freq",
+        max_positions: int = 2048,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        **parameters: Any,
+    ) -> None:
+        super().__init__()
+        if table not in ("inv_freq", "cos_sin"):
+            raise ValueError(f"RotaryEmbedding: table must be inv_freq or cos_sin, got {table!r}; choose one")
+        if max_positions < 1:
+            raise ValueError(f"RotaryEmbedding: max_positions must be at least 1, got {max_positions}; raise it")
+        self.head_dim = head_dim
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        if self.rotary_dim > head_dim:
+            raise ValueError(
+                f"RotaryEmbedding: rotary_dim must be at most head_dim = {head_dim}, got {rotary_dim}; lower it"
+            )
+        self.base, self.rope_type, self.rope_arguments = base, rope_type, parameters
+        self.table, self.max_positions = table, max_positions
+        self.options: dict[str, Any] = {
+            "pairing": pairing,
+            "layout": layout,
+            "rotary_dim": self.rotary_dim,
+            "rotary_start": rotary_start,
+            "sections": sections,
+            "sections_interleaved": sections_interleaved,
+            "impl": impl,
+        }
+        self._frequencies, self.scaling = self._computed()
+        where = torch.get_default_device() if device is None else device
+        self.register_buffer("inv_freq", self._frequencies.to(where), persistent=False)
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+
+    @classmethod
+    def from_config(cls, config: Any, *, layer_type: str | None = None, **options: Any) -> RotaryEmbedding:
+        """The module for a model configuration: any object with transformers' attributes.
+
+        Read are `head_dim` (or hidden_size / num_attention_heads), `qk_rope_head_dim` and `qk_nope_head_dim` (DeepSeek:
+        the trailing part rotates), `rope_interleave`, `rope_parameters` or the older `rope_scaling`, `rope_theta` or
+        `rotary_emb_base`, `partial_rotary_factor` or `rotary_pct`, `max_position_embeddings`,
+        `original_max_position_embeddings`. A configuration does not say how a model pairs its features otherwise: pass
+        `pairing="interleaved"` for one that rotates adjacent features (GLM, Cohere).
+
+        Args:
+            layer_type: which of the `rope_parameters`, where there is one for each layer type (Gemma 3 and 4).
+            options: arguments of the constructor that take precedence (`head_dim` where layers differ in it).
+        """
+        parameters = dict(_first(config, "rope_parameters", "rope_scaling") or {})
+        if layer_type is not None:
+            if not isinstance(parameters.get(layer_type), Mapping):
+                raise ValueError(
+                    f"RotaryEmbedding: layer_type must be a key of rope_parameters with a mapping, got {layer_type!r}; "
+                    f"use one of {', '.join(parameters)} or None"
+                )
+            parameters = dict(parameters[layer_type])
+        flat = not any(isinstance(value, Mapping) for value in parameters.values())
+        if flat:
+            for key, names in _OUTSIDE.items():
+                if parameters.get(key) is None and (value := _first(config, *names)) is not None:
+                    parameters[key] = value
+            if (original := _first(config, "original_max_position_embeddings")) is not None:
+                parameters["original_max_position_embeddings"] = original
+        rotated_part = _first(config, "qk_rope_head_dim")
+        head_dim = options.pop("head_dim", None) or _first(config, "head_dim")
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        longest = _first(config, "max_position_embeddings")
+        arguments = tables.arguments_from_config(
+            parameters, rotated_part or head_dim, options.pop("seq_len", None), max_position_embeddings=longest
+        )
+        if rotated_part is not None:
+            head_dim = rotated_part + config.qk_nope_head_dim
+            arguments["rotary_start"] = -arguments["rotary_dim"]
+            if _first(config, "rope_interleave"):
+                arguments["pairing"] = "interleaved_to_half"
+        if (sections := parameters.get("mrope_section")) is not None:
+            arguments["sections"] = tuple(sections)
+            arguments["sections_interleaved"] = bool(parameters.get("mrope_interleaved"))
+        if longest is not None:
+            arguments["max_positions"] = longest
+        return cls(**{"head_dim": head_dim, **arguments, **options})
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        positions: Tensor | None = None,
+        *,
+        offset: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: tuple[int, int] | None = None,
+        inverse: bool = False,
+    ) -> Any:
+        """The rotated q, or (q, k) if there is a k. Arguments as in `fusewise.rope`."""
+        given: dict[str, Any] = {
+            "positions": positions,
+            "offset": offset,
+            "cu_seqlens": cu_seqlens,
+            "context_parallel": context_parallel,
+            "inverse": inverse,
+        }
+        if self.table == "inv_freq":
+            return rope(q, k, inv_freq=self.inv_freq, scale=self.scaling, **given, **self.options)
+        rows = self.max_positions
+        if positions is None and cu_seqlens is None and isinstance(offset, int):
+            tokens = q.shape[{"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]]
+            rows = offset + tokens * (1 if context_parallel is None else context_parallel[1])
+        self.reserve(rows, q.device)
+        return rope(q, k, cos=self.cos, sin=self.sin, **given, **self.options)
+
+    def reserve(self, length: int, device: torch.device | str | None = None) -> None:
+        """Make the tables of "cos_sin" cover positions below `length` on `device` (None: that of the frequencies).
+
+        Nothing happens where they do; else new ones are made, of `max_positions`, `length` or twice the old rows, whichever
+        is most. The old ones are not written to.
+        """
+        wanted = self.inv_freq.device if device is None else torch.device(device)
+        rows = 0 if self.cos is None or self.cos.device != wanted else self.cos.shape[0]
+        if self.table == "cos_sin" and rows < max(length, 1):
+            rows = max(length, self.max_positions, 2 * rows)
+            self.cos, self.sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
+
+    def use_length(self, seq_len: int) -> None:
+        """Take the frequencies of "dynamic" or "longrope" for sequences of `seq_len` tokens; the other types have one set
+        for all lengths. Tables are made anew at the next call."""
+        if self.rope_type in ("dynamic", "longrope"):
+            self.rope_arguments = {**self.rope_arguments, "seq_len": seq_len}
+            self._frequencies, self.scaling = self._computed()
+            self._restore(self.inv_freq.device)
+
+    def extra_repr(self) -> str:
+        words = [str(self.head_dim)]
+        if self.rotary_dim != self.head_dim:
+            words += [f"rotary_dim={self.rotary_dim}", f"rotary_start={self.options['rotary_start']}"]
+        words += [f"base={self.base:g}", f"rope_type={self.rope_type!r}"]
+        words += [f"{name}={self.options[name]!r}" for name in ("pairing", "layout")]
+        return ", ".join([*words, f"table={self.table!r}"])
+
+    def _computed(self) -> tuple[Tensor, float]:
+        return tables.inv_freq(self.rope_type, rotary_dim=self.rotary_dim, base=self.base, **self.rope_arguments)
+
+    def _restore(self, device: torch.device) -> None:
+        self.inv_freq = self._frequencies.to(device)
+        self.cos = self.sin = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryEmbedding:
+        # What `.to`, `.half`, `.to_empty` and the like go through: follow the device, keep the values.
+        self.cos = self.sin = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._restore(self.inv_freq.device)
+        return self
+
+
+# Keys of rope_parameters that older configurations keep beside it, and under which names.
+_OUTSIDE = {
+    "rope_theta": ("rope_theta", "rotary_emb_base"),
+    "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
+}
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
