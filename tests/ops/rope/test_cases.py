@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -116,7 +117,8 @@ def test_inputs_depend_on_the_seed_and_the_case_and_nothing_else() -> None:
     assert torch.equal(inputs.q, again.q) and torch.equal(inputs.gradients[1], again.gradients[1])
     assert inputs.positions is not None and again.positions is not None
     assert torch.equal(inputs.positions, again.positions)
-    assert not torch.equal(inputs.q, other.q)
+    twin = dataclasses.replace(SMALL, name="twin").make_inputs("cpu", "fp32", seed=1)
+    assert not torch.equal(inputs.q, other.q) and not torch.equal(inputs.q, twin.q)
 
 
 def test_inputs_are_the_same_in_another_process() -> None:

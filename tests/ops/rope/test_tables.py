@@ -106,6 +106,26 @@ def test_yarn_without_truncation_ramps_between_the_exact_pairs() -> None:
     assert frequencies[16].item() == pytest.approx(0.01 * (1 - ramp) + 0.01 / 40 * ramp, rel=2.0**-23)
 
 
+@pytest.mark.parametrize(
+    ("original", "beta_fast", "ramp"),
+    [
+        (64, 32, [0, 1 / 2, 1, 1]),  # from pair -0.50, cut to 0, to pair 1.01
+        (6, 32, [0, 1, 1, 1]),  # both ends cut to 0: a step
+        (10**10, 10**8, [0, 0, 1 / 6, 2 / 6]),  # from pair 1.20 to pair 9.20, cut to rotary_dim - 1
+    ],
+)
+def test_yarn_ramp_stays_within_the_pairs(original: int, beta_fast: float, ramp: list[float]) -> None:
+    frequencies, _ = tables.yarn(
+        rotary_dim=8, factor=4.0, original_max_position_embeddings=original, beta_fast=beta_fast
+    )
+    close(frequencies, [f * (1 - r) + f / 4 * r for f, r in zip([1.0, 1e-1, 1e-2, 1e-3], ramp, strict=True)])
+
+
+@pytest.mark.parametrize(("factor", "scaling"), [(0.5, 1.0), (1.0, 1.0), (16.0, math.sqrt(1 + 4 / 12))])
+def test_longrope_scales_only_longer_contexts(factor: float, scaling: float) -> None:
+    assert tables.from_config(LONGROPE | {"factor": factor}, 96)[1] == pytest.approx(scaling, rel=1e-15)
+
+
 @pytest.mark.parametrize(("seq_len", "key"), [(None, "short_factor"), (4096, "short_factor"), (4097, "long_factor")])
 def test_longrope_chooses_its_factors_by_length(seq_len: int | None, key: str) -> None:
     frequencies, scaling = tables.from_config(LONGROPE, 96, seq_len, max_position_embeddings=131072)
@@ -138,6 +158,8 @@ def transformers_frequencies(parameters: dict[str, Any], head_dim: int, seq_len:
         from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
         return PhiRotaryEmbedding.compute_default_rope_parameters(config)
+    if parameters["rope_type"] not in utils.ROPE_INIT_FUNCTIONS:
+        pytest.skip(f"this transformers has no rope_type {parameters['rope_type']!r}")
     return utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"), seq_len=seq_len)
 
 

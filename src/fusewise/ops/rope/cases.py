@@ -351,7 +351,7 @@ def _quick() -> list[RopeCase]:
     return [
         _cube(32),  # 8 MiB
         _seqlen(128),  # 64 MiB and the table
-        _model_case("llama-3-8b", "step-2k", 1, 2048, "train"),  # 40 MiB
+        _model_case("llama-3-8b", "step-4k", 1, 4096, "train"),  # 80 MiB and the table
         _model_case("glm-4-9b", "step-512", 1, 512, "train"),  # 8.5 MiB, interleaved, half of the head rotates
         _model_case("llama-3-8b", "decode-b64", 64, 1, "decode"),  # 1.3 MiB
     ]
