@@ -120,7 +120,7 @@ def _nvml() -> Any | None:
 
 
 def clock_reader(device: torch.device) -> Callable[[], Clocks | None]:
-    """A function that reads clocks, power, temperature and throttle reasons of `device`; it returns None without NVML."""
+    """A function that reads clocks, power, temperature and throttle reasons of `device`; None without NVML."""
     nvml = _nvml() if device.type == "cuda" else None
     if nvml is None:
         return lambda: None

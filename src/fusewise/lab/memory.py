@@ -42,7 +42,7 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
     events = [e for e in kineto.events() if e.name() == "[memory]"]
     level = highest = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()
+        level += int(event.nbytes())
         highest = max(highest, level)
     return result, Growth(highest, level)
 
@@ -50,7 +50,7 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
 def peak_bytes(work: Work, device: torch.device) -> int | None:
     """Highest extra memory during the timed step."""
     state = work.begin(0)
-    _, grown = growth(lambda: work.step(state), device)
+    grown: Growth | None = growth(lambda: work.step(state), device)[1]
     return None if grown is None else grown.peak
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PASSES = ("fwd", "bwd", "fwd+bwd")
+Pass = Literal["fwd", "bwd", "fwd+bwd"]
+PASSES: tuple[Pass, ...] = ("fwd", "bwd", "fwd+bwd")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Task:
     op: str
     case: str
     dtype: str
-    pass_: str
+    pass_: Pass
     device: str
     seed: int
     detail: Mapping[str, Any] = field(default_factory=dict)  # what a target needs beyond the case's name

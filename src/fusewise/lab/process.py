@@ -114,7 +114,9 @@ class WorkerProcess:
             elif self.memory_limit is not None:
                 used = machine.resident_bytes(self.process.pid)
                 if used is not None and used > self.memory_limit:
-                    raise self._failed(f"used {used / 2**30:.2f} GiB of memory, the limit is {self.memory_limit / 2**30:.2f}")
+                    raise self._failed(
+                        f"used {used / 2**30:.2f} GiB of memory, the limit is {self.memory_limit / 2**30:.2f}"
+                    )
 
     def _lines(self) -> list[dict[str, Any]]:
         """The complete replies received so far; what is not one is counted and dropped."""

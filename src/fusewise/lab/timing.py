@@ -102,7 +102,8 @@ class CudaTimer:
         self.device = device
         self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
         self.clocks = clocks
-        self.queue_s: dict[int, float] = {}  # host seconds to queue one sample, by identity of the work
+        self.queued: Work | None = None  # the work last timed, and the host's seconds to queue one sample of it
+        self.queue_s = 0.0
 
     def once(self, work: Work) -> float:
         state = work.begin(0)
@@ -124,17 +125,20 @@ class CudaTimer:
 
     def _hold(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
         """Queue `samples` behind a spinning kernel, longer each time until the host is ahead."""
-        seconds = self.queue_s.get(id(work), 0.0) * samples * 2 + 3e-4
+        if self.queued is not work:
+            self.queued, self.queue_s = work, 0.0
+        seconds = self.queue_s * samples * 2 + 3e-4
         held = False
         events: list[tuple[Any, Any]] = []
         for _ in range(4):
             torch.cuda.synchronize(self.device)
             torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             begun = time.perf_counter()
-            events, results = [], []
+            events = []
             for _ in range(samples):
                 states = [work.begin(i) for i in range(calls)]
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                results = []
+                start, stop = _event(), _event()
                 if self.flush is not None:
                     self.flush.zero_()
                 start.record()
@@ -142,13 +146,12 @@ class CudaTimer:
                     results.append(work.step(state))
                 stop.record()
                 events.append((start, stop))
-                del states
+                del states, results
             held = not events[0][0].query()
             took = time.perf_counter() - begun
-            self.queue_s[id(work)] = took / samples
+            self.queue_s = took / samples
             result.clocks = self.clocks() or result.clocks
             torch.cuda.synchronize(self.device)
-            del results
             if held:
                 break
             seconds = max(2 * seconds, 2 * took)
@@ -167,6 +170,10 @@ class CudaTimer:
             times.append((time.perf_counter_ns() - start) / 1e3)
         torch.cuda.synchronize(self.device)
         return median(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def calls_per_sample(bytes_min: int, device: str) -> int:

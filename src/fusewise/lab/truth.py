@@ -102,11 +102,15 @@ def check(problem: Problem, run: Run) -> Verdict:
     outputs = run.leave(run.call(*arguments))
     shapes = tuple(tuple(y.shape) for y in outputs)
     if shapes != problem.output_shapes():
-        return Verdict(Errors(math.inf, math.inf), eager, f"outputs have shapes {shapes}, {problem.output_shapes()} is right")
+        return Verdict(
+            Errors(math.inf, math.inf), eager, f"outputs have shapes {shapes}, {problem.output_shapes()} is right"
+        )
     found = [y.detach().clone() for y in outputs] if forward else []
     if backward:
         # A provider may overwrite the gradients it is given.
-        found += gradients(outputs, leaves, [g.to(y.dtype).clone() for g, y in zip(problem.upstream, outputs, strict=True)])
+        found += gradients(
+            outputs, leaves, [g.to(y.dtype).clone() for g, y in zip(problem.upstream, outputs, strict=True)]
+        )
     measured = errors(found, truths)
     changed = any(not torch.equal(leaf, x) for leaf, x in zip(leaves, problem.tensors, strict=True))
     reason = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ class Copy(Provider):
 
 
 class Launch(Provider):
-    """One operation on one element: what it costs to start anything through PyTorch's dispatcher."""
+    """What it costs to start anything. On a GPU with Triton: a kernel that does nothing, started by a bare
+    `kernel[grid](…)` with the arguments of a RoPE launch; no operator, no autograd, no allocation. Elsewhere `zero_` of
+    one element."""
 
     name = "floor-launch"
 
@@ -35,4 +38,9 @@ class Launch(Provider):
         def enter(*_: Tensor) -> tuple[Any, ...]:
             return (torch.zeros(1, device=problem.device),)
 
-        return Run(torch.Tensor.zero_, enter, backward=False, checked=False)
+        call: Any = torch.Tensor.zero_
+        if problem.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from ._launch import bare_launch
+
+            call = bare_launch
+        return Run(call, enter, backward=False, checked=False)

@@ -14,7 +14,7 @@ from .pytorch import rope_problem
 class _Fusewise(Provider):
     impl: ClassVar[str]
     in_place: ClassVar[bool] = False
-    packages = ("torch", "fusewise")
+    packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
         rope = rope_problem(self, problem)

@@ -30,17 +30,14 @@ def eager_run(problem: RopeProblem, rotate: Rotate, wrap: Callable[[Callable[...
     starts = [problem.start(x) for x in problem.tensors]
     width = problem.case.rotated
 
-    if len(problem.tensors) == 1:
+    def one(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return (rotate(q, cos, sin, starts[0], width),)
 
-        def apply(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-            return (rotate(q, cos, sin, starts[0], width),)
-    else:
-
-        def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:  # type: ignore[misc]
-            return rotate(q, cos, sin, starts[0], width), rotate(k, cos, sin, starts[1], width)
+    def two(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return rotate(q, cos, sin, starts[0], width), rotate(k, cos, sin, starts[1], width)
 
     return Run(
-        wrap(apply),
+        wrap(one if len(starts) == 1 else two),
         lambda *xs: (*(problem.to_bshd(x) for x in xs), cos, sin),
         lambda ys: tuple(problem.from_bshd(y) for y in ys),
     )
@@ -68,7 +65,7 @@ class TorchScript(Provider):
         with warnings.catch_warnings():
             # Deprecated since torch 2.9, and still what many deployments run.
             warnings.simplefilter("ignore", DeprecationWarning)
-            scripted = torch.jit.script(EAGER[rope.case.pairing])  # type: ignore[no-untyped-call]
+            scripted = torch.jit.script(EAGER[rope.case.pairing])
         return eager_run(rope, scripted, lambda f: f)
 
 

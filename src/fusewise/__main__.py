@@ -1,0 +1,24 @@
+"""`python -m fusewise` and the `fusewise` command, with one clear message where the extra they need is missing."""
+
+from __future__ import annotations
+
+import sys
+
+#: What `fusewise[lab]` brings and the command needs.
+LAB_EXTRA = frozenset({"click", "rich", "matplotlib", "numpy"})
+
+
+def main() -> None:
+    try:
+        from .cli import cli
+
+        cli(prog_name="fusewise")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in LAB_EXTRA:
+            raise
+        print(f"fusewise: {error.name} is not installed; pip install 'fusewise[lab]'", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The command line: parses and calls, nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import click
+
+import fusewise
+
+EXIT_CODES = """\b
+Exit codes:
+  0    done; a provider that is missing, wrong or failed is a row with its reason
+  1    it could not run (the message says why)
+  2    the command line is wrong
+  130  interrupted; the rows measured so far are on disk
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+@click.version_option(fusewise.__version__, prog_name="fusewise")
+def cli() -> None:
+    """Fused kernels for PyTorch, and the evidence that they are worth it."""
+
+
+def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
+
+
+def _rounds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    low, _colon, high = value.partition(":")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not MIN:MAX or a number") from None
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  fusewise study rope
+  fusewise study rope --preset rope-models --out runs/models
+  fusewise study rope --case llama-3-8b-train --providers torch.compile,fusewise-cpu --pass bwd
+  fusewise study rope --preset rope-seqlen --append-rows benchmarks/baselines/h200.jsonl
+  fusewise study rope --list
+
+"""
+    + EXIT_CODES
+)
+@click.argument("target")
+@click.option("--preset", help="A named set of cases. Default: rope-quick.")
+@click.option("--case", "cases", multiple=True, help="A single case by name; may be repeated.")
+@click.option(
+    "--providers", callback=_names, help="Comma-separated names, or module:attribute. Default: all that are here."
+)
+@click.option("--pass", "passes", help="fwd, bwd, fwd+bwd, or both (fwd and bwd apart). Default: the case's own.")
+@click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
+@click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Run directory. Default: fusewise-runs/…."
+)
+@click.option("--rounds", callback=_rounds, metavar="MIN:MAX", help="Rounds of each comparison. Default: 5:30.")
+@click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds for the whole study; MIN rounds are kept.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds a provider may take to answer.",
+)
+@click.option(
+    "--memory-limit", type=click.FloatRange(min=0.01), help="GiB a provider may use. Default: 4/5 of the machine's."
+)
+@click.option("--warm", is_flag=True, help="Measure with a warm cache instead of a cold one.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs and of the order of rounds.")
+@click.option(
+    "--append-rows", type=click.Path(dir_okay=False, path_type=Path), help="Add the rows to this JSON-lines file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of a table.")
+@click.option("--list", "list_cases", is_flag=True, help="List presets and cases, measure nothing.")
+def study(
+    target: str,
+    preset: str | None,
+    cases: tuple[str, ...],
+    providers: list[str] | None,
+    passes: str | None,
+    dtypes: list[str] | None,
+    device: str | None,
+    out: Path | None,
+    rounds: tuple[int, int] | None,
+    time_limit: float | None,
+    timeout: float,
+    memory_limit: float | None,
+    warm: bool,
+    seed: int,
+    append_rows: Path | None,
+    as_json: bool,
+    list_cases: bool,
+) -> None:
+    """Compare every way of running TARGET (rope) on this machine: right or wrong, how fast, how near the limits."""
+    from fusewise.lab import commands, plan
+
+    request = plan.Request(
+        target=target,
+        preset=preset,
+        cases=cases,
+        providers=providers,
+        passes=passes,
+        dtypes=dtypes or (),
+        device=device,
+        out=out,
+        rounds=rounds,
+        time_limit=time_limit,
+        timeout=timeout,
+        memory_limit=memory_limit,
+        warm=warm,
+        seed=seed,
+    )
+    if list_cases:
+        listing = commands.case_listing(target)
+        click.echo(json.dumps(listing) if as_json else commands.case_text(listing))
+        return
+    stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        options = plan.options(request, plan.run_directory(request, stamp))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        record, report = commands.run(options, append_rows)
+    except OSError as error:
+        raise click.ClickException(
+            f"study: the run directory must be writable, got {error}; choose another --out"
+        ) from None
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; the rows measured so far are in {options.out}", err=True)
+        sys.exit(130)
+    if as_json:
+        click.echo(json.dumps([row.to_json() for row in record.rows]))
+    else:
+        commands.show(record)
+    click.echo(f"report: {report}", err=as_json)
+
+
+@cli.command()
+@click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def providers(device: str | None, as_json: bool) -> None:
+    """List the providers, their versions, and what is missing."""
+    from fusewise.lab import commands
+
+    found = commands.provider_states(device)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        commands.show_providers(found)

@@ -1,0 +1,97 @@
+"""What the commands do, for the command line and for callers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fusewise.ops.rope import cases as rope_cases
+
+from . import machine, plugin, record
+from .record import Record
+from .render import markdown, plots, size, terminal
+from .study import Options, Study
+
+
+def run(options: Options, append_rows: Path | None = None) -> tuple[Record, Path]:
+    """Measure, write the run directory, return the record and the report's path."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    with terminal.Live(Console(stderr=True)) as live:
+        study = Study(options, live)
+        try:
+            study.run()
+        finally:
+            report = render(study.record, options.out)
+    if append_rows is not None:
+        append_rows.parent.mkdir(parents=True, exist_ok=True)
+        record.append_rows(append_rows, study.record.rows)
+    return study.record, report
+
+
+def render(found: Record, directory: Path) -> Path:
+    """Draw and write everything that follows from a record."""
+    names = plots.draw(found, directory)
+    path = directory / "report.md"
+    record.write_atomically(path, markdown.report(found, names))
+    return path
+
+
+def show(found: Record) -> None:
+    Console().print(terminal.summary(found))
+
+
+def case_listing(target: str) -> list[dict[str, Any]]:
+    """Every preset of a target with its cases, shapes and bytes."""
+    return [
+        {
+            "preset": preset,
+            "case": case.name,
+            "dtypes": list(case.dtypes),
+            "passes": list(case.passes),
+            "shape": case.shape,
+            "bytes": case.bytes_min("fwd", case.dtypes[0]),
+        }
+        for preset in rope_cases.PRESETS
+        if preset.startswith(target)
+        for case in rope_cases.cases(preset)
+    ]
+
+
+def case_text(listing: list[dict[str, Any]]) -> str:
+    lines = []
+    for preset in dict.fromkeys(entry["preset"] for entry in listing):
+        lines.append(preset)
+        for entry in listing:
+            if entry["preset"] == preset:
+                kinds = f"{','.join(entry['dtypes'])} {','.join(entry['passes'])}"
+                lines.append(f"  {entry['case']:<28} {kinds:<14} {size(entry['bytes']):>9}  {entry['shape']}")
+    return "\n".join(lines)
+
+
+def provider_states(device: str | None) -> list[dict[str, Any]]:
+    """Each known provider: is it here, in which versions, and if not, why."""
+    where = device or machine.default_device()
+    found = []
+    for entry in plugin.known():
+        state, note, versions = "here", "", {}
+        if entry.provider is None:
+            state, note = "broken", entry.problem
+        else:
+            versions = entry.provider.versions()
+            try:
+                entry.provider.check(where)
+            except plugin.Missing as error:
+                state, note = "missing", str(error)
+            if state == "here" and not entry.provider.default:
+                note = "measured when named with --providers"
+        found.append({"provider": entry.name, "state": state, "versions": versions, "note": note, "where": entry.where})
+    return found
+
+
+def show_providers(found: list[dict[str, Any]]) -> None:
+    lines = [
+        (e["provider"], e["state"], " ".join(f"{k} {v}" for k, v in e["versions"].items()), e["note"]) for e in found
+    ]
+    Console().print(terminal.provider_table(lines))

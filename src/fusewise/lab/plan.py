@@ -1,0 +1,138 @@
+"""From what the user asked for to what the coordinator does: cases, dtypes, passes, providers and limits of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusewise.ops.rope import cases as rope_cases
+
+from . import machine, plugin
+from .problem import DTYPES, PASSES, Pass, Task
+from .study import Options
+
+TARGETS = ("rope",)
+DEFAULT_PRESET = {"rope": "rope-quick"}
+#: `--pass` and the passes that it measures.
+PASS_CHOICES: dict[str, tuple[Pass, ...]] = {
+    "fwd": ("fwd",),
+    "bwd": ("bwd",),
+    "fwd+bwd": ("fwd+bwd",),
+    "both": ("fwd", "bwd"),
+}
+#: Presets that are to end within minutes measure fewer rounds.
+HURRIED: dict[str, dict[str, Any]] = {"rope-quick": {"time_limit": 90.0, "max_rounds": 10}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The command line, or a caller, as it stands. None: the preset's or the machine's own."""
+
+    target: str
+    preset: str | None = None
+    cases: Sequence[str] = ()
+    providers: Sequence[str] | None = None
+    passes: str | None = None
+    dtypes: Sequence[str] = ()
+    device: str | None = None
+    out: Path | None = None
+    rounds: tuple[int, int] | None = None
+    time_limit: float | None = None
+    timeout: float = 300.0
+    memory_limit: float | None = None  # GiB
+    warm: bool = False
+    seed: int = 0
+
+
+def options(request: Request, out: Path) -> Options:
+    """Check the request and resolve it. ValueError with a fix for anything that cannot be measured."""
+    if request.target not in TARGETS:
+        raise ValueError(f"study: target must be one of {', '.join(TARGETS)}, got {request.target!r}; try `study rope`")
+    if request.preset is not None and request.cases:
+        raise ValueError("study: give --preset or --case, got both; leave one out")
+    preset = request.preset or (None if request.cases else DEFAULT_PRESET[request.target])
+    device = _device(request.device)
+    chosen = rope_cases.cases(preset) if preset else [rope_cases.case(name) for name in request.cases]
+    for dtype in request.dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+    if request.passes is not None and request.passes not in PASS_CHOICES:
+        raise ValueError(f"study: pass must be one of {', '.join(PASS_CHOICES)}, got {request.passes!r}; choose one")
+    tasks = [
+        Task(request.target, case.name, dtype, pass_, device, request.seed)
+        for case in chosen
+        for dtype in (request.dtypes or case.dtypes)
+        for pass_ in _passes(request.passes, case.passes)
+    ]
+    if not tasks:
+        raise ValueError(f"study: pass must be one that the cases have, got {request.passes!r}; try --pass fwd")
+    extra = dict(HURRIED.get(preset or "", {}))
+    if request.rounds is not None:
+        low, high = request.rounds
+        if not 3 <= low <= high:
+            raise ValueError(f"study: rounds must be MIN:MAX with 3 <= MIN <= MAX, got {low}:{high}; try 5:30")
+        extra |= {"min_rounds": low, "max_rounds": high}
+    if request.time_limit is not None:
+        extra["time_limit"] = request.time_limit
+    return Options(
+        op=request.target,
+        tasks=tasks,
+        providers=plugin.select(request.providers),
+        device=device,
+        out=out,
+        title=preset or ", ".join(request.cases),
+        warm=request.warm,
+        seed=request.seed,
+        timeout=request.timeout,
+        memory_limit=_memory_limit(request.memory_limit),
+        **extra,
+    )
+
+
+def _passes(wanted: str | None, of_case: Sequence[Pass]) -> Sequence[Pass]:
+    """The passes to measure: those the case is made for, as far as they were asked for."""
+    if wanted is None:
+        return of_case
+    if wanted == "fwd+bwd":  # the sum of two passes that the case has
+        return ("fwd+bwd",) if {"fwd", "bwd"} <= set(of_case) or "fwd+bwd" in of_case else ()
+    return [p for p in PASSES if p in PASS_CHOICES[wanted] and p in of_case]
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return machine.default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"study: device must be cpu or cuda[:index], got {name!r}; leave it out for this machine's own"
+        )
+    if device.type == "cpu":
+        return "cpu"
+    index = device.index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ValueError(f"study: device must be one of {count} CUDA devices, got {name!r}; try --device cpu")
+    return f"cuda:{index}"
+
+
+def _memory_limit(gibibytes: float | None) -> int | None:
+    """Bytes of resident memory for one worker; by default four fifths of the machine's."""
+    if gibibytes is not None:
+        return int(gibibytes * 2**30)
+    total = machine.memory_bytes()
+    return None if total is None else total * 4 // 5
+
+
+def run_directory(request: Request, stamp: str) -> Path:
+    """Where a run goes when no directory is named."""
+    if request.out is not None:
+        return request.out
+    name = request.preset or ("cases" if request.cases else DEFAULT_PRESET.get(request.target, request.target))
+    return Path("fusewise-runs") / f"{name}-{stamp}"

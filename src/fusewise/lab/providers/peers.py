@@ -1,0 +1,247 @@
+"""The libraries that people use for RoPE today, each called as its own documentation says.
+
+Layouts and tables are brought into each library's form in `enter` and while building, which is not timed: a user of the
+library would keep them in that form. Imports happen in the provider's own worker process, since some of these packages
+patch others when imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..plugin import Provider, Run, Unsupported, require
+from ..problem import Problem
+from ..rope import RopeProblem
+from .pytorch import rope_problem
+
+
+class _Peer(Provider):
+    """A library's RoPE for q and k with a rotated part at the front of the head."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    pairings: tuple[str, ...] = ("half",)
+    partial = True
+    backward = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+    def build(self, problem: Problem) -> Run:
+        rope = rope_problem(self, problem)
+        case = rope.case
+        if case.pairing not in self.pairings:
+            raise Unsupported(f"pairs features {' or '.join(self.pairings)}, not {case.pairing}")
+        if any(rope.start(x) for x in rope.tensors):
+            raise Unsupported("rotates the leading features of a head only")
+        if not self.partial and case.rotated != case.head_dim:
+            raise Unsupported("rotates whole heads only")
+        if rope.dtype not in self.dtypes:
+            raise Unsupported(f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only")
+        if problem.task.pass_ != "fwd" and not self.backward:
+            raise Unsupported("has no backward")
+        return self.rope(rope)
+
+    def rope(self, problem: RopeProblem) -> Run:
+        raise NotImplementedError
+
+
+def _per_tensor(problem: RopeProblem, rotate: Any, **facts: Any) -> Run:
+    """A library that rotates one (B, T, H, D) tensor a call."""
+    return Run(
+        lambda *xs: [rotate(x) for x in xs],
+        lambda *xs: tuple(problem.to_bshd(x) for x in xs),
+        lambda ys: tuple(problem.from_bshd(y) for y in ys),
+        **facts,
+    )
+
+
+class _TransformerEngine(_Peer):
+    module = "transformer_engine"
+    packages = ("transformer_engine", "transformer_engine_torch")
+    install = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    pairings = ("half", "interleaved")
+    fused = False
+
+    def rope(self, problem: RopeProblem) -> Run:
+        apply = require("transformer_engine.pytorch.attention.rope", self.install).apply_rotary_pos_emb
+        case = problem.case
+        inverse, scaling = case.frequencies()
+        if scaling != 1.0:
+            raise Unsupported("takes angles, which cannot carry the table's scaling")
+        angles = torch.arange(case.rows, device=problem.device)[:, None] * inverse.to(problem.device)
+        interleaved = case.pairing == "interleaved"
+        # (rows, 1, 1, 2P) in float32; the interleaved form wants each angle beside itself
+        freqs = (angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1))[:, None, None]
+        starts = _starts(problem)
+        arguments = {
+            "tensor_format": "bshd",
+            "interleaved": interleaved,
+            "fused": self.fused,
+            "start_positions": starts,
+        }
+        return _per_tensor(problem, lambda x: apply(x, freqs, **arguments))
+
+
+class TransformerEngineUnfused(_TransformerEngine):
+    """TransformerEngine's PyTorch formula."""
+
+    name, devices = "transformer_engine-unfused", ("cpu", "cuda")
+
+
+class TransformerEngineFused(_TransformerEngine):
+    """TransformerEngine's CUDA kernel."""
+
+    name, fused = "transformer_engine-fused", True
+
+
+class Liger(_Peer):
+    """liger-kernel: q and k in one launch, in place, gradients too."""
+
+    name, module, packages = "liger", "liger_kernel", ("liger-kernel",)
+    install = "pip install liger-kernel"
+
+    def rope(self, problem: RopeProblem) -> Run:
+        function = require("liger_kernel.ops.rope", self.install).LigerRopeFunction
+        if len(problem.tensors) != 2:
+            raise Unsupported("rotates q and k together, not one alone")
+        width = problem.case.rotated
+        cos, sin = (t[:, :, 0].contiguous() for t in problem.duplicated(problem.dtype))  # (B | 1, T, 2P)
+        partial = () if width == problem.case.head_dim else (None, 1, width)
+        return Run(
+            lambda q, k: function.apply(q, k, cos, sin, *partial),
+            lambda *xs: tuple(problem.to_bshd(x).transpose(1, 2) for x in xs),
+            lambda ys: tuple(problem.from_bshd(y.transpose(1, 2)) for y in ys),
+            in_place=True,
+        )
+
+
+class FlashAttn(_Peer):
+    """flash-attn's Triton kernel, out of place; through the autograd function where the whole package is there."""
+
+    name, module, packages = "flash_attn", "flash_attn", ("flash-attn",)
+    install = "pip install flash-attn, or put flash_attn/ops/triton/rotary.py on PYTHONPATH"
+    pairings = ("half", "interleaved")
+
+    def rope(self, problem: RopeProblem) -> Run:
+        cos, sin, offsets = _half_table(problem)
+        interleaved = problem.case.pairing == "interleaved"
+        if problem.task.pass_ == "fwd":
+            kernel = require("flash_attn.ops.triton.rotary", self.install).apply_rotary
+            arguments = {"seqlen_offsets": offsets, "interleaved": interleaved}
+            return _per_tensor(problem, lambda x: kernel(x, cos, sin, **arguments), backward=False)
+        apply = require("flash_attn.layers.rotary", self.install).apply_rotary_emb
+        return _per_tensor(problem, lambda x: apply(x, cos, sin, interleaved=interleaved, seqlen_offsets=offsets))
+
+
+class Quack(_Peer):
+    """QuACK's CuTe DSL kernel, out of place."""
+
+    name, module, packages = "quack", "quack", ("quack-kernels", "nvidia-cutlass-dsl")
+    install = "pip install quack-kernels"
+    pairings = ("half", "interleaved")
+
+    def rope(self, problem: RopeProblem) -> Run:
+        apply = require("quack.rotary", self.install).apply_rotary_emb
+        cos, sin, offsets = _half_table(problem)
+        interleaved = problem.case.pairing == "interleaved"
+        starts = offsets if isinstance(offsets, Tensor) else None
+        return _per_tensor(problem, lambda x: apply(x, cos, sin, interleaved=interleaved, seqlen_offsets=starts))
+
+
+class Vllm(_Peer):
+    """vLLM's CUDA kernel, in place on flat tokens; its cache is kept in the tensors' dtype."""
+
+    name, module, packages = "vllm", "vllm", ("vllm",)
+    install = "pip install vllm"
+    pairings = ("half", "interleaved")
+    backward = False
+
+    def rope(self, problem: RopeProblem) -> Run:
+        require("vllm._C", self.install)  # registers torch.ops._C
+        rotate = torch.ops._C.rotary_embedding
+        cache = torch.cat((problem.inputs.cos, problem.inputs.sin), -1).to(problem.dtype)
+        positions = problem.position_ids().flatten()
+        width, neox = problem.case.head_dim, problem.case.pairing == "half"
+
+        def call(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, ...]:
+            rotate(positions, q, k, width, cache, neox)
+            return (q,) if k is None else (q, k)
+
+        return _flat(problem, call, heads_flat=True)
+
+
+class FlashInfer(_Peer):
+    """FlashInfer's CUDA kernel, in place on flat tokens, float32 cache."""
+
+    name, module, packages = "flashinfer", "flashinfer", ("flashinfer-python",)
+    install = "pip install flashinfer-python"
+    pairings = ("half", "interleaved")
+    backward = False
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def rope(self, problem: RopeProblem) -> Run:
+        rotate = require("flashinfer.rope", self.install).apply_rope_with_cos_sin_cache_inplace
+        if len(problem.tensors) != 2:
+            raise Unsupported("rotates q and k together, not one alone")
+        cache = torch.cat((problem.inputs.cos, problem.inputs.sin), -1)
+        positions = problem.position_ids().flatten()
+        width, neox = problem.case.head_dim, problem.case.pairing == "half"
+
+        def call(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+            rotate(positions, q, k, width, cache, is_neox=neox)
+            return q, k
+
+        return _flat(problem, call, heads_flat=True)
+
+
+class Unsloth(_Peer):
+    """unsloth's Triton kernel on (B, H, T, D), in place."""
+
+    name, module, packages = "unsloth", "unsloth", ("unsloth",)
+    install = "pip install unsloth"
+    partial = False
+
+    def rope(self, problem: RopeProblem) -> Run:
+        apply = require("unsloth.kernels.rope_embedding", self.install).fast_rope_embedding
+        if len(problem.tensors) != 2:
+            raise Unsupported("rotates q and k together, not one alone")
+        dtype = problem.dtype
+        cos, sin = (torch.cat((t, t), -1).to(dtype) for t in (problem.inputs.cos, problem.inputs.sin))
+        rows = None if problem.inputs.positions is None else problem.inputs.positions.int()
+        return Run(
+            lambda q, k: apply(q, k, cos, sin, rows),
+            lambda *xs: tuple(problem.to_bshd(x).transpose(1, 2) for x in xs),
+            lambda ys: tuple(problem.from_bshd(y.transpose(1, 2)) for y in ys),
+            in_place=True,
+        )
+
+
+def _starts(problem: RopeProblem) -> Tensor | None:
+    """The first position of every sequence, int32 (B,), where positions do not simply start at 0."""
+    if problem.inputs.positions is None and problem.case.offset == 0:
+        return None
+    if problem.inputs.positions is not None and problem.case.seqlen > 1:
+        raise Unsupported("takes running positions only, not one for each token")
+    return problem.position_ids()[:, 0].int().contiguous()
+
+
+def _half_table(problem: RopeProblem) -> tuple[Tensor, Tensor, Tensor | int]:
+    """cos and sin (R, P) in the tensors' dtype, and each sequence's offset into them."""
+    starts = _starts(problem)
+    cos, sin = problem.inputs.cos.to(problem.dtype), problem.inputs.sin.to(problem.dtype)
+    return cos, sin, 0 if starts is None else starts
+
+
+def _flat(problem: RopeProblem, call: Any, heads_flat: bool) -> Run:
+    """A library that wants (tokens, H · D) and writes in place."""
+
+    def enter(*xs: Tensor) -> tuple[Tensor, ...]:
+        flat = (problem.to_bshd(x).flatten(0, 1) for x in xs)
+        return tuple(x.flatten(1) if heads_flat else x for x in flat)
+
+    def leave(ys: Any) -> tuple[Tensor, ...]:
+        shapes = (problem.to_bshd(x).shape for x in problem.tensors)
+        return tuple(problem.from_bshd(y.view(shape)) for y, shape in zip(ys, shapes, strict=True))
+
+    return Run(call, enter, leave, in_place=True, backward=False)

@@ -1,0 +1,59 @@
+"""Renderers: pure functions of a record. They measure nothing and read nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..analysis import is_floor
+from ..record import Record, Row
+
+Group = tuple[str, str, str, str]
+
+
+def groups(record: Record) -> dict[Group, list[Row]]:
+    """The rows by op, case, dtype and pass, in the order measured."""
+    found: dict[Group, list[Row]] = {}
+    for row in record.rows:
+        found.setdefault(row.key, []).append(row)
+    return found
+
+
+def measured(rows: Iterable[Row]) -> list[str]:
+    """The providers that have a time in any of the rows, floors first."""
+    names = list(dict.fromkeys(row.provider for row in rows if row.device_us is not None))
+    return sorted(names, key=lambda name: not is_floor(name))
+
+
+def gigabytes_per_second(row: Row) -> float | None:
+    """The bytes that the mathematics needs over the time; None for the launch floor, which moves none of them."""
+    if row.device_us is None or row.bytes_min is None or row.provider == "floor-launch":
+        return None
+    return row.bytes_min / row.device_us / 1e3
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits without an exponent as long as that reads well; a dash for None."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - len(str(int(abs(value)))) - (0 if abs(value) >= 1 else -1))
+    return f"{value:,.{decimals}f}"
+
+
+def size(count: int | None) -> str:
+    """Bytes in binary units."""
+    if count is None:
+        return "–"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{number(value)} {unit}"
+        value /= 1024
+    return f"{number(value)} GiB"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.3g} %"

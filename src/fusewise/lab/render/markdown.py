@@ -1,0 +1,207 @@
+"""`report.md`: the whole study for a reader with a text viewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..analysis import TWIN, is_floor
+from ..record import Json, Record, Row
+from . import gigabytes_per_second, groups, measured, number, percent, size
+
+HOW_TO_READ = """\
+- **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
+  {cache} On a CPU it is the wall time of the call.
+- **of limit**: the time of the limit that binds (`floor-copy`: `dst.copy_(src)` of as many bytes as the mathematics
+  must move; `floor-launch`: an operation on one element) over the time. Both are measured here, in the same rounds.
+- **GB/s**: bytes that the mathematics must move, over the time. What a provider moves beyond them does not count.
+- **against the best other**: time over that of the fastest other provider (for fusewise: that is not fusewise), the
+  95 % interval, and the word: faster or slower only beyond the noise of this run's A/A pair, *same* when the interval lies
+  within 2 % or twice the noise, else *ambiguous*.
+- **error**: largest deviation from float64 over the largest true value, and eager's in brackets. A provider whose error
+  exceeds twice eager's plus one rounding is *wrong* and gets no time.
+- **host**: microseconds that a call keeps the host in a loop that does not wait (CUDA only).
+- **first call**: seconds from building to the end of the first call, compilers' caches empty when the run began.
+- **peak**: bytes allocated during the call beyond what was there (the outputs included); **held**: what a forward keeps
+  for its backward besides inputs and outputs."""
+
+
+def report(record: Record, plots: Sequence[str] = ()) -> str:
+    """The record as Markdown; `plots` are file names of pictures beside it."""
+    request, rows = record.request, record.rows
+    parts = [
+        f"# fusewise study: {text(request['title'] or request['op'])}",
+        opening(record),
+        *(f"![{text(name)}]({name})" for name in plots),
+        "## Times at a glance",
+        *summaries(record),
+        "## Where it was measured",
+        environment(record),
+        "## Limits of this machine",
+        limits(rows),
+        "## Providers without a time",
+        absent(rows),
+        "## Case by case",
+        *(section(key, members, record.comparisons) for key, members in groups(record).items()),
+        "## How to read it",
+        HOW_TO_READ.format(
+            cache="The cache is warm: every call finds what the last one left."
+            if request["cache"] == "warm"
+            else "The cache is cold: before every sample twice its size is overwritten."
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def opening(record: Record) -> str:
+    """What was run, and whether it came to its end."""
+    ok = len({row.provider for row in record.rows if row.status == "ok" and not is_floor(row.provider)})
+    state = "" if record.finished else " **The run was cut short; the rows below are complete.**"
+    seconds = "" if record.seconds is None else f" in {record.seconds:.0f} s"
+    return (
+        f"Run `{record.run}` of {record.created} on {text(record.environment['device_name'])}: "
+        f"{len(groups(record))} comparisons, {ok} providers measured{seconds}.{state}"
+    )
+
+
+def summaries(record: Record) -> list[str]:
+    """One table for each dtype and pass: a line a case, a column a provider; the fastest provider in bold."""
+    parts = []
+    by_kind: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+    for row in record.rows:
+        by_kind.setdefault((row.dtype, row.pass_), {}).setdefault(row.case, {})[row.provider] = row
+    for (dtype, pass_), cases in by_kind.items():
+        names = measured(row for members in cases.values() for row in members.values())
+        lines = []
+        for case, members in cases.items():
+            times = {name: members[name].device_us for name in names if name in members}
+            rivals = [t for name, t in times.items() if t is not None and not is_floor(name)]
+            cells = []
+            for name in names:
+                cell = number(times.get(name)) if name in members else "–"
+                if name in members and members[name].status != "ok":
+                    cell = members[name].status
+                cells.append(f"**{cell}**" if rivals and times.get(name) == min(rivals) else cell)
+            lines.append([text(case), *cells])
+        parts.append(f"### {dtype} {pass_}, microseconds")
+        parts.append(table(["case", *names], lines))
+    return parts
+
+
+def section(key: tuple[str, str, str, str], rows: Sequence[Row], comparisons: Sequence[Json]) -> str:
+    """One group: every provider that was measured or found wrong, with all that is known about it."""
+    _, case, dtype, pass_ = key
+    mine = [c for c in comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
+    against = {c["provider"]: c for c in mine}
+    twin = next((c for c in mine if c["provider"].endswith(TWIN)), None)
+    noise = (
+        f"A/A pair ({text(twin['other'])} twice): {twin['ratio']:.3f} [{twin['low']:.3f}, {twin['high']:.3f}]."
+        if twin
+        else "No A/A pair, so no verdicts."
+    )
+    head = rows[0]
+    lines = [
+        line(row, against.get(row.provider))
+        for row in sorted(rows, key=lambda r: (r.device_us is None, r.device_us or 0.0))
+        if row.status in ("ok", "wrong")
+    ]
+    columns = ["provider", "time µs", "of limit", "GB/s", "against the best other", "error (eager)"]
+    columns += ["host µs", "first call s", "peak", "held"]
+    return "\n\n".join(
+        [
+            f"### {text(case)} · {dtype} · {pass_}",
+            f"{text(head.shape)}; at least {size(head.bytes_min)} to move. {noise}",
+            table(columns, lines),
+        ]
+    )
+
+
+def line(row: Row, comparison: Json | None) -> list[str]:
+    if row.status == "wrong":
+        return [text(row.provider), "wrong", "", "", text(row.reason), errors(row), "", "", "", ""]
+    verdict = row.verdict_vs_best_other or "–"
+    if comparison is not None:
+        c = comparison
+        verdict = f"{verdict}: {c['ratio']:.3f} [{c['low']:.3f}, {c['high']:.3f}] × {text(c['other'])}"
+    return [
+        text(row.provider),
+        f"{number(row.device_us)} ± {number(row.device_us_iqr)}",
+        percent(row.share_of_limit),
+        number(gigabytes_per_second(row)),
+        verdict,
+        errors(row),
+        number(row.host_us),
+        number(row.first_call_s),
+        size(row.peak_bytes),
+        size(row.held_bytes),
+    ]
+
+
+def errors(row: Row) -> str:
+    if row.error is None and row.error_eager is None:
+        return "–"
+    found = "not finite" if row.error is None else f"{row.error:.2e}"
+    return f"{found} ({row.error_eager:.2e})" if row.error_eager is not None else found
+
+
+def limits(rows: Iterable[Row]) -> str:
+    """The best that the floors reached."""
+    copies = [(gigabytes_per_second(r), r) for r in rows if r.provider == "floor-copy" and r.device_us]
+    launches = [r for r in rows if r.provider == "floor-launch" and r.device_us]
+    lines = []
+    if copies:
+        rate, row = max(copies, key=lambda pair: pair[0] or 0.0)
+        lines.append(["copy bandwidth", f"{number(rate)} GB/s", f"{size(row.bytes_min)} ({text(row.case)})"])
+    if launches:
+        row = min(launches, key=lambda r: r.device_us or 0.0)
+        host = "" if row.host_us is None else f", host {number(row.host_us)} µs"
+        lines.append(["launch floor", f"{number(row.device_us)} µs{host}", text(row.case)])
+    return table(["limit", "best measured", "at"], lines) if lines else "No floor was measured."
+
+
+def absent(rows: Iterable[Row]) -> str:
+    """Each reason once, with how many rows it cost."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row.status != "ok":
+            counts[(row.provider, row.status, row.reason)] = counts.get((row.provider, row.status, row.reason), 0) + 1
+    if not counts:
+        return "None: every provider has a time in every case."
+    lines = [[text(name), status, str(n), text(reason)] for (name, status, reason), n in counts.items()]
+    return table(["provider", "status", "rows", "reason"], lines)
+
+
+def environment(record: Record) -> str:
+    found = dict(record.environment)
+    versions = found.pop("versions", {})
+    lines = [
+        [text(name.replace("_", " ")), text(_value(name, value))] for name, value in found.items() if value is not None
+    ]
+    lines += [[text(name), text(version)] for name, version in versions.items()]
+    lines += [["seed", str(record.request["seed"])], ["cache", record.request["cache"]]]
+    return table(["", ""], lines)
+
+
+def _value(name: str, value: Any) -> str:
+    return size(value) if name.endswith("_bytes") else str(value)
+
+
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; numbers to the right, the first column to the left."""
+    rule = ["---", *("---:" for _ in columns[1:])]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [columns, rule, *lines])
+
+
+def text(value: str) -> str:
+    """Text from a record, made harmless in a Markdown table and in the HTML it may become."""
+    for old, new in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "\\|"),
+        ("`", "'"),
+        ("[", "\\["),
+        ("]", "\\]"),
+    ):
+        value = value.replace(old, new)
+    return " ".join(value.split())

@@ -1,0 +1,100 @@
+"""PNG plots. A sweep (cases named `<prefix>-<number>`) becomes lines over the number, other cases become bars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from ..analysis import is_floor, is_ours
+from ..record import Record, Row
+from . import gigabytes_per_second, measured
+
+#: Colours that stay apart for the colour-blind (Okabe and Ito), then again with dashes.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#444444")
+FEWEST_POINTS = 3
+
+
+def draw(record: Record, directory: Path) -> list[str]:
+    """Write the plots of a record; returns their file names."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in record.rows:
+        if row.device_us is not None:
+            kinds.setdefault((row.dtype, row.pass_), []).append(row)
+    names = []
+    for (dtype, pass_), rows in kinds.items():
+        stem = f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}"
+        caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
+        prefix = sweep(rows)
+        if prefix is None:
+            names.append(save(bars(rows, caption), directory, f"{stem}-share.png"))
+            continue
+        title = f"{prefix} {caption}"
+        names.append(save(lines(rows, title, prefix, "time, µs"), directory, f"{stem}-time.png"))
+        names.append(save(lines(rows, title, prefix, "GB/s"), directory, f"{stem}-bandwidth.png"))
+    return names
+
+
+def sweep(rows: Sequence[Row]) -> str | None:
+    """The common prefix if every case is `<prefix>-<number>` and there are enough of them."""
+    found = {match[1] if (match := re.fullmatch(r"(.+)-(\d+)", row.case)) else None for row in rows}
+    prefix = found.pop() if len(found) == 1 else None
+    return prefix if prefix and len({row.case for row in rows}) >= FEWEST_POINTS else None
+
+
+def lines(rows: Sequence[Row], title: str, label: str, quantity: str) -> Figure:
+    """One line a provider over the number in the case's name."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(measured(rows)):
+        points = []
+        for row in rows:
+            value = row.device_us if quantity.startswith("time") else gigabytes_per_second(row)
+            if row.provider == name and value is not None:
+                points.append((int(row.case.rpartition("-")[2]), value))
+        if not points:
+            continue
+        style = ":" if is_floor(name) else "-" if i < len(COLOURS) else "--"
+        xs, ys = zip(*sorted(points), strict=True)
+        width = 2.4 if is_ours(name) else 1.3
+        axes.plot(xs, ys, style, color=_colour(name, i), linewidth=width, label=name)
+    if quantity.startswith("time"):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(title=title, xlabel=label, ylabel=quantity)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def bars(rows: Sequence[Row], title: str) -> Figure:
+    """Share of the limit, a block of bars a case."""
+    names = [name for name in measured(rows) if not is_floor(name)]
+    cases = list(dict.fromkeys(row.case for row in rows))
+    figure = Figure(figsize=(8, max(2.5, 0.18 * len(cases) * (len(names) + 1.5) + 1)), layout="constrained")
+    axes = figure.subplots()
+    shares = {(row.case, row.provider): row.share_of_limit for row in rows}
+    height = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        places = [place - 0.4 + (i + 0.5) * height for place in range(len(cases))]
+        values = [100 * (shares.get((case, name)) or 0.0) for case in cases]
+        axes.barh(places, values, height * 0.9, color=_colour(name, i), label=name)
+    axes.axvline(100, color="#000000", linewidth=0.8)
+    axes.set_yticks(range(len(cases)), cases)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="share of the measured limit, %")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def save(figure: Figure, directory: Path, name: str) -> str:
+    figure.savefig(directory / name, dpi=120, metadata={"Software": "fusewise"})
+    return name
+
+
+def _colour(name: str, index: int) -> str:
+    return "#000000" if is_floor(name) else COLOURS[index % len(COLOURS)]

@@ -1,0 +1,96 @@
+"""The terminal: live progress while it measures (on standard error, only on a terminal) and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..analysis import is_floor, is_ours
+from ..problem import Task
+from ..record import Record, Row
+from . import measured, number, percent
+
+
+class Live:
+    """Follows a study. Off a terminal it writes one plain line a group."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.title = ""
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.bar = self.progress.add_task("starting workers", total=None)
+
+    def __enter__(self) -> Live:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def group(self, index: int, total: int, task: Task) -> None:
+        self.title = escape(f"{task.case} {task.dtype} {task.pass_}")
+        self.progress.update(
+            self.bar, description=f"{self.title}: first calls and checks", completed=index, total=total
+        )
+
+    def provider(self, name: str, status: str, reason: str) -> None:
+        if status in ("wrong", "failed"):
+            self.console.print(f"{self.title}: [bold]{escape(name)} {status}[/]: {escape(reason)}", highlight=False)
+
+    def round(self, number: int, times: Mapping[str, float]) -> None:
+        self.progress.update(self.bar, description=f"{self.title}: round {number + 1}, {len(times)} providers")
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        timed = [row for row in rows if row.device_us is not None and not is_floor(row.provider)]
+        self.progress.advance(self.bar)
+        if timed:
+            best = min(timed, key=lambda row: row.device_us or 0.0)
+            share = f", {percent(best.share_of_limit)} of {best.limit}" if best.limit else ""
+            fastest = f"{escape(best.provider)} {number(best.device_us)} µs{share}"
+            self.console.print(f"{self.title}: {len(timed)} timed, fastest {fastest}", highlight=False)
+
+
+def summary(record: Record) -> Table:
+    """A line a group, a column a provider: microseconds, the fastest in bold."""
+    names = measured(record.rows)
+    table = Table(title=f"{record.request['title']}: microseconds a call, {record.request['cache']} cache")
+    table.add_column("case", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", style="dim" if is_floor(name) else "cyan" if is_ours(name) else "")
+    by_group: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in record.rows:
+        by_group.setdefault((row.case, row.dtype, row.pass_), {})[row.provider] = row
+    for key, members in by_group.items():
+        rivals = [r.device_us for r in members.values() if r.device_us and not is_floor(r.provider)]
+        cells = []
+        for name in names:
+            mine = members.get(name)
+            if mine is None or mine.device_us is None:
+                cells.append("–" if mine is None else mine.status)
+            else:
+                value = number(mine.device_us)
+                cells.append(f"[bold]{value}[/]" if mine.device_us == min(rivals, default=None) else value)
+        table.add_row(escape(" ".join(key)), *cells)
+    return table
+
+
+def provider_table(lines: Sequence[tuple[str, str, str, str]]) -> Table:
+    """Name, state, versions and what to do."""
+    table = Table()
+    for column in ("provider", "state", "versions", "note"):
+        table.add_column(column, overflow="fold")
+    for line in lines:
+        table.add_row(*(escape(cell) for cell in line))
+    return table

@@ -1,0 +1,314 @@
+"""The coordinator: starts a worker for each provider, hands out one round at a time, and keeps the record.
+
+Only one provider runs at any moment. Within a group (case, dtype, pass) every round visits all of them once, in an
+order drawn anew, so that drift of the machine falls on all alike. What a provider does wrong costs its own row.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import analysis, machine, plugin, record
+from .problem import Task
+from .process import WorkerFailed, WorkerProcess
+from .record import Measurement, Record, Row
+
+#: After this many failures in a row (crash, hang) a provider is not started again.
+FAILURES_TO_GIVE_UP = 3
+#: The provider measured twice is the first of these that is in the study, else the first of all.
+TWINS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu", "torch.compile", "eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure and how long."""
+
+    op: str
+    tasks: Sequence[Task]
+    providers: Sequence[plugin.Entry]
+    device: str
+    out: Path
+    title: str = ""  # the preset or the cases, for the report
+    warm: bool = False
+    seed: int = 0
+    min_rounds: int = 5
+    max_rounds: int = 30
+    precision: float = 0.005  # rounds stop when every provider's relative standard error is below
+    group_seconds: float = 20.0  # and no later than this after the first round of a group
+    time_limit: float | None = None  # for all groups together; the smallest number of rounds is measured regardless
+    timeout: float = 300.0  # of one request to a worker
+    memory_limit: int | None = None  # resident bytes of one worker
+    twin: bool = True  # measure one provider twice
+
+
+class Listener(Protocol):
+    """Told what happens, for a progress display."""
+
+    def group(self, index: int, total: int, task: Task) -> None: ...
+
+    def provider(self, name: str, status: str, reason: str) -> None: ...
+
+    def round(self, number: int, times: Mapping[str, float]) -> None: ...
+
+    def rows(self, rows: Sequence[Row]) -> None: ...
+
+
+@dataclass
+class Seat:
+    """A provider's place in the study: its worker, started when needed and again after a failure."""
+
+    entry: plugin.Entry
+    name: str
+    missing: str = ""
+    worker: WorkerProcess | None = None
+    greeted: bool = False
+    failures: int = 0
+    gone: str = ""  # why it is not started any more
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Study:
+    """One run. `run()` returns the record; the directory has it, too, after every group."""
+
+    def __init__(self, options: Options, listener: Listener) -> None:
+        self.options = options
+        self.listener = listener
+        self.device_name = machine.device_name(options.device)
+        created = datetime.datetime.now(datetime.timezone.utc)
+        self.record = Record(
+            run=f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}",
+            created=created.isoformat(timespec="seconds"),
+            request=self._request(),
+            environment=machine.environment(options.device),
+        )
+        self.random = random.Random(options.seed)
+        self.seats = self._seats()
+        self.deadline = math.inf
+
+    def run(self) -> Record:
+        options = self.options
+        started = time.monotonic()
+        if options.time_limit is not None:
+            self.deadline = started + options.time_limit
+        (options.out / "logs").mkdir(parents=True, exist_ok=True)
+        (options.out / "rows.jsonl").write_text("", encoding="utf-8")
+        # Compilers start with empty caches, so that a first call means what it says whoever measured before.
+        self.caches = Path(tempfile.mkdtemp(prefix="fusewise-study-"))
+        try:
+            for seat in self.seats:
+                self._start(seat)
+            for index, task in enumerate(options.tasks):
+                self.listener.group(index, len(options.tasks), task)
+                self._group(task, len(options.tasks) - index)
+            self.record.finished = True
+        finally:
+            for seat in self.seats:
+                self._stop(seat)
+            shutil.rmtree(self.caches, ignore_errors=True)
+            self.record.seconds = time.monotonic() - started
+            record.save(self.record, options.out)
+        return self.record
+
+    def _request(self) -> dict[str, Any]:
+        o = self.options
+        return {
+            "op": o.op,
+            "title": o.title,
+            "cases": list(dict.fromkeys(t.case for t in o.tasks)),
+            "dtypes": list(dict.fromkeys(t.dtype for t in o.tasks)),
+            "passes": list(dict.fromkeys(t.pass_ for t in o.tasks)),
+            "providers": [e.name for e in o.providers],
+            "cache": "warm" if o.warm else "cold",
+            "seed": o.seed,
+            "rounds": [o.min_rounds, o.max_rounds],
+            "precision": o.precision,
+            "group_seconds": o.group_seconds,
+            "time_limit": o.time_limit,
+            "timeout": o.timeout,
+            "memory_limit": o.memory_limit,
+        }
+
+    def _seats(self) -> list[Seat]:
+        seats = []
+        for entry in self.options.providers:
+            seat = Seat(entry, entry.name)
+            if entry.provider is not None:
+                try:
+                    entry.provider.check(self.options.device)
+                except plugin.Missing as error:
+                    seat.missing = str(error)
+            seats.append(seat)
+        able = [s for s in seats if s.entry.provider is not None and not s.missing and not analysis.is_floor(s.name)]
+        if self.options.twin and able:
+            by_name = {s.name: s for s in able}
+            first = next((by_name[name] for name in TWINS if name in by_name), able[0])
+            seats.append(Seat(first.entry, first.name + analysis.TWIN))
+        return seats
+
+    def _start(self, seat: Seat) -> None:
+        """Begin a seat's worker, if it may have one; it loads while others do."""
+        if seat.entry.provider is None or seat.missing or seat.gone or seat.worker is not None:
+            return
+        options = self.options
+        start: dict[str, Any] = {
+            "provider": seat.entry.where,
+            "device": options.device,
+            "flush_bytes": 0 if options.warm else 2 * machine.cache_bytes(options.device),
+        }
+        log = options.out / "logs" / f"{seat.name.replace('/', '_').replace(':', '_')}.log"
+        names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+        try:
+            seat.greeted = False
+            seat.worker = WorkerProcess(
+                start,
+                log,
+                timeout=options.timeout,
+                memory_limit=options.memory_limit,
+                env={variable: str(self.caches / name) for variable, name in names.items()},
+            )
+        except (WorkerFailed, OSError) as error:
+            self._failure(seat, str(error))
+
+    def _stop(self, seat: Seat) -> None:
+        if seat.worker is not None:
+            seat.worker.stop()
+            seat.worker = None
+
+    def _failure(self, seat: Seat, reason: str) -> dict[str, Any]:
+        """A worker is gone: count it, and say so."""
+        seat.worker = None
+        seat.failures += 1
+        if seat.failures >= FAILURES_TO_GIVE_UP:
+            seat.gone = f"not started again after {seat.failures} failures in a row, the last: {reason}"
+        return {"ok": False, "status": "failed", "reason": reason}
+
+    def _prepare(self, seat: Seat, task: Task) -> dict[str, Any]:
+        """The worker's reply to the task, or a reply in its place."""
+        if seat.entry.provider is None:
+            return {"ok": False, "status": "failed", "reason": f"could not be loaded: {seat.entry.problem}"}
+        if seat.missing:
+            return {"ok": False, "status": "missing", "reason": seat.missing}
+        if seat.gone:
+            return {"ok": False, "status": "failed", "reason": seat.gone}
+        self._start(seat)
+        if seat.worker is None:
+            return {"ok": False, "status": "failed", "reason": seat.gone or "the worker could not be started"}
+        try:
+            if not seat.greeted:
+                greeting = seat.worker.ready()
+                if not greeting["ok"]:
+                    self._stop(seat)
+                    if greeting["status"] == "missing":
+                        seat.missing = greeting["reason"]
+                        return greeting
+                    return self._failure(seat, greeting["reason"])
+                seat.greeted = True
+                seat.versions = greeting["versions"]
+            reply = seat.worker.ask("prepare", task=task.to_json())
+            seat.failures = 0
+            return reply
+        except WorkerFailed as error:
+            return self._failure(seat, str(error))
+
+    def _group(self, task: Task, groups_left: int) -> None:
+        """Prepare, measure and record one task with every provider."""
+        # Preparations may overlap where cores abound: first calls are compiled side by side, never timed rounds.
+        side_by_side = max(1, min(4, machine.cores() // 4))
+        with ThreadPoolExecutor(side_by_side) as pool:
+            replies = dict(pool.map(lambda s: (s.name, self._prepare(s, task)), self.seats))
+        for seat in self.seats:
+            self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
+        measurements = {
+            seat.name: Measurement(
+                op=task.op,
+                case=task.case,
+                dtype=task.dtype,
+                pass_=task.pass_,
+                provider=seat.name,
+                prepared={k: v for k, v in replies[seat.name].items() if k not in ("id", "ok", "versions")},
+            )
+            for seat in self.seats
+        }
+        self._rounds(measurements, replies, groups_left)
+        shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
+        known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
+        rows = [
+            self._row(task, seat, replies[seat.name], shape, known)
+            for seat in self.seats
+            if not seat.name.endswith(analysis.TWIN)
+        ]
+        kept = [m for m in measurements.values() if m.rounds or m.prepared["status"] != "missing"]
+        rows, comparisons = analysis.group_rows(rows, kept)
+        self.record.rows += rows
+        self.record.measurements += kept
+        self.record.comparisons += comparisons
+        record.append_rows(self.options.out / "rows.jsonl", rows)
+        record.save(self.record, self.options.out)
+        self.listener.rows(rows)
+
+    def _rounds(self, measurements: Mapping[str, Measurement], replies: dict[str, Any], groups_left: int) -> None:
+        """Rounds until every provider is known precisely enough or time is up. A failing worker loses its samples."""
+        options = self.options
+        seats = [s for s in self.seats if replies[s.name]["ok"]]
+        now = time.monotonic()
+        stop = min(now + options.group_seconds, now + max(0.0, self.deadline - now) / groups_left)
+        for number in range(options.max_rounds):
+            for seat in self.random.sample(seats, len(seats)):
+                assert seat.worker is not None
+                try:
+                    reply = seat.worker.ask("round")
+                except WorkerFailed as error:
+                    reply = self._failure(seat, f"in round {number}: {error}")
+                if reply["ok"]:
+                    turn = {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
+                    measurements[seat.name].rounds.append({"round": number, **turn})
+                else:
+                    replies[seat.name] = reply
+                    measurements[seat.name].rounds.clear()
+                    measurements[seat.name].prepared |= {"status": reply["status"], "reason": reply["reason"]}
+                    seats = [s for s in seats if s is not seat]
+            medians = {s.name: list(analysis.round_medians(measurements[s.name]).values()) for s in seats}
+            self.listener.round(number, {name: values[-1] for name, values in medians.items()})
+            if not seats or number + 1 < options.min_rounds:
+                continue
+            precise = all(analysis.relative_standard_error(v) <= options.precision for v in medians.values())
+            if precise or time.monotonic() > stop:
+                return
+
+    def _row(self, task: Task, seat: Seat, reply: Mapping[str, Any], shape: str, known: Mapping[str, Any]) -> Row:
+        ok = reply["status"] == "ok"
+        row = Row(
+            op=task.op,
+            case=task.case,
+            shape=shape,
+            dtype=task.dtype,
+            pass_=task.pass_,
+            provider=seat.name,
+            status=reply["status"],
+            reason=reply.get("reason", ""),
+            bytes_min=known.get("bytes_min"),
+            flops_min=known.get("flops_min"),
+            error=reply.get("error"),
+            error_eager=reply.get("error_eager"),
+            versions={"torch": self.record.environment["versions"]["torch"], **seat.versions},
+            device=self.device_name,
+            run=self.record.run,
+        )
+        if not ok:
+            return row
+        return replace(
+            row,
+            first_call_s=reply.get("first_call_s"),
+            peak_bytes=reply.get("peak_bytes"),
+            held_bytes=reply.get("held_bytes"),
+        )
