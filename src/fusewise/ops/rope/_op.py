@@ -331,9 +331,12 @@ class _RopeInPlace(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def rotate(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> Any:
-    """Out of place: a tensor, or a pair where there is a k. `call` are the common arguments of the operators."""
-    q_out, k_out = _rotate(q, k, call, ([], []))
+def rotate(
+    q: Tensor, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]] | None = None
+) -> Any:
+    """Out of place: a tensor, or a pair where there is a k. `call` are the common arguments of the operators, `strides`
+    those of the outputs where they should not follow the inputs (not under a torch.func transform)."""
+    q_out, k_out = _rotate(q, k, call, ([], []) if strides is None else strides)
     return q_out if k is None else (q_out, k_out)
 
 
