@@ -1,0 +1,43 @@
+"""What several libraries' conventions have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.rope import rope
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def pairing(interleaved: bool) -> Any:
+    return "interleaved" if interleaved else "half"
+
+
+def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """`rope`, always a pair: (q, None) without a k."""
+    if k is None:
+        return rope(unit_stride(q), **arguments), None
+    rotated: tuple[Tensor, Tensor] = rope(unit_stride(q), unit_stride(k), **arguments)
+    return rotated
+
+
+def rotate_multimodal(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Any, layout: Any
+) -> tuple[Tensor, Tensor | None]:
+    """M-RoPE from tables (3, B, T, 2P) that hold the temporal, height and width angles of every token.
+
+    The three tables are rows of one: token t of sequence b has row (axis · B + b) · T + t. Those rows are one small
+    int32 tensor, a kernel of its own.
+    """
+    axes, batch, tokens = cos.shape[:3]
+    rows = torch.arange(axes * batch * tokens, dtype=torch.int32, device=cos.device).view(axes, batch, tokens)
+    return rotate_pair(
+        q, k, cos=cos.flatten(0, 2), sin=sin.flatten(0, 2), positions=rows, sections=tuple(sections), layout=layout,
+        rotary_dim=cos.shape[-1],
+    )  # fmt: skip

@@ -1,0 +1,336 @@
+"""`flash_attn.layers.rotary` and `flash_attn.ops.triton.rotary.apply_rotary`.
+
+    from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_qkv_      # before
+    from fusewise.compat.flash_attn import apply_rotary_emb, apply_rotary_emb_qkv_    # after
+
+Tables are half width (R, rotary_dim / 2), row r for position r. Shape legend: B batch, T tokens, H heads, D head_dim.
+
+In place under autograd: the input is overwritten and the returned tensor carries the gradient, also where the input is a
+leaf, as there. The incoming gradient is never overwritten (theirs is): backward writes a new one, of a packed tensor with
+one launch and one copy of v. Under torch.compile, which does not see a mutation in an autograd function, a call that
+needs a gradient rotates out of place and copies the result over the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.rope import rope, rope_
+from ..ops.rope._validate import fail
+from ._shared import pairing, unit_stride
+
+# A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
+Part = int | tuple[int, int]
+# The parts that are rotated with the tables of q and of k (None: with those of q, or not there), and what is left.
+Parts = tuple[Part | None, Part | None, Part | None]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotate the first rotary_dim features of x (B, T, H, D), or (tokens, H, D) with cu_seqlens (B + 1,).
+
+    Args:
+        seqlen_offsets: position of each sequence's first token: an int, or an integer tensor (B,).
+        max_seqlen: only held against the rows of the table; the launch does not need it.
+    """
+    call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+    if not inplace:
+        rotated: Tensor = rope(unit_stride(x), **call)
+        return rotated
+    return _in_place(x, (None, None, None), call, None)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate x (B, T, H, D) with tables (T, P) or (B, T, P); with float32 or wider arithmetic, unlike theirs."""
+    rotated: Tensor = rope(unit_stride(x), cos=cos, sin=sin, pairing=pairing(interleaved), rotary_dim=2 * cos.shape[-1])
+    return rotated
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotate q and k of qkv in place, in one launch; (B, T, 3, H, D), or (B, T, num_heads_q + 2 · num_heads_k, D).
+
+    With cos_k and sin_k (XPos), k has tables of its own and a launch of its own.
+    """
+    if qkv.dim() == 5:
+        if qkv.shape[2] != 3:
+            fail("apply_rotary_emb_qkv_", "qkv", "have shape (B, T, 3, H, D)", tuple(qkv.shape), "stack q, k and v in dim 2")
+        parts: Parts = (0, 1, 2)
+    elif qkv.dim() == 4:
+        heads = qkv.shape[2]
+        if num_heads_q is None or num_heads_q < 1 or num_heads_q >= heads or (heads - num_heads_q) % 2:
+            fail(
+                "apply_rotary_emb_qkv_", "num_heads_q", f"leave an even number of the {heads} heads to k and v", num_heads_q,
+                "pass the number of q heads",
+            )  # fmt: skip
+        heads_k = (heads - num_heads_q) // 2
+        parts = ((0, num_heads_q), (num_heads_q, heads_k), (num_heads_q + heads_k, heads_k))
+    else:
+        fail("apply_rotary_emb_qkv_", "qkv", "have 4 or 5 dimensions", tuple(qkv.shape), "pass the packed projection")
+    call = _call(cos, sin, interleaved, seqlen_offsets)
+    tables_k = None
+    if cos_k is not None or sin_k is not None:
+        tables_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    return _in_place(qkv, parts, call, tables_k)
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Rotate k of kv (B, T, 2, H, D) in place."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        fail("apply_rotary_emb_kv_", "kv", "have shape (B, T, 2, H, D)", tuple(kv.shape), "stack k and v in dim 2")
+    return _in_place(kv, (0, None, 1), _call(cos, sin, interleaved, seqlen_offsets), None)
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """The function below `apply_rotary_emb`: `conjugate` rotates by −θ. Differentiable out of place (theirs is not)."""
+    call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+    if inplace:
+        rope_(x, **call, inverse=conjugate)
+        return x
+    rotated: Tensor = rope(unit_stride(x), **call, inverse=conjugate)
+    return rotated
+
+
+def _call(
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    offset: int | Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> dict[str, Any]:
+    """The arguments of `rope` that the ones of this library stand for."""
+    if cos.dim() != 2:
+        fail("apply_rotary_emb", "cos", "have shape (R, rotary_dim / 2)", tuple(cos.shape), "pass one table for all sequences")
+    call = {"cos": cos, "sin": sin, "pairing": pairing(interleaved), "rotary_dim": 2 * cos.shape[1], "offset": offset}
+    if cu_seqlens is not None:
+        first = 0 if isinstance(offset, Tensor) else offset
+        if max_seqlen is not None and first + max_seqlen > cos.shape[0]:
+            fail(
+                "apply_rotary_emb", "cos", f"have a row for each of {first} + max_seqlen = {first + max_seqlen} positions",
+                f"{cos.shape[0]} rows", "build a longer table",
+            )  # fmt: skip
+        call["cu_seqlens"], call["layout"] = cu_seqlens, "thd"
+    return call
+
+
+def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Rotate the parts of x in place; return x, or what carries its gradient."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        _rotate_parts(x, None, parts, call, tables_k)
+        return x
+    if torch.compiler.is_compiling():
+        return _compiled(x, parts, call, tables_k)
+    rotated: Tensor = _rotate_parts_in_place(x, parts, call, tables_k)
+    return rotated
+
+
+def _take(x: Tensor, part: Part | None) -> Tensor:
+    """A view of a part; of all of x without one."""
+    if part is None:
+        return x
+    return x.select(2, part) if isinstance(part, int) else x.narrow(2, *part)
+
+
+def _groups(
+    x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None
+) -> list[tuple[tuple[Part | None, ...], dict[str, Any]]]:
+    """The launches: which parts go together, with which arguments."""
+    q, k, _ = parts
+    if k is None:
+        return [((q,), call)]
+    if tables_k is not None:
+        cos_k, sin_k = tables_k
+        return [((q,), call), ((k,), {**call, "cos": cos_k, "sin": sin_k, "rotary_dim": 2 * cos_k.shape[1]})]
+    if isinstance(q, tuple) and isinstance(k, tuple):  # q and k heads are neighbours: one tensor
+        return [(((0, k[0] + k[1]),), call)]
+    return [((q, k), call)]
+
+
+def _rotate_parts(
+    x: Tensor, y: Tensor | None, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None
+) -> None:
+    """Write the rotation of the parts of x into those of y, and the rest of x into that of y; in place without a y."""
+    if x.dim() == 5 and parts[1] is not None and x.stride(2) == x.shape[3] * x.stride(3):
+        heads = x.shape[3]
+        if y is None or y.stride(2) == heads * y.stride(3):  # (3, H) is one dimension of heads
+            x, y = x.flatten(2, 3), None if y is None else y.flatten(2, 3)
+            parts = ((0, heads), (heads, heads), (2 * heads, heads))
+    for together, arguments in _groups(x, parts, call, tables_k):
+        views = [_take(x, part) for part in together]
+        if y is None:
+            rope_(*views, **arguments)
+        else:
+            out: Any = tuple(_take(y, part) for part in together)
+            rope(*views, **arguments, out=out)
+    if y is not None and parts[2] is not None:
+        _take(y, parts[2]).copy_(_take(x, parts[2]))
+
+
+def _save(ctx: Any, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> None:
+    names = [name for name, value in call.items() if isinstance(value, Tensor)]
+    ctx.save_for_backward(*(call[name] for name in names), *(tables_k or ()))
+    ctx.rest = parts, names, {name: value for name, value in call.items() if name not in names}
+
+
+def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], tuple[Tensor, ...] | None]:
+    """The arguments of the backward call: those of the forward, rotating by the negative angle."""
+    parts, names, rest = ctx.rest
+    tensors = ctx.saved_tensors
+    call = {**dict(zip(names, tensors, strict=False)), **rest, "inverse": not rest.get("inverse", False)}
+    return parts, call, tensors[len(names) :] or None
+
+
+class _RotateParts_(torch.autograd.Function):
+    """In place. A function of the packed tensor, not of views of it: autograd would clone its gradient for each view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
+        _rotate_parts(x.detach(), None, parts, call, tables_k)
+        if not x.is_leaf:
+            ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
+        _save(ctx, parts, call, tables_k)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _rotate_parts_apart(dy, *_transposed(ctx)), None, None, None
+
+
+class _RotateParts(torch.autograd.Function):
+    """The same out of place: the gradient of the one above, and of itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
+        x = unit_stride(x)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rotate_parts(x, y, parts, call, tables_k)
+        _save(ctx, parts, call, tables_k)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _rotate_parts_apart(dy, *_transposed(ctx)), None, None, None
+
+
+_rotate_parts_in_place: Any = _RotateParts_.apply
+_rotate_parts_apart: Any = _RotateParts.apply
+
+
+def _compiled(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
+    """`_in_place` of a tensor that requires grad, in terms of what torch.compile traces."""
+    pieces: list[Tensor] = []
+    for together, arguments in _groups(x, parts, call, tables_k):
+        rotated = rope(*(_take(x, part) for part in together), **arguments)
+        pieces += rotated if isinstance(rotated, tuple) else [rotated]
+    if parts[2] is not None:
+        pieces.append(_take(x, parts[2]))
+    y = pieces[0] if len(pieces) == 1 else torch.stack(pieces, 2) if x.dim() == 5 else torch.cat(pieces, 2)
+    if x.is_leaf:
+        x.detach().copy_(y.detach())
+        return y
+    return x.copy_(y)
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of θ_i = base^(−2i / dim) and their application in place; XPos (arXiv 2212.10554) where scale_base is given:
+    q times s^((p − T / 2) / scale_base), k divided by it, s_i = (2i + 0.4 dim) / 1.4 dim.
+
+    Tables are float32 whatever the dtype of qkv (theirs are rounded to it), made on first use, and made anew for a longer
+    sequence or another device.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        steps = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.register_buffer("inv_freq", self.base ** (steps / -dim), persistent=False)
+        self.register_buffer("scale", None if scale_base is None else (steps + 0.4 * dim) / (1.4 * dim), persistent=False)
+        self._tables: tuple[Tensor, ...] = ()
+
+    def _tables_of(self, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
+        """(cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2)."""
+        if self._tables and self._tables[0].shape[0] >= seqlen and self._tables[0].device == device:
+            return self._tables
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # not the buffer: it may be bfloat16
+        angles = torch.outer(positions, self.base ** (exponents / -self.dim))
+        tables: tuple[Tensor, ...] = angles.cos(), angles.sin()
+        if self.scale_base is not None:
+            power = (positions - seqlen // 2) / self.scale_base
+            growth = ((exponents + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
+            cos, sin = tables
+            tables = cos * growth, sin * growth, cos / growth, sin / growth
+        self._tables = tables
+        return tables
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate qkv in place, as `apply_rotary_emb_qkv_`; with kv (B, T, 2, H, D), qkv is q (B, T, H, D).
+
+        Args:
+            max_seqlen: rows of the table; needed on the first call where seqlen_offset is a tensor.
+        """
+        if max_seqlen is None:
+            if isinstance(seqlen_offset, Tensor) and not self._tables:
+                fail("RotaryEmbedding", "max_seqlen", "be given with a tensor of offsets", None, "pass the largest length")
+            max_seqlen = 0 if isinstance(seqlen_offset, Tensor) else qkv.shape[1] + seqlen_offset
+        cos, sin, *tables_k = self._tables_of(max_seqlen, qkv.device)
+        cos_k, sin_k = tables_k or (None, None)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        if cos_k is not None and sin_k is not None:
+            cos, sin = cos_k, sin_k
+        return q, apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)
