@@ -1,0 +1,247 @@
+"""`transformer_engine.pytorch.attention.rope`.
+
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb      # before
+    from fusewise.compat.transformer_engine import apply_rotary_pos_emb             # after
+
+`freqs` are angles in radians (R, 1, 1, rotary_dim), each twice: `cat(f, f)`, or for `interleaved` `repeat_interleave(f, 2)`,
+as `RotaryPositionEmbedding` makes them; row r is position r. Shape legend: B batch, T tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.rope import _op, rope
+from ..ops.rope._validate import DEFAULTS, fail, validated
+from ._shared import pairing, unit_stride
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Rotate the first features of t; the result and its gradient are contiguous whatever the strides of t.
+
+    Args:
+        t: (T, B, H, D) for sbhd, (B, T, H, D) for bshd, (tokens, H, D) for thd.
+        freqs: (R, 1, 1, rotary_dim), or (R, B, 1, rotary_dim) for angles of each sequence.
+        start_positions: (B,), the position of each sequence's first token.
+        fused: without effect; one launch, float32 arithmetic and the same result either way.
+        cu_seqlens: (B + 1,), read for thd alone: bounds of the whole sequences, also with cp_size > 1.
+        cp_size, cp_rank: load-balanced context parallelism, rank r holds chunks r and 2 cp_size − 1 − r.
+    """
+    if tensor_format not in ("sbhd", "bshd", "thd"):
+        fail("apply_rotary_pos_emb", "tensor_format", "be sbhd, bshd or thd", repr(tensor_format), "name the layout of t")
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            fail("apply_rotary_pos_emb", "cu_seqlens", "be given for thd", None, "pass the bounds of the sequences")
+    else:
+        cu_seqlens = None
+    angles = _angles("apply_rotary_pos_emb", freqs)
+    call = {
+        "angles": angles,
+        "offset": 0 if start_positions is None else start_positions,
+        "cu_seqlens": cu_seqlens,
+        "context_parallel": None if cp_size == 1 else (cp_rank, cp_size),
+        "layout": tensor_format,
+        "pairing": pairing(interleaved),
+        "rotary_dim": angles.shape[-1],
+    }
+    if t.is_contiguous():
+        rotated: Tensor = rope(t, **call)
+        return rotated
+    # `rope` keeps the stride order of its input; here the operator writes the contiguous result directly.
+    t = unit_stride(t)
+    arguments = validated("rope", t, None, tuple({**DEFAULTS, **call}.values()))
+    rotated = _op.rotate(t, None, arguments, (_contiguous_strides(t), []))
+    return rotated
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate q and k of a packed qkv (T, B, G, W) or (B, T, G, W); returns q (…, G · w_q / w_k, w_k), k (…, G, w_k), v.
+
+    A group has w_q features of its q heads, w_k of its k head and w_v of its v head, in this order, and
+    qkv_split_arg_list is [w_q, w_k, w_v]. q and k are contiguous; v is a view of qkv (theirs is a copy). One launch where
+    q_freqs is k_freqs, else one each. Format bshd with B > 1 computes the (B · T,) positions in small kernels of their own.
+    Backward writes one new gradient: the launches, and a copy of v's.
+
+    Raises:
+        TypeError, ValueError: also for thd, and for start_positions with cp_size > 1, as there.
+    """
+    op = "apply_fused_qkv_rotary_pos_emb"
+    if tensor_format not in ("sbhd", "bshd"):
+        fail(op, "tensor_format", "be sbhd or bshd", repr(tensor_format), "use apply_rotary_pos_emb for thd")
+    if cp_size > 1 and start_positions is not None:
+        fail(op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb")
+    widths = tuple(qkv_split_arg_list)
+    if len(widths) != 3 or qkv.dim() != 4 or sum(widths) != qkv.shape[-1] or widths[1] < 1 or widths[0] % widths[1]:
+        fail(
+            op, "qkv_split_arg_list", "be [w_q, w_k, w_v] that sum to the last dimension of a 4-D qkv, w_q a multiple of w_k",
+            f"{list(widths)} for shape {tuple(qkv.shape)}", "pass the widths of one group",
+        )  # fmt: skip
+    if not qkv.is_contiguous():
+        fail(op, "qkv", "be contiguous", f"strides {qkv.stride()}", "call qkv.contiguous()")
+    tables = [_angles(op, q_freqs)] if q_freqs is k_freqs else [_angles(op, q_freqs), _angles(op, k_freqs)]
+    call = _folded_positions(qkv, tensor_format, start_positions, cp_size, cp_rank)
+    call["pairing"], call["rotary_dim"] = pairing(interleaved), tables[0].shape[-1]
+    if qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        split: tuple[Tensor, Tensor, Tensor] = _split_rotate(qkv, widths, tensor_format, call, *tables)
+        return split
+    q, k, v = _fold(qkv, widths, tensor_format)
+    q, k = _rotate(q, k, tuple(tables), call)
+    return *_unfold(q, k, qkv), v
+
+
+def _angles(op: str, freqs: Tensor) -> Tensor:
+    """(R, 1, 1, W) as the table (R, W), (R, B, 1, W) as (B, R, W)."""
+    if freqs.dim() != 4 or freqs.shape[2] != 1:
+        fail(op, "freqs", "have shape (R, 1, 1, rotary_dim)", tuple(freqs.shape), "pass what RotaryPositionEmbedding returns")
+    return freqs.flatten(1) if freqs.shape[1] == 1 else freqs.squeeze(2).transpose(0, 1)
+
+
+def _contiguous_strides(x: Tensor) -> list[int]:
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return strides[::-1]
+
+
+# The fused form. The heads of q lie in groups with those of k and v between them, so batch, token, group and head have a
+# stride each, one more than `rope` has. As qkv is contiguous, (T, B, G) folds into T tokens of B · G batch entries and
+# (B, T, G) into B · T tokens of G batch entries, both of layout sbhd with the q heads of a group as heads.
+
+
+def _fold(qkv: Tensor, widths: tuple[int, ...], tensor_format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q (N, M, heads of a group, w_k), k (N, M, 1, w_k) and v, for (N, M) = (T, B · G) or (B · T, G)."""
+    w_q, w_k, w_v = widths
+    folded = qkv.flatten(1, 2) if tensor_format == "sbhd" else qkv.flatten(0, 1)
+    q = folded.narrow(-1, 0, w_q).view(*folded.shape[:2], w_q // w_k, w_k)
+    return q, folded.narrow(-1, w_q, w_k).unsqueeze(-2), qkv.narrow(-1, w_q + w_k, w_v)
+
+
+def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `_fold` on contiguous q and k."""
+    outer = qkv.shape[:2]
+    return q.view(*outer, -1, q.shape[-1]), k.view(*outer, -1, k.shape[-1])
+
+
+def _folded_positions(qkv: Tensor, tensor_format: str, start: Tensor | None, cp_size: int, cp_rank: int) -> dict[str, Any]:
+    """The arguments that give the folded tokens their positions."""
+    if tensor_format == "sbhd" or qkv.shape[0] == 1:
+        offset = 0 if start is None else start.repeat_interleave(qkv.shape[2])
+        return {"layout": "sbhd", "offset": offset, "context_parallel": None if cp_size == 1 else (cp_rank, cp_size)}
+    batch, tokens = qkv.shape[:2]
+    positions = torch.arange(tokens, device=qkv.device, dtype=torch.int32)
+    if cp_size > 1:
+        half = tokens // 2
+        first, second = cp_rank * half, (2 * cp_size - 2 - cp_rank) * half
+        positions = positions + torch.where(positions < half, first, second).to(torch.int32)
+    if start is not None:
+        return {"layout": "sbhd", "positions": (positions + start[:, None]).flatten()}
+    return {"layout": "sbhd", "positions": positions.repeat(batch)}
+
+
+class _SplitRotate(torch.autograd.Function):
+    """Split and rotate; the gradients of q, k and v go straight into one gradient of qkv."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, widths: Any, tensor_format: str, call: Any, *tables: Tensor) -> Any:
+        q, k, v = _fold(qkv, widths, tensor_format)
+        q, k = _rotate(q, k, tables, call)
+        names = [name for name, value in call.items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*tables, *(call[name] for name in names))
+        ctx.rest = widths, tensor_format, names, {name: x for name, x in call.items() if name not in names}
+        ctx.like = qkv.shape, qkv.dtype, qkv.device
+        ctx.set_materialize_grads(False)
+        return *_unfold(q, k, qkv), v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        widths, tensor_format, names, rest = ctx.rest
+        count = len(ctx.saved_tensors) - len(names)
+        tables, call = ctx.saved_tensors[:count], dict(zip(names, ctx.saved_tensors[count:], strict=True))
+        shape, dtype, device = ctx.like
+        dqkv = torch.empty(shape, dtype=dtype, device=device)
+        parts = _fold(dqkv, widths, tensor_format)
+        dq, dk, dv = (part.new_zeros(part.shape) if d is None else d.contiguous() for d, part in zip(grads, parts, strict=True))
+        dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)
+        call = {**call, **rest, "inverse": True}
+        if torch.is_grad_enabled():  # for a second derivative: the same, differentiable
+            dq, dk = (d.reshape(*shape[:3], -1) for d in _rotate(dq, dk, tables, call))
+            return torch.cat((dq, dk, dv.reshape(*shape[:3], -1)), -1), *(None,) * (3 + count)
+        _rotate(dq, dk, tables, call, parts[:2])
+        parts[2].copy_(dv)
+        return dqkv, *(None,) * (3 + count)
+
+
+def _rotate(
+    q: Tensor, k: Tensor, tables: tuple[Tensor, ...], call: dict[str, Any], out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """q and k in one launch if they have one table."""
+    if len(tables) == 1:
+        rotated: tuple[Tensor, Tensor] = rope(q, k, angles=tables[0], out=out, **call)
+        return rotated
+    q_out, k_out = (None, None) if out is None else out
+    return rope(q, angles=tables[0], out=q_out, **call), rope(k, angles=tables[1], out=k_out, **call)
+
+
+_split_rotate: Any = _SplitRotate.apply
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles for `apply_rotary_pos_emb`: p · rotary_base^(−2i / dim), (max_seq_len, 1, 1, dim), float32, each twice.
+
+    On the current CUDA device if there is one. With seq_len_interpolation_factor f and pretrained_max_position_embeddings
+    M, positions are scaled by 1 / f, or by M / max_seq_len for a sequence longer than M · f.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        if rotary_percent < 1.0:
+            dim = int(dim * rotary_percent)
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base, self.interleaved = rotary_base, interleaved
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
+        self.register_buffer("inv_freq", 1.0 / rotary_base ** (steps / dim))
+        self.inv_freq: Tensor
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """The angles of positions offset, …, offset + max_seq_len − 1; in float32 under autocast too."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and trained is not None:
+            positions = positions * (trained / max_seq_len if max_seq_len > trained * factor else 1 / factor)
+        angles = positions[:, None] * self.inv_freq  # no matmul: autocast would round it
+        twice = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return twice[:, None, None]
