@@ -1,0 +1,228 @@
+"""`flashinfer.rope` (also exported as `flashinfer.apply_rope` and so on).
+
+    from flashinfer import apply_rope_pos_ids_inplace                    # before
+    from fusewise.compat.flashinfer import apply_rope_pos_ids_inplace    # after
+
+Without a table the angles are computed in the kernel, exactly (theirs use the fast hardware sine, good to 2⁻²¹ near zero
+and worse with the angle); the frequencies, P numbers, are kept for each set of parameters and device. Out-of-place
+functions are differentiable (theirs are not). float32 is accepted as well, and tables of any dtype.
+Shape legend: N tokens of all sequences, B sequences, H heads (q and k may differ), D head_dim, P = rotary_dim / 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.rope import rope, rope_, tables
+from ._shared import pairing, rotate_pair, unit_stride
+
+
+def apply_rope(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q and k (N, H, D) of sequences with bounds indptr (B + 1,) that start at positions offsets (B,).
+
+    θ_i = rope_theta^(−2i / rotary_dim) / rope_scale for the first rotary_dim features (None: all of them).
+    """
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
+    return rotate_pair(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+
+
+def apply_rope_inplace(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> None:
+    """`apply_rope`, overwriting q and k."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
+    rope_(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+
+
+def apply_rope_pos_ids(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> tuple[Tensor, Tensor | None]:
+    """`apply_rope` with the position of every token, pos_ids (N,), int32 or int64."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
+    return rotate_pair(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+
+
+def apply_rope_pos_ids_inplace(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
+) -> None:
+    """`apply_rope_pos_ids`, overwriting q and k."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
+    rope_(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+
+
+def apply_llama31_rope(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> tuple[Tensor, Tensor | None]:
+    """`apply_rope` with the frequencies of Llama 3.1 (`fusewise.ops.rope.tables.llama3`)."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    return rotate_pair(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+
+
+def apply_llama31_rope_inplace(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> None:
+    """`apply_llama31_rope`, overwriting q and k."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    rope_(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+
+
+def apply_llama31_rope_pos_ids(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> tuple[Tensor, Tensor | None]:
+    """`apply_rope_pos_ids` with the frequencies of Llama 3.1."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    return rotate_pair(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+
+
+def apply_llama31_rope_pos_ids_inplace(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
+) -> None:
+    """`apply_llama31_rope_pos_ids`, overwriting q and k."""
+    inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    rope_(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+
+
+def apply_rope_with_cos_sin_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
+    q, k = (unit_stride(x).view(x.shape[0], x.numel() // max(x.shape[0] * head_size, 1), head_size) for x in (query, key))
+    q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
+    return q.view(query.shape), k.view(key.shape)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """`apply_rope_with_cos_sin_cache`, overwriting query and key."""
+    q, k = (x.view(x.shape[0], x.numel() // max(x.shape[0] * head_size, 1), head_size) for x in (query, key))
+    rope_(q, k, **_cached(positions, cos_sin_cache, is_neox))
+
+
+def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str, Any]:
+    return {
+        "cos_sin": cos_sin_cache,
+        "positions": positions,
+        "layout": "thd",
+        "pairing": pairing(not is_neox),
+        "rotary_dim": cos_sin_cache.shape[-1],
+    }
+
+
+def _call(inv_freq: Tensor, interleave: bool) -> dict[str, Any]:
+    return {"inv_freq": inv_freq, "layout": "thd", "pairing": pairing(interleave), "rotary_dim": 2 * inv_freq.shape[0]}
+
+
+def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
+    """Inverse frequencies (P,) on the device of q; of Llama 3.1 with low_freq_factor, high_freq_factor, old_context_len."""
+    inv_freq: Tensor = _constant(q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
+    return inv_freq.detach() if torch.compiler.is_compiling() else inv_freq  # a constant has no requires_grad while traced
+
+
+# A model has one or two sets of frequencies; the bound is there only against a leak.
+_FREQUENCIES: dict[tuple[Any, ...], Tensor] = {}
+_FREQUENCIES_MAX = 256
+
+
+def _kept_frequencies(*key: Any) -> Tensor:
+    inv_freq = _FREQUENCIES.get(key)
+    if inv_freq is None:
+        device, rotary_dim, scale, theta, *llama31 = key
+        if llama31:
+            low, high, context = llama31
+            inv_freq, _ = tables.llama3(
+                rotary_dim=rotary_dim, base=theta, factor=scale, low_freq_factor=low, high_freq_factor=high,
+                original_max_position_embeddings=int(context),
+            )  # fmt: skip
+        else:
+            inv_freq, _ = tables.linear(rotary_dim=rotary_dim, base=theta, factor=scale)
+        inv_freq = inv_freq.to(device)
+        if type(inv_freq) is Tensor:  # a fake one must not outlive its mode
+            if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
+                _FREQUENCIES.clear()
+            _FREQUENCIES[key] = inv_freq
+    return inv_freq
+
+
+# torch.compile then sees a constant of the graph, not its computation.
+_mark_constant: Any = torch.compiler.assume_constant_result
+_constant = _mark_constant(_kept_frequencies)
