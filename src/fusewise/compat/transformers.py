@@ -1,0 +1,154 @@
+"""`apply_rotary_pos_emb` of the models of Hugging Face transformers.
+
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb    # before
+    from fusewise.compat.transformers import apply_rotary_pos_emb                # after
+
+Each model file defines its own; they fall into the conventions below, one function each, for transformers 4 and 5.
+Where their tables come in another dtype than q, theirs return the promoted dtype in some models; here it is that of q.
+Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W table width.
+
+    apply_rotary_pos_emb                llama and most others, also partial: gpt_neox, phi3, glm4_moe, nemotron, olmo, esm
+    apply_rotary_pos_emb_single         gemma3n, gemma4: one tensor
+    apply_rotary_pos_emb_interleaved    cohere, cohere2, blt: tables of repeated angles
+    apply_rotary_pos_emb_glm            glm, glm4, ernie4_5, helium, moonshine: interleaved pairs, tables `cat(f, f)`
+    apply_rotary_pos_emb_interleave     deepseek_v3, longcat_flash, glm4_moe_lite: reads interleaved, writes halves
+    apply_rotary_pos_emb_deepseek_v4    one tensor, trailing features, interleaved
+    apply_rotary_pos_emb_gpt_oss        tables that hold every angle once
+    apply_rotary_pos_emb_gptj           gptj, codegen: (tensor, sin, cos)
+    apply_rotary_pos_emb_nanochat       rotation by the negative angle
+    apply_rotary_pos_emb_vision         the towers of qwen2_vl, glm4v and others: no batch, heads after tokens
+    apply_multimodal_rotary_pos_emb     qwen2_vl and qwen2_5_vl of transformers 4
+    apply_rotary_emb_llama4, apply_rotary_emb_deepseek_v2    complex tables
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.rope._validate import fail
+from ._shared import rotate_multimodal, rotate_pair
+
+Pair = tuple[Tensor, Tensor | None]
+
+
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """Rotate the first W features of q and k, pairs (i, i + W / 2), in one launch.
+
+    Args:
+        q, k: (B, H, T, D); (B, T, H, D) with unsqueeze_dim=2. k may be None and is then returned as None.
+        cos, sin: (1 | B, T, W), every angle twice, `cat(f, f)`; (T, W) for q and k without batch, (T, H, D) and
+            unsqueeze_dim=1.
+        position_ids: without effect, as there; an int here is unsqueeze_dim, which has this place in transformers 5.
+    """
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=cos.shape[-1])
+
+
+def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """`apply_rotary_pos_emb` of one tensor."""
+    return _rotate(x, None, cos, sin, None, unsqueeze_dim, rotary_dim=cos.shape[-1])[0]
+
+
+def apply_rotary_pos_emb_interleaved(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """Rotate the first W features, pairs (2i, 2i + 1); tables (1 | B, T, W) `repeat_interleave(f, 2)`. Else as above."""
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=cos.shape[-1], pairing="interleaved")
+
+
+def apply_rotary_pos_emb_glm(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """Rotate the first W features, pairs (2i, 2i + 1), with tables (1 | B, T, W) `cat(f, f)`. Else as above."""
+    width = cos.shape[-1]
+    cos, sin = cos.narrow(-1, 0, width // 2), sin.narrow(-1, 0, width // 2)
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=width, pairing="interleaved")
+
+
+def apply_rotary_pos_emb_interleave(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """Rotate whole heads of q and k: read pairs (2i, 2i + 1), write pairs (i, i + D / 2); tables (1 | B, T, D)
+    `cat(f, f)`. Else as above."""
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, pairing="interleaved_to_half")
+
+
+def apply_rotary_pos_emb_deepseek_v4(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """Rotate the last 2W features of x, pairs (2i, 2i + 1); tables (1 | B, T, W) hold every angle once."""
+    width = 2 * cos.shape[-1]
+    arguments: dict[str, Any] = {"rotary_dim": width, "rotary_start": -width, "pairing": "interleaved"}
+    return _rotate(x, None, cos, sin, None, unsqueeze_dim, **arguments)[0]
+
+
+def apply_rotary_pos_emb_gpt_oss(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """Rotate 2W features, pairs (i, i + W), with tables (1 | B, T, W) that hold every angle once."""
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=2 * cos.shape[-1])
+
+
+def apply_rotary_pos_emb_gptj(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Rotate tensor (B, T, H, 2W), pairs (2i, 2i + 1), with tables (1 | B, T, W) that hold every angle once."""
+    return _rotate(tensor, None, cos, sin, None, 2, rotary_dim=2 * cos.shape[-1], pairing="interleaved")[0]
+
+
+def apply_rotary_pos_emb_nanochat(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Pair:
+    """`apply_rotary_pos_emb` by the negative angle."""
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=cos.shape[-1], inverse=True)
+
+
+def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """Rotate the first W features of q and k (T, H, D), or (B, T, H, D), with tables (T, W), (B, T, W), `cat(f, f)`."""
+    return _rotate(q, k, cos, sin, None, -2, rotary_dim=cos.shape[-1])
+
+
+def apply_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
+) -> Pair:
+    """Rotate q and k with tables (3, B, T, D), `cat(f, f)`, of the temporal, height and width angles of each token.
+
+    mrope_section is the number of pairs of each, in this order. One small kernel besides the launch numbers the rows.
+    """
+    return rotate_multimodal(q, k, cos, sin, mrope_section, _layout(q, cos.dim() - 1, unsqueeze_dim))
+
+
+def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
+    """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (1 | B, T, D / 2)."""
+    return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bshd", pairing="interleaved")
+
+
+def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
+    """Rotate pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
+    return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bhsd", pairing="interleaved")
+
+
+def _layout(q: Tensor, table_dims: int, unsqueeze_dim: int) -> str:
+    """The layout of q: the table gets its head dimension at unsqueeze_dim, and the two are aligned from the right."""
+    head_dim = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - table_dims - 1
+    layout = {(4, -3): "bhsd", (4, -2): "bshd", (3, -2): "thd"}.get((q.dim(), head_dim))
+    if layout is None:
+        fail(
+            "apply_rotary_pos_emb", "unsqueeze_dim", "be 1 for q (B, H, T, D) or 2 for (B, T, H, D)",
+            f"{unsqueeze_dim} for {q.dim()} dimensions and a table of {table_dims}", "name the head dimension of q",
+        )  # fmt: skip
+    return layout
+
+
+def _rotate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int, **arguments: Any
+) -> Pair:
+    if isinstance(position_ids, int):
+        unsqueeze_dim = position_ids
+    layout = _layout(q, cos.dim(), unsqueeze_dim)
+    tokens = q.shape[{"bhsd": -2, "bshd": -3, "thd": -3}[layout]]
+    if cos.shape[-2] != tokens:
+        fail(
+            "apply_rotary_pos_emb", "cos", f"have a row for each of the {tokens} tokens", tuple(cos.shape),
+            "check unsqueeze_dim, or select the rows of the tokens",
+        )  # fmt: skip
+    return rotate_pair(q, k, cos=cos, sin=sin, layout=layout, **arguments)
