@@ -18,8 +18,10 @@ import numpy as np
 
 from .record import Json, Measurement, Row
 
-#: Ratios this close to 1 may be called the same; below it nobody chooses a kernel.
+#: Ratios this close to 1 may be called the same however quiet the machine: nobody chooses a kernel for less.
 SAME = 0.02
+#: And no ratio farther off than this is, however noisy.
+NEVER_SAME = 0.10
 #: Suffix of the second of the A/A pair.
 TWIN = "#2"
 BOOTSTRAP_DRAWS = 2000
@@ -72,15 +74,15 @@ def noise_floor(same: Ratio | None) -> float | None:
 
 
 def verdict(ratio: Ratio | None, noise: float | None) -> str:
-    """faster or slower: the whole interval lies beyond the noise. same: all of it within twice the noise or 2 %,
-    whichever is more. ambiguous: anything else, and everything where no noise floor is known."""
+    """faster or slower: the whole interval lies beyond the noise. same: all of it within three times the noise,
+    taken as at least 2 % and at most 10 %. ambiguous: anything else, and everything where no noise floor is known."""
     if ratio is None or noise is None:
         return "ambiguous"
     if ratio.high < 1 - noise:
         return "faster"
     if ratio.low > 1 + noise:
         return "slower"
-    tolerance = max(SAME, 2 * noise)
+    tolerance = min(NEVER_SAME, max(SAME, 3 * noise))
     return "same" if 1 - tolerance <= ratio.low and ratio.high <= 1 + tolerance else "ambiguous"
 
 

@@ -39,7 +39,11 @@ def render(found: Record, directory: Path) -> Path:
 
 
 def show(found: Record) -> None:
-    Console().print(terminal.summary(found))
+    """The table of times on standard output, as wide as it needs to be where nothing limits it."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(terminal.summary(found))
 
 
 def case_listing(target: str) -> list[dict[str, Any]]:

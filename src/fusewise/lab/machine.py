@@ -34,6 +34,7 @@ def environment(device: str) -> dict[str, Any]:
         "os": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
+        "load_average": _load(),
         "versions": versions(DISTRIBUTIONS),
     }
     if device.startswith("cuda"):
@@ -103,6 +104,11 @@ def resident_bytes(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _load() -> float | None:
+    """Runnable processes over the last minute, before the study began."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _driver() -> str | None:

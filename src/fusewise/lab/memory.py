@@ -61,4 +61,5 @@ def held_bytes(forward: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
         return None
     known = {x.untyped_storage().data_ptr() for x in inputs}
     new = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in outputs}
-    return max(0, grown.kept - sum(size for pointer, size in new.items() if pointer not in known))
+    outside = sum(int(size) for pointer, size in new.items() if pointer not in known)
+    return max(0, grown.kept - outside)

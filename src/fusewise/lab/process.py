@@ -74,10 +74,14 @@ class WorkerProcess:
         self._send({"id": self.requests, "do": do, **fields})
         return self._receive(self.requests)
 
-    def stop(self) -> None:
-        """End the worker and everything it started."""
+    def kill(self) -> None:
+        """End the worker and everything it started; whoever waits for an answer is told that it died."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """`kill`, then wait for the end and close the pipes."""
+        self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

@@ -25,7 +25,9 @@ from .record import Measurement, Record, Row
 
 #: After this many failures in a row (crash, hang) a provider is not started again.
 FAILURES_TO_GIVE_UP = 3
-#: The provider measured twice is the first of these that is in the study, else the first of all.
+#: Of a GPU's memory, what one worker may take; the workers share the card.
+DEVICE_SHARE = 0.5
+#: The provider measured twice is the first of these that runs the problem, else the first that does.
 TWINS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu", "torch.compile", "eager")
 
 
@@ -93,6 +95,7 @@ class Study:
         )
         self.random = random.Random(options.seed)
         self.seats = self._seats()
+        self.twin: Seat | None = None
         self.deadline = math.inf
 
     def run(self) -> Record:
@@ -112,7 +115,7 @@ class Study:
                 self._group(task, len(options.tasks) - index)
             self.record.finished = True
         finally:
-            for seat in self.seats:
+            for seat in [*self.seats, *([self.twin] if self.twin else [])]:
                 self._stop(seat)
             shutil.rmtree(self.caches, ignore_errors=True)
             self.record.seconds = time.monotonic() - started
@@ -148,12 +151,20 @@ class Study:
                 except plugin.Missing as error:
                     seat.missing = str(error)
             seats.append(seat)
-        able = [s for s in seats if s.entry.provider is not None and not s.missing and not analysis.is_floor(s.name)]
-        if self.options.twin and able:
-            by_name = {s.name: s for s in able}
-            first = next((by_name[name] for name in TWINS if name in by_name), able[0])
-            seats.append(Seat(first.entry, first.name + analysis.TWIN))
         return seats
+
+    def _seat_twin(self, replies: Mapping[str, Mapping[str, Any]]) -> Seat | None:
+        """The second of the A/A pair, of a provider that runs this problem; kept as long as that one does."""
+        able = [s for s in self.seats if replies[s.name]["ok"] and not analysis.is_floor(s.name)]
+        if not self.options.twin or not able:
+            return None
+        by_name = {s.name + analysis.TWIN: s for s in able}
+        if self.twin is None or self.twin.name not in by_name:
+            if self.twin is not None:
+                self._stop(self.twin)
+            first = next((by_name[n + analysis.TWIN] for n in TWINS if n + analysis.TWIN in by_name), able[0])
+            self.twin = Seat(first.entry, first.name + analysis.TWIN)
+        return self.twin
 
     def _start(self, seat: Seat) -> None:
         """Begin a seat's worker, if it may have one; it loads while others do."""
@@ -164,6 +175,7 @@ class Study:
             "provider": seat.entry.where,
             "device": options.device,
             "flush_bytes": 0 if options.warm else 2 * machine.cache_bytes(options.device),
+            "device_memory_fraction": DEVICE_SHARE if options.device.startswith("cuda") else None,
         }
         log = options.out / "logs" / f"{seat.name.replace('/', '_').replace(':', '_')}.log"
         names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
@@ -215,6 +227,9 @@ class Study:
                 seat.greeted = True
                 seat.versions = greeting["versions"]
             reply = seat.worker.ask("prepare", task=task.to_json())
+            if reply.get("leaving"):
+                self._stop(seat)
+                return self._failure(seat, reply["reason"])
             seat.failures = 0
             return reply
         except WorkerFailed as error:
@@ -222,11 +237,12 @@ class Study:
 
     def _group(self, task: Task, groups_left: int) -> None:
         """Prepare, measure and record one task with every provider."""
-        # Preparations may overlap where cores abound: first calls are compiled side by side, never timed rounds.
-        side_by_side = max(1, min(4, machine.cores() // 4))
-        with ThreadPoolExecutor(side_by_side) as pool:
-            replies = dict(pool.map(lambda s: (s.name, self._prepare(s, task)), self.seats))
-        for seat in self.seats:
+        replies = self._prepare_all(task)
+        twin = self._seat_twin(replies)
+        seats = [*self.seats, *([twin] if twin else [])]
+        if twin is not None:
+            replies[twin.name] = self._prepare(twin, task)
+        for seat in seats:
             self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
         measurements = {
             seat.name: Measurement(
@@ -237,16 +253,13 @@ class Study:
                 provider=seat.name,
                 prepared={k: v for k, v in replies[seat.name].items() if k not in ("id", "ok", "versions")},
             )
-            for seat in self.seats
+            for seat in seats
         }
-        self._rounds(measurements, replies, groups_left)
+        running = [seat for seat in seats if replies[seat.name]["ok"]]
+        self._rounds(running, measurements, replies, groups_left)
         shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
-        rows = [
-            self._row(task, seat, replies[seat.name], shape, known)
-            for seat in self.seats
-            if not seat.name.endswith(analysis.TWIN)
-        ]
+        rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats]
         kept = [m for m in measurements.values() if m.rounds or m.prepared["status"] != "missing"]
         rows, comparisons = analysis.group_rows(rows, kept)
         self.record.rows += rows
@@ -256,10 +269,27 @@ class Study:
         record.save(self.record, self.options.out)
         self.listener.rows(rows)
 
-    def _rounds(self, measurements: Mapping[str, Measurement], replies: dict[str, Any], groups_left: int) -> None:
+    def _prepare_all(self, task: Task) -> dict[str, dict[str, Any]]:
+        """Every provider's reply. Preparations overlap where cores abound: first calls, never timed rounds."""
+        side_by_side = max(1, min(4, machine.cores() // 4))
+        with ThreadPoolExecutor(side_by_side) as pool:
+            try:
+                return dict(pool.map(lambda seat: (seat.name, self._prepare(seat, task)), self.seats))
+            except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
+                for seat in self.seats:
+                    if seat.worker is not None:
+                        seat.worker.kill()
+                raise
+
+    def _rounds(
+        self,
+        seats: list[Seat],
+        measurements: Mapping[str, Measurement],
+        replies: dict[str, dict[str, Any]],
+        groups_left: int,
+    ) -> None:
         """Rounds until every provider is known precisely enough or time is up. A failing worker loses its samples."""
         options = self.options
-        seats = [s for s in self.seats if replies[s.name]["ok"]]
         now = time.monotonic()
         stop = min(now + options.group_seconds, now + max(0.0, self.deadline - now) / groups_left)
         for number in range(options.max_rounds):
@@ -273,6 +303,8 @@ class Study:
                     turn = {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
                     measurements[seat.name].rounds.append({"round": number, **turn})
                 else:
+                    if reply.get("leaving"):
+                        self._stop(seat)
                     replies[seat.name] = reply
                     measurements[seat.name].rounds.clear()
                     measurements[seat.name].prepared |= {"status": reply["status"], "reason": reply["reason"]}

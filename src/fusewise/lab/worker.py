@@ -87,7 +87,10 @@ class Server:
             return {"ok": False, "status": "failed", "reason": f"out of memory: {_first_line(error)}"}
         except Exception as error:  # providers raise anything; the row says what
             traceback.print_exc()
-            return {"ok": False, "status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+            # After an error of the device every later call in this process fails, too.
+            leaving = isinstance(error, getattr(torch, "AcceleratorError", ()))
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            return {"ok": False, "status": "failed", "reason": reason, "leaving": leaving}
 
     def forget(self) -> None:
         """Free the problem before the next one is made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ..analysis import is_floor
@@ -39,7 +40,7 @@ def number(value: float | None, digits: int = 3) -> str:
         return "0"
     if not 1e-3 <= abs(value) < 1e6:
         return f"{value:.{digits - 1}e}"
-    decimals = max(0, digits - len(str(int(abs(value)))) - (0 if abs(value) >= 1 else -1))
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
 
 

@@ -16,14 +16,18 @@ HOW_TO_READ = """\
   must move; `floor-launch`: an operation on one element) over the time. Both are measured here, in the same rounds.
 - **GB/s**: bytes that the mathematics must move, over the time. What a provider moves beyond them does not count.
 - **against the best other**: time over that of the fastest other provider (for fusewise: that is not fusewise), the
-  95 % interval, and the word: faster or slower only beyond the noise of this run's A/A pair, *same* when the interval lies
-  within 2 % or twice the noise, else *ambiguous*.
+  95 % interval, and the word: faster or slower only beyond the noise of this run's A/A pair, *same* when the interval
+  lies within three times that noise (taken as 2 % to 10 %), else *ambiguous*.
 - **error**: largest deviation from float64 over the largest true value, and eager's in brackets. A provider whose error
   exceeds twice eager's plus one rounding is *wrong* and gets no time.
 - **host**: microseconds that a call keeps the host in a loop that does not wait (CUDA only).
 - **first call**: seconds from building to the end of the first call, compilers' caches empty when the run began.
 - **peak**: bytes allocated during the call beyond what was there (the outputs included); **held**: what a forward keeps
   for its backward besides inputs and outputs."""
+
+
+#: Load a core from which a machine counts as busy.
+BUSY = 0.5
 
 
 def report(record: Record, plots: Sequence[str] = ()) -> str:
@@ -37,6 +41,7 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         *summaries(record),
         "## Where it was measured",
         environment(record),
+        *idleness(record),
         "## Limits of this machine",
         limits(rows),
         "## Providers without a time",
@@ -180,6 +185,14 @@ def environment(record: Record) -> str:
     lines += [[text(name), text(version)] for name, version in versions.items()]
     lines += [["seed", str(record.request["seed"])], ["cache", record.request["cache"]]]
     return table(["", ""], lines)
+
+
+def idleness(record: Record) -> list[str]:
+    """A warning where the machine had other work before the study began."""
+    load, cores = record.environment.get("load_average"), record.environment.get("cores")
+    if load is None or cores is None or load < BUSY * cores:
+        return []
+    return [f"**The machine was not idle when the study began (load {load} on {cores} cores): times may be too long.**"]
 
 
 def _value(name: str, value: Any) -> str:

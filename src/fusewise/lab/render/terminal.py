@@ -21,6 +21,7 @@ class Live:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.title = ""
+        self.told: set[tuple[str, str]] = set()
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -46,8 +47,11 @@ class Live:
         )
 
     def provider(self, name: str, status: str, reason: str) -> None:
-        if status in ("wrong", "failed"):
-            self.console.print(f"{self.title}: [bold]{escape(name)} {status}[/]: {escape(reason)}", highlight=False)
+        if status in ("wrong", "failed") and (name, reason) not in self.told:
+            self.told.add((name, reason))
+            self.console.print(
+                f"{self.title}: [bold]{escape(name)} {status}[/]: {escape(reason)}", highlight=False, soft_wrap=True
+            )
 
     def round(self, number: int, times: Mapping[str, float]) -> None:
         self.progress.update(self.bar, description=f"{self.title}: round {number + 1}, {len(times)} providers")
@@ -59,7 +63,7 @@ class Live:
             best = min(timed, key=lambda row: row.device_us or 0.0)
             share = f", {percent(best.share_of_limit)} of {best.limit}" if best.limit else ""
             fastest = f"{escape(best.provider)} {number(best.device_us)} µs{share}"
-            self.console.print(f"{self.title}: {len(timed)} timed, fastest {fastest}", highlight=False)
+            self.console.print(f"{self.title}: {len(timed)} timed, fastest {fastest}", highlight=False, soft_wrap=True)
 
 
 def summary(record: Record) -> Table:
@@ -68,7 +72,9 @@ def summary(record: Record) -> Table:
     table = Table(title=f"{record.request['title']}: microseconds a call, {record.request['cache']} cache")
     table.add_column("case", overflow="fold")
     for name in names:
-        table.add_column(name, justify="right", style="dim" if is_floor(name) else "cyan" if is_ours(name) else "")
+        table.add_column(
+            name, justify="right", overflow="fold", style="dim" if is_floor(name) else "cyan" if is_ours(name) else ""
+        )
     by_group: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in record.rows:
         by_group.setdefault((row.case, row.dtype, row.pass_), {})[row.provider] = row

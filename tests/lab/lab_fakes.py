@@ -1,0 +1,151 @@
+"""Providers that misbehave, each in its own way; imported by worker processes through PYTHONPATH."""
+
+import os
+import signal
+import time
+
+import torch
+
+import fusewise
+from fusewise.lab import Missing, Provider, Run, Unsupported
+
+
+class Right(Provider):
+    """Correct and quick: what a third party's provider looks like."""
+
+    name = "right"
+    packages = ("torch",)
+
+    def build(self, problem):
+        return Run(lambda *xs: fusewise.rope(*xs, **problem.inputs.kwargs, impl="reference"))
+
+
+class Wrong(Right):
+    name = "wrong"
+
+    def build(self, problem):
+        right = super().build(problem)
+        return Run(lambda *xs: right.call(*xs) * 1.001)
+
+
+class Unwritten(Right):
+    """Leaves half of its output as it found the memory."""
+
+    name = "unwritten"
+
+    def build(self, problem):
+        def call(q):
+            out = torch.full_like(q, float("nan"))
+            out[: q.shape[0] // 2] = q[: q.shape[0] // 2]
+            return out
+
+        return Run(call)
+
+
+class Shapeless(Right):
+    name = "shapeless"
+
+    def build(self, problem):
+        return Run(lambda q: q[..., :1])
+
+
+class Mutating(Right):
+    """Right, but it destroys its input and does not say so."""
+
+    name = "mutating"
+
+    def build(self, problem):
+        right = super().build(problem)
+
+        def call(q):
+            out = right.call(q)
+            q.zero_()
+            return out
+
+        return Run(call)
+
+
+class Raising(Right):
+    name = "raising"
+
+    def build(self, problem):
+        raise RuntimeError("no kernel <for> | this\nsecond line")
+
+
+class Picky(Right):
+    name = "picky"
+
+    def build(self, problem):
+        raise Unsupported("runs on Sundays only")
+
+
+class Absent(Right):
+    name, module, install = "absent", "no_such_module_anywhere", "pip install no-such-module"
+
+
+class AbsentOnImport(Right):
+    name = "absent-on-import"
+
+    def check(self, device):
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set for workers, so the coordinator does not know yet
+            raise Missing("its shared library does not load")
+
+
+class Segfault(Right):
+    name = "segfault"
+
+    def build(self, problem):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class DiesInRounds(Right):
+    """Passes the check and dies at the first timed round."""
+
+    name = "dies-in-rounds"
+
+    def build(self, problem):
+        right, calls = super().build(problem), 0
+
+        def call(*xs):
+            nonlocal calls
+            calls += 1
+            if calls > 25:
+                os._exit(7)
+            return right.call(*xs)
+
+        return Run(call)
+
+
+class Hang(Right):
+    name = "hang"
+
+    def build(self, problem):
+        time.sleep(3600)
+
+
+class Hungry(Right):
+    """Grows to 3 GiB of resident memory, then waits."""
+
+    name = "hungry"
+
+    def build(self, problem):
+        self.eaten = torch.ones(3 * 2**30, dtype=torch.uint8)
+        time.sleep(3600)
+
+
+class Babbling(Right):
+    """Prints, and writes garbage into every pipe that it finds open."""
+
+    name = "babbling"
+
+    def build(self, problem):
+        print("hello from a chatty library")
+        for descriptor in range(3, 32):
+            try:
+                os.write(descriptor, b'garbage\n[1, 2]\n{"id": 99}\n')
+            except OSError:
+                continue
+        return super().build(problem)
+
+
+not_a_provider = object()

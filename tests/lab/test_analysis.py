@@ -1,0 +1,131 @@
+import math
+import random
+from statistics import median
+
+import pytest
+from builders import measurement, row
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusewise.lab import analysis
+
+times = st.floats(min_value=0.5, max_value=1e6, allow_nan=False)
+
+
+def noisy(generator, level, spread, rounds=12, samples=5):
+    """A fake device: a drifting machine on which a call takes `level`, give or take `spread`."""
+    return [
+        [level * (1 + 0.05 * i / rounds) * math.exp(generator.gauss(0, spread)) for _ in range(samples)]
+        for i in range(rounds)
+    ]
+
+
+def compare(generator, factor, spread):
+    """The verdict on a provider `factor` as slow as its rival, with an A/A pair measured beside."""
+    measurements = [
+        measurement("fusewise-cpu", noisy(generator, 100 * factor, spread)),
+        measurement("fusewise-cpu#2", noisy(generator, 100 * factor, spread)),
+        measurement("torch.compile", noisy(generator, 100, spread)),
+    ]
+    rows, _ = analysis.group_rows([row("fusewise-cpu"), row("torch.compile")], measurements)
+    return rows[0].verdict_vs_best_other
+
+
+@pytest.mark.parametrize("spread", [0.001, 0.01, 0.05])
+def test_identical_providers_come_out_same(spread):
+    generator = random.Random(1)
+    verdicts = [compare(generator, 1.0, spread) for _ in range(100)]
+    assert verdicts.count("same") >= 95, verdicts
+    assert verdicts.count("faster") + verdicts.count("slower") <= 2
+
+
+@pytest.mark.parametrize(("factor", "word"), [(0.8, "faster"), (1.25, "slower"), (0.95, "faster"), (1.05, "slower")])
+def test_real_differences_are_told(factor, word):
+    generator = random.Random(2)
+    verdicts = [compare(generator, factor, 0.005) for _ in range(50)]
+    assert verdicts.count(word) >= 48
+
+
+def test_a_difference_within_the_noise_is_never_told():
+    generator = random.Random(3)
+    verdicts = {compare(generator, 1.01, 0.1) for _ in range(50)}
+    assert verdicts <= {"same", "ambiguous"}
+
+
+def test_without_an_aa_pair_nothing_is_decided():
+    rows, comparisons = analysis.group_rows(
+        [row("eager"), row("torch.compile")],
+        [measurement("eager", [[2.0]] * 5), measurement("torch.compile", [[1.0]] * 5)],
+    )
+    assert [r.verdict_vs_best_other for r in rows] == ["ambiguous", "ambiguous"]
+    assert comparisons[0]["ratio"] == 2.0
+    assert comparisons[0]["noise"] is None
+
+
+@given(st.lists(times, min_size=3, max_size=20), st.lists(times, min_size=3, max_size=20))
+def test_ratio_lies_in_its_interval_and_inverts(a, b):
+    rounds_a, rounds_b = dict(enumerate(a)), dict(enumerate(b))
+    there = analysis.paired_ratio(rounds_a, rounds_b)
+    assert there.low <= there.value <= there.high or math.isclose(there.low, there.high)
+    shared = range(min(len(a), len(b)))
+    assert there.value == pytest.approx(median(a[i] / b[i] for i in shared))
+    same = analysis.paired_ratio(rounds_a, rounds_a)
+    assert (same.low, same.value, same.high) == (1, 1, 1)
+
+
+@given(st.lists(times, min_size=2, max_size=30))
+def test_spread_measures_are_scale_free(values):
+    doubled = [2 * v for v in values]
+    assert analysis.iqr(doubled) == pytest.approx(2 * analysis.iqr(values), abs=1e-6)
+    assert analysis.relative_standard_error(doubled) == pytest.approx(
+        analysis.relative_standard_error(values), abs=1e-9
+    )
+
+
+def test_too_few_rounds_give_no_ratio():
+    assert analysis.paired_ratio({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0}) is None
+    assert analysis.relative_standard_error([1.0]) == math.inf
+    assert analysis.iqr([1.0]) == 0.0
+
+
+def test_pairing_uses_only_shared_rounds():
+    ratio = analysis.paired_ratio({0: 2.0, 1: 2.0, 2: 2.0, 9: 500.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 7.0})
+    assert ratio.value == 2.0
+
+
+def test_our_rows_are_judged_by_others_and_others_by_all():
+    times = {"floor-copy": 1.0, "fusewise-cpu": 2.0, "fusewise-reference": 3.0, "eager": 5.0, "torch.compile": 4.0}
+    assert analysis.best_other("fusewise-cpu", times) == "torch.compile"
+    assert analysis.best_other("eager", times) == "fusewise-cpu"
+    assert analysis.best_other("fusewise-cpu", {"fusewise-cpu": 2.0, "floor-copy": 1.0}) is None
+
+
+def test_the_binding_limit_is_the_slower_floor():
+    assert analysis.limits({"floor-copy": 10.0, "floor-launch": 2.0, "eager": 1.0}) == ("copy", 10.0)
+    assert analysis.limits({"floor-copy": 1.0, "floor-launch": 2.0}) == ("launch", 2.0)
+    assert analysis.limits({"eager": 1.0}) is None
+
+
+def test_group_rows_fill_times_shares_and_clocks():
+    eager = measurement("eager", [[20.0, 22.0, 24.0]] * 4)
+    for i, turn in enumerate(eager.rounds):
+        turn |= {"host_us": 5.0 + i, "clocks": {"sm_mhz": 1000 + i, "throttle": 1 << i}}
+    rows, _ = analysis.group_rows(
+        [row("floor-copy", error=None), row("eager"), row("liger", "missing")],
+        [measurement("floor-copy", [[11.0]] * 4), eager],
+    )
+    floor, timed, missing = rows
+    assert floor.verdict_vs_best_other is None
+    assert (timed.device_us, timed.host_us, timed.limit, timed.share_of_limit) == (22.0, 6.5, "copy", 0.5)
+    assert timed.device_us_iqr == pytest.approx(4.0)
+    assert timed.clocks == {"sm_mhz": 1001.5, "throttle": 15}
+    assert (missing.device_us, missing.status, missing.reason) == (None, "missing", "because")
+
+
+def test_the_aa_pair_is_no_row_and_no_rival():
+    pair = [measurement("eager", [[10.0]] * 5), measurement("eager#2", [[1.0]] * 5)]
+    rows, comparisons = analysis.group_rows([row("eager"), row("right")], [*pair, measurement("right", [[10.0]] * 5)])
+    assert {r.provider for r in rows} == {"eager", "right"}
+    assert {c["other"] for c in comparisons if c["verdict"]} == {"eager", "right"}
+    assert comparisons[0]["provider"] == "eager#2"
+    assert comparisons[0]["noise"] == pytest.approx(0.9)

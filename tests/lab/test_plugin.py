@@ -1,0 +1,89 @@
+import pytest
+from lab_fakes import Right
+
+from fusewise.lab import Missing, plugin
+from fusewise.lab.problem import Task
+from fusewise.lab.rope import RopeProblem
+
+
+def test_built_in_providers_are_known_and_named_once():
+    names = [entry.name for entry in plugin.known()]
+    assert len(names) == len(set(names))
+    assert {"eager", "torchscript", "torch.compile", "fusewise-cpu", "fusewise-reference", "fusewise-triton"} <= set(
+        names
+    )
+    assert {"liger", "flash_attn", "vllm", "flashinfer", "quack", "unsloth"} <= set(names)
+    assert {"transformer_engine-fused", "transformer_engine-unfused", "floor-copy", "floor-launch"} <= set(names)
+    assert all(entry.provider is not None for entry in plugin.known())
+
+
+def test_missing_packages_say_what_to_install():
+    for entry in plugin.known():
+        if entry.provider.module and not plugin._found(entry.provider.module):
+            with pytest.raises(Missing, match=r"is not installed; .*pip install"):
+                entry.provider.check(entry.provider.devices[-1])
+
+
+def test_a_device_that_it_cannot_use_is_said():
+    triton = next(e.provider for e in plugin.known() if e.name == "fusewise-triton")
+    with pytest.raises(Missing, match="runs on cuda only, not on cpu"):
+        triton.check("cpu")
+
+
+def test_default_selection_leaves_out_the_opt_in_ones():
+    default = {entry.name for entry in plugin.select(None)}
+    assert "fusewise-cpu" in default
+    assert "fusewise-cpu-inplace" not in default
+    assert [e.name for e in plugin.select(["fusewise-cpu-inplace", "eager"])] == ["fusewise-cpu-inplace", "eager"]
+
+
+def test_a_provider_may_be_named_by_its_place():
+    (entry,) = plugin.select(["lab_fakes:Right"])
+    assert isinstance(entry.provider, Right)
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"^study: providers must be among .*eager.*, got 'nosuch'; `fusewise providers`"
+    ):
+        plugin.select(["nosuch"])
+
+
+@pytest.mark.parametrize("where", ["no_such_module:X", "lab_fakes:Nothing", "lab_fakes:not_a_provider"])
+def test_a_broken_plugin_is_an_entry_with_its_reason(where):
+    (entry,) = plugin.select([where])
+    assert entry.provider is None
+    assert entry.problem
+
+
+def test_an_installed_package_adds_a_provider_by_entry_point(tmp_path, monkeypatch):
+    """A third party's whole package: its metadata and a class."""
+    package = tmp_path / "third_party.py"
+    package.write_text(
+        "import torch\n"
+        "from fusewise.lab import Provider, Run, Unsupported\n"
+        "class Sincere(Provider):\n"
+        "    name = 'third-party'\n"
+        "    packages = ('third-party',)\n"
+        "    def build(self, problem):\n"
+        "        if problem.op != 'rope':\n"
+        "            raise Unsupported('rope only')\n"
+        "        return Run(lambda *xs: problem.eager(xs))\n"
+    )
+    metadata = tmp_path / "third_party-1.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.2\n")
+    (metadata / "entry_points.txt").write_text(
+        "[fusewise.providers]\nsincere = third_party:Sincere\nbroken = third_party:Gone\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {entry.name: entry for entry in plugin.known()}
+    assert found["third-party"].provider.versions() == {"third-party": "1.2"}
+    assert "Gone" in found["broken"].problem
+    problem = RopeProblem(Task("rope", "cube-4", "fp32", "fwd", "cpu", 0))
+    assert found["third-party"].provider.build(problem).call(*problem.tensors)[0].shape == (4, 4, 4, 4)
+
+
+def test_any_failure_of_an_import_is_a_reason():
+    with pytest.raises(Missing, match=r"import no_such_module_anywhere failed: ModuleNotFoundError: .*; pip install x"):
+        plugin.require("no_such_module_anywhere", "pip install x")

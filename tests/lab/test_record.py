@@ -1,0 +1,111 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from builders import measurement, row, study_record
+
+from fusewise.lab import analysis, record
+
+FIELDS = [
+    "op", "case", "shape", "dtype", "pass", "provider", "status", "reason", "device_us", "device_us_iqr", "host_us",
+    "first_call_s", "bytes_min", "flops_min", "peak_bytes", "held_bytes", "limit", "share_of_limit", "error",
+    "error_eager", "verdict_vs_best_other", "versions", "device", "clocks", "run",
+]  # fmt: skip
+
+
+def complete():
+    measurements = [measurement(name, [[10.0, 11.0]] * 4) for name in ("floor-copy", "eager", "eager#2", "right")]
+    rows, comparisons = analysis.group_rows(
+        [
+            row("floor-copy", error=None),
+            row("eager"),
+            row("right"),
+            row("bad", "wrong", error=0.5),
+            row("no", "missing"),
+        ],
+        measurements,
+    )
+    return study_record(rows, measurements, comparisons)
+
+
+def test_a_row_has_exactly_the_published_fields():
+    assert list(row("eager").to_json()) == FIELDS
+
+
+def test_round_trip(tmp_path):
+    before = complete()
+    record.save(before, tmp_path)
+    assert record.read(tmp_path) == before
+    assert record.read(tmp_path / "record.json") == before
+    assert not [p for p in tmp_path.iterdir() if p.name != "record.json"]
+
+
+def test_the_schema_accepts_what_is_written_and_refuses_what_is_not():
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(record.schema())
+    validator.check_schema(record.schema())
+    good = complete().to_json()
+    validator.validate(good)
+
+    def refused(change):
+        data = json.loads(json.dumps(good))
+        change(data)
+        return not validator.is_valid(data)
+
+    assert refused(lambda d: d.update(schema=2))
+    assert refused(lambda d: d["rows"][0].pop("run"))
+    assert refused(lambda d: d["rows"][0].update(status="fine"))
+    assert refused(lambda d: d["rows"][0].update(device_us=0))
+    assert refused(lambda d: d["rows"][0].update(extra=1))
+    assert refused(lambda d: d["rows"][-1].update(reason=""))
+    assert refused(lambda d: d["rows"][-1].update(device_us=3.0))
+    assert refused(lambda d: d["measurements"][0]["rounds"][0].update(device_us=[]))
+
+
+@pytest.mark.parametrize("change", [{"kind": "something"}, {"schema": 99}])
+def test_other_files_are_refused_with_words(change):
+    with pytest.raises(ValueError, match=r"^record: (kind|schema) must be .*, got .*; "):
+        record.Record.from_json({**complete().to_json(), **change})
+
+
+def test_numbers_that_json_has_not_are_refused(tmp_path):
+    broken = complete()
+    broken.seconds = float("nan")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record.save(broken, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    record.write_atomically(path, "old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        record.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_rows_append_one_a_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = complete().rows
+    record.append_rows(path, rows[:2])
+    record.append_rows(path, rows[2:])
+    lines = path.read_text().splitlines()
+    assert [record.Row.from_json(json.loads(line)) for line in lines] == rows
+
+
+def test_reading_a_record_runs_nothing_that_is_in_it(tmp_path):
+    """A record is data: hostile text in it stays text."""
+    hostile = study_record([row("__import__('os').system('touch owned')", "failed", reason="!!python/object")])
+    record.save(hostile, tmp_path)
+    code = "import sys, pathlib, fusewise.lab.record as r; print(r.read(pathlib.Path(sys.argv[1])).rows[0].reason)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.strip() == "!!python/object"
+    assert not (tmp_path / "owned").exists()

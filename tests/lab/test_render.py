@@ -1,0 +1,124 @@
+import io
+
+import pytest
+from builders import measurement, row, study_record
+from rich.console import Console
+
+from fusewise.lab import analysis
+from fusewise.lab.render import gigabytes_per_second, markdown, number, percent, plots, size, terminal
+
+
+def sweep_record():
+    rows, measurements, comparisons = [], [], []
+    for n in (4, 8, 16):
+        key = {"case": f"cube-{n}"}
+        names = {"floor-copy": 1, "floor-launch": 0.5, "eager": 3, "fusewise-cpu": 1.2, "fusewise-cpu#2": 1.2}
+        some = [measurement(name, [[factor * n]] * 5, **key) for name, factor in names.items()]
+        group = [row(name, **key, error=None if name.startswith("floor") else 1e-7) for name in list(names)[:-1]]
+        group += [row("liger", "missing", **key, reason="liger_kernel is not installed; pip install liger-kernel")]
+        group += [row("bad", "wrong", **key, error=0.5, error_eager=1e-7, reason="error 0.5 is more than twice")]
+        group, compared = analysis.group_rows(group, some)
+        rows, measurements, comparisons = rows + group, measurements + some, comparisons + compared
+    return study_record(rows, measurements, comparisons)
+
+
+def test_report_says_what_was_measured_and_what_was_not():
+    report = markdown.report(sweep_record(), ["a.png"])
+    assert report.startswith("# fusewise study: rope-cube\n")
+    assert "| case | floor-copy | floor-launch | eager | fusewise-cpu |" in report
+    assert "| cube-8 | 8.00 | 4.00 | 24.0 | **9.60** |" in report
+    assert "| liger | missing | 3 | liger_kernel is not installed; pip install liger-kernel |" in report
+    assert "faster: 0.400 [0.400, 0.400] × eager" in report
+    assert "A/A pair (fusewise-cpu twice): 1.000 [1.000, 1.000]." in report
+    assert "| bad | wrong |" in report
+    assert "![a.png](a.png)" in report
+    assert "cut short" not in report
+    assert "not idle" not in report
+
+
+def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
+    record = sweep_record()
+    record.finished = False
+    record.environment["load_average"] = 3.0
+    report = markdown.report(record)
+    assert "cut short" in report
+    assert "not idle when the study began (load 3.0 on 2 cores)" in report
+
+
+def test_text_from_a_record_cannot_break_out_of_its_cell():
+    hostile = row("<script>alert(1)</script>", "failed", reason="a | b\n# heading `code` [x](javascript:y)")
+    report = markdown.report(study_record([hostile]))
+    assert "<script>" not in report
+    assert "\n# heading" not in report
+    line = next(line for line in report.splitlines() if "failed" in line and line.startswith("| &lt;script"))
+    assert line.replace("\\|", "").count("|") == 5
+    assert "[x](" not in line
+
+
+def test_every_line_of_every_table_has_as_many_cells_as_its_head():
+    width = None
+    for line in markdown.report(sweep_record()).splitlines():
+        if not line.startswith("|"):
+            width = None
+            continue
+        cells = line.replace("\\|", "").count("|")
+        assert width in (None, cells), line
+        width = cells
+
+
+def test_sweeps_become_lines_and_others_bars(tmp_path):
+    record = sweep_record()
+    assert plots.draw(record, tmp_path) == ["rope-fp32-fwd-time.png", "rope-fp32-fwd-bandwidth.png"]
+    for i, r in enumerate(record.rows):
+        object.__setattr__(r, "case", "one" if i % 2 else "other")
+    assert plots.draw(record, tmp_path) == ["rope-fp32-fwd-share.png"]
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 5000
+
+
+def test_an_empty_record_renders(tmp_path):
+    record = study_record([row("liger", "missing")])
+    assert plots.draw(record, tmp_path) == []
+    assert "No floor was measured." in markdown.report(record)
+
+
+def test_terminal_table_has_a_column_a_provider():
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(terminal.summary(sweep_record()))
+    text = console.export_text()
+    assert "fusewise-cpu" in text
+    assert "cube-16 fp32 fwd" in text
+    assert "19.2" in text
+
+
+def test_live_progress_off_a_terminal_writes_plain_lines(capsys):
+    record = sweep_record()
+    console = Console(stderr=True, force_terminal=False, width=60)
+    with terminal.Live(console) as live:
+        live.title = "cube-4"
+        live.provider("bad", "failed", "a [red]reason[/red] that is longer than the sixty columns of this terminal")
+        live.provider("bad", "failed", "a [red]reason[/red] that is longer than the sixty columns of this terminal")
+        live.rows(record.rows[:6])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[0].startswith("cube-4: bad failed: a [red]reason[/red] that is longer")
+    assert lines[1:] == ["cube-4: 2 timed, fastest fusewise-cpu 4.80 µs, 83.3 % of copy"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0, "0"), (0.0123, "0.0123"), (0.123, "0.123"), (1.5, "1.50"), (12.34, "12.3"), (1234.5, "1,234"),
+     (1e7, "1.00e+07"), (1e-7, "1.00e-07")],
+)  # fmt: skip
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def test_units():
+    assert size(None) == "–"
+    assert size(512) == "512 B"
+    assert size(3 * 2**20) == "3.00 MiB"
+    assert size(5 * 2**40) == "5,120 GiB"
+    assert percent(0.975) == "97.5 %"
+    assert gigabytes_per_second(row("eager", device_us=1000.0, bytes_min=2_000_000)) == 2.0
+    assert gigabytes_per_second(row("floor-launch", device_us=1.0)) is None

@@ -1,0 +1,133 @@
+"""Whole studies in real processes: the good, the wrong, the dead."""
+
+import json
+
+import pytest
+
+from fusewise.lab import plan, record, study
+from fusewise.lab.process import WorkerFailed, WorkerProcess
+
+FAKES = "Right Wrong Unwritten Shapeless Mutating Raising Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
+
+
+class Silent:
+    """Follows a study and remembers the order in which providers had their turns."""
+
+    def __init__(self):
+        self.groups, self.turns = [], []
+
+    def group(self, index, total, task):
+        self.groups.append((index, total, task.case))
+
+    def provider(self, name, status, reason):
+        pass
+
+    def round(self, number, times):
+        self.turns.append(tuple(times))
+
+    def rows(self, rows):
+        pass
+
+
+def run(out, providers, **fields):
+    request = plan.Request(
+        target="rope", providers=providers, device="cpu", warm=True, out=out,
+        **{"cases": ["cube-4"], "passes": "fwd", "rounds": (3, 3), **fields},
+    )  # fmt: skip
+    listener = Silent()
+    options = plan.options(request, out)
+    out.mkdir(exist_ok=True)
+    return study.Study(options, listener).run(), listener
+
+
+@pytest.fixture(scope="module")
+def misbehaving(tmp_path_factory):
+    out = tmp_path_factory.mktemp("fakes")
+    made, _ = run(out, ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"])
+    return made, out
+
+
+@pytest.mark.parametrize(
+    ("provider", "status", "words"),
+    [
+        ("floor-copy", "ok", ""),
+        ("eager", "ok", ""),
+        ("right", "ok", ""),
+        ("wrong", "wrong", "more than twice eager's"),
+        ("unwritten", "wrong", "more than twice eager's"),
+        ("shapeless", "wrong", "outputs have shapes ((4, 4, 4, 1),)"),
+        ("mutating", "wrong", "overwrote its inputs"),
+        ("raising", "failed", "RuntimeError: no kernel <for> | this"),
+        ("picky", "missing", "runs on Sundays only"),
+        ("absent", "missing", "no_such_module_anywhere is not installed; pip install no-such-module"),
+        ("absent-on-import", "missing", "its shared library does not load"),
+        ("segfault", "failed", "the worker died of SIGSEGV"),
+        ("dies-in-rounds", "failed", "exited with code 7"),
+        ("babbling", "ok", ""),
+        ("lab_fakes:Gone", "failed", "could not be loaded: AttributeError"),
+    ],
+)
+def test_each_provider_costs_its_own_row_only(misbehaving, provider, status, words):
+    made, _ = misbehaving
+    (found,) = [r for r in made.rows if r.provider == provider]
+    assert (found.status, words in found.reason) == (status, True), found.reason
+    assert (found.device_us is not None) == (status == "ok")
+    if status == "wrong":
+        assert found.first_call_s is None
+
+
+def test_the_record_on_disk_is_complete_and_valid(misbehaving):
+    made, out = misbehaving
+    assert record.read(out) == made
+    assert made.finished
+    lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert lines == [r.to_json() for r in made.rows]
+    pytest.importorskip("jsonschema").validate(made.to_json(), record.schema())
+
+
+def test_raw_samples_are_kept_and_the_pair_is_there(misbehaving):
+    made, _ = misbehaving
+    by_name = {m.provider: m for m in made.measurements}
+    assert len(by_name["eager"].rounds) == 3
+    assert all(r["device_us"] for r in by_name["eager"].rounds)
+    assert by_name["dies-in-rounds"].rounds == []
+    assert len(by_name["eager#2"].rounds) == 3
+    (pair,) = [c for c in made.comparisons if c["provider"] == "eager#2"]
+    assert pair["noise"] is not None
+
+
+def test_what_libraries_print_is_in_the_log(misbehaving):
+    _, out = misbehaving
+    assert "hello from a chatty library" in (out / "logs" / "babbling.log").read_text()
+
+
+def test_a_provider_that_keeps_dying_is_given_up(tmp_path):
+    cases = ["cube-4", "cube-6", "cube-8", "cube-10", "cube-12"]
+    made, _ = run(tmp_path / "out", ["lab_fakes:Segfault"], cases=cases)
+    reasons = [r.reason for r in made.rows]
+    assert ["not started again after 3 failures" in reason for reason in reasons] == [False, False, False, True, True]
+    assert all("SIGSEGV" in reason for reason in reasons)
+
+
+def test_rounds_visit_everyone_in_changing_order(tmp_path):
+    made, listener = run(tmp_path / "out", ["eager", "lab_fakes:Right", "floor-launch"], rounds=(8, 8))
+    assert all(set(turn) == {"eager", "eager#2", "right", "floor-launch"} for turn in listener.turns)
+    assert {len(m.rounds) for m in made.measurements} == {8}
+    assert listener.groups == [(0, 1, "cube-4")]
+    assert made.environment["versions"]["torch"]
+
+
+@pytest.mark.parametrize("fake", ["Hang", "Hungry"])
+def test_a_worker_is_bounded_in_time_and_memory(tmp_path, fake):
+    start = {"provider": f"lab_fakes:{fake}", "device": "cpu", "flush_bytes": 0}
+    worker = WorkerProcess(start, tmp_path / "log", timeout=120, memory_limit=2 * 2**30)
+    try:
+        assert worker.ready()["ok"]
+        worker.timeout = 1.0 if fake == "Hang" else 120
+        task = {"op": "rope", "case": "cube-4", "dtype": "fp32", "pass_": "fwd", "device": "cpu", "seed": 0}
+        words = "no answer within 1 s" if fake == "Hang" else r"used \d\.\d\d GiB of memory, the limit is 2\.00"
+        with pytest.raises(WorkerFailed, match=words):
+            worker.ask("prepare", task=task)
+        assert worker.process.poll() is not None
+    finally:
+        worker.stop()

@@ -1,0 +1,94 @@
+import gc
+import time
+
+import pytest
+import torch
+
+from fusewise.lab import memory
+from fusewise.lab.timing import CpuTimer, Work, calls_per_sample
+
+
+def sleeper(seconds):
+    return Work(lambda i: i, lambda _: time.sleep(seconds))
+
+
+def test_a_known_time_is_reported():
+    turn = CpuTimer(0).turn(sleeper(0.01), samples=3, calls=1)
+    assert len(turn.device_us) == 3
+    assert all(10_000 <= t < 30_000 for t in turn.device_us)
+    assert turn.host_us is None
+
+
+def test_a_sample_of_several_calls_is_a_time_a_call():
+    turn = CpuTimer(0).turn(sleeper(0.005), samples=2, calls=4)
+    assert all(5_000 <= t < 20_000 for t in turn.device_us)
+
+
+def test_beginnings_are_not_timed_and_every_call_has_its_own():
+    begun = []
+
+    def begin(i):
+        begun.append(i)
+        time.sleep(0.02)
+        return i
+
+    turn = CpuTimer(0).turn(Work(begin, lambda _: None), samples=2, calls=3)
+    assert begun == [0, 1, 2, 0, 1, 2]
+    assert max(turn.device_us) < 5_000
+
+
+def test_the_flush_is_not_timed_and_touches_the_whole_buffer():
+    timer = CpuTimer(64 * 2**20)
+    turn = timer.turn(Work(lambda i: i, lambda _: None), samples=2, calls=1)
+    assert max(turn.device_us) < 3_000
+    assert bool((timer.flush == 2.0).all())
+
+
+def test_the_garbage_collector_is_off_while_timing_and_on_after():
+    seen = []
+    CpuTimer(0).turn(Work(lambda i: i, lambda _: seen.append(gc.isenabled())), samples=1, calls=1)
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_small_problems_are_averaged_more(device):
+    counts = [calls_per_sample(size, device) for size in (2**10, 2**19, 2**25, 2**30)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 1
+
+
+def test_memory_counts_peak_and_kept():
+    def work():
+        temporary = torch.ones(2**20)  # 4 MiB
+        return temporary[: 2**18].clone()  # 1 MiB
+
+    _, grown = memory.growth(work, torch.device("cpu"))
+    assert 5 * 2**20 <= grown.peak < 5 * 2**20 + 2**16
+    assert 2**20 <= grown.kept < 2**20 + 2**16
+
+
+def test_held_bytes_are_what_forward_saves_beyond_inputs_and_outputs():
+    x = torch.ones(2**18, requires_grad=True)  # 1 MiB
+    assert memory.held_bytes(lambda: (x.exp().sin(),), (x,), torch.device("cpu")) == pytest.approx(2**20, abs=2**14)
+    assert memory.held_bytes(lambda: (x * 2.0,), (x,), torch.device("cpu")) < 2**14
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_times_the_device_and_not_the_host():
+    from fusewise.lab.timing import CudaTimer
+
+    timer = CudaTimer(torch.device("cuda:0"), 2 * torch.cuda.get_device_properties(0).L2_cache_size, lambda: None)
+    x = torch.randn(2**28, device="cuda")  # 1 GiB: at least 0.3 ms on anything
+
+    def late(_):
+        time.sleep(0.002)  # a host that is slower than the device
+        return x.mul_(1.0)
+
+    turn = timer.turn(Work(lambda i: i, late), samples=4, calls=1)
+    direct = timer.turn(Work(lambda i: i, lambda _: x.mul_(1.0)), samples=4, calls=1)
+    assert turn.held
+    assert direct.held
+    assert sorted(turn.device_us)[1] == pytest.approx(sorted(direct.device_us)[1], rel=0.1)
+    assert turn.host_us > 2000 > direct.host_us

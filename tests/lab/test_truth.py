@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from fusewise.lab import truth
+from fusewise.lab.plugin import Run
+from fusewise.lab.problem import Task
+from fusewise.lab.rope import RopeProblem
+from fusewise.lab.truth import Errors
+
+
+def problem(case="cube-8", dtype="fp32", pass_="fwd"):
+    return RopeProblem(Task("rope", case, dtype, pass_, "cpu", 0))
+
+
+def right(p):
+    return lambda *xs: p.eager(xs)
+
+
+def test_problems_are_the_same_in_every_process_and_differ_by_seed():
+    first, again = problem(), problem()
+    other = RopeProblem(Task("rope", "cube-8", "fp32", "fwd", "cpu", 1))
+    assert torch.equal(first.tensors[0], again.tensors[0])
+    assert torch.equal(first.upstream[0], again.upstream[0])
+    assert not torch.equal(first.tensors[0], other.tensors[0])
+
+
+@pytest.mark.parametrize("case", ["cube-8", "phi-2-decode-b64", "glm-4-9b-decode-b1", "deepseek-v3-decode-b1"])
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+def test_eager_forms_agree_with_float64(case, pass_):
+    p = problem(case, "fp32", pass_)
+    verdict = truth.check(p, Run(right(p)))
+    assert verdict.reason == ""
+    assert 0 < verdict.errors.max < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda y: y * 1.001, "more than twice eager's"),
+        (lambda y: y.clone().index_fill_(0, torch.tensor([1]), math.nan), "more than twice eager's"),
+        (lambda y: y[..., :2], "outputs have shapes"),
+    ],
+)
+def test_wrong_results_are_told(change, words):
+    p = problem()
+    verdict = truth.check(p, Run(lambda *xs: tuple(change(y) for y in p.eager(xs))))
+    assert words in verdict.reason
+
+
+def test_a_wrong_gradient_behind_a_right_output_is_told():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 0.99
+
+    p = problem(pass_="bwd")
+    assert "more than twice" in truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y) for y in p.eager(xs)))).reason
+    p = problem(pass_="fwd")
+    assert truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y) for y in p.eager(xs)))).reason == ""
+
+
+def test_an_overwritten_input_must_be_declared():
+    p = problem()
+
+    def call(q):
+        result = p.eager((q,))[0]
+        return (q.copy_(result),)
+
+    assert "overwrote" in truth.check(p, Run(call)).reason
+    assert truth.check(p, Run(call, in_place=True)).reason == ""
+
+
+def test_the_rule_has_a_band_for_one_rounding_and_no_more():
+    eager = Errors(0.0, 0.0)
+    half_ulp = torch.finfo(torch.bfloat16).eps / 2
+    assert truth.within(Errors(half_ulp, half_ulp), eager, torch.bfloat16)
+    assert not truth.within(Errors(1.01 * half_ulp, 0.0), eager, torch.bfloat16)
+    assert not truth.within(Errors(0.0, 1.01 * half_ulp), eager, torch.bfloat16)
+    assert truth.within(Errors(2e-3, 2e-3), Errors(1e-3, 1e-3), torch.float32)
+
+
+def test_errors_are_relative_and_never_hidden():
+    true = torch.tensor([4.0, 0.0], dtype=torch.float64)
+    assert truth.errors([torch.tensor([4.0, 1.0])], [true]).max == 0.25
+    assert truth.errors([torch.tensor([4.0, math.inf])], [true]) == Errors(math.inf, math.inf)
+    assert truth.errors([torch.zeros(0)], [torch.zeros(0, dtype=torch.float64)]) == Errors(0.0, 0.0)
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5

@@ -1,0 +1,113 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+click = pytest.importorskip("click")
+
+from click.testing import CliRunner  # noqa: E402
+
+import fusewise  # noqa: E402
+from fusewise.cli import cli  # noqa: E402
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, arguments)
+
+
+def test_version_and_help():
+    assert fusewise.__version__ in invoke("--version").output
+    top, study = invoke("--help").output, invoke("study", "-h").output
+    assert "study" in top
+    assert "providers" in top
+    for text in ("Exit codes:", "130", "Examples:", "fusewise study rope --preset rope-models", "--append-rows"):
+        assert text in study
+
+
+def test_list_shows_presets_and_cases():
+    plain = invoke("study", "rope", "--list")
+    assert plain.exit_code == 0
+    assert "rope-quick" in plain.output
+    assert "llama-3-8b-train" in plain.output
+    listing = json.loads(invoke("study", "rope", "--list", "--json").output)
+    assert {"rope-cube", "rope-seqlen", "rope-models", "rope-quick"} <= {entry["preset"] for entry in listing}
+    assert len([e for e in listing if e["preset"] == "rope-cube"]) == 31
+
+
+def test_providers_lists_what_is_missing():
+    found = {e["provider"]: e for e in json.loads(invoke("providers", "--device", "cpu", "--json").output)}
+    assert found["eager"]["state"] == "here"
+    assert found["eager"]["versions"]["torch"]
+    assert found["fusewise-triton"]["state"] == "missing"
+    assert "fusewise-triton" in invoke("providers", "--device", "cpu").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("study",), "Missing argument 'TARGET'"),
+        (("study", "tango"), "study: target must be one of rope, got 'tango'; try `study rope`"),
+        (("study", "rope", "--preset", "nope"), "preset must be one of rope-cube"),
+        (("study", "rope", "--case", "nope"), "name must be that of a case"),
+        (("study", "rope", "--preset", "rope-cube", "--case", "cube-4"), "give --preset or --case, got both"),
+        (("study", "rope", "--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
+        (("study", "rope", "--pass", "sideways"), "pass must be one of fwd, bwd, fwd+bwd, both, got 'sideways'"),
+        (("study", "rope", "--case", "llama-3-8b-decode-b1", "--pass", "bwd"), "pass must be one that the cases have"),
+        (("study", "rope", "--device", "toaster"), "device must be cpu or cuda[:index], got 'toaster'"),
+        (("study", "rope", "--device", "cuda:99"), "got 'cuda:99'; try --device cpu"),
+        (("study", "rope", "--rounds", "many"), "'many' is not MIN:MAX"),
+        (("study", "rope", "--rounds", "9:4"), "rounds must be MIN:MAX with 3 <= MIN <= MAX, got 9:4"),
+        (("study", "rope", "--providers", "nosuch"), "providers must be among"),
+        (("study", "rope", "--time-limit", "-1"), "--time-limit"),
+    ],
+)
+def test_bad_command_lines_exit_2_with_a_fix(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+def test_an_unwritable_directory_exits_1(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    result = invoke("study", "rope", "--case", "cube-4", "--out", str(file / "below"), "--device", "cpu")
+    assert result.exit_code == 1
+    assert "run directory must be writable" in result.output
+
+
+def test_a_whole_small_study(tmp_path):
+    """The newcomer's path: command line to report, on the CPU, with compilers left out for speed."""
+    out, published = tmp_path / "run", tmp_path / "published" / "cpu.jsonl"
+    command = "study rope --case cube-8 --pass both --device cpu --rounds 3:4 --json"
+    names = "floor-copy,floor-launch,eager,torchscript,fusewise-reference,liger"
+    result = invoke(*command.split(), "--providers", names, "--out", str(out), "--append-rows", str(published))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert len(rows) == 12
+    ok = [r for r in rows if r["status"] == "ok"]
+    assert {r["provider"] for r in ok} == set(names.split(",")) - {"liger"}
+    assert all(r["device_us"] > 0 for r in ok)
+    assert all(r["error"] <= 1e-6 for r in ok if not r["provider"].startswith("floor-"))
+    assert {r["verdict_vs_best_other"] for r in ok} <= {None, "faster", "slower", "same", "ambiguous"}
+    assert all(r["limit"] in ("copy", "launch") and r["share_of_limit"] > 0 for r in ok)
+    reference = [r for r in ok if r["provider"] == "fusewise-reference"]
+    assert {r["pass"]: r["held_bytes"] for r in reference} == {"fwd": None, "bwd": 0}
+    assert {p.name for p in out.iterdir()} >= {"record.json", "rows.jsonl", "report.md", "logs"}
+    report = (out / "report.md").read_text()
+    assert "cube-8 · fp32 · bwd" in report
+    assert "runs on cuda only" in report
+    assert [json.loads(line) for line in published.read_text().splitlines()] == rows
+    assert f"report: {out / 'report.md'}" in result.stderr
+
+
+def test_without_the_extra_one_line_says_what_to_install():
+    code = (
+        "import sys; sys.modules['click'] = None; sys.argv = ['fusewise']; from fusewise.__main__ import main; main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(fusewise.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "fusewise: click is not installed; pip install 'fusewise[lab]'"
