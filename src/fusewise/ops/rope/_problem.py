@@ -113,6 +113,8 @@ class Operand:
     x: Tensor
     y: Tensor
     heads: int
+    head_dim: int
+    start: int  # the first rotated feature
     x_strides: tuple[int, int, int]
     y_strides: tuple[int, int, int]
 
@@ -188,7 +190,10 @@ class Problem:
         return Problem(
             spec=spec,
             operands=tuple(
-                Operand(x, y, x.shape[h_dim], strides(x), strides(y)) for x, y in zip(xs, ys, strict=True)
+                Operand(
+                    x, y, x.shape[h_dim], x.shape[-1], spec.rotary_start % x.shape[-1], strides(x), strides(y)
+                )
+                for x, y in zip(xs, ys, strict=True)
             ),
             batch=1 if b_dim is None else q.shape[b_dim],
             tokens=q.shape[t_dim],

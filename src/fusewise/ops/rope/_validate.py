@@ -83,11 +83,13 @@ def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) ->
 def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spec, float]:
     """Check the call `a` (the keyword arguments of `rope`) on q and k; return its spec and the largest int offset for
     which the check holds, so that a decode loop is validated once."""
-    _check_tensors(op, q, k, a["layout"])
+    _check_tensors(op, q, k, a["layout"], a["rotary_dim"] is not None)
     pairing, head_dim = a["pairing"], q.shape[-1]
     if pairing not in PAIRINGS:
         fail(op, "pairing", f"be one of {', '.join(PAIRINGS)}", repr(pairing), "choose one of them")
     rotary_dim, start = _check_rotary(op, head_dim, a["rotary_dim"], a["rotary_start"])
+    if k is not None:
+        _check_rotary(op, k.shape[-1], rotary_dim, a["rotary_start"])
     b_dim, t_dim, _ = layout_dims(a["layout"])
     batch, tokens = 1 if b_dim is None else q.shape[b_dim], q.shape[t_dim]
     sections = _check_sections(op, a["sections"], a["sections_interleaved"], rotary_dim // 2, a["positions"])
@@ -120,7 +122,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     return spec, max_offset
 
 
-def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str) -> None:
+def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: bool) -> None:
     if layout not in LAYOUTS:
         fail(op, "layout", f"be one of {', '.join(LAYOUTS)}", repr(layout), "choose one of them")
     rank = 3 if layout == "thd" else 4
@@ -142,14 +144,17 @@ def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str) -> None:
             fail(
                 op, name, "have a contiguous last dimension (stride 1)", f"strides {x.stride()}", f"call {name}.contiguous()"
             )
-    head_dim = q.shape[-1]
-    if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
-        fail(op, "q", f"have an even head_dim from 2 to {MAX_HEAD_DIM}", head_dim, "pad the head or rotate a slice of it")
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and (x.shape[-1] % 2 or not 2 <= x.shape[-1] <= MAX_HEAD_DIM):
+            fail(
+                op, name, f"have an even head_dim from 2 to {MAX_HEAD_DIM}", x.shape[-1],
+                "pad the head or rotate a slice of it",
+            )  # fmt: skip
     if k is None:
         return
     b_dim, t_dim, h_dim = layout_dims(layout)
-    if k.shape[-1] != head_dim:
-        fail(op, "k", f"have the head_dim of q, {head_dim}", k.shape[-1], "rotate q and k in two calls")
+    if k.shape[-1] != q.shape[-1] and not partial:
+        fail(op, "k", f"have the head_dim of q, {q.shape[-1]}", k.shape[-1], "pass rotary_dim where heads differ in width")
     for dim in range(rank - 1):
         if dim != h_dim and k.shape[dim] != q.shape[dim]:
             what = "tokens" if dim == t_dim else "batch entries"

@@ -47,7 +47,8 @@ def rope(
 
     Args:
         q, k: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), as `layout` says; float32, bfloat16 or float16
-            (float64 through the reference); D even, 2 to 512. Any strides with a contiguous last dimension; nothing is
+            (float64 through the reference); D even, 2 to 512, and the same for both unless rotary_dim is given (the
+            shared key of DeepSeek's attention has the rotary features alone). Any strides with a contiguous last dimension; nothing is
             copied, so views of a packed qkv tensor are welcome.
         cos, sin: the table, half width (R, P) or (1 | B, R, P), or duplicated, 2P columns with every angle twice
             (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which one half is read. Row r holds

@@ -46,25 +46,27 @@ def launch(
 def rotate(problem: Problem) -> list[Tensor]:
     """The rotation of every operand, as new tensors of the operand's shape and dtype."""
     compute = torch.float64 if problem.operands[0].x.dtype == torch.float64 else torch.float32
-    cos_BTP, sin_BTP = cos_and_sin(problem, compute)
+    cos_BTP, sin_BTP, padding_T = cos_and_sin(problem, compute)
     if problem.spec.inverse:
         sin_BTP = -sin_BTP
     cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
     results = []
     for operand in problem.operands:
         x_BTHD = _to_bthd(operand.x, problem.spec)
-        before, rotated, after = x_BTHD.split(
-            [problem.start, 2 * problem.pairs, problem.head_dim - problem.start - 2 * problem.pairs], dim=-1
-        )
+        width = 2 * problem.pairs
+        before, rotated, after = x_BTHD.split([operand.start, width, operand.head_dim - operand.start - width], dim=-1)
         x_a, x_b = (part.to(compute) for part in _unpair(rotated, problem.spec.pairs_in))
-        y = _pair(x_a * cos - x_b * sin, x_b * cos + x_a * sin, problem.spec.pairs_out).to(operand.x.dtype)
+        y_a, y_b = x_a * cos - x_b * sin, x_b * cos + x_a * sin
+        if padding_T is not None:
+            y_a, y_b = (torch.where(padding_T[None, :, None, None], x, y) for x, y in ((x_a, y_a), (x_b, y_b)))
+        y = _pair(y_a, y_b, problem.spec.pairs_out).to(operand.x.dtype)
         results.append(_from_bthd(torch.cat((before, y, after), dim=-1), problem.spec))
     return results
 
 
-def cos_and_sin(problem: Problem, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos θ and sin θ of every token and pair, (B | 1, T, P) in `compute`; NaN for a row outside the table, the
-    identity for tokens past the last sequence."""
+def cos_and_sin(problem: Problem, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos θ and sin θ of every token and pair, (B | 1, T, P) in `compute`, NaN for a row outside the table; and which
+    tokens lie past the last sequence, (T,), where there are sequences."""
     rows, padding = token_rows(problem)  # (B | 1, T, P | 1), (T,) or None
     if problem.spec.table == "inv_freq":
         # An angle is exact to 2⁻⁵³: a product in float32 is off by 0.5 rad at position 2²³.
@@ -79,11 +81,7 @@ def cos_and_sin(problem: Problem, compute: torch.dtype) -> tuple[Tensor, Tensor]
             cos, sin = cos.double().cos() * scale, sin.double().sin() * scale
         nan = torch.tensor(float("nan"), device=cos.device, dtype=cos.dtype)
         cos, sin = torch.where(inside, cos, nan), torch.where(inside, sin, nan)
-    cos, sin = cos.to(compute), sin.to(compute)
-    if padding is not None:
-        cos = torch.where(padding[None, :, None], torch.ones_like(cos), cos)
-        sin = torch.where(padding[None, :, None], torch.zeros_like(sin), sin)
-    return cos, sin
+    return cos.to(compute), sin.to(compute), padding
 
 
 def _gather(table: Tensor, rows_BTP: Tensor) -> Tensor:

@@ -1,0 +1,435 @@
+"""The device code of RoPE in Triton: one kernel for q and k together, forward and backward (the transposed rotation).
+
+    (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
+
+Shape legend: T tokens, H heads, P pairs of a head, F = H · head_dim features of a token; a tile is BLOCK_T tokens by
+BLOCK_H heads (or BLOCK_F features). Read once: x, and the table rows of a tile; written once: y. One program a tile.
+All arithmetic is float32, rounded once; angles that are not in a table are reduced in float64. The kernel is bound by
+memory: a thread moves 16 bytes at a time and few registers are used, so that every multiprocessor is full of threads
+with loads under way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sincos(angle):
+    """cos and sin of a float64 angle in radians, as float32, to half a unit in the last place of 1.
+
+    Reduced in float64 by quarter turns, then polynomials (Cephes) on [-π/4, π/4]. The float64 work is five operations
+    a token and pair, shared by all heads of the tile.
+    """
+    quarter = angle * 0.6366197723675814
+    turns = tl.floor(quarter + 0.5)
+    x = ((quarter - turns) * 1.5707963267948966).to(tl.float32)
+    x2 = x * x
+    sin = x + x * x2 * (-1.6666654611e-1 + x2 * (8.3321608736e-3 + x2 * -1.9515295891e-4))
+    cos = 1.0 - 0.5 * x2 + x2 * x2 * (4.166664568298827e-2 + x2 * (-1.388731625493765e-3 + x2 * 2.443315711809948e-5))
+    quadrant = turns.to(tl.int64).to(tl.int32) & 3
+    swap = (quadrant & 1) == 1
+    c = tl.where(swap, sin, cos)
+    s = tl.where(swap, cos, sin)
+    return tl.where((quadrant == 1) | (quadrant == 2), -c, c), tl.where(quadrant >= 2, -s, s)
+
+
+@triton.jit
+def _chunk_map(token, length, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr):
+    """The position of a local token under load-balanced context parallelism; see `reference._chunk_map`."""
+    half = length // 2
+    return token + tl.where(token >= half, (2 * CP_SIZE - 2 - CP_RANK) * half, CP_RANK * half)
+
+
+@triton.jit
+def _table_rows(
+    batch, token, mask, offs_p,
+    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
+    search_steps,
+    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
+    SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The table row of each token, (BLOCK_T, 1), or of each token and pair, (BLOCK_T, BLOCK_P), where pairs follow
+    several axes; and which tokens pass through, (BLOCK_T,)."""
+    identity = token < 0  # none
+    if SOURCE == "positions":
+        index = (batch * stride_pos_b + token * stride_pos_t)[:, None]
+        if SECTION_T + SECTION_H + SECTION_W == 0:
+            rows = tl.load(positions_ptr + index, mask[:, None], 0)
+        else:
+            if SECTIONS_INTERLEAVED:
+                axis = offs_p % 3
+                length = tl.where(axis == 1, SECTION_H, SECTION_W)
+                axis = tl.where(offs_p < 3 * length, axis, 0)
+            else:
+                axis = (offs_p >= SECTION_T).to(tl.int32) + (offs_p >= SECTION_T + SECTION_H).to(tl.int32)
+            pair_mask = offs_p < SECTION_T + SECTION_H + SECTION_W
+            rows = tl.load(positions_ptr + index + (axis * stride_pos_a)[None, :], mask[:, None] & pair_mask[None, :], 0)
+    elif SOURCE == "running":
+        row = token
+        if CP_SIZE > 1:
+            row = _chunk_map(token, tokens, CP_RANK, CP_SIZE)
+        row = row + offset
+        if HAS_OFFSETS:
+            row = row + tl.load(offsets_ptr + batch, mask, 0)
+        rows = row[:, None]
+    else:
+        # Bisect for the last bound at or below the token: invariant bound[low] <= token < bound[high].
+        low = tl.zeros_like(token)
+        high = low + sequences + 1
+        for _ in range(search_steps):
+            middle = (low + high) // 2
+            below = tl.load(cu_seqlens_ptr + middle, mask & (middle <= sequences), 0) // CP_SIZE <= token
+            below = below & (middle <= sequences)
+            low = tl.where(below, middle, low)
+            high = tl.where(below, high, middle)
+        identity = low >= sequences
+        start = tl.load(cu_seqlens_ptr + low, mask, 0) // CP_SIZE
+        row = token - start
+        if CP_SIZE > 1:
+            end = tl.load(cu_seqlens_ptr + low + 1, mask & (low < sequences), 0) // CP_SIZE
+            row = _chunk_map(row, end - start, CP_RANK, CP_SIZE)
+        row = row + offset
+        if HAS_OFFSETS:
+            row = row + tl.load(offsets_ptr + low, mask & (low < sequences), 0)
+        rows = row[:, None]
+    return rows, identity
+
+
+@triton.jit
+def _cos_sin(
+    rows, batch, mask, offs_p,
+    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+    TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
+    UNIT: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """cos θ and sin θ in float32, (BLOCK_T, BLOCK_P)."""
+    pair_mask = (offs_p < PAIRS)[None, :]
+    if TABLE == "inv_freq":
+        inv_freq = tl.load(cos_ptr + offs_p * TABLE_STEP, offs_p < PAIRS, 0.0)[None, :]
+        cos, sin = _sincos(rows.to(tl.float64) * inv_freq.to(tl.float64))
+    else:
+        inside = (rows >= 0) & (rows < table_rows) & mask[:, None]
+        index = (rows.to(INDEX) * stride_table_r + (batch.to(INDEX) * stride_table_b)[:, None]) * UNIT
+        index = index + (offs_p * TABLE_STEP)[None, :]
+        inside = inside & pair_mask
+        if TABLE == "angles":
+            cos, sin = _sincos(tl.load(cos_ptr + index, inside, 0.0).to(tl.float64))
+            cos = tl.where(inside, cos, float("nan"))
+            sin = tl.where(inside, sin, float("nan"))
+        else:
+            cos = tl.load(cos_ptr + index, inside, float("nan")).to(tl.float32)
+            sin = tl.load(sin_ptr + index, inside, float("nan")).to(tl.float32)
+    if TABLE == "inv_freq" or TABLE == "angles":
+        cos = cos * scale
+        sin = sin * scale
+    if INVERSE:
+        sin = -sin
+    return cos, sin
+
+
+@triton.jit
+def _batch_and_token(n, batches, magic, shift, stripe_log):
+    """The place of the n-th token: a stripe of tokens, then the same tokens of the next batch entry, so that table rows
+    are used again while they are in the cache, and what is read and written stays contiguous over many tiles.
+
+    The division by `batches` is a multiplication by `magic` / 2^(32 + shift).
+    """
+    stripe = n >> stripe_log
+    stripe_of_batch = tl.umulhi(stripe.to(tl.uint32), magic.to(tl.uint32)).to(tl.int32) >> shift
+    batch = stripe - stripe_of_batch * batches
+    return batch, (stripe_of_batch << stripe_log) + (n - (stripe << stripe_log))
+
+
+@triton.jit
+def _base(batch, token, offs_h, stride_b, stride_t, stride_h, UNIT: tl.constexpr, INDEX: tl.constexpr):
+    """The offset of each head, (BLOCK_T, BLOCK_H, 1)."""
+    of_token = batch.to(INDEX) * stride_b + token.to(INDEX) * stride_t
+    return (of_token[:, None, None] + (offs_h.to(INDEX) * stride_h)[None, :, None]) * UNIT
+
+
+@triton.jit
+def _load_span(x_ptr, base, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Features [FIRST, FIRST + WIDTH) of every head: the largest power of two of them, and the rest."""
+    HEAD: tl.constexpr = triton.next_power_of_2(WIDTH + 1) // 2
+    TAIL: tl.constexpr = WIDTH - HEAD if WIDTH > HEAD else 1
+    offs = tl.arange(0, HEAD)[None, None, :]
+    head = tl.load(x_ptr + base + FIRST + offs, mask)
+    offs = tl.arange(0, triton.next_power_of_2(TAIL))[None, None, :]
+    tail = tl.load(x_ptr + base + FIRST + HEAD + offs, mask & (offs < WIDTH - HEAD))
+    return head, tail
+
+
+@triton.jit
+def _store_span(y_ptr, base, mask, head, tail, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    HEAD: tl.constexpr = head.shape[2]
+    offs = tl.arange(0, HEAD)[None, None, :]
+    tl.store(y_ptr + base + FIRST + offs, head, mask)
+    if WIDTH > HEAD:
+        offs = tl.arange(0, tail.shape[2])[None, None, :]
+        tl.store(y_ptr + base + FIRST + HEAD + offs, tail, mask & (offs < WIDTH - HEAD))
+
+
+@triton.jit
+def _rotate_pairs_tile(
+    first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
+    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
+    magic, shift, stripe_log, sequences, search_steps,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
+    INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, IN_PLACE: tl.constexpr,
+    X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Any rotation, a thread holding both elements of its pairs: nothing is exchanged between threads, so it works in
+    place; cos and sin are read, or computed, once a token and serve all heads of the tile."""
+    head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_p = tl.arange(0, BLOCK_P)
+    mask_n = offs_n < batches * tokens
+    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe_log)
+    x_base = _base(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
+    y_base = _base(batch, token, offs_h, stride_y_b, stride_y_t, stride_y_h, X_UNIT, INDEX)
+    mask = mask_n[:, None, None]
+    if HEADS % BLOCK_H != 0:
+        mask = mask & (offs_h < HEADS)[None, :, None]
+
+    # The long loads first, so that they are under way while the rows of the table are found.
+    pairs = offs_p[None, None, :]
+    both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+    pair_mask = mask
+    both_mask = mask
+    if PAIRS != BLOCK_P:
+        pair_mask = mask & (pairs < PAIRS)
+        both_mask = mask & (both < 2 * PAIRS)
+    if INTERLEAVED_IN:
+        x = tl.load(x_ptr + x_base + START + both, both_mask)
+        x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_P, 2)))
+    else:
+        x_a = tl.load(x_ptr + x_base + START + pairs, pair_mask)
+        x_b = tl.load(x_ptr + x_base + START + PAIRS + pairs, pair_mask)
+
+    REST: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
+    if not IN_PLACE:
+        if START > 0:
+            before, before_tail = _load_span(x_ptr, x_base, mask, 0, START)
+        if REST > 0:
+            after, after_tail = _load_span(x_ptr, x_base, mask, HEAD_DIM - REST, REST)
+
+    rows, identity = _table_rows(
+        batch, token, mask_n, offs_p,
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+        sequences, search_steps,
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE,
+    )  # fmt: skip
+    cos, sin = _cos_sin(
+        rows, batch, mask_n, offs_p,
+        cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+        TABLE, TABLE_STEP, PAIRS, INVERSE, TABLE_UNIT, INDEX,
+    )  # fmt: skip
+    cos = cos[:, None, :]
+    sin = sin[:, None, :]
+
+    y_a = (x_a.to(tl.float32) * cos - x_b.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
+    y_b = (x_b.to(tl.float32) * cos + x_a.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
+    if SOURCE == "packed":
+        y_a = tl.where(identity[:, None, None], x_a, y_a)
+        y_b = tl.where(identity[:, None, None], x_b, y_b)
+    if IN_PLACE and INTERLEAVED_IN != INTERLEAVED_OUT:
+        tl.debug_barrier()  # a head must be read whole before another thread writes into it
+    if INTERLEAVED_OUT:
+        y = tl.reshape(tl.join(y_a, y_b), (BLOCK_T, BLOCK_H, 2 * BLOCK_P))
+        tl.store(y_ptr + y_base + START + both, y, both_mask)
+    else:
+        tl.store(y_ptr + y_base + START + pairs, y_a, pair_mask)
+        tl.store(y_ptr + y_base + START + PAIRS + pairs, y_b, pair_mask)
+
+    if not IN_PLACE:
+        if START > 0:
+            _store_span(y_ptr, y_base, mask, before, before_tail, 0, START)
+        if REST > 0:
+            _store_span(y_ptr, y_base, mask, after, after_tail, HEAD_DIM - REST, REST)
+
+
+@triton.jit
+def _rotate_flat_tile(
+    first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
+    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
+    magic, shift, stripe_log, sequences, search_steps,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
+    PAIRS: tl.constexpr, INVERSE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr,
+    TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr, PAIR_VECTOR: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """The out-of-place half rotation of any width, over the features of all heads in a row: no thread idles and lines
+    are written whole, at the price of reading the other element of a pair, and cos and sin, from the first-level cache.
+
+        y_f = x_f cos + x_{f ± P} (∓ sin);  a feature outside the rotary width has cos 1 and sin 0
+
+    VECTOR features are contiguous, and so are the partners and table entries of PAIR_VECTOR.
+    """
+    FEATURES: tl.constexpr = HEADS * HEAD_DIM
+    blocks: tl.constexpr = (FEATURES + BLOCK_F - 1) // BLOCK_F
+    offs_n = first_token + (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    feature = (tile % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask_n = offs_n < batches * tokens
+    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe_log)
+    mask = mask_n[:, None]
+    if FEATURES % BLOCK_F != 0:
+        mask = mask & (feature < FEATURES)[None, :]
+
+    head = feature // HEAD_DIM
+    in_head = feature - head * HEAD_DIM
+    pair = in_head - START
+    second = pair >= PAIRS
+    x_base = ((batch.to(INDEX) * stride_x_b + token.to(INDEX) * stride_x_t) * X_UNIT)[:, None]
+    y_base = ((batch.to(INDEX) * stride_y_b + token.to(INDEX) * stride_y_t) * X_UNIT)[:, None]
+    x_offs = head.to(INDEX) * (stride_x_h * X_UNIT) + in_head
+    y_offs = head.to(INDEX) * (stride_y_h * X_UNIT) + in_head
+    partner = tl.where(second, x_offs - PAIRS, x_offs + PAIRS)
+    x_offs = tl.max_contiguous(tl.multiple_of(x_offs, VECTOR), VECTOR)
+    y_offs = tl.max_contiguous(tl.multiple_of(y_offs, VECTOR), VECTOR)
+    partner = tl.max_contiguous(tl.multiple_of(partner, PAIR_VECTOR), PAIR_VECTOR)
+    rotated = mask
+    if 2 * PAIRS != HEAD_DIM:
+        rotated = mask & tl.max_constancy((pair >= 0) & (pair < 2 * PAIRS), PAIR_VECTOR)[None, :]
+    x = tl.load(x_ptr + x_base + x_offs[None, :], mask)
+    x_partner = tl.load(x_ptr + x_base + partner[None, :], rotated, 0.0)
+
+    rows, identity = _table_rows(
+        batch, token, mask_n, pair,
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+        sequences, search_steps,
+        SOURCE, HAS_OFFSETS, 0, 0, 0, False, CP_RANK, CP_SIZE,
+    )  # fmt: skip
+    entry = tl.where(second, pair - PAIRS, pair)
+    entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR), PAIR_VECTOR) * TABLE_STEP
+    inside = (rows >= 0) & (rows < table_rows)
+    index = (rows.to(INDEX) * stride_table_r + (batch.to(INDEX) * stride_table_b)[:, None]) * TABLE_UNIT
+    index = tl.where(inside, index, 0) + entry[None, :]
+    cos = tl.load(cos_ptr + index, rotated, 1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + index, rotated, 0.0).to(tl.float32)
+    cos = tl.where(inside, cos, float("nan"))
+    if INVERSE:
+        sin = tl.where(second[None, :], -sin, sin)
+    else:
+        sin = tl.where(second[None, :], sin, -sin)
+    y = (x.to(tl.float32) * cos + x_partner.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
+    if 2 * PAIRS != HEAD_DIM:
+        y = tl.where(rotated, y, x)
+    if SOURCE == "packed":
+        y = tl.where(identity[:, None], x, y)
+    tl.store(y_ptr + y_base + y_offs[None, :], y, mask)
+
+
+@triton.jit
+def _rotate_tile(
+    first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
+    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
+    magic, shift, stripe_log, sequences, search_steps,
+    FLAT: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr, INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
+    SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
+    IN_PLACE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr,
+    PAIR_VECTOR: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    if FLAT:
+        _rotate_flat_tile(
+            first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
+            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            batches, magic, shift, stripe_log, sequences, search_steps,
+            HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, INVERSE, TABLE_STEP, SOURCE, HAS_OFFSETS, CP_RANK,
+            CP_SIZE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
+        )  # fmt: skip
+    else:
+        _rotate_pairs_tile(
+            first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
+            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            batches, magic, shift, stripe_log, sequences, search_steps,
+            HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, INVERSE,
+            TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK,
+            CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, INDEX,
+        )  # fmt: skip
+
+
+def _name(proxy: Any) -> str:
+    """The kernel's name in profiles: what it rotates and how."""
+    c = proxy.constants
+    direction = "bwd" if c["INVERSE"] else "fwd"
+    pairing = "interleaved" if c["INTERLEAVED_IN"] else "half"
+    place = "_in_place" if c["IN_PLACE"] else ""
+    return f"_rope_kernel_{direction}_{pairing}{place}_{c['TABLE']}_h{c['Q_HEADS']}_{c['K_HEADS']}_d{c['HEAD_DIM']}"
+
+
+def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a launch moves, for profilers: the bytes of q and k, read and written."""
+    features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
+    tokens = arguments["tokens"] * arguments["batches"]
+    return {"name": kernel.name, "bytes": 2 * tokens * features * arguments["q_ptr"].element_size()}
+
+
+@triton.jit(
+    repr=_name,
+    launch_metadata=_metadata,
+    do_not_specialize=[
+        "offset", "tokens", "batches", "magic", "shift", "stripe_log", "sequences", "search_steps", "table_rows"
+    ],
+)  # fmt: skip
+def rope_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,
+    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
+    stride_q_out_b, stride_q_out_t, stride_q_out_h, stride_k_out_b, stride_k_out_t, stride_k_out_h,
+    stride_table_b, stride_table_r, stride_pos_a, stride_pos_b, stride_pos_t,
+    table_rows, scale, tokens, batches, magic, shift, stripe_log, sequences, search_steps,
+    FLAT: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK_T: tl.constexpr,
+    Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    START: tl.constexpr, K_HEAD_DIM: tl.constexpr, K_START: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
+    INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, IN_PLACE: tl.constexpr,
+    X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr, PAIR_VECTOR: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    # The tiles of q and k that rotate the same tokens are neighbours, so that they share table rows in the cache.
+    GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
+    Q_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM if FLAT else Q_HEADS
+    K_WIDTH: tl.constexpr = K_HEADS * K_HEAD_DIM if FLAT else K_HEADS
+    q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_WIDTH + Q_BLOCK_H - 1) // Q_BLOCK_H)
+    k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_WIDTH + K_BLOCK_H - 1) // K_BLOCK_H)
+    first_token = tl.program_id(0) // (q_tiles + k_tiles) * GROUP
+    tile = tl.program_id(0) % (q_tiles + k_tiles)
+    if tile < q_tiles:
+        _rotate_tile(
+            first_token, tile, q_ptr, q_out_ptr, stride_q_b, stride_q_t, stride_q_h,
+            stride_q_out_b, stride_q_out_t, stride_q_out_h,
+            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            batches, magic, shift, stripe_log, sequences, search_steps,
+            FLAT, Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
+            INVERSE, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
+            CP_RANK, CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
+        )  # fmt: skip
+    elif K_HEADS > 0:
+        _rotate_tile(
+            first_token, tile - q_tiles, k_ptr, k_out_ptr, stride_k_b, stride_k_t, stride_k_h,
+            stride_k_out_b, stride_k_out_t, stride_k_out_h,
+            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            batches, magic, shift, stripe_log, sequences, search_steps,
+            FLAT, K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
+            INVERSE, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
+            CP_RANK, CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
+        )  # fmt: skip
