@@ -123,6 +123,17 @@ class Hang(Right):
         time.sleep(3600)
 
 
+class SlowLater(Right):
+    """Quick on small problems; on a large one it takes its time, asleep."""
+
+    name = "slow-later"
+
+    def build(self, problem):
+        if problem.case.head_dim > 8:
+            time.sleep(3600)
+        return super().build(problem)
+
+
 class Hungry(Right):
     """Grows to 3 GiB of resident memory, then waits."""
 

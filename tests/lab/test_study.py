@@ -1,6 +1,11 @@
 """Whole studies in real processes: the good, the wrong, the dead."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +136,56 @@ def test_a_worker_is_bounded_in_time_and_memory(tmp_path, fake):
         assert worker.process.poll() is not None
     finally:
         worker.stop()
+
+
+def command(out, *more):
+    arguments = [sys.executable, "-m", "fusewise", "study", "rope", "--device", "cpu", "--warm", "--out", str(out)]
+    arguments += ["--case", "cube-4", "--case", "cube-6", "--providers", "lab_fakes:Right", "--pass", "fwd", *more]
+    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_rows(out, process):
+    for _ in range(600):
+        time.sleep(0.1)
+        assert process.poll() is None, process.stderr.read()
+        if (out / "rows.jsonl").exists() and (out / "rows.jsonl").read_text():
+            return
+    raise AssertionError("no row within a minute")
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path):
+    out = tmp_path / "run"
+    process = command(out, "--rounds", "3:3", "--case", "cube-64", "--providers", "lab_fakes:Right,lab_fakes:SlowLater")
+    wait_for_rows(out, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert "interrupted; the rows measured so far are in" in process.stderr.read()
+    kept = record.read(out)
+    assert not kept.finished
+    assert kept.rows
+    assert "cut short" in (out / "report.md").read_text()
+
+
+def test_a_killed_coordinator_leaves_valid_rows_and_no_workers(tmp_path):
+    out = tmp_path / "run"
+    process = command(out, "--rounds", "3:3", "--case", "cube-64", "--providers", "lab_fakes:Right,lab_fakes:SlowLater")
+    wait_for_rows(out, process)
+    workers = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert workers
+    time.sleep(2)  # one of them is in the middle of something long by now
+    process.kill()
+    process.wait()
+    assert record.read(out).rows
+    for _ in range(100):
+        alive = [pid for pid in workers if running(pid)]
+        if not alive:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"workers {alive} outlive their coordinator")
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

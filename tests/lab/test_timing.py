@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fusewise.lab import memory
-from fusewise.lab.timing import CpuTimer, Work, calls_per_sample
+from fusewise.lab.timing import CpuTimer, CudaTimer, Work, calls_per_sample
 
 
 def sleeper(seconds):
@@ -74,11 +74,62 @@ def test_held_bytes_are_what_forward_saves_beyond_inputs_and_outputs():
     assert memory.held_bytes(lambda: (x * 2.0,), (x,), torch.device("cpu")) < 2**14
 
 
+class FakeCuda:
+    """A stream with a clock: work takes known device time, and a hold of too few cycles ends before it is queued."""
+
+    def __init__(self, hold_needed):
+        self.hold_needed = hold_needed
+        self.now = 0.0
+        self.held = False
+        self.holds = []
+
+    def synchronize(self, device=None):
+        self.held = False
+
+    def _sleep(self, cycles):
+        self.holds.append(cycles)
+        self.held = cycles >= self.hold_needed
+
+    def Event(self, enable_timing):
+        cuda = self
+
+        class Event:
+            def record(self):
+                self.at = cuda.now
+
+            def query(self):
+                return not cuda.held
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) / 1000
+
+        return Event()
+
+
+@pytest.mark.parametrize(("hold_needed", "attempts", "held"), [(0, 1, True), (1_500_000, 3, True), (1e12, 4, False)])
+def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_needed, attempts, held):
+    cuda = FakeCuda(hold_needed)
+    for name in ("synchronize", "_sleep", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: {"sm_mhz": 1980})
+    begun = []
+
+    def step(_):
+        cuda.now += 7.0  # microseconds on the device
+
+    turn = timer.turn(Work(lambda i: begun.append(i), step), samples=3, calls=4)
+    assert turn.device_us == [7.0, 7.0, 7.0]
+    assert turn.held is held
+    assert len(cuda.holds) == attempts
+    assert cuda.holds == sorted(cuda.holds)
+    assert turn.clocks == {"sm_mhz": 1980}
+    assert 0 < turn.host_us < 1000
+    assert begun[:12] == [0, 1, 2, 3] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_times_the_device_and_not_the_host():
-    from fusewise.lab.timing import CudaTimer
-
     timer = CudaTimer(torch.device("cuda:0"), 2 * torch.cuda.get_device_properties(0).L2_cache_size, lambda: None)
     x = torch.randn(2**28, device="cuda")  # 1 GiB: at least 0.3 ms on anything
 

@@ -46,7 +46,7 @@ class RopeProblem(Problem):
         return self.case.flops_min(self.task.pass_)
 
     def rotate(self, function: Callable[..., Any], tensors: tuple[Tensor, ...], **arguments: Any) -> tuple[Tensor, ...]:
-        """`fusewise.rope` or `rope_` on the case: in one call, or in two where q and k have heads of different widths."""
+        """`fusewise.rope` or `rope_` on the case: one call, or two where the heads of q and k differ in width."""
         arguments = {**self.inputs.kwargs, **arguments}
         if len(tensors) == 2 and tensors[0].shape[-1] == tensors[1].shape[-1]:
             q, k = function(*tensors, **arguments)

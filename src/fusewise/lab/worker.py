@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -197,7 +199,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:500] if lines else "no message"
 
 
-def serve(requests: IO[str], replies: IO[str], start: dict[str, Any]) -> None:
+def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
     """Load the provider named in `start`, then answer until the requests end."""
 
     def send(reply: Reply) -> None:
@@ -225,9 +227,16 @@ def serve(requests: IO[str], replies: IO[str], start: dict[str, Any]) -> None:
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    first = sys.stdin.readline()
-    if first:
-        serve(sys.stdin, replies, json.loads(first))
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)  # the coordinator is gone, however busy the provider may be
+
+    threading.Thread(target=listen, daemon=True).start()
+    start = json.loads(lines.get())
+    serve(iter(lines.get, ""), replies, start)
 
 
 if __name__ == "__main__":

@@ -105,13 +105,13 @@ class Liger(_Peer):
         function = require("liger_kernel.ops.rope", self.install).LigerRopeFunction
         if len(problem.tensors) != 2:
             raise Unsupported("rotates q and k together, not one alone")
-        width = problem.case.rotated
         cos, sin = (t[:, :, 0].contiguous() for t in problem.duplicated(problem.dtype))  # (B | 1, T, 2P)
-        partial = () if width == problem.case.head_dim else (None, 1, width)
         return Run(
-            lambda q, k: function.apply(q, k, cos, sin, *partial),
+            lambda q, k: function.apply(q, k, cos, sin),
             lambda *xs: tuple(problem.to_bshd(x).transpose(1, 2) for x in xs),
-            lambda ys: tuple(problem.from_bshd(y.transpose(1, 2)) for y in ys),
+            lambda ys: tuple(
+                problem.from_bshd(y.transpose(1, 2)) for y in ys[:2]
+            ),  # some versions return the table, too
             in_place=True,
         )
 
@@ -208,7 +208,8 @@ class Unsloth(_Peer):
             raise Unsupported("rotates q and k together, not one alone")
         dtype = problem.dtype
         cos, sin = (torch.cat((t, t), -1).to(dtype) for t in (problem.inputs.cos, problem.inputs.sin))
-        rows = None if problem.inputs.positions is None else problem.inputs.positions.int()
+        running = problem.inputs.positions is None and problem.case.offset == 0
+        rows = None if running else problem.position_ids().int()
         return Run(
             lambda q, k: apply(q, k, cos, sin, rows),
             lambda *xs: tuple(problem.to_bshd(x).transpose(1, 2) for x in xs),
