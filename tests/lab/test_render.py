@@ -72,6 +72,8 @@ def test_sweeps_become_lines_and_others_bars(tmp_path):
     for i, r in enumerate(record.rows):
         object.__setattr__(r, "case", "one" if i % 2 else "other")
     assert plots.draw(record, tmp_path) == ["rope-fp32-fwd-share.png"]
+    record.environment["device_name"] = "$\\frac{$"  # text, not a formula
+    assert plots.draw(record, tmp_path) == ["rope-fp32-fwd-share.png"]
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 5000

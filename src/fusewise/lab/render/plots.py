@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ..analysis import is_floor, is_ours
@@ -23,18 +24,26 @@ def draw(record: Record, directory: Path) -> list[str]:
     for row in record.rows:
         if row.device_us is not None:
             kinds.setdefault((row.dtype, row.pass_), []).append(row)
+    colours = colouring(measured(record.rows))
     names = []
     for (dtype, pass_), rows in kinds.items():
         stem = f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}"
         caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
         prefix = sweep(rows)
         if prefix is None:
-            names.append(save(bars(rows, caption), directory, f"{stem}-share.png"))
+            names.append(save(bars(rows, caption, colours), directory, f"{stem}-share.png"))
             continue
         title = f"{prefix} {caption}"
-        names.append(save(lines(rows, title, prefix, "time, µs"), directory, f"{stem}-time.png"))
-        names.append(save(lines(rows, title, prefix, "GB/s"), directory, f"{stem}-bandwidth.png"))
+        names.append(save(lines(rows, title, prefix, "time, µs", colours), directory, f"{stem}-time.png"))
+        names.append(save(lines(rows, title, prefix, "GB/s", colours), directory, f"{stem}-bandwidth.png"))
     return names
+
+
+def colouring(names: Sequence[str]) -> dict[str, str]:
+    """One colour a provider in all plots of a record; floors are black."""
+    rivals = [name for name in names if not is_floor(name)]
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(rivals)}
+    return {name: colours.get(name, "#000000") for name in names}
 
 
 def sweep(rows: Sequence[Row]) -> str | None:
@@ -44,7 +53,7 @@ def sweep(rows: Sequence[Row]) -> str | None:
     return prefix if prefix and len({row.case for row in rows}) >= FEWEST_POINTS else None
 
 
-def lines(rows: Sequence[Row], title: str, label: str, quantity: str) -> Figure:
+def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: Mapping[str, str]) -> Figure:
     """One line a provider over the number in the case's name."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -59,7 +68,7 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str) -> Figure:
         style = ":" if is_floor(name) else "-" if i < len(COLOURS) else "--"
         xs, ys = zip(*sorted(points), strict=True)
         width = 2.4 if is_ours(name) else 1.3
-        axes.plot(xs, ys, style, color=_colour(name, i), linewidth=width, label=name)
+        axes.plot(xs, ys, style, color=colours[name], linewidth=width, label=name)
     if quantity.startswith("time"):
         axes.set_yscale("log")
     else:
@@ -70,7 +79,7 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str) -> Figure:
     return figure
 
 
-def bars(rows: Sequence[Row], title: str) -> Figure:
+def bars(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figure:
     """Share of the limit, a block of bars a case."""
     names = [name for name in measured(rows) if not is_floor(name)]
     cases = list(dict.fromkeys(row.case for row in rows))
@@ -81,7 +90,7 @@ def bars(rows: Sequence[Row], title: str) -> Figure:
     for i, name in enumerate(names):
         places = [place - 0.4 + (i + 0.5) * height for place in range(len(cases))]
         values = [100 * (shares.get((case, name)) or 0.0) for case in cases]
-        axes.barh(places, values, height * 0.9, color=_colour(name, i), label=name)
+        axes.barh(places, values, height * 0.9, color=colours[name], label=name)
     axes.axvline(100, color="#000000", linewidth=0.8)
     axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
@@ -92,9 +101,6 @@ def bars(rows: Sequence[Row], title: str) -> Figure:
 
 
 def save(figure: Figure, directory: Path, name: str) -> str:
-    figure.savefig(directory / name, dpi=120, metadata={"Software": "fusewise"})
+    with rc_context({"text.parse_math": False}):  # a dollar in a device's name is a dollar
+        figure.savefig(directory / name, dpi=120, metadata={"Software": "fusewise"})
     return name
-
-
-def _colour(name: str, index: int) -> str:
-    return "#000000" if is_floor(name) else COLOURS[index % len(COLOURS)]

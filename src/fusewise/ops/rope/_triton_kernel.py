@@ -313,10 +313,9 @@ def _rotate_flat_tile(
     entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR), PAIR_VECTOR) * TABLE_STEP
     inside = (rows >= 0) & (rows < table_rows)
     index = (rows.to(INDEX) * stride_table_r + (batch.to(INDEX) * stride_table_b)[:, None]) * TABLE_UNIT
-    index = tl.where(inside, index, 0) + entry[None, :]
-    cos = tl.load(cos_ptr + index, rotated, 1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + index, rotated, 0.0).to(tl.float32)
-    cos = tl.where(inside, cos, float("nan"))
+    index = index + entry[None, :]
+    cos = tl.load(cos_ptr + index, rotated & inside, float("nan")).to(tl.float32)
+    sin = tl.load(sin_ptr + index, rotated & inside, 0.0).to(tl.float32)
     if INVERSE:
         sin = tl.where(second[None, :], -sin, sin)
     else:
