@@ -1,0 +1,76 @@
+"""What the functions of every library compute, stated in float64, and how close a result must come to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, *, start: int = 0, interleaved: bool = False, to_half: bool = False
+) -> Tensor:
+    """x in float64 with 2P features from `start` on multiplied, pair by pair as complex numbers, by cos + i sin (…, P)."""
+    x = x.double()
+    width = 2 * cos.shape[-1]
+    before, part, after = x[..., :start], x[..., start : start + width], x[..., start + width :]
+    pairs = part.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.complex(a, b) * torch.complex(cos.double(), sin.double())
+    joined = (turned.real, turned.imag)
+    y = torch.stack(joined, -1).flatten(-2) if interleaved and not to_half else torch.cat(joined, -1)
+    return torch.cat((before, y, after), -1)
+
+
+def assert_rotated(actual: Tensor, expected: Tensor, angle_error: float = 0.0) -> None:
+    """One rounding to the dtype of `actual`, on top of float32 arithmetic and an error of the angles (in radians)."""
+    dtype = actual.dtype if actual.dtype != torch.float64 else torch.float32
+    atol = (8 * torch.finfo(torch.float32).eps + angle_error) * max(float(expected.detach().abs().max()), 1.0)
+    torch.testing.assert_close(actual.double(), expected, rtol=0.51 * torch.finfo(dtype).eps, atol=atol)
+
+
+def assert_gradient(output: Any, x: Tensor, statement: Any) -> None:
+    """The gradient of x through `output` is that through `statement`, a function of x, for the same random cotangents."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    cotangents = [torch.randn_like(y) for y in outputs]
+    given = [dy.clone() for dy in cotangents]
+    (dx,) = torch.autograd.grad(outputs, x, cotangents)
+    for dy, before in zip(cotangents, given, strict=True):
+        assert torch.equal(dy, before), "an incoming gradient was overwritten"
+    leaf = x.detach().double().requires_grad_()
+    expected = statement(leaf)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    (dx64,) = torch.autograd.grad(expected, leaf, [dy.double() for dy in given])
+    assert_rotated(dx, dx64)
+
+
+VIEWS = {
+    "view", "_unsafe_view", "select", "slice", "narrow", "unsqueeze", "squeeze", "transpose", "permute", "expand", "split",
+    "split_with_sizes", "unflatten", "flatten", "detach", "alias", "as_strided", "unbind", "t", "view_as_real", "_conj",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size", "_reshape_alias", "lift_fresh",
+}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch something: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if namespace != "aten" or name not in VIEWS:
+            self.count[f"{namespace}::{name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(function: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
+    with Launches() as mode:
+        function(*args, **kwargs)
+    return dict(mode.count)

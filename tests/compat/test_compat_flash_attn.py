@@ -1,0 +1,273 @@
+"""fusewise.compat.flash_attn against its documented semantics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
+from torch import Tensor
+
+from fusewise.compat.flash_attn import (
+    RotaryEmbedding,
+    apply_rotary,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+)
+
+B, T, H, D, ROWS = 2, 5, 4, 16, 12
+
+
+def table(rotary_dim: int = D, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(ROWS, rotary_dim // 2, generator=torch.Generator().manual_seed(seed)) * 6.3
+    return angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def rows(t: Tensor, offset: int | Tensor) -> Tensor:
+    """(B or 1, T, 1, P): the table rows of the tokens."""
+    start = torch.as_tensor(offset, device=DEVICE).view(-1, 1)
+    return t[start + torch.arange(T, device=DEVICE)][:, :, None]
+
+
+def tensor_offset() -> Tensor:
+    return torch.tensor([3, 0], device=DEVICE, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [D, 8])
+@pytest.mark.parametrize("offset", [0, 2, "tensor"])
+def test_apply_rotary_emb(dtype: torch.dtype, interleaved: bool, rotary_dim: int, offset: Any) -> None:
+    offset = tensor_offset() if offset == "tensor" else offset
+    cos, sin = table(rotary_dim, dtype=dtype)
+    x = randn(B, T, H, D, dtype=dtype).requires_grad_()
+
+    def statement(x: Tensor) -> Tensor:
+        return rotate(x, rows(cos, offset), rows(sin, offset), interleaved=interleaved)
+
+    y = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offset)
+    assert y.dtype == dtype
+    assert_rotated(y, statement(x))
+    assert_gradient(y, x, statement)
+    in_place = x.detach().clone()
+    assert apply_rotary_emb(in_place, cos, sin, interleaved, True, offset) is in_place
+    assert torch.equal(in_place, y)
+
+
+def test_apply_rotary_emb_of_packed_sequences() -> None:
+    cos, sin = table()
+    bounds = torch.tensor([0, 4, 5, 9], device=DEVICE, dtype=torch.int32)
+    offsets = torch.tensor([1, 7, 0], device=DEVICE)
+    position = torch.tensor([1, 2, 3, 4, 7, 0, 1, 2, 3], device=DEVICE)
+    x = randn(9, H, D)
+    y = apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets, cu_seqlens=bounds, max_seqlen=4)
+    assert_rotated(y, rotate(x, cos[position, None], sin[position, None]))
+    with pytest.raises(ValueError, match=r"cos must have a row for each of 0 \+ max_seqlen = 13 positions, got 12 rows"):
+        apply_rotary_emb(x, cos, sin, cu_seqlens=bounds, max_seqlen=13)
+
+
+def test_the_raw_function_and_the_torch_form() -> None:
+    cos, sin = table()
+    x = randn(B, T, H, D)
+    assert_rotated(apply_rotary(x, cos, sin, 2, conjugate=True), rotate(x, rows(cos, 2), -rows(sin, 2)))
+    y = x.clone()
+    assert apply_rotary(y, cos, sin, inplace=True, interleaved=True) is y
+    assert_rotated(y, rotate(x, rows(cos, 0), rows(sin, 0), interleaved=True))
+    each = torch.stack((cos[:T], cos[2 : T + 2])), torch.stack((sin[:T], sin[2 : T + 2]))
+    assert_rotated(apply_rotary_emb_torch(x, *each), rotate(x, each[0][:, :, None], each[1][:, :, None]))
+
+
+def test_a_last_dimension_that_is_not_contiguous() -> None:
+    cos, sin = table()
+    x = randn(B, T, D, H).transpose(2, 3)
+    assert_rotated(apply_rotary_emb(x, cos, sin), rotate(x, rows(cos, 0), rows(sin, 0)))
+    with pytest.raises(ValueError, match=r"rope_: q must have a contiguous last dimension"):
+        apply_rotary_emb(x, cos, sin, inplace=True)
+
+
+# A packed tensor: how it is made, and which heads are q, k and the rest once (3, H) is one dimension.
+PACKED = {
+    "stacked": lambda: randn(B, T, 3, H, D),
+    "gqa": lambda: randn(B, T, H + 2 * 2, D),
+    "three first": lambda: randn(3, B, T, H, D).permute(1, 2, 0, 3, 4),
+    "slice": lambda: randn(B, T, 4, H, D)[:, :, :3],
+}
+
+
+def qkv_statement(cos: Tensor, sin: Tensor, cos_k: Tensor, sin_k: Tensor, offset: Any, interleaved: bool) -> Any:
+    def statement(qkv: Tensor) -> Tensor:
+        heads = qkv.flatten(2, 3) if qkv.dim() == 5 else qkv
+        q, k, v = heads.split([H, (heads.shape[2] - H) // 2, (heads.shape[2] - H) // 2], dim=2)
+        q = rotate(q, rows(cos, offset), rows(sin, offset), interleaved=interleaved)
+        k = rotate(k, rows(cos_k, offset), rows(sin_k, offset), interleaved=interleaved)
+        return torch.cat((q, k, v.double()), 2).view(qkv.shape)
+
+    return statement
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("offset", [1, "tensor"])
+def test_apply_rotary_emb_qkv_(form: str, interleaved: bool, separate: bool, offset: Any) -> None:
+    offset = tensor_offset() if offset == "tensor" else offset
+    heads_q = H if form == "gqa" else None
+    cos, sin = table(8)
+    cos_k, sin_k = table(8, seed=1) if separate else (cos, sin)
+    statement = qkv_statement(cos, sin, cos_k, sin_k, offset, interleaved)
+    tables = (cos, sin, cos_k, sin_k) if separate else (cos, sin, None, None)
+
+    def call(qkv: Tensor) -> Tensor:
+        return apply_rotary_emb_qkv_(qkv, *tables, interleaved, offset, heads_q)
+
+    qkv = PACKED[form]()
+    expected = statement(qkv)
+    assert call(qkv) is qkv
+    assert_rotated(qkv, expected)
+
+    leaf = PACKED[form]().requires_grad_()
+    before = leaf.detach().clone()
+    y = call(leaf)
+    assert y.data_ptr() == leaf.data_ptr()
+    assert_rotated(y, statement(before))
+    assert_gradient(y, leaf, lambda x: statement(x.detach() * 0 + x))
+
+    source = PACKED[form]().requires_grad_()
+    hidden = source * 2
+    y = call(hidden)
+    assert torch.equal(y, hidden)
+    assert_gradient(hidden, source, lambda x: statement(2 * x))  # the handle and the result are one
+
+
+def test_apply_rotary_emb_kv_() -> None:
+    cos, sin = table()
+
+    def statement(kv: Tensor) -> Tensor:
+        return torch.stack((rotate(kv[:, :, 0], rows(cos, 2), rows(sin, 2)), kv[:, :, 1].double()), 2)
+
+    kv = randn(B, T, 2, H, D)
+    expected = statement(kv)
+    assert apply_rotary_emb_kv_(kv, cos, sin, seqlen_offsets=2) is kv
+    assert_rotated(kv, expected)
+    leaf = randn(B, T, 2, H, D).requires_grad_()
+    assert_gradient(apply_rotary_emb_kv_(leaf, cos, sin, seqlen_offsets=2), leaf, statement)
+
+
+def test_derivatives_of_every_order_in_place() -> None:
+    cos, sin = (t.double() for t in table(8))
+    kv, qkv = randn(1, 2, 2, 1, 8).double().requires_grad_(), randn(1, 2, 4, 8).double().requires_grad_()
+    for function, x in (
+        (lambda x: apply_rotary_emb_kv_(x.clone(), cos, sin), kv),
+        (lambda x: apply_rotary_emb_qkv_(x.clone(), cos, sin, num_heads_q=2), qkv),
+        (lambda x: apply_rotary_emb(x.clone(), cos, sin, inplace=True), qkv),
+    ):
+        assert torch.autograd.gradcheck(function, x)
+        assert torch.autograd.gradgradcheck(function, x)
+
+
+def test_offsets_changed_before_backward_are_noticed() -> None:
+    offset = tensor_offset()
+    y = apply_rotary_emb_qkv_(randn(B, T, 3, H, D).requires_grad_(), *table(), seqlen_offsets=offset)
+    offset += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_one_launch_and_nothing_else() -> None:
+    cos, sin = table()
+    x, qkv = randn(B, T, H, D), randn(B, T, 3, H, D)
+    assert launches(apply_rotary_emb, x, cos, sin) == {"fusewise::rope": 1}
+    assert launches(apply_rotary_emb, x, cos, sin, inplace=True) == {"fusewise::rope_": 1}
+    assert launches(apply_rotary_emb_qkv_, qkv, cos, sin) == {"fusewise::rope_": 1}
+    assert launches(apply_rotary_emb_qkv_, qkv[:, :, 0], cos, sin, num_heads_q=2) == {"fusewise::rope_": 1}
+    assert launches(apply_rotary_emb_kv_, qkv[:, :, :2], cos, sin) == {"fusewise::rope_": 1}
+    y, g = apply_rotary_emb_qkv_(qkv.requires_grad_(), cos, sin), torch.randn_like(qkv)
+    assert launches(torch.autograd.grad, y, qkv, g) == {"fusewise::rope_out": 1, "aten::copy_": 1}  # the copy: v
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiles_to_one_graph(grad: bool) -> None:
+    torch._dynamo.reset()
+    cos, sin = table()
+
+    def function(x: Tensor, qkv: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        x, qkv, kv = x * 1, qkv * 1, kv * 1
+        y = apply_rotary_emb(x, cos, sin, inplace=True, seqlen_offsets=1)
+        return y, apply_rotary_emb(y, cos, sin), apply_rotary_emb_qkv_(qkv, cos, sin), apply_rotary_emb_kv_(kv, cos, sin), qkv
+
+    inputs = [randn(B, T, H, D), randn(B, T, 3, H, D), randn(B, T, 2, H, D)]
+    inputs = [x.requires_grad_(grad) for x in inputs]
+    eager = function(*inputs)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b)
+    if grad:
+        g = [torch.randn_like(y) for y in eager]
+        for a, b in zip(torch.autograd.grad(compiled, inputs, g), torch.autograd.grad(eager, inputs, g), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) -> None:
+    module = RotaryEmbedding(8, base=100.0, interleaved=interleaved, scale_base=scale_base, device=DEVICE)
+    assert module.state_dict() == {}
+    i, p = torch.arange(4, device=DEVICE).double(), torch.arange(T, device=DEVICE).double()
+    angles = p[:, None] * 100.0 ** (-2 * i / 8)
+    growth = torch.ones_like(angles)
+    if scale_base is not None:
+        growth = ((2 * i + 0.4 * 8) / (1.4 * 8)) ** ((p[:, None] - T // 2) / scale_base)
+    q_table = [(growth * f)[None, :, None] for f in (angles.cos(), angles.sin())]
+    k_table = [(f / growth)[None, :, None] for f in (angles.cos(), angles.sin())]
+
+    qkv = randn(B, T, 3, H, D)
+    q, k, v = qkv.clone().unbind(2)
+    expected = rotate(q, *q_table, interleaved=interleaved), rotate(k, *k_table, interleaved=interleaved)
+    y = module(qkv)
+    assert y is qkv
+    assert_rotated(y, torch.stack((*expected, v.double()), 2), angle_error=1e-6)
+
+    q_in, kv_in = q.clone(), torch.stack((k, v), 2)
+    q_out, kv_out = module(q_in, kv_in)
+    assert_rotated(q_out, expected[0], angle_error=1e-6)
+    assert_rotated(kv_out, torch.stack((expected[1], v.double()), 2), angle_error=1e-6)
+
+    if scale_base is None:  # XPos scales by distance from the middle of the table
+        shifted = module(torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=torch.tensor([1, 3], device=DEVICE), max_seqlen=T)
+        at = torch.tensor([[1, 2], [3, 4]], device=DEVICE)
+        assert_rotated(
+            shifted[:, :, 0],
+            rotate(q[:, :2], q_table[0][0, at.flatten(), 0].view(2, 2, 1, 4), q_table[1][0, at.flatten(), 0].view(2, 2, 1, 4), interleaved=interleaved),
+            angle_error=1e-6,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c, s: apply_rotary_emb_qkv_(randn(1, 2, 2, H, D), c, s), ValueError, "qkv must have shape (B, T, 3, H, D)"),
+        (lambda c, s: apply_rotary_emb_qkv_(randn(1, 2, H), c, s), ValueError, "qkv must have 4 or 5 dimensions"),
+        (lambda c, s: apply_rotary_emb_qkv_(randn(1, 2, H, D), c, s), ValueError, "num_heads_q must leave an even number"),
+        (
+            lambda c, s: apply_rotary_emb_qkv_(randn(1, 2, 8, D), c, s, num_heads_q=3),
+            ValueError, "num_heads_q must leave an even number of the 8 heads to k and v, got 3",
+        ),
+        (lambda c, s: apply_rotary_emb_kv_(randn(1, 2, 3, H, D), c, s), ValueError, "kv must have shape (B, T, 2, H, D)"),
+        (lambda c, s: apply_rotary_emb(randn(1, 2, H, D), c[None], s[None]), ValueError, "cos must have shape (R, rotary_dim"),
+        (lambda c, s: apply_rotary_emb(randn(1, 2, H, 8), c, s), ValueError, "rotary_dim must be even and from 2 to head_dim"),
+        (lambda c, s: apply_rotary_emb(randn(1, 99, H, D), c, s), ValueError, "the table must have a row for each"),
+        (lambda c, s: apply_rotary_emb(randn(1, 2, H, D).int(), c, s), TypeError, "q must have dtype"),
+        (lambda c, s: RotaryEmbedding(D)(randn(1, 2, 3, H, D), seqlen_offset=torch.zeros(1)), ValueError, "max_seqlen must be given"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        call(*table())
+    assert message in str(raised.value) and ", got " in str(raised.value) and "; " in str(raised.value)
