@@ -5,9 +5,6 @@ Shape legend: B batch, T tokens of a sequence, H heads, D head width, P rotated 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,7 +25,8 @@ class RopeProblem(Problem):
         self.upstream = self.inputs.gradients
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.rotate(fusewise.rope, tensors, impl="reference")
+        result = fusewise.rope(*tensors, **self.inputs.kwargs, impl="reference")
+        return (result,) if isinstance(result, Tensor) else tuple(result)
 
     def eager(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         cos, sin = self.duplicated(self.dtype)
@@ -44,14 +42,6 @@ class RopeProblem(Problem):
 
     def flops_min(self) -> int:
         return self.case.flops_min(self.task.pass_)
-
-    def rotate(self, function: Callable[..., Any], tensors: tuple[Tensor, ...], **arguments: Any) -> tuple[Tensor, ...]:
-        """`fusewise.rope` or `rope_` on the case: one call, or two where the heads of q and k differ in width."""
-        arguments = {**self.inputs.kwargs, **arguments}
-        if len(tensors) == 2 and tensors[0].shape[-1] == tensors[1].shape[-1]:
-            q, k = function(*tensors, **arguments)
-            return q, k
-        return tuple(function(x, **arguments) for x in tensors)
 
     def start(self, x: Tensor) -> int:
         """First rotated feature of `x`, counted from the front."""

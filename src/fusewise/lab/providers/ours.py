@@ -21,8 +21,6 @@ class _Fusewise(Provider):
         if self.in_place and problem.task.pass_ != "fwd":
             raise Unsupported("in place it would overwrite leaves that want a gradient")
         function = fusewise.rope_ if self.in_place else fusewise.rope
-        if len({x.shape[-1] for x in rope.tensors}) > 1:  # q and k in two calls
-            return Run(lambda *xs: rope.rotate(function, xs, impl=self.impl), in_place=self.in_place)
         arguments = {**rope.inputs.kwargs, "impl": self.impl}
         return Run(lambda *xs: function(*xs, **arguments), in_place=self.in_place)
 

@@ -18,6 +18,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8
 FEWEST_POINTS = 3
 
 
+@rc_context({"text.parse_math": False})  # a dollar in a device's name is a dollar
 def draw(record: Record, directory: Path) -> list[str]:
     """Write the plots of a record; returns their file names."""
     kinds: dict[tuple[str, str], list[Row]] = {}
@@ -101,6 +102,5 @@ def bars(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figure:
 
 
 def save(figure: Figure, directory: Path, name: str) -> str:
-    with rc_context({"text.parse_math": False}):  # a dollar in a device's name is a dollar
-        figure.savefig(directory / name, dpi=120, metadata={"Software": "fusewise"})
+    figure.savefig(directory / name, dpi=120, metadata={"Software": "fusewise"})
     return name
