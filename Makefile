@@ -1,0 +1,28 @@
+# Two commands: `make study` measures, `make test` tests. Each prepares the environment it needs.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: study test check format clean
+
+study: $(VENV)/ready
+	$(RUN) -m fusewise study rope --preset rope-quick
+
+test: $(VENV)/ready
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter
+	$(RUN) -m pytest -q -m "not interpreter"
+
+check: $(VENV)/ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/ready
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+$(VENV)/ready: scripts/environment.py $(wildcard requirements/*.txt) pyproject.toml
+	$(PYTHON) scripts/environment.py $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,85 @@
+"""Make the environment that `make study` and `make test` run in. Standard library only.
+
+On a machine whose Python already has a GPU build of torch >= 2.10, the new environment sees the packages of that Python
+and only what is missing is added (and where no package index answers, the study says what it cannot do). Elsewhere the
+pinned development set is installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+MINIMUM_TORCH = (2, 10)
+
+# Asked of the Python that runs this file, in a process of its own: importing torch is slow and may fail.
+PROBE = """
+import sysconfig, torch
+version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+gpu = torch.version.cuda is not None or torch.version.hip is not None
+print(sysconfig.get_path("purelib") if gpu and version >= {minimum} else "")
+"""
+
+
+def main() -> None:
+    if sys.version_info < (3, 10):
+        sys.exit(f"environment: Python must be 3.10 or newer, got {sys.version.split()[0]}; run make PYTHON=python3.11")
+    target = Path(sys.argv[1])
+    (target / "ready").unlink(missing_ok=True)
+    venv.EnvBuilder(with_pip=True, upgrade_deps=False).create(target)
+    python = str(target / "bin" / "python")
+    inherited = gpu_site_packages()
+    if inherited:
+        print(f"environment: using the packages of {inherited}", flush=True)
+        site_packages(python).joinpath("inherited.pth").write_text(f"{inherited}\n{ROOT / 'src'}\n")
+        missing = missing_requirements(python)
+        if missing and pip(python, "install", "--quiet", "--retries=1", "--timeout=10", *missing, check=False):
+            print(f"environment: could not install {', '.join(missing)}; what needs them will say so", flush=True)
+    else:
+        # In this order: a torch that names its own triton must not be forced to another.
+        pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / "torch.txt"))
+        if not has(python, "triton"):
+            pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / "triton.txt"))
+        for part in ("dev.txt", "check.txt"):
+            pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / part))
+        pip(python, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    (target / "ready").touch()
+
+
+def gpu_site_packages() -> str:
+    """Where the packages of this Python lie, if a GPU build of a recent torch is among them; else empty."""
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE.format(minimum=MINIMUM_TORCH)], capture_output=True, text=True, check=False
+    )
+    return probe.stdout.strip() if probe.returncode == 0 else ""
+
+
+def site_packages(python: str) -> Path:
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+
+
+def missing_requirements(python: str) -> list[str]:
+    """The pinned requirements of which no version is there; an inherited version is good enough."""
+    lines = (REQUIREMENTS / "dev.txt").read_text().splitlines()
+    names = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
+    return sorted(name for name in names if not has(python, name))
+
+
+def has(python: str, distribution: str) -> bool:
+    command = [python, "-c", f"import importlib.metadata as m; m.version({distribution!r})"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def pip(python: str, *arguments: str, check: bool = True) -> int:
+    return subprocess.run(
+        [python, "-m", "pip", "--disable-pip-version-check", *arguments], check=check
+    ).returncode
+
+
+if __name__ == "__main__":
+    main()

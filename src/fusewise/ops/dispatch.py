@@ -1,0 +1,69 @@
+"""Which implementation a call takes, and why not another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .rope import _op as _rope_op
+from .rope import rope, rope_
+
+# An operation's `_op` module lists its implementations in order of preference, tells why one is unavailable, and
+# chooses.
+_OPERATIONS: dict[Callable[..., Any], Any] = {rope: _rope_op, rope_: _rope_op}
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The answer of `explain_dispatch`: the implementation, why it is taken, and why each other is not."""
+
+    op: str
+    impl: str
+    reason: str
+    passed_over: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.impl}, {self.reason}"]
+        lines += [f"  not {impl}: {reason}" for impl, reason in self.passed_over.items()]
+        return "\n".join(lines)
+
+
+def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Dispatch:
+    """Tell which implementation `op(*args, impl=impl, **kwargs)` takes, without running it.
+
+    The device and dtype of the first tensor among the arguments decide.
+
+    Raises:
+        TypeError: if `op` is not a function of fusewise that takes `impl=`, or no argument is a tensor.
+
+    Example:
+        >>> print(fusewise.explain_dispatch(fusewise.rope, torch.randn(1, 4, 2, 64)))
+        rope: cpu, the first that serves float32 on cpu
+          not triton: ...
+    """
+    module = _OPERATIONS.get(op)
+    if module is None:
+        names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
+        raise TypeError(f"explain_dispatch: op must be one of {names}, got {op!r}; pass the function itself")
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if not tensors:
+        raise TypeError("explain_dispatch: args must hold a tensor, got none; pass the arguments of the call")
+    device_type, dtype = tensors[0].device.type, tensors[0].dtype
+    kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
+    reasons = {name: module.unavailable(name, device_type, dtype) for name in module.IMPLEMENTATIONS}
+    chosen = module.choose(device_type, dtype) if impl == "auto" else impl
+    if chosen not in reasons or reasons[chosen] is not None:
+        why = reasons.get(chosen, "it does not exist")
+        raise ValueError(f'{op.__name__}: impl must be able to serve {kind}, got {impl!r}: {why}; use impl="auto"')
+    order = list(module.IMPLEMENTATIONS)
+    passed_over = {
+        name: reason
+        or (f"{chosen} comes first" if order.index(name) > order.index(chosen) else f"it was not asked for; {chosen} was")
+        for name, reason in reasons.items()
+        if name != chosen
+    }
+    reason = f"the first that serves {kind}" if impl == "auto" else "as asked"
+    return Dispatch(op.__name__, chosen, reason, passed_over)
