@@ -76,9 +76,7 @@ def has(python: str, distribution: str) -> bool:
 
 
 def pip(python: str, *arguments: str, check: bool = True) -> int:
-    return subprocess.run(
-        [python, "-m", "pip", "--disable-pip-version-check", *arguments], check=check
-    ).returncode
+    return subprocess.run([python, "-m", "pip", "--disable-pip-version-check", *arguments], check=check).returncode
 
 
 if __name__ == "__main__":

@@ -61,7 +61,11 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     order = list(module.IMPLEMENTATIONS)
     passed_over = {
         name: reason
-        or (f"{chosen} comes first" if order.index(name) > order.index(chosen) else f"it was not asked for; {chosen} was")
+        or (
+            f"{chosen} comes first"
+            if order.index(name) > order.index(chosen)
+            else f"it was not asked for; {chosen} was"
+        )
         for name, reason in reasons.items()
         if name != chosen
     }

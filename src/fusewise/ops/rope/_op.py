@@ -50,7 +50,8 @@ IMPLEMENTATIONS = ("triton", "cpu", "reference")
 @functools.cache
 def launcher(impl: str) -> Launcher:
     """The launcher of an implementation, imported when it is first needed."""
-    module = importlib.import_module(f"fusewise.ops.rope._{impl}" if impl != "reference" else "fusewise.ops.rope.reference")
+    name = "reference" if impl == "reference" else f"_{impl}"
+    module = importlib.import_module(f"fusewise.ops.rope.{name}")
     launch: Launcher = module.launch
     return launch
 
@@ -180,7 +181,7 @@ def _vmap_functional(op: Any, count: int) -> Callable[..., Any]:
     every head. A mapped table or position tensor has no such fold; those run a call an entry."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        strides = [[]] * count
+        strides: list[list[int]] = [[]] * count
         call = args[: len(args) - count]
         if any(dim is not None for dim in in_dims[count:]):
             results = [
@@ -272,17 +273,19 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
 
 
 def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *_: Any) -> Any:
-    q_tangent, k_tangent = _rotate(
-        _unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides
-    )
+    q_tangent, k_tangent = _rotate(_unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
     return (q_tangent, k_tangent) if all(ctx.present) else q_tangent if ctx.present[0] else k_tangent
 
 
-class _Rope(torch.autograd.Function):
+# The type stubs leave `apply` untyped.
+_Function: Any = torch.autograd.Function
+
+
+class _Rope(_Function):
     """y = R x, dx = Rᵀ dy; nothing of x is saved. The plain form: a third of the host cost of the one below."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, *call, q_strides, k_strides = inputs
         out = _forward(q, k, tuple(call), q_strides, k_strides)
         _save(ctx, inputs, out if isinstance(out, tuple) else (out,))
@@ -293,14 +296,14 @@ class _Rope(torch.autograd.Function):
         return *_backward(ctx, *dys), None, None
 
 
-class _RopeTransformable(torch.autograd.Function):
+class _RopeTransformable(_Function):
     """The same for forward mode and torch.func transforms, which need `jvp` (not traced by torch.compile) and
     `setup_context`."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:  # type: ignore[override]
+    def forward(*inputs: Any) -> Any:
         q, k, *call = inputs
         return _forward(q, k, tuple(call), [], [])
 
@@ -313,11 +316,11 @@ class _RopeTransformable(torch.autograd.Function):
     jvp = staticmethod(_jvp)
 
 
-class _RopeInPlace(torch.autograd.Function):
+class _RopeInPlace(_Function):
     """In place, marked dirty; the gradient that comes in is never written to."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, *call = inputs
         if k is None:
             _op_rope_(q, *call)

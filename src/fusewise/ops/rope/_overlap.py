@@ -22,7 +22,9 @@ def overlaps(x: Tensor, y: Tensor) -> bool:
     steps = [(size * stride, n) for stride, n in zip(x.stride(), x.shape, strict=True)]
     steps += [(-y.element_size() * stride, n) for stride, n in zip(y.stride(), y.shape, strict=True)]
     distance = y.data_ptr() - x.data_ptr()
-    return _reaches(distance, [(abs(s), (n - 1) if s > 0 else 0, 0 if s > 0 else (n - 1)) for s, n in steps if s and n > 1])
+    return _reaches(
+        distance, [(abs(s), (n - 1) if s > 0 else 0, 0 if s > 0 else (n - 1)) for s, n in steps if s and n > 1]
+    )
 
 
 def overlaps_itself(x: Tensor) -> bool:

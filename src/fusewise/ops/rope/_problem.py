@@ -14,7 +14,6 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
@@ -65,7 +64,7 @@ class Spec:
         values: dict[str, object] = {}
         for word in text.split():
             name, value = word.split("=", 1)
-            values[name] = _PARSE[name](value)
+            values[name] = _parse(getattr(Spec, name), value)
         return Spec(**values)  # type: ignore[arg-type]
 
     @property
@@ -78,16 +77,15 @@ class Spec:
 
 
 _FIELDS = dataclasses.fields(Spec)
-_PARSE = {
-    field.name: (
-        (lambda s: s == "True")
-        if isinstance(field.default, bool)
-        else (lambda s: tuple(map(int, s.split(","))))
-        if field.name == "sections"
-        else type(field.default)
-    )
-    for field in _FIELDS
-}
+
+
+def _parse(default: object, text: str) -> object:
+    """A field's value from its text; the default tells the type (the one without a default value is the sections)."""
+    if isinstance(default, bool):
+        return text == "True"
+    if isinstance(default, (int, float, str)):
+        return type(default)(text)
+    return tuple(map(int, text.split(",")))
 
 
 def transposed_spec(text: str) -> str:
@@ -190,9 +188,7 @@ class Problem:
         return Problem(
             spec=spec,
             operands=tuple(
-                Operand(
-                    x, y, x.shape[h_dim], x.shape[-1], spec.rotary_start % x.shape[-1], strides(x), strides(y)
-                )
+                Operand(x, y, x.shape[h_dim], x.shape[-1], spec.rotary_start % x.shape[-1], strides(x), strides(y))
                 for x, y in zip(xs, ys, strict=True)
             ),
             batch=1 if b_dim is None else q.shape[b_dim],

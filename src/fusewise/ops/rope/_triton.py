@@ -207,7 +207,9 @@ def launch(
     device = q.get_device()
     # Vector loads are compiled for pointers that are multiples of 16; the rare others take the long way.
     if (q_ptr | k_ptr | q_out_ptr | k_out_ptr | cos_ptr) & 15 or not _direct():
-        return _launch_unbound(Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec)))
+        problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+        _launch_unbound(problem)
+        return
     key = (
         spec, device, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
         q_ptr == q_out_ptr, cos.dtype, cos.shape, cos.stride(),
@@ -225,7 +227,7 @@ def launch(
                 _PLANS.clear()
             grid, bound = arguments(problem, _processors(device))
             _PLANS[key] = compiled[(grid, 1, 1)], tuple(bound.values())[10:], problem.sin.data_ptr() - cos_ptr
-        return None
+        return
     run, bound_arguments, sin_distance = plan
     pointers = (
         q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, cos_ptr + sin_distance if sin is None else sin.data_ptr(),

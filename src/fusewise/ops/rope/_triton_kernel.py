@@ -67,7 +67,9 @@ def _table_rows(
             else:
                 axis = (offs_p >= SECTION_T).to(tl.int32) + (offs_p >= SECTION_T + SECTION_H).to(tl.int32)
             pair_mask = offs_p < SECTION_T + SECTION_H + SECTION_W
-            rows = tl.load(positions_ptr + index + (axis * stride_pos_a)[None, :], mask[:, None] & pair_mask[None, :], 0)
+            rows = tl.load(
+                positions_ptr + index + (axis * stride_pos_a)[None, :], mask[:, None] & pair_mask[None, :], 0
+            )
     elif SOURCE == "running":
         row = token
         if CP_SIZE > 1:

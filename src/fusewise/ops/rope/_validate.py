@@ -138,11 +138,19 @@ def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: b
             fail(op, name, "be a strided tensor", x.layout, f"call {name}.to_dense()", TypeError)
         if x.dim() != rank:
             fail(
-                op, name, f"have {rank} dimensions in layout {layout}", f"shape {_shape(x)}", "reshape it or name its layout"
+                op,
+                name,
+                f"have {rank} dimensions in layout {layout}",
+                f"shape {_shape(x)}",
+                "reshape it or name its layout",
             )
         if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
             fail(
-                op, name, "have a contiguous last dimension (stride 1)", f"strides {x.stride()}", f"call {name}.contiguous()"
+                op,
+                name,
+                "have a contiguous last dimension (stride 1)",
+                f"strides {x.stride()}",
+                f"call {name}.contiguous()",
             )
     for name, x in (("q", q), ("k", k)):
         if x is not None and (x.shape[-1] % 2 or not 2 <= x.shape[-1] <= MAX_HEAD_DIM):
@@ -152,9 +160,15 @@ def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: b
             )  # fmt: skip
     if k is None:
         return
-    b_dim, t_dim, h_dim = layout_dims(layout)
+    _, t_dim, h_dim = layout_dims(layout)
     if k.shape[-1] != q.shape[-1] and not partial:
-        fail(op, "k", f"have the head_dim of q, {q.shape[-1]}", k.shape[-1], "pass rotary_dim where heads differ in width")
+        fail(
+            op,
+            "k",
+            f"have the head_dim of q, {q.shape[-1]}",
+            k.shape[-1],
+            "pass rotary_dim where heads differ in width",
+        )
     for dim in range(rank - 1):
         if dim != h_dim and k.shape[dim] != q.shape[dim]:
             what = "tokens" if dim == t_dim else "batch entries"
@@ -199,7 +213,9 @@ def _check_index_tensor(op: str, name: str, value: Any, q: Tensor) -> None:
         fail(op, name, f"be on the device of q, {q.device}", value.device, f"call {name}.to({str(q.device)!r})")
 
 
-def _check_sections(op: str, sections: Any, interleaved: Any, pairs: int, positions: Any) -> tuple[int, int, int] | None:
+def _check_sections(
+    op: str, sections: Any, interleaved: Any, pairs: int, positions: Any
+) -> tuple[int, int, int] | None:
     if sections is None:
         if interleaved:
             fail(op, "sections_interleaved", "come with sections", "sections=None", "pass sections=(t, h, w)")
@@ -223,7 +239,13 @@ def _check_context_parallel(op: str, value: Any, tokens: int, cu_seqlens: Any) -
     if not ok or not 0 <= value[0] < value[1]:
         fail(op, "context_parallel", "be (rank, size) with 0 <= rank < size", repr(value), "pass e.g. (0, 2)")
     if value[1] > 1 and cu_seqlens is None and tokens % 2:
-        fail(op, "context_parallel", "cut every rank's tokens into two equal chunks", f"{tokens} tokens", "pad to an even number")
+        fail(
+            op,
+            "context_parallel",
+            "cut every rank's tokens into two equal chunks",
+            f"{tokens} tokens",
+            "pad to an even number",
+        )
     return int(value[0]), int(value[1])
 
 
@@ -232,9 +254,19 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
     if positions is not None:
         _check_index_tensor(op, "positions", positions, q)
         for name in ("cu_seqlens", "context_parallel", "offset"):
-            given = a[name] is not None if name != "offset" else not (_is_int(a["offset"]) and a["offset"] == 0) or offsets is not None
+            given = (
+                a[name] is not None
+                if name != "offset"
+                else not (_is_int(a["offset"]) and a["offset"] == 0) or offsets is not None
+            )
             if given:
-                fail(op, "positions", f"be None when {name} is given", _shape(positions), f"add {name} to the positions yourself")
+                fail(
+                    op,
+                    "positions",
+                    f"be None when {name} is given",
+                    _shape(positions),
+                    f"add {name} to the positions yourself",
+                )
         axes = () if a["sections"] is None else (3,)
         shape = _shape(positions)
         allowed = [(*axes, tokens), (*axes, batch, tokens), (*axes, 1, tokens)]
@@ -249,12 +281,24 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
         if a["layout"] != "thd":
             fail(op, "cu_seqlens", "come with layout thd", f"layout {a['layout']}", "pack the tokens as (tokens, H, D)")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            fail(op, "cu_seqlens", "have shape (sequences + 1,)", _shape(cu_seqlens), "pass [0, len_0, len_0 + len_1, ...]")
+            fail(
+                op,
+                "cu_seqlens",
+                "have shape (sequences + 1,)",
+                _shape(cu_seqlens),
+                "pass [0, len_0, len_0 + len_1, ...]",
+            )
         sequences = cu_seqlens.shape[0] - 1
     if offsets is not None:
         _check_index_tensor(op, "offset", offsets, q)
         if _shape(offsets) != (sequences,):
-            fail(op, "offset", f"be an int or have shape ({sequences},), one a sequence", _shape(offsets), "pass one offset a sequence")
+            fail(
+                op,
+                "offset",
+                f"be an int or have shape ({sequences},), one a sequence",
+                _shape(offsets),
+                "pass one offset a sequence",
+            )
     elif not _is_int(a["offset"]):
         fail(op, "offset", "be an int or an integer tensor", repr(a["offset"]), "pass the first position", TypeError)
     elif a["offset"] < 0 and a["inv_freq"] is None:
@@ -278,13 +322,33 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         if not isinstance(table, Tensor):
             fail(op, name, "be a torch.Tensor", type(table).__name__, f"pass a tensor for {name}", TypeError)
         if table.dtype not in FLOATS:
-            fail(op, name, "have dtype float32, bfloat16, float16 or float64", _dtype(table), f"call {name}.float()", TypeError)
+            fail(
+                op,
+                name,
+                "have dtype float32, bfloat16, float16 or float64",
+                _dtype(table),
+                f"call {name}.float()",
+                TypeError,
+            )
         if table.dtype == torch.float64 and q.dtype != torch.float64:
-            fail(op, name, "have dtype float32, bfloat16 or float16 for such a q", "float64", f"call {name}.float()", TypeError)
+            fail(
+                op,
+                name,
+                "have dtype float32, bfloat16 or float16 for such a q",
+                "float64",
+                f"call {name}.float()",
+                TypeError,
+            )
         if table.device != q.device:
             fail(op, name, f"be on the device of q, {q.device}", table.device, f"call {name}.to({str(q.device)!r})")
         if table.requires_grad:
-            fail(op, name, "not require grad: no gradient of the table is computed", "requires_grad=True", f"call {name}.detach()")
+            fail(
+                op,
+                name,
+                "not require grad: no gradient of the table is computed",
+                "requires_grad=True",
+                f"call {name}.detach()",
+            )
     name = given[0]
     table = a[name]
     if name == "inv_freq":
@@ -292,7 +356,11 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
             fail(op, name, f"have shape (P,) = ({pairs},)", _shape(table), "pass one frequency a rotated pair")
         return "inv_freq", False, None
     widths = {"cos": (pairs, 2 * pairs), "angles": (pairs, 2 * pairs), "cos_sin": (2 * pairs,)}[name]
-    if table.dim() not in (2, 3) or table.shape[-1] not in widths or (table.dim() == 3 and table.shape[0] not in (1, batch)):
+    if (
+        table.dim() not in (2, 3)
+        or table.shape[-1] not in widths
+        or (table.dim() == 3 and table.shape[0] not in (1, batch))
+    ):
         form = {
             "cos_sin": f"(T, 2P) or (1 | B, T, 2P), 2P = {2 * pairs}, B = {batch}",
         }.get(name, f"(T, P) or (1 | B, T, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}")  # fmt: skip
@@ -305,7 +373,14 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         if _shape(sin) != _shape(table):
             fail(op, "sin", f"have the shape of cos, {_shape(table)}", _shape(sin), "build both tables the same way")
         if sin.dtype != table.dtype:
-            fail(op, "sin", f"have the dtype of cos, {_dtype(table)}", _dtype(sin), f"call sin.to(torch.{_dtype(table)})", TypeError)
+            fail(
+                op,
+                "sin",
+                f"have the dtype of cos, {_dtype(table)}",
+                _dtype(sin),
+                f"call sin.to(torch.{_dtype(table)})",
+                TypeError,
+            )
         if sin.stride() != table.stride():
             fail(op, "sin", f"have the strides of cos, {table.stride()}", sin.stride(), "call .contiguous() on both")
     kind = {"cos": "cos_sin", "cos_sin": "fused", "angles": "angles"}[name]
@@ -343,16 +418,48 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
     """Check `out=` against the tensors it receives the rotation of; returns a tuple of as many tensors."""
     outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
-        fail(op, "out", f"be {len(xs)} tensor(s)", repr(type(out).__name__), "pass a tensor, or (q_out, k_out) with a k", TypeError)
+        fail(
+            op,
+            "out",
+            f"be {len(xs)} tensor(s)",
+            repr(type(out).__name__),
+            "pass a tensor, or (q_out, k_out) with a k",
+            TypeError,
+        )
     for name, x, y in zip(("q", "k"), xs, outs, strict=False):
         if y.shape != x.shape:
-            fail(op, f"out for {name}", f"have the shape of {name}, {_shape(x)}", _shape(y), f"use torch.empty_like({name})")
+            fail(
+                op,
+                f"out for {name}",
+                f"have the shape of {name}, {_shape(x)}",
+                _shape(y),
+                f"use torch.empty_like({name})",
+            )
         if y.dtype != x.dtype:
-            fail(op, f"out for {name}", f"have the dtype of {name}, {_dtype(x)}", _dtype(y), f"use torch.empty_like({name})", TypeError)
+            fail(
+                op,
+                f"out for {name}",
+                f"have the dtype of {name}, {_dtype(x)}",
+                _dtype(y),
+                f"use torch.empty_like({name})",
+                TypeError,
+            )
         if y.device != x.device:
-            fail(op, f"out for {name}", f"be on the device of {name}, {x.device}", y.device, f"use torch.empty_like({name})")
+            fail(
+                op,
+                f"out for {name}",
+                f"be on the device of {name}, {x.device}",
+                y.device,
+                f"use torch.empty_like({name})",
+            )
         if y.shape[-1] != 1 and y.stride(-1) != 1 and y.numel() > 0:
-            fail(op, f"out for {name}", "have a contiguous last dimension (stride 1)", y.stride(), f"use torch.empty_like({name})")
+            fail(
+                op,
+                f"out for {name}",
+                "have a contiguous last dimension (stride 1)",
+                y.stride(),
+                f"use torch.empty_like({name})",
+            )
         if y.requires_grad:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
     check_written(op, outs, tuple(f"out for {name}" for name in ("q", "k")))
@@ -367,6 +474,12 @@ def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q"
     """Tensors that are written to must not share memory with each other or with themselves."""
     for name, y in zip(names, ys, strict=False):
         if overlaps_itself(y):
-            fail(op, name, "not have elements that share memory, being written to", f"strides {y.stride()}", f"call {name}.contiguous()")
+            fail(
+                op,
+                name,
+                "not have elements that share memory, being written to",
+                f"strides {y.stride()}",
+                f"call {name}.contiguous()",
+            )
     if len(ys) == 2 and overlaps(*ys):
         fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")

@@ -11,6 +11,7 @@ from . import _op
 from ._problem import Layout, Pairing
 from ._validate import check_out, check_written, fail, validated
 
+
 def rope(
     q: Tensor,
     k: Tensor | None = None,
@@ -101,7 +102,13 @@ def rope(
     if out is None:
         return _op.rotate(q, k, call)
     if _op.needs_autograd(q, k):
-        fail("rope", "out", "be None where a gradient is wanted", "out=", "call rope without out= or under torch.no_grad()")
+        fail(
+            "rope",
+            "out",
+            "be None where a gradient is wanted",
+            "out=",
+            "call rope without out= or under torch.no_grad()",
+        )
     outs = check_out("rope", (q,) if k is None else (q, k), out)
     _op.rotate_into(q, k, call, outs)
     return outs[0] if k is None else outs
@@ -147,7 +154,14 @@ def rope_(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         if _op.needs_autograd(q, k):
-            fail("rope_", "q and k", "not require grad under torch.compile", "requires_grad=True", "use rope", RuntimeError)
+            fail(
+                "rope_",
+                "q and k",
+                "not require grad under torch.compile",
+                "requires_grad=True",
+                "use rope",
+                RuntimeError,
+            )
     else:
         tensors = (q,) if k is None else (q, k)
         if torch.is_grad_enabled():
