@@ -1,0 +1,252 @@
+"""Native code compiled on first use with the user's compiler, and the cache that keeps it.
+
+    library = build.library("rope", [path / "rope.cpp"], build.cxx(), build.NATIVE_FLAGS)   -> ctypes.CDLL
+
+An entry is named by everything it depends on: source text, compiler and its version, flags, platform, and the features
+of this CPU where the code is made for it, since a home directory may be shared by unlike machines. It is a folder with
+the library and its SHA-256, made complete beside its place and renamed into it, so that a process killed at any moment
+leaves no half entry; a library that does not have its recorded digest is built again. Processes that want the same entry
+at once wait for one to build it.
+
+Loading a library runs it, so what others could have written is refused: the cache folder must belong to the user and be
+writable by nobody else. A failed build is remembered for the life of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT_S = 600
+ERROR_LINES = 12
+
+#: C++ for this CPU alone. Arithmetic stays IEEE: no reassociation, no flushing, infinities and NaN as they are; but fused
+#: multiply-add is allowed, and neither errno nor the floating-point exception flags are kept.
+NATIVE_FLAGS: tuple[str, ...] = (
+    "-std=c++17", "-O3", "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
+    "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
+)  # fmt: skip
+
+
+class BuildError(RuntimeError):
+    """Native code cannot be built or loaded here; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler command that makes a shared library from sources: `command flags sources -o library`."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+@functools.cache
+def compiler(variable: str, *names: str) -> Compiler:
+    """The compiler that the environment variable names (words as in a shell), or the first of `names` on the PATH."""
+    candidates = [shlex.split(os.environ[variable])] if os.environ.get(variable, "").strip() else [[name] for name in names]
+    for words in candidates:
+        path = shutil.which(words[0])
+        if path is None:
+            continue
+        command = (path, *words[1:])
+        try:
+            result = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}; set {variable}") from error
+        if result.returncode != 0:
+            raise BuildError(f"the compiler {shlex.join(command)} does not run:\n{_tail(result.stderr)}\nset {variable}")
+        return Compiler(command, result.stdout)
+    wanted = f"{variable}={candidates[0][0]}" if candidates[0] != [names[0]] else ", ".join(names)
+    raise BuildError(f"no compiler found on the PATH ({wanted}); install one or set {variable}")
+
+
+def cxx() -> Compiler:
+    """The user's C++ compiler."""
+    return compiler("CXX", "c++", "g++", "clang++")
+
+
+def nvcc() -> Compiler:
+    """The user's CUDA compiler."""
+    return compiler("NVCC", "nvcc")
+
+
+_LOADED: dict[str, ctypes.CDLL | BuildError] = {}
+_LOCK = threading.Lock()
+
+
+def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> ctypes.CDLL:
+    """The shared library of `sources` (headers among them are part of the key, not of the command), built if need be.
+
+    Raises:
+        BuildError: the cache folder is not safe, or the compiler fails; also at every later call in this process.
+    """
+    try:
+        key = _key(sources, compiler, flags)
+    except OSError as error:
+        raise BuildError(f"what the library of {name} is made from cannot be read: {error}") from error
+    with _LOCK:
+        if key not in _LOADED:
+            try:
+                _LOADED[key] = ctypes.CDLL(str(_entry(name, key, sources, compiler, flags)))
+            except BuildError as error:
+                _LOADED[key] = error
+            except OSError as error:
+                _LOADED[key] = BuildError(f"the library of {name} cannot be loaded or kept: {error}")
+        loaded = _LOADED[key]
+    if isinstance(loaded, BuildError):
+        raise BuildError(*loaded.args)
+    return loaded
+
+
+def cache_folder() -> Path:
+    """Where native code is kept: $FUSEWISE_CACHE_DIR, or `fusewise` in the user's cache folder."""
+    chosen = os.environ.get("FUSEWISE_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser().absolute() / "native"
+    home = Path("~").expanduser()
+    caches = home / "Library" / "Caches" if sys.platform == "darwin" else Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return caches.absolute() / "fusewise" / "native"
+
+
+def _key(sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> str:
+    parts = [
+        repr([(source.name, source.read_bytes()) for source in sources]), repr(compiler), repr(tuple(flags)), sys.platform, platform.machine(),
+        repr(platform.libc_ver()), _cpu_features() if any(flag.endswith("=native") for flag in flags) else "",
+    ]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _cpu_features() -> str:
+    """What tells CPUs apart for which `=native` gives different code."""
+    if sys.platform == "darwin":
+        names = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+        return subprocess.run(["/usr/sbin/sysctl", "-i", *names], capture_output=True, text=True, timeout=60).stdout
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    words = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in words)
+
+
+def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> Path:
+    """The verified library of an entry, built or built anew if it is not there."""
+    folder = cache_folder()
+    _private(folder)
+    entry = folder / f"{name}-{key}"
+    path = entry / "library.so"
+    if _intact(entry):
+        return path
+    with _locked(folder / f"{name}-{key}.lock"):
+        if not _intact(entry):
+            for left in folder.glob(f"{name}-{key}.*.tmp"):  # of builds that were killed
+                shutil.rmtree(left, ignore_errors=True)
+            _build(name, entry, sources, compiler, flags)
+    if not _intact(entry):
+        raise BuildError(f"the library of {name} in {entry} changed while it was built; set FUSEWISE_CACHE_DIR elsewhere")
+    return path
+
+
+def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> None:
+    work = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+    try:
+        path = work / "library.so"
+        inputs = [str(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
+        command = [*compiler.command, *flags, *inputs, "-o", str(path)]
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env={**os.environ, "LC_ALL": "C"}
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"building {name} failed: {error}") from error
+        if result.returncode != 0 or not path.is_file():
+            output = _tail(result.stderr or result.stdout)
+            raise BuildError(f"building {name} failed: {shlex.join(command)} exited with {result.returncode}:\n{output}")
+        path.chmod(0o700)  # whatever the umask
+        _sync(path)
+        digest = work / "sha256"
+        digest.write_text(_digest(path))
+        digest.chmod(0o600)
+        _sync(digest)
+        if entry.exists():  # damaged: out of the way, since a folder cannot replace one that is not empty
+            os.replace(entry, tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+        os.replace(work, entry)
+        _sync(entry.parent)
+    finally:
+        for left in entry.parent.glob(f"{entry.name}.*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _intact(entry: Path) -> bool:
+    """Whether an entry is there and whole. One that others could have written is not replaced but refused."""
+    path, digest = entry / "library.so", entry / "sha256"
+    try:
+        for part in (entry, path, digest):
+            _check_private(part, part.lstat())
+        return digest.read_text() == _digest(path)
+    except FileNotFoundError:
+        return False
+
+
+def _private(folder: Path) -> None:
+    """Create the cache folder, and check that only the user writes to it, whatever its state."""
+    try:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for part in (folder.parent, folder):
+            part.mkdir(mode=0o700, exist_ok=True)
+            _check_private(part, part.stat())
+        for part in folder.resolve().parents:
+            status = part.stat()
+            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+                raise BuildError(f"{part}, which holds the cache folder, is writable by everybody; set FUSEWISE_CACHE_DIR")
+    except OSError as error:
+        raise BuildError(f"the cache folder {folder} cannot be used: {error}; set FUSEWISE_CACHE_DIR") from error
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise BuildError(f"{path} in the cache folder is a symbolic link; remove it")
+    if status.st_uid != os.getuid():
+        raise BuildError(f"{path} belongs to user {status.st_uid}, not to user {os.getuid()}; set FUSEWISE_CACHE_DIR")
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        raise BuildError(f"{path} is writable by others (mode {mode:o}); chmod go-w it if you trust it, or remove it")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file, which the system releases should the process die. Without locks (some network file systems)
+    processes may build the same entry twice; the last one stays."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tail(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-ERROR_LINES:])

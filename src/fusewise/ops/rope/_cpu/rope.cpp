@@ -1,0 +1,470 @@
+// RoPE on a CPU: q and k in one call, forward and backward (the transposed rotation).
+//
+//     (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
+//
+// Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs; a block is up to BLOCK tokens of one
+// batch entry. Threads take runs of blocks. For each block cos θ and sin θ are computed or converted once, float32 in
+// the first-level cache, and used for all heads of q and k; where they are the same for every batch entry, entries come
+// in turn so that they serve those too. x is read once, y written once, arithmetic in float32, one rounding. The loops
+// over pairs are plain; the compiler makes vectors of them. Every result depends on its token alone, not on the number
+// of threads or on how tokens fall into blocks, so it is bitwise reproducible.
+//
+// No torch header and no OpenMP pragma: it compiles in seconds, and threads come from the runtime torch has loaded,
+// whose `GOMP_parallel` is handed in, or are started here.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace {
+
+constexpr int64_t MAX_HEAD_DIM = 512, MAX_PAIRS = MAX_HEAD_DIM / 2;
+constexpr int64_t BLOCK = 32;                // tokens
+constexpr int64_t TABLE_FLOATS = 4096;       // of a block's cos or sin: 16 KiB
+constexpr int64_t RUN_BYTES = 256 << 10;     // of x that a thread takes at a time
+constexpr int64_t THREAD_BYTES = 128 << 10;  // of x for which another thread is worth waking
+
+enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
+enum Table : int64_t { COS_SIN, ANGLES, INV_FREQ };
+
+}  // namespace
+
+// What a call signature fixes; the order is that of `_PLAN` in __init__.py. Strides in elements, flags 0 or 1.
+struct Plan {
+  int64_t operands, batch, tokens, head_dim, pairs, start;
+  int64_t heads[2];
+  int64_t x_strides[2][3], y_strides[2][3];  // batch, token, head
+  int64_t kind, table_kind;                  // Kind of x and y, Kind of the table
+  int64_t interleaved_in, interleaved_out, inverse, in_place;
+  int64_t table, table_strides[3], rows;  // batch, row, pair
+  int64_t position_strides[3];            // axis, batch, token
+  int64_t wide_positions, wide_offsets, wide_bounds;  // int64 rather than int32
+  int64_t sequences;                                  // bounds has one entry more
+  int64_t has_sections, sections[3], sections_interleaved, cp_rank, cp_size;
+  double scale;
+};
+
+// What changes from call to call. Absent tensors are null.
+struct Call {
+  const void* x[2];
+  void* y[2];
+  const void *cos, *sin, *positions, *offsets, *bounds;
+  int64_t offset, threads;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
+};
+
+namespace {
+
+// --- Elements -------------------------------------------------------------------------------------------------------
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline uint32_t bits_of(float x) { return bit_cast<uint32_t>(x); }
+inline float float_of(uint32_t bits) { return bit_cast<float>(bits); }
+
+// The low 16 bits of `bits` as a float, and a float as 16 bits, rounded to nearest even; written without branches, on
+// 32-bit lanes, so that any instruction set vectorises them.
+inline float widen(Bf16, uint32_t bits) { return float_of(bits << 16); }
+
+inline uint32_t narrow(Bf16, float x) {
+  const uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+}
+
+inline float widen(Fp16, uint32_t bits) {
+  const uint32_t magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+  const float normal = float_of(magnitude + (112u << 23)), infinite = float_of(magnitude + (224u << 23));
+  const float subnormal = float_of(magnitude + (113u << 23)) - float_of(113u << 23);
+  const float value = exponent == 0x0f800000 ? infinite : exponent == 0 ? subnormal : normal;
+  return float_of(bits_of(value) | (bits & 0x8000) << 16);
+}
+
+inline uint32_t narrow(Fp16, float x) {
+  const uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7fffffff;
+  const uint32_t normal = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
+  const uint32_t subnormal = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);  // an ulp of 0.5 is fp16's smallest number
+  const uint32_t finite = bits < 0x38800000 ? subnormal : normal;
+  const uint32_t beyond = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return sign | (bits >= 0x47800000 ? beyond : finite);
+}
+
+inline float load(const float* x, int64_t i) { return x[i]; }
+inline void store(float* y, int64_t i, float value) { y[i] = value; }
+
+template <class T>
+inline float load(const T* x, int64_t i) {
+  return widen(T{}, x[i].bits);
+}
+
+template <class T>
+inline void store(T* y, int64_t i, float value) {
+  y[i].bits = static_cast<uint16_t>(narrow(T{}, value));
+}
+
+// Pair i of interleaved features. Two 16-bit elements are one 32-bit lane, so nothing is shuffled.
+inline void load_pair(const float* x, int64_t i, float& a, float& b) {
+  a = x[2 * i];
+  b = x[2 * i + 1];
+}
+
+inline void store_pair(float* y, int64_t i, float a, float b) {
+  y[2 * i] = a;
+  y[2 * i + 1] = b;
+}
+
+template <class T>
+inline void load_pair(const T* x, int64_t i, float& a, float& b) {
+  uint32_t both;
+  std::memcpy(&both, x + 2 * i, sizeof both);
+  a = widen(T{}, both & 0xffff);
+  b = widen(T{}, both >> 16);
+}
+
+template <class T>
+inline void store_pair(T* y, int64_t i, float a, float b) {
+  const uint32_t both = narrow(T{}, a) | narrow(T{}, b) << 16;
+  std::memcpy(y + 2 * i, &both, sizeof both);
+}
+
+// --- One head -------------------------------------------------------------------------------------------------------
+
+// Rotate P pairs of x into y: apart, or the same where the pairing is. No pair touches what another reads.
+template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
+inline void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t pairs) {
+  INDEPENDENT
+  for (int64_t i = 0; i < pairs; ++i) {
+    float a, b;
+    if (INTERLEAVED_IN) {
+      load_pair(x, i, a, b);
+    } else {
+      a = load(x, i);
+      b = load(x, pairs + i);
+    }
+    const float y_a = a * cos[i] - b * sin[i], y_b = b * cos[i] + a * sin[i];
+    if (INTERLEAVED_OUT) {
+      store_pair(y, i, y_a, y_b);
+    } else {
+      store(y, i, y_a);
+      store(y, pairs + i, y_b);
+    }
+  }
+}
+
+// Copy past the cache. What a large output evicts is worth more than the output, and no line is read before it is
+// written, which saves a third of the traffic.
+inline void stream(void* to, const void* from, int64_t bytes) {
+  auto* y = static_cast<char*>(to);
+  auto* x = static_cast<const char*>(from);
+#if defined(__SSE2__)
+  const int64_t head = std::min<int64_t>(-reinterpret_cast<intptr_t>(y) & 15, bytes);
+  std::memcpy(y, x, head);
+  int64_t i = head;
+#if defined(__AVX__)
+  if (i + 16 <= bytes && (reinterpret_cast<intptr_t>(y + i) & 16)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(y + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
+    i += 16;
+  }
+  for (; i + 32 <= bytes; i += 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(y + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)));
+#endif
+  for (; i + 16 <= bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(y + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
+  std::memcpy(y + i, x + i, bytes - i);
+#else
+  std::memcpy(y, x, bytes);
+#endif
+}
+
+inline void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// `count` heads a stride apart, each with its own row of cos and sin or all with the same (table_step 0).
+struct Heads {
+  const void* x;
+  void* y;
+  int64_t x_step, y_step, table_step, count;
+  const float *cos, *sin;
+};
+
+template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
+void rotate_heads(const Plan& plan, const Heads& heads, bool streamed) {
+  const int64_t start = plan.start, rest = start + 2 * plan.pairs;
+  // A head that is rewritten in another order is read whole before it is written.
+  const bool staged = streamed || (plan.in_place && INTERLEAVED_IN != INTERLEAVED_OUT);
+  alignas(64) T stage[MAX_HEAD_DIM];
+  for (int64_t h = 0; h < heads.count; ++h) {
+    const T* x = static_cast<const T*>(heads.x) + h * heads.x_step;
+    T* y = static_cast<T*>(heads.y) + h * heads.y_step;
+    T* to = staged ? stage : y;
+    const float *cos = heads.cos + h * heads.table_step, *sin = heads.sin + h * heads.table_step;
+    rotate<T, INTERLEAVED_IN, INTERLEAVED_OUT>(x + start, to + start, cos, sin, plan.pairs);
+    if (!plan.in_place) {
+      if (start > 0) std::memcpy(to, x, start * sizeof(T));
+      if (rest < plan.head_dim) std::memcpy(to + rest, x + rest, (plan.head_dim - rest) * sizeof(T));
+    }
+    if (streamed)
+      stream(y, stage, plan.head_dim * sizeof(T));
+    else if (staged)
+      std::memcpy(y + start, stage + start, (rest - start) * sizeof(T));
+  }
+}
+
+using RotateHeads = void (*)(const Plan&, const Heads&, bool);
+
+template <class T>
+RotateHeads rotation(const Plan& plan) {
+  if (plan.interleaved_in) return plan.interleaved_out ? rotate_heads<T, true, true> : rotate_heads<T, true, false>;
+  return plan.interleaved_out ? rotate_heads<T, false, true> : rotate_heads<T, false, false>;
+}
+
+RotateHeads rotation_of(const Plan& plan) {
+  return plan.kind == FLOAT32 ? rotation<float>(plan) : plan.kind == BFLOAT16 ? rotation<Bf16>(plan) : rotation<Fp16>(plan);
+}
+
+// --- Angles ---------------------------------------------------------------------------------------------------------
+
+// cos and sin of `factor` times each of the angles, to half a unit in the last place of 1. The product and the reduction
+// by quarter turns are float64 (π/2 in three parts whose products are exact), the polynomials float32 on [-π/4, π/4].
+void cos_and_sin(double factor, const float* angles, float scale, int64_t pairs, float* cos, float* sin) {
+  INDEPENDENT
+  for (int64_t i = 0; i < pairs; ++i) {
+    const double angle = factor * static_cast<double>(angles[i]);
+    const double turns = std::nearbyint(angle * 0.63661977236758134308);
+    const double reduced = ((angle - turns * 1.57079625129699707031) - turns * 7.54978941586159635335e-8) -
+                           turns * 5.39030285815811905290e-15;
+    const int32_t quadrant = static_cast<int32_t>(turns - 4.0 * std::floor(turns * 0.25));
+    const float x = static_cast<float>(reduced), x2 = x * x;
+    const float s = x + x * x2 * (-1.6666654611e-1f + x2 * (8.3321608736e-3f + x2 * -1.9515295891e-4f));
+    const float c =
+        1.0f - 0.5f * x2 + x2 * x2 * (4.166664568298827e-2f + x2 * (-1.388731625493765e-3f + x2 * 2.443315711809948e-5f));
+    const bool swap = quadrant & 1;
+    const float new_c = (swap ? s : c) * scale, new_s = (swap ? c : s) * scale;
+    cos[i] = quadrant == 1 || quadrant == 2 ? -new_c : new_c;
+    sin[i] = quadrant >= 2 ? -new_s : new_s;
+  }
+}
+
+template <class T>
+void convert(const T* from, int64_t step, int64_t count, float* to) {
+  if (step == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = load(from, i);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = load(from, i * step);
+  }
+}
+
+int64_t integer(const void* data, int64_t wide, int64_t i) {
+  return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+}
+
+// --- One thread -----------------------------------------------------------------------------------------------------
+
+// A call as its threads share it: blocks 0 … blocks − 1, of which a thread takes `run` at a time.
+struct Work {
+  const Plan& plan;
+  const Call& call;
+  int64_t block, blocks, run;  // tokens a block; block b of batch entry e is e + b * batch
+  bool streamed;
+  std::atomic<int64_t> next{0};
+};
+
+class Thread {
+ public:
+  explicit Thread(Work& work) : work(work), plan(work.plan), call(work.call) {
+    for (int64_t i = 0; i < plan.pairs; ++i) axis[i] = axis_of(i);
+    if (plan.table == INV_FREQ) load_row(call.cos, 0, frequencies);
+  }
+
+  void run() {
+    const RotateHeads rotate_heads = rotation_of(plan);
+    const bool shared = plan.batch == 1 || (plan.table_strides[0] == 0 && !call.offsets && plan.position_strides[1] == 0);
+    int64_t first;
+    while ((first = work.next.fetch_add(work.run)) < work.blocks) {
+      int64_t filled = -1;
+      for (int64_t i = first; i < std::min(first + work.run, work.blocks); ++i) {
+        const int64_t batch = i % plan.batch, token = i / plan.batch * work.block;
+        const int64_t count = std::min(work.block, plan.tokens - token);
+        if (!shared || token != filled) {
+          for (int64_t t = 0; t < count; ++t) fill(batch, token + t, cos + t * plan.pairs, sin + t * plan.pairs);
+          filled = token;
+        }
+        for (int64_t o = 0; o < plan.operands; ++o) rotate_block(rotate_heads, o, batch, token, count);
+      }
+    }
+    if (work.streamed) stream_fence();
+  }
+
+ private:
+  Work& work;
+  const Plan& plan;
+  const Call& call;
+  alignas(64) float cos[TABLE_FLOATS];
+  alignas(64) float sin[TABLE_FLOATS];
+  alignas(64) float frequencies[MAX_PAIRS];
+  int8_t axis[MAX_PAIRS];
+
+  int axis_of(int64_t pair) const {
+    const int64_t* sections = plan.sections;
+    if (!plan.has_sections) return 0;
+    if (plan.sections_interleaved) return pair < 3 * sections[pair % 3] ? pair % 3 : 0;
+    return (pair >= sections[0]) + (pair >= sections[0] + sections[1]);
+  }
+
+  // All heads of one operand in a block, in the order in which they lie in memory.
+  void rotate_block(RotateHeads rotate_heads, int64_t operand, int64_t batch, int64_t token, int64_t count) const {
+    const int64_t *xs = plan.x_strides[operand], *ys = plan.y_strides[operand], heads = plan.heads[operand];
+    const int64_t size = plan.kind == FLOAT32 ? 4 : 2;
+    auto* x = static_cast<const char*>(call.x[operand]) + (batch * xs[0] + token * xs[1]) * size;
+    auto* y = static_cast<char*>(call.y[operand]) + (batch * ys[0] + token * ys[1]) * size;
+    if (xs[2] <= xs[1]) {
+      for (int64_t t = 0; t < count; ++t) {
+        const int64_t row = t * plan.pairs;
+        rotate_heads(plan, {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], 0, heads, cos + row, sin + row},
+                     work.streamed);
+      }
+    } else {
+      for (int64_t h = 0; h < heads; ++h)
+        rotate_heads(plan, {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], plan.pairs, count, cos, sin},
+                     work.streamed);
+    }
+  }
+
+  // cos and sin of one token: NaN for a row outside the table, the identity for tokens past the last sequence.
+  void fill(int64_t batch, int64_t token, float* c, float* s) const {
+    if (call.positions) {
+      const int64_t *strides = plan.position_strides, index = batch * strides[1] + token * strides[2];
+      fill_row(batch, integer(call.positions, plan.wide_positions, index), c, s);
+      if (plan.has_sections) {
+        float other_c[MAX_PAIRS], other_s[MAX_PAIRS];
+        for (int64_t a = 1; a < 3; ++a) {
+          fill_row(batch, integer(call.positions, plan.wide_positions, index + a * strides[0]), other_c, other_s);
+          for (int64_t i = 0; i < plan.pairs; ++i) {
+            c[i] = axis[i] == a ? other_c[i] : c[i];
+            s[i] = axis[i] == a ? other_s[i] : s[i];
+          }
+        }
+      }
+      return;
+    }
+    int64_t sequence = batch, start = 0, length = plan.tokens;
+    if (call.bounds) {
+      int64_t low = 0, high = plan.sequences + 1;  // bound(low) <= token < bound(high)
+      while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (bound(middle) <= token ? low : high) = middle;
+      }
+      if (low >= plan.sequences) {
+        std::fill_n(c, plan.pairs, 1.0f);
+        std::fill_n(s, plan.pairs, 0.0f);
+        return;
+      }
+      sequence = low;
+      start = bound(low);
+      length = bound(low + 1) - start;
+    }
+    int64_t row = token - start;
+    if (plan.cp_size > 1) {  // local token to position, see `reference._chunk_map`
+      const int64_t half = length / 2;
+      row += row >= half ? (2 * plan.cp_size - 2 - plan.cp_rank) * half : plan.cp_rank * half;
+    }
+    if (call.offsets) row += integer(call.offsets, plan.wide_offsets, sequence);
+    fill_row(batch, row + call.offset, c, s);
+  }
+
+  int64_t bound(int64_t i) const { return integer(call.bounds, plan.wide_bounds, i) / plan.cp_size; }
+
+  void fill_row(int64_t batch, int64_t row, float* c, float* s) const {
+    const float scale = static_cast<float>(plan.scale), nan = std::numeric_limits<float>::quiet_NaN();
+    if (plan.table == INV_FREQ) {
+      cos_and_sin(static_cast<double>(row), frequencies, scale, plan.pairs, c, s);
+    } else if (row < 0 || row >= plan.rows) {
+      std::fill_n(c, plan.pairs, nan);
+      std::fill_n(s, plan.pairs, nan);
+      return;
+    } else {
+      const int64_t index = batch * plan.table_strides[0] + row * plan.table_strides[1];
+      load_row(call.cos, index, c);
+      if (plan.table == ANGLES) {
+        float angles[MAX_PAIRS];
+        std::copy_n(c, plan.pairs, angles);
+        cos_and_sin(1.0, angles, scale, plan.pairs, c, s);
+      } else {
+        load_row(call.sin, index, s);
+      }
+    }
+    if (plan.inverse)
+      for (int64_t i = 0; i < plan.pairs; ++i) s[i] = -s[i];
+  }
+
+  void load_row(const void* table, int64_t index, float* to) const {
+    const int64_t step = plan.table_strides[2];
+    if (plan.table_kind == FLOAT32)
+      convert(static_cast<const float*>(table) + index, step, plan.pairs, to);
+    else if (plan.table_kind == BFLOAT16)
+      convert(static_cast<const Bf16*>(table) + index, step, plan.pairs, to);
+    else
+      convert(static_cast<const Fp16*>(table) + index, step, plan.pairs, to);
+  }
+};
+
+void run_thread(void* work) { Thread(*static_cast<Work*>(work)).run(); }
+
+}  // namespace
+
+// Rotate every x of the call into its y. `streamed`: past the cache.
+extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call, int64_t streamed) noexcept {
+  const int64_t all_heads = plan->heads[0] + (plan->operands > 1 ? plan->heads[1] : 0);
+  const int64_t token_bytes = all_heads * plan->head_dim * (plan->kind == FLOAT32 ? 4 : 2);
+  const int64_t all_tokens = plan->batch * plan->tokens, bytes = all_tokens * token_bytes;
+  if (bytes == 0) return;
+  const int64_t threads = std::max<int64_t>(1, std::min(call->threads, bytes / THREAD_BYTES));
+  // Blocks as large as the table buffer allows, but several for each thread.
+  const int64_t most = std::min({BLOCK, TABLE_FLOATS / plan->pairs, all_tokens / (8 * threads)});
+  const int64_t block = threads == 1 ? std::min(BLOCK, TABLE_FLOATS / plan->pairs) : std::max<int64_t>(1, most);
+  const int64_t blocks = (plan->tokens + block - 1) / block * plan->batch;
+  const int64_t run = threads == 1 ? blocks
+                                   : std::max<int64_t>(1, std::min(RUN_BYTES / (block * token_bytes), blocks / (8 * threads)));
+  Work work{*plan, *call, block, blocks, run, streamed != 0 && !plan->in_place};
+  if (threads == 1) return run_thread(&work);
+  if (call->parallel) return call->parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < threads; ++i) others.emplace_back(run_thread, &work);
+  } catch (const std::system_error&) {
+    // No more threads to be had: those that run do the work.
+  }
+  run_thread(&work);
+  for (std::thread& other : others) other.join();
+}
