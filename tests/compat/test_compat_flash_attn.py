@@ -69,7 +69,9 @@ def test_apply_rotary_emb_of_packed_sequences() -> None:
     x = randn(9, H, D)
     y = apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets, cu_seqlens=bounds, max_seqlen=4)
     assert_rotated(y, rotate(x, cos[position, None], sin[position, None]))
-    with pytest.raises(ValueError, match=r"cos must have a row for each of 0 \+ max_seqlen = 13 positions, got 12 rows"):
+    with pytest.raises(
+        ValueError, match=r"cos must have a row for each of 0 \+ max_seqlen = 13 positions, got 12 rows"
+    ):
         apply_rotary_emb(x, cos, sin, cu_seqlens=bounds, max_seqlen=13)
 
 
@@ -200,7 +202,13 @@ def test_compiles_to_one_graph(grad: bool) -> None:
     def function(x: Tensor, qkv: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
         x, qkv, kv = x * 1, qkv * 1, kv * 1
         y = apply_rotary_emb(x, cos, sin, inplace=True, seqlen_offsets=1)
-        return y, apply_rotary_emb(y, cos, sin), apply_rotary_emb_qkv_(qkv, cos, sin), apply_rotary_emb_kv_(kv, cos, sin), qkv
+        return (
+            y,
+            apply_rotary_emb(y, cos, sin),
+            apply_rotary_emb_qkv_(qkv, cos, sin),
+            apply_rotary_emb_kv_(kv, cos, sin),
+            qkv,
+        )
 
     inputs = [randn(B, T, H, D), randn(B, T, 3, H, D), randn(B, T, 2, H, D)]
     inputs = [x.requires_grad_(grad) for x in inputs]
@@ -240,7 +248,9 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
     assert_rotated(kv_out, torch.stack((expected[1], v.double()), 2), angle_error=1e-6)
 
     if scale_base is None:  # XPos scales by distance from the middle of the table
-        shifted = module(torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=torch.tensor([1, 3], device=DEVICE), max_seqlen=T)
+        shifted = module(
+            torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=torch.tensor([1, 3], device=DEVICE), max_seqlen=T
+        )
         at = torch.tensor([[1, 2], [3, 4]], device=DEVICE)
         assert_rotated(
             shifted[:, :, 0],

@@ -174,7 +174,10 @@ def test_one_launch_and_nothing_else() -> None:
     assert launches(apply_fused_qkv_rotary_pos_emb, qkv, argument, other, split) == {"fusewise::rope": 2}
     outputs = apply_fused_qkv_rotary_pos_emb(qkv.requires_grad_(), argument, argument, split)
     g = [torch.randn(y.shape, device=DEVICE) for y in outputs]
-    assert launches(torch.autograd.grad, outputs, qkv, g) == {"fusewise::rope_qk_out": 1, "aten::copy_": 1}  # the copy: v
+    assert launches(torch.autograd.grad, outputs, qkv, g) == {
+        "fusewise::rope_qk_out": 1,
+        "aten::copy_": 1,
+    }  # the copy: v
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -214,15 +217,23 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda f: apply_rotary_pos_emb(randn(T, B, H, D), f, "bhsd"), "tensor_format must be sbhd, bshd or thd, got 'bhsd'"),
+        (
+            lambda f: apply_rotary_pos_emb(randn(T, B, H, D), f, "bhsd"),
+            "tensor_format must be sbhd, bshd or thd, got 'bhsd'",
+        ),
         (lambda f: apply_rotary_pos_emb(randn(T, H, D), f, "thd"), "cu_seqlens must be given for thd"),
         (lambda f: apply_rotary_pos_emb(randn(T, B, H, D), f[:, 0, 0]), "freqs must have shape (R, 1, 1, rotary_dim)"),
         (lambda f: apply_rotary_pos_emb(randn(99, B, H, D), f), "the table must have a row for each"),
         (lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [16, 16, 8]), "qkv_split_arg_list must be"),
         (lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [24, 16, 8]), "qkv_split_arg_list must be"),
-        (lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [16] * 3, "thd"), "tensor_format must be sbhd or"),
         (
-            lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [16] * 3, start_positions=ints(0, 0), cp_size=2),
+            lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [16] * 3, "thd"),
+            "tensor_format must be sbhd or",
+        ),
+        (
+            lambda f: apply_fused_qkv_rotary_pos_emb(
+                randn(T, B, 2, 48), f, f, [16] * 3, start_positions=ints(0, 0), cp_size=2
+            ),
             "start_positions must be None with cp_size > 1",
         ),
         (

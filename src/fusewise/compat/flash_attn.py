@@ -76,7 +76,13 @@ def apply_rotary_emb_qkv_(
     """
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
-            fail("apply_rotary_emb_qkv_", "qkv", "have shape (B, T, 3, H, D)", tuple(qkv.shape), "stack q, k and v in dim 2")
+            fail(
+                "apply_rotary_emb_qkv_",
+                "qkv",
+                "have shape (B, T, 3, H, D)",
+                tuple(qkv.shape),
+                "stack q, k and v in dim 2",
+            )
         parts: Parts = (0, 1, 2)
     elif qkv.dim() == 4:
         heads = qkv.shape[2]
@@ -139,7 +145,13 @@ def _call(
 ) -> dict[str, Any]:
     """The arguments of `rope` that the ones of this library stand for."""
     if cos.dim() != 2:
-        fail("apply_rotary_emb", "cos", "have shape (R, rotary_dim / 2)", tuple(cos.shape), "pass one table for all sequences")
+        fail(
+            "apply_rotary_emb",
+            "cos",
+            "have shape (R, rotary_dim / 2)",
+            tuple(cos.shape),
+            "pass one table for all sequences",
+        )
     call = {"cos": cos, "sin": sin, "pairing": pairing(interleaved), "rotary_dim": 2 * cos.shape[1], "offset": offset}
     if cu_seqlens is not None:
         first = 0 if isinstance(offset, Tensor) else offset
@@ -290,7 +302,9 @@ class RotaryEmbedding(nn.Module):
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         steps = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         self.register_buffer("inv_freq", self.base ** (steps / -dim), persistent=False)
-        self.register_buffer("scale", None if scale_base is None else (steps + 0.4 * dim) / (1.4 * dim), persistent=False)
+        self.register_buffer(
+            "scale", None if scale_base is None else (steps + 0.4 * dim) / (1.4 * dim), persistent=False
+        )
         self._tables: tuple[Tensor, ...] = ()
 
     def _tables_of(self, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -298,7 +312,9 @@ class RotaryEmbedding(nn.Module):
         if self._tables and self._tables[0].shape[0] >= seqlen and self._tables[0].device == device:
             return self._tables
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # not the buffer: it may be bfloat16
+        exponents = torch.arange(
+            0, self.dim, 2, device=device, dtype=torch.float32
+        )  # not the buffer: it may be bfloat16
         angles = torch.outer(positions, self.base ** (exponents / -self.dim))
         tables: tuple[Tensor, ...] = angles.cos(), angles.sin()
         if self.scale_base is not None:
@@ -324,7 +340,13 @@ class RotaryEmbedding(nn.Module):
         """
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor) and not self._tables:
-                fail("RotaryEmbedding", "max_seqlen", "be given with a tensor of offsets", None, "pass the largest length")
+                fail(
+                    "RotaryEmbedding",
+                    "max_seqlen",
+                    "be given with a tensor of offsets",
+                    None,
+                    "pass the largest length",
+                )
             max_seqlen = 0 if isinstance(seqlen_offset, Tensor) else qkv.shape[1] + seqlen_offset
         cos, sin, *tables_k = self._tables_of(max_seqlen, qkv.device)
         cos_k, sin_k = tables_k or (None, None)

@@ -11,6 +11,7 @@ Shape legend: N tokens of all sequences, B sequences, H heads (q and k may diffe
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -160,7 +161,9 @@ def apply_rope_with_cos_sin_cache(
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
-    q, k = (unit_stride(x).view(x.shape[0], x.numel() // max(x.shape[0] * head_size, 1), head_size) for x in (query, key))
+    q, k = (
+        unit_stride(x).view(x.shape[0], x.numel() // max(x.shape[0] * head_size, 1), head_size) for x in (query, key)
+    )
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
     return q.view(query.shape), k.view(key.shape)
 
@@ -194,8 +197,11 @@ def _call(inv_freq: Tensor, interleave: bool) -> dict[str, Any]:
 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
     """Inverse frequencies (P,) on the device of q; of Llama 3.1 with low_freq_factor, high_freq_factor, old_context_len."""
-    inv_freq: Tensor = _constant(q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
-    return inv_freq.detach() if torch.compiler.is_compiling() else inv_freq  # a constant has no requires_grad while traced
+    key = (q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
+    if torch.compiler.is_compiling():
+        traced: Tensor = getattr(_TRACED, _traced_name(*key))
+        return traced
+    return _kept(*key)
 
 
 # A model has one or two sets of frequencies; the bound is there only against a leak.
@@ -203,7 +209,7 @@ _FREQUENCIES: dict[tuple[Any, ...], Tensor] = {}
 _FREQUENCIES_MAX = 256
 
 
-def _kept_frequencies(*key: Any) -> Tensor:
+def _kept(*key: Any) -> Tensor:
     inv_freq = _FREQUENCIES.get(key)
     if inv_freq is None:
         device, rotary_dim, scale, theta, *llama31 = key
@@ -223,6 +229,19 @@ def _kept_frequencies(*key: Any) -> Tensor:
     return inv_freq
 
 
-# torch.compile then sees a constant of the graph, not its computation.
+class _Traced:
+    """The frequencies of compiled graphs by name: of an object, unlike of a dict, torch.compile finds the attributes that
+    were set while it traced, and takes them for inputs of the graph."""
+
+
+_TRACED = _Traced()
+
+
+def _keep_for_tracing(*key: Any) -> str:
+    name = re.sub(r"\W", "_", "_".join(map(str, ("inv_freq", *key))))  # dynamo takes no dotted attribute
+    setattr(_TRACED, name, _kept(*key))
+    return name
+
+
 _mark_constant: Any = torch.compiler.assume_constant_result
-_constant = _mark_constant(_kept_frequencies)
+_traced_name = _mark_constant(_keep_for_tracing)

@@ -41,7 +41,9 @@ def apply_rotary_pos_emb(
         cp_size, cp_rank: load-balanced context parallelism, rank r holds chunks r and 2 cp_size − 1 − r.
     """
     if tensor_format not in ("sbhd", "bshd", "thd"):
-        fail("apply_rotary_pos_emb", "tensor_format", "be sbhd, bshd or thd", repr(tensor_format), "name the layout of t")
+        fail(
+            "apply_rotary_pos_emb", "tensor_format", "be sbhd, bshd or thd", repr(tensor_format), "name the layout of t"
+        )
     if tensor_format == "thd":
         if cu_seqlens is None:
             fail("apply_rotary_pos_emb", "cu_seqlens", "be given for thd", None, "pass the bounds of the sequences")
@@ -93,7 +95,9 @@ def apply_fused_qkv_rotary_pos_emb(
     if tensor_format not in ("sbhd", "bshd"):
         fail(op, "tensor_format", "be sbhd or bshd", repr(tensor_format), "use apply_rotary_pos_emb for thd")
     if cp_size > 1 and start_positions is not None:
-        fail(op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb")
+        fail(
+            op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb"
+        )
     widths = tuple(qkv_split_arg_list)
     if len(widths) != 3 or qkv.dim() != 4 or sum(widths) != qkv.shape[-1] or widths[1] < 1 or widths[0] % widths[1]:
         fail(
@@ -116,7 +120,13 @@ def apply_fused_qkv_rotary_pos_emb(
 def _angles(op: str, freqs: Tensor) -> Tensor:
     """(R, 1, 1, W) as the table (R, W), (R, B, 1, W) as (B, R, W)."""
     if freqs.dim() != 4 or freqs.shape[2] != 1:
-        fail(op, "freqs", "have shape (R, 1, 1, rotary_dim)", tuple(freqs.shape), "pass what RotaryPositionEmbedding returns")
+        fail(
+            op,
+            "freqs",
+            "have shape (R, 1, 1, rotary_dim)",
+            tuple(freqs.shape),
+            "pass what RotaryPositionEmbedding returns",
+        )
     return freqs.flatten(1) if freqs.shape[1] == 1 else freqs.squeeze(2).transpose(0, 1)
 
 
@@ -146,7 +156,9 @@ def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
     return q.view(*outer, -1, q.shape[-1]), k.view(*outer, -1, k.shape[-1])
 
 
-def _folded_positions(qkv: Tensor, tensor_format: str, start: Tensor | None, cp_size: int, cp_rank: int) -> dict[str, Any]:
+def _folded_positions(
+    qkv: Tensor, tensor_format: str, start: Tensor | None, cp_size: int, cp_rank: int
+) -> dict[str, Any]:
     """The arguments that give the folded tokens their positions."""
     if tensor_format == "sbhd" or qkv.shape[0] == 1:
         offset = 0 if start is None else start.repeat_interleave(qkv.shape[2])
@@ -184,7 +196,9 @@ class _SplitRotate(torch.autograd.Function):
         shape, dtype, device = ctx.like
         dqkv = torch.empty(shape, dtype=dtype, device=device)
         parts = _fold(dqkv, widths, tensor_format)
-        dq, dk, dv = (part.new_zeros(part.shape) if d is None else d.contiguous() for d, part in zip(grads, parts, strict=True))
+        dq, dk, dv = (
+            part.new_zeros(part.shape) if d is None else d.contiguous() for d, part in zip(grads, parts, strict=True)
+        )
         dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)
         call = {**call, **rest, "inverse": True}
         if torch.is_grad_enabled():  # for a second derivative: the same, differentiable

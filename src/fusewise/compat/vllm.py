@@ -1,7 +1,7 @@
 """`vllm._custom_ops.rotary_embedding` (`torch.ops._C.rotary_embedding`).
 
-    from vllm._custom_ops import rotary_embedding        # before
-    from fusewise.compat.vllm import rotary_embedding    # after
+from vllm._custom_ops import rotary_embedding        # before
+from fusewise.compat.vllm import rotary_embedding    # after
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ def rotary_embedding(
     """
     dims = positions.dim()
     if dims not in (1, 2):
-        fail("rotary_embedding", "positions", "have shape (tokens,) or (batch, tokens)", tuple(positions.shape), "flatten them")
+        fail(
+            "rotary_embedding",
+            "positions",
+            "have shape (tokens,) or (batch, tokens)",
+            tuple(positions.shape),
+            "flatten them",
+        )
     rope_(
         _heads("query", query, dims, head_size),
         None if key is None else _heads("key", key, dims, head_size),

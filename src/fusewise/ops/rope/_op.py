@@ -214,15 +214,19 @@ def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: 
     """Rotate those of q and k that are there, recording a gradient where one is wanted; always a pair."""
     if needs_autograd(q, k):
         if _transforms_active():
-            out = _RopeTransformable.apply(q, k, *call)
+            out = _apply(_RopeTransformable, q, k, *call)
         else:
-            out = _Rope.apply(q, k, *call, *strides)
+            out = _apply(_Rope, q, k, *call, *strides)
         return out if isinstance(out, tuple) else (out, None) if k is None else (None, out)
     if k is None:
         return _op_rope(q, *call, strides[0]), None
     if q is None:
         return None, _op_rope(k, *call, strides[1])
     return _op_rope_qk(q, k, *call, *strides)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)  # untyped in torch's stubs
 
 
 def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
@@ -277,11 +281,7 @@ def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *_: Any) -> Any:
     return (q_tangent, k_tangent) if all(ctx.present) else q_tangent if ctx.present[0] else k_tangent
 
 
-# The type stubs leave `apply` untyped.
-_Function: Any = torch.autograd.Function
-
-
-class _Rope(_Function):
+class _Rope(torch.autograd.Function):
     """y = R x, dx = Rᵀ dy; nothing of x is saved. The plain form: a third of the host cost of the one below."""
 
     @staticmethod
@@ -296,7 +296,7 @@ class _Rope(_Function):
         return *_backward(ctx, *dys), None, None
 
 
-class _RopeTransformable(_Function):
+class _RopeTransformable(torch.autograd.Function):
     """The same for forward mode and torch.func transforms, which need `jvp` (not traced by torch.compile) and
     `setup_context`."""
 
@@ -316,7 +316,7 @@ class _RopeTransformable(_Function):
     jvp = staticmethod(_jvp)
 
 
-class _RopeInPlace(_Function):
+class _RopeInPlace(torch.autograd.Function):
     """In place, marked dirty; the gradient that comes in is never written to."""
 
     @staticmethod
@@ -360,7 +360,7 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
             _op_rope_qk_(q, k, *call)
     elif k is not None and (q._is_view() or k._is_view()):
         # Autograd rebases the history of a view only for functions with one output.
-        _RopeInPlace.apply(q, None, *call)
-        _RopeInPlace.apply(k, None, *call)
+        _apply(_RopeInPlace, q, None, *call)
+        _apply(_RopeInPlace, k, None, *call)
     else:
-        _RopeInPlace.apply(q, k, *call)
+        _apply(_RopeInPlace, q, k, *call)

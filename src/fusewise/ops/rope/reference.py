@@ -18,9 +18,12 @@ from ._validate import DEFAULTS, validated
 
 def rope(q: Tensor, k: Tensor | None = None, **arguments: Any) -> Any:
     """`fusewise.rope` as one differentiable composition of torch functions. Arguments as there, without out and impl."""
-    call: Any = validated("rope", q, k, tuple({**DEFAULTS, **arguments, "impl": "reference"}.values()))
+    table, sin, positions, offsets, cu_seqlens, offset, spec, _ = validated(
+        "rope", q, k, tuple({**DEFAULTS, **arguments, "impl": "reference"}.values())
+    )
     xs = (q,) if k is None else (q, k)
-    rotated = rotate(Problem.build(xs, xs, *call[:6], Spec.decode(call[6])))
+    problem = Problem.build(xs, xs, table, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+    rotated = rotate(problem)
     return rotated[0] if k is None else tuple(rotated)
 
 
