@@ -278,6 +278,6 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
+    with pytest.raises(error, match=r", got .*; ") as raised:
         call(*table())
-    assert message in str(raised.value) and ", got " in str(raised.value) and "; " in str(raised.value)
+    assert message in str(raised.value)

@@ -243,6 +243,6 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r", got .*; ") as raised:
         call(freqs()[0])
-    assert message in str(raised.value) and ", got " in str(raised.value) and "; " in str(raised.value)
+    assert message in str(raised.value)

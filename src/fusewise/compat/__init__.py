@@ -1,4 +1,4 @@
-"""The RoPE functions of the libraries in use today, with their signatures, on fusewise's operator: change one import line.
+"""The RoPE functions of the libraries in use today, with their signatures, on fusewise's operator: change one import.
 
     from flash_attn.layers.rotary import apply_rotary_emb            # before
     from fusewise.compat.flash_attn import apply_rotary_emb          # after
@@ -18,7 +18,7 @@ What holds for all of them:
   are at least as close to the truth as the library's; they have the dtype of the rotated tensor.
 - One launch rotates q and k together. Nothing is copied, but for a tensor whose last dimension is not contiguous where
   the library takes such tensors. Device kernels beyond the one launch are named in the function's docstring.
-- A position without a table row gives NaN (see `fusewise.rope`) where libraries read out of bounds, clamp or pass through.
+- A position without a table row gives NaN (see `fusewise.rope`) where libraries read out of bounds or skip the token.
 - Out-of-place functions are differentiable any number of times; tables get no gradient.
 - Errors are `<op>: <argument> must <contract>, got <value>; <one fix>`, raised before anything is written.
 """

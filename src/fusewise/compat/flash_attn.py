@@ -5,9 +5,9 @@
 
 Tables are half width (R, rotary_dim / 2), row r for position r. Shape legend: B batch, T tokens, H heads, D head_dim.
 
-In place under autograd: the input is overwritten and the returned tensor carries the gradient, also where the input is a
-leaf, as there. The incoming gradient is never overwritten (theirs is): backward writes a new one, of a packed tensor with
-one launch and one copy of v. Under torch.compile, which does not see a mutation in an autograd function, a call that
+In place under autograd: the input is overwritten and the returned tensor carries the gradient, also where the input is
+a leaf, as there. The incoming gradient is never overwritten (theirs is): backward writes a new one, of a packed tensor
+with one launch and one copy of v. Under torch.compile, which does not see a mutation in an autograd function, a call that
 needs a gradient rotates out of place and copies the result over the input.
 """
 
@@ -88,8 +88,8 @@ def apply_rotary_emb_qkv_(
         heads = qkv.shape[2]
         if num_heads_q is None or num_heads_q < 1 or num_heads_q >= heads or (heads - num_heads_q) % 2:
             fail(
-                "apply_rotary_emb_qkv_", "num_heads_q", f"leave an even number of the {heads} heads to k and v", num_heads_q,
-                "pass the number of q heads",
+                "apply_rotary_emb_qkv_", "num_heads_q", f"leave an even number of the {heads} heads to k and v",
+                num_heads_q, "pass the number of q heads",
             )  # fmt: skip
         heads_k = (heads - num_heads_q) // 2
         parts = ((0, num_heads_q), (num_heads_q, heads_k), (num_heads_q + heads_k, heads_k))
@@ -157,7 +157,8 @@ def _call(
         first = 0 if isinstance(offset, Tensor) else offset
         if max_seqlen is not None and first + max_seqlen > cos.shape[0]:
             fail(
-                "apply_rotary_emb", "cos", f"have a row for each of {first} + max_seqlen = {first + max_seqlen} positions",
+                "apply_rotary_emb", "cos",
+                f"have a row for each of {first} + max_seqlen = {first + max_seqlen} positions",
                 f"{cos.shape[0]} rows", "build a longer table",
             )  # fmt: skip
         call["cu_seqlens"], call["layout"] = cu_seqlens, "thd"
@@ -231,8 +232,8 @@ def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], tuple[Tensor, ...] | N
     return parts, call, tensors[len(names) :] or None
 
 
-class _RotateParts_(torch.autograd.Function):
-    """In place. A function of the packed tensor, not of views of it: autograd would clone its gradient for each view."""
+class _RotatePartsInPlace(torch.autograd.Function):
+    """In place. A function of the packed tensor, not of views of it: autograd would clone its gradient for each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
@@ -263,7 +264,7 @@ class _RotateParts(torch.autograd.Function):
         return _rotate_parts_apart(dy, *_transposed(ctx)), None, None, None
 
 
-_rotate_parts_in_place: Any = _RotateParts_.apply
+_rotate_parts_in_place: Any = _RotatePartsInPlace.apply
 _rotate_parts_apart: Any = _RotateParts.apply
 
 
@@ -283,11 +284,11 @@ def _compiled(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of θ_i = base^(−2i / dim) and their application in place; XPos (arXiv 2212.10554) where scale_base is given:
-    q times s^((p − T / 2) / scale_base), k divided by it, s_i = (2i + 0.4 dim) / 1.4 dim.
+    """Tables of θ_i = base^(−2i / dim) and their application in place. With scale_base XPos (arXiv 2212.10554): q times
+    s^((p − R / 2) / scale_base), k divided by it, s_i = (2i + 0.4 dim) / 1.4 dim, R rows of the table.
 
-    Tables are float32 whatever the dtype of qkv (theirs are rounded to it), made on first use, and made anew for a longer
-    sequence or another device.
+    Tables are float32 whatever the dtype of qkv (theirs are rounded to it), made on first use, and made anew for a
+    longer sequence or another device.
     """
 
     def __init__(

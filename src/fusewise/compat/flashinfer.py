@@ -3,8 +3,8 @@
     from flashinfer import apply_rope_pos_ids_inplace                    # before
     from fusewise.compat.flashinfer import apply_rope_pos_ids_inplace    # after
 
-Without a table the angles are computed in the kernel, exactly (theirs use the fast hardware sine, good to 2⁻²¹ near zero
-and worse with the angle); the frequencies, P numbers, are kept for each set of parameters and device. Out-of-place
+Without a table the angles are computed in the kernel, exactly (theirs multiply in float32 and use the fast hardware
+sine); the frequencies, P numbers, are kept for each set of parameters and device. Out-of-place
 functions are differentiable (theirs are not). float32 is accepted as well, and tables of any dtype.
 Shape legend: N tokens of all sequences, B sequences, H heads (q and k may differ), D head_dim, P = rotary_dim / 2.
 """
@@ -196,7 +196,7 @@ def _call(inv_freq: Tensor, interleave: bool) -> dict[str, Any]:
 
 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
-    """Inverse frequencies (P,) on the device of q; of Llama 3.1 with low_freq_factor, high_freq_factor, old_context_len."""
+    """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
     key = (q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _traced_name(*key))
@@ -230,8 +230,8 @@ def _kept(*key: Any) -> Tensor:
 
 
 class _Traced:
-    """The frequencies of compiled graphs by name: of an object, unlike of a dict, torch.compile finds the attributes that
-    were set while it traced, and takes them for inputs of the graph."""
+    """The frequencies of compiled graphs by name: of an object, unlike of a dict, torch.compile finds the attributes
+    that were set while it traced, and takes them for inputs of the graph."""
 
 
 _TRACED = _Traced()

@@ -3,8 +3,8 @@
     from liger_kernel.transformers.rope import liger_rotary_pos_emb    # before
     from fusewise.compat.liger import liger_rotary_pos_emb             # after
 
-Theirs overwrites q and k where their memory is (B, T, H, D), and the incoming gradients; these return the same values and
-gradients as new tensors and overwrite nothing.
+Theirs overwrites q and k where their memory is (B, T, H, D), and the incoming gradients; these return the same values
+and gradients as new tensors and overwrite nothing.
 Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim.
 """
 
@@ -80,5 +80,5 @@ class LigerQwen2VLMRopeFunction:
 
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (R, D / 2) or (1 | B, R, D / 2), R >= T."""
+    """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis ((1 | B,) R, D / 2), R >= T."""
     return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bshd", pairing="interleaved")

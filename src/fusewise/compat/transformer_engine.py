@@ -3,8 +3,8 @@
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb      # before
     from fusewise.compat.transformer_engine import apply_rotary_pos_emb             # after
 
-`freqs` are angles in radians (R, 1, 1, rotary_dim), each twice: `cat(f, f)`, or for `interleaved` `repeat_interleave(f, 2)`,
-as `RotaryPositionEmbedding` makes them; row r is position r. Shape legend: B batch, T tokens, H heads, D head_dim.
+`freqs` are angles in radians (R, 1, 1, rotary_dim), each twice, as `RotaryPositionEmbedding` makes them: `cat(f, f)`, or
+`repeat_interleave(f, 2)` for `interleaved`; row r is position r. Shape legend: B batch, T tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def apply_fused_qkv_rotary_pos_emb(
     """Rotate q and k of a packed qkv (T, B, G, W) or (B, T, G, W); returns q (…, G · w_q / w_k, w_k), k (…, G, w_k), v.
 
     A group has w_q features of its q heads, w_k of its k head and w_v of its v head, in this order, and
-    qkv_split_arg_list is [w_q, w_k, w_v]. q and k are contiguous; v is a view of qkv (theirs is a copy). One launch where
-    q_freqs is k_freqs, else one each. Format bshd with B > 1 computes the (B · T,) positions in small kernels of their own.
-    Backward writes one new gradient: the launches, and a copy of v's.
+    qkv_split_arg_list is [w_q, w_k, w_v]. q and k are contiguous; v is a view of qkv (theirs is a copy). One launch
+    where q_freqs is k_freqs, else one each. Small kernels of their own compute the (B · T,) positions of bshd with B > 1,
+    and the B · G offsets of start_positions. Backward writes one new gradient: the launches, and a copy of v's.
 
     Raises:
         TypeError, ValueError: also for thd, and for start_positions with cp_size > 1, as there.
@@ -101,7 +101,8 @@ def apply_fused_qkv_rotary_pos_emb(
     widths = tuple(qkv_split_arg_list)
     if len(widths) != 3 or qkv.dim() != 4 or sum(widths) != qkv.shape[-1] or widths[1] < 1 or widths[0] % widths[1]:
         fail(
-            op, "qkv_split_arg_list", "be [w_q, w_k, w_v] that sum to the last dimension of a 4-D qkv, w_q a multiple of w_k",
+            op, "qkv_split_arg_list",
+            "be [w_q, w_k, w_v] that sum to the last dimension of a 4-D qkv, w_q a multiple of w_k",
             f"{list(widths)} for shape {tuple(qkv.shape)}", "pass the widths of one group",
         )  # fmt: skip
     if not qkv.is_contiguous():
@@ -137,8 +138,8 @@ def _contiguous_strides(x: Tensor) -> list[int]:
     return strides[::-1]
 
 
-# The fused form. The heads of q lie in groups with those of k and v between them, so batch, token, group and head have a
-# stride each, one more than `rope` has. As qkv is contiguous, (T, B, G) folds into T tokens of B · G batch entries and
+# The fused form. The heads of q lie in groups with those of k and v between them, so batch, token, group and head have
+# a stride each, one more than `rope` has. As qkv is contiguous, (T, B, G) folds into T tokens of B · G batch entries and
 # (B, T, G) into B · T tokens of G batch entries, both of layout sbhd with the q heads of a group as heads.
 
 
@@ -226,8 +227,8 @@ _split_rotate: Any = _SplitRotate.apply
 class RotaryPositionEmbedding(nn.Module):
     """Angles for `apply_rotary_pos_emb`: p · rotary_base^(−2i / dim), (max_seq_len, 1, 1, dim), float32, each twice.
 
-    On the current CUDA device if there is one. With seq_len_interpolation_factor f and pretrained_max_position_embeddings
-    M, positions are scaled by 1 / f, or by M / max_seq_len for a sequence longer than M · f.
+    On the current CUDA device if there is one. With seq_len_interpolation_factor f and
+    pretrained_max_position_embeddings M, positions are scaled by 1 / f, or by M / max_seq_len beyond M · f.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ Each model file defines its own; they fall into the conventions below, one funct
 Where their tables come in another dtype than q, theirs return the promoted dtype in some models; here it is that of q.
 Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W table width.
 
-    apply_rotary_pos_emb                llama and most others, also partial: gpt_neox, phi3, glm4_moe, nemotron, olmo, esm
+    apply_rotary_pos_emb                llama and most others, also partial: gpt_neox, phi3, glm4_moe, olmo, esm
     apply_rotary_pos_emb_single         gemma3n, gemma4: one tensor
     apply_rotary_pos_emb_interleaved    cohere, cohere2, blt: tables of repeated angles
     apply_rotary_pos_emb_glm            glm, glm4, ernie4_5, helium, moonshine: interleaved pairs, tables `cat(f, f)`
@@ -55,7 +55,7 @@ def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_d
 def apply_rotary_pos_emb_interleaved(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate the first W features, pairs (2i, 2i + 1); tables (1 | B, T, W) `repeat_interleave(f, 2)`. Else as above."""
+    """Rotate the first W features, pairs (2i, 2i + 1); tables (1 | B, T, W) `repeat_interleave(f, 2)`, else as above."""
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=cos.shape[-1], pairing="interleaved")
 
 
