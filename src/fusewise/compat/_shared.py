@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.rope import rope
+from ..ops.rope._validate import fail
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -35,6 +36,8 @@ def rotate_multimodal(
     The three tables are rows of one: token t of sequence b has row (axis · B + b) · T + t. Those rows are one small
     int32 tensor, a kernel of its own.
     """
+    if cos.dim() != 4 or cos.shape[0] != 3:
+        fail("rope", "cos", "have shape (3, B, T, 2P)", tuple(cos.shape), "pass the tables of the three axes")
     axes, batch, tokens = cos.shape[:3]
     rows = torch.arange(axes * batch * tokens, dtype=torch.int32, device=cos.device).view(axes, batch, tokens)
     return rotate_pair(

@@ -199,7 +199,7 @@ def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, 
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
     key = (q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
     if torch.compiler.is_compiling():
-        traced: Tensor = getattr(_TRACED, _traced_name(*key))
+        traced: Tensor = getattr(_TRACED, _keep_for_tracing(*key))
         return traced
     return _kept(*key)
 
@@ -243,5 +243,5 @@ def _keep_for_tracing(*key: Any) -> str:
     return name
 
 
-_mark_constant: Any = torch.compiler.assume_constant_result
-_traced_name = _mark_constant(_keep_for_tracing)
+# What torch.compiler.assume_constant_result does, which would import all of the compiler here.
+_keep_for_tracing.__dict__["_dynamo_marked_constant"] = True

@@ -1,0 +1,326 @@
+"""fusewise.compat.liger and fusewise.compat.transformers against their documented semantics, and against the functions of
+the transformers that is installed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
+from torch import Tensor
+
+from fusewise.compat import liger
+from fusewise.compat import transformers as compat
+
+B, T, HQ, HK, D = 2, 5, 4, 2, 16
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def pair(layout: str = "bhsd", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """q and k as models have them: (B, T, H, D) in memory."""
+    q, k = randn(B, T, HQ, D, dtype=dtype), randn(B, T, HK, D, dtype=dtype)
+    return (q.transpose(1, 2), k.transpose(1, 2)) if layout == "bhsd" else (q, k)
+
+
+def table(width: int, batch: int = B, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """cos and sin (batch, T, width / 2)."""
+    angles = torch.rand(batch, T, width // 2, device=DEVICE) * 6.3
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def twice(*tables: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.cat((t, t), -1) for t in tables)
+
+
+def repeated(*tables: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.repeat_interleave(2, -1) for t in tables)
+
+
+def once(*tables: Tensor) -> tuple[Tensor, ...]:
+    return tables
+
+
+# function, form of its tables, and the statement's arguments
+PAIRS = {
+    "apply_rotary_pos_emb": (twice, {}),
+    "apply_rotary_pos_emb_interleaved": (repeated, {"interleaved": True}),
+    "apply_rotary_pos_emb_glm": (twice, {"interleaved": True}),
+    "apply_rotary_pos_emb_interleave": (twice, {"interleaved": True, "to_half": True}),
+    "apply_rotary_pos_emb_gpt_oss": (once, {}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float32, 1), (torch.bfloat16, B)])
+@pytest.mark.parametrize("width", [D, 8])
+def test_pairs(name: str, layout: str, dtype: torch.dtype, batch: int, width: int) -> None:
+    if name.endswith("interleave"):
+        width = D  # of whole heads alone
+    form, kinds = PAIRS[name]
+    function: Any = getattr(compat, name)
+    q, k = pair(layout, dtype)
+    q.requires_grad_()
+    cos, sin = table(width, batch, dtype)
+    dim = 1 if layout == "bhsd" else 2
+
+    def statement(x: Tensor) -> Tensor:
+        return rotate(x, cos.unsqueeze(dim), sin.unsqueeze(dim), **kinds)
+
+    q_out, k_out = function(q, k, *form(cos, sin), unsqueeze_dim=dim)
+    assert_rotated(q_out, statement(q))
+    assert_rotated(k_out, statement(k))
+    assert q_out.dtype == dtype
+    assert_gradient(q_out, q, statement)
+    fifth = function(q, k, *form(cos, sin), dim)  # the fifth argument of transformers 5
+    older = function(q, k, *form(cos, sin), torch.arange(T), dim)  # and of transformers 4
+    assert torch.equal(fifth[0], q_out)
+    assert torch.equal(older[1], k_out)
+    alone, nothing = function(q, None, *form(cos, sin), unsqueeze_dim=dim)
+    assert torch.equal(alone, q_out)
+    assert nothing is None
+
+
+def test_single_tensors() -> None:
+    q, _ = pair()
+    cos, sin = table(8)
+    at = cos[:, None], sin[:, None]
+    assert_rotated(compat.apply_rotary_pos_emb_single(q, *twice(cos, sin)), rotate(q, *at))
+    trailing = rotate(q, *at, start=D - 8, interleaved=True)
+    assert_rotated(compat.apply_rotary_pos_emb_deepseek_v4(q, cos, sin), trailing)
+    x = q.transpose(1, 2)
+    assert_rotated(
+        compat.apply_rotary_pos_emb_gptj(x[..., :8], sin, cos),
+        rotate(x[..., :8], cos[:, :, None], sin[:, :, None], interleaved=True),
+    )
+    nanochat, _ = compat.apply_rotary_pos_emb_nanochat(q, None, *twice(cos, sin))
+    assert_rotated(nanochat, rotate(q, cos[:, None], -sin[:, None]))
+
+
+@pytest.mark.parametrize("function", [compat.apply_rotary_pos_emb_vision, liger.liger_rotary_pos_emb_vision])
+def test_vision(function: Any) -> None:
+    cos, sin = table(D, 1)
+    q, k = randn(T, HQ, D, dtype=torch.bfloat16), randn(T, HK, D, dtype=torch.bfloat16)
+    for y, x in zip(function(q, k, *twice(cos[0], sin[0])), (q, k), strict=True):
+        assert_rotated(y, rotate(x, cos[0][:, None], sin[0][:, None]))
+
+
+def test_vision_with_a_batch_and_the_half_form_without() -> None:
+    cos, sin = table(D)
+    q, k = pair("bshd")
+    y, _ = compat.apply_rotary_pos_emb_vision(q, k, *twice(cos, sin))
+    assert_rotated(y, rotate(q, cos[:, :, None], sin[:, :, None]))
+    y, _ = compat.apply_rotary_pos_emb(q[0], k[0], *twice(cos[0], sin[0]))
+    assert_rotated(y, rotate(q[0], cos[0][:, None], sin[0][:, None]))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("source", ["transformers", "liger"])
+def test_multimodal(layout: str, source: str) -> None:
+    sections = [3, 1, 4]
+    angles = torch.rand(3, B, T, D // 2, device=DEVICE) * 6.3
+    axis = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2], device=DEVICE)
+    mine = angles.gather(0, axis.expand(1, B, T, -1))[0]
+    dim = 1 if layout == "bhsd" else 2
+    q, k = pair(layout)
+    q.requires_grad_()
+
+    def statement(x: Tensor) -> Tensor:
+        return rotate(x, mine.cos().unsqueeze(dim), mine.sin().unsqueeze(dim))
+
+    tables = twice(angles.cos(), angles.sin())
+    if source == "liger":
+        if layout == "bshd":
+            pytest.skip("Liger takes (B, H, T, D) alone")
+        q_out, k_out = liger.liger_multimodal_rotary_pos_emb(q, k, *tables, sections)
+        assert torch.equal(liger.LigerQwen2VLMRopeFunction.apply(q, k, *tables, sections)[0], q_out)
+    else:
+        q_out, k_out = compat.apply_multimodal_rotary_pos_emb(q, k, *tables, sections, dim)
+    assert_rotated(q_out, statement(q))
+    assert_rotated(k_out, statement(k))
+    assert_gradient(q_out, q, statement)
+
+
+@pytest.mark.parametrize(
+    ("function", "dim"),
+    [
+        (compat.apply_rotary_emb_llama4, 2),
+        (compat.apply_rotary_emb_deepseek_v2, 1),
+        (liger.liger_llama4_text_rotary_pos_emb, 2),
+    ],
+)
+def test_complex_tables(function: Any, dim: int) -> None:
+    q, k = pair("bshd" if dim == 2 else "bhsd")
+    cos, sin = table(D)
+    for y, x in zip(function(q, k, torch.complex(cos, sin)), (q, k), strict=True):
+        assert_rotated(y, rotate(x, cos.unsqueeze(dim), sin.unsqueeze(dim), interleaved=True))
+
+
+@pytest.mark.parametrize(
+    "form", ["(B, T, W)", "(1, T, W)", "(T, W)", "(B, 1, T, W)", "(B, T, 1, W)", "partial", "once"]
+)
+def test_liger(form: str) -> None:
+    q, k = pair()
+    q.requires_grad_()
+    before = q.detach().clone(), k.clone()
+    cos, sin = table(8 if form == "partial" else D, 1 if form in ("(1, T, W)", "(T, W)") else B)
+    tables = once(cos, sin) if form == "once" else twice(cos, sin)
+    extra: dict[str, Any] = {"rotary_dim": D} if form == "once" else {}
+    if form == "(T, W)":
+        tables = tables[0][0], tables[1][0]
+    elif form in ("(B, 1, T, W)", "(B, T, 1, W)"):
+        extra["unsqueeze_dim"] = 1 if form == "(B, 1, T, W)" else 2
+        tables = tuple(t.unsqueeze(extra["unsqueeze_dim"]) for t in tables)
+
+    def statement(x: Tensor) -> Tensor:
+        return rotate(x, cos[:, None], sin[:, None])
+
+    q_out, k_out = liger.liger_rotary_pos_emb(q, k, *tables, **extra)
+    assert_rotated(q_out, statement(q))
+    assert_rotated(k_out, statement(k))
+    assert_gradient(q_out, q, statement)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+    assert torch.equal(liger.LigerRopeFunction.apply(q, k, *tables, None, *extra.values())[0], q_out) or form == "once"
+    if form == "once":
+        assert torch.equal(liger.liger_rotary_pos_emb_gpt_oss(q, k, *tables)[0], q_out)
+
+
+def test_liger_reads_what_it_needs_of_a_wider_table() -> None:
+    q, k = pair()
+    cos, sin = table(D)
+    y, _ = liger.liger_rotary_pos_emb(q, k, *twice(cos, sin), rotary_dim=8)
+    assert_rotated(y, rotate(q, cos[:, None, :, :4], sin[:, None, :, :4]))
+
+
+def test_one_launch_and_nothing_else() -> None:
+    q, k = pair()
+    cos, sin = table(D)
+    both, freqs = twice(cos, sin), torch.complex(cos, sin)
+    for name, (form, _) in PAIRS.items():
+        assert launches(getattr(compat, name), q, k, *form(cos, sin)) == {"fusewise::rope_qk": 1}
+    assert launches(compat.apply_rotary_pos_emb_single, q, *both) == {"fusewise::rope": 1}
+    assert launches(compat.apply_rotary_pos_emb_deepseek_v4, q, cos[..., :4], sin[..., :4]) == {"fusewise::rope": 1}
+    assert launches(liger.liger_rotary_pos_emb, q, k, *both) == {"fusewise::rope_qk": 1}
+    complex_parts = launches(compat.apply_rotary_emb_deepseek_v2, q, k, freqs)
+    assert {name for name in complex_parts if name not in ("aten::real", "aten::imag")} == {"fusewise::rope_qk"}
+    three = [t.expand(3, B, T, D).contiguous() for t in both]
+    multimodal = launches(compat.apply_multimodal_rotary_pos_emb, q, k, *three, [2, 2, 4])
+    assert multimodal == {"fusewise::rope_qk": 1, "aten::arange": 1}
+
+
+# dynamo makes an instance of every autograd function that it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiles_to_one_graph(grad: bool) -> None:
+    torch._dynamo.reset()
+
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        results = [getattr(compat, name)(q, k, *form(cos, sin)) for name, (form, _) in PAIRS.items()]
+        results.append(liger.liger_rotary_pos_emb(q, k, *twice(cos, sin)))
+        three = [t.expand(3, B, T, D).contiguous() for t in twice(cos, sin)]
+        results.append(compat.apply_multimodal_rotary_pos_emb(q, k, *three, [2, 2, 4]))
+        results.append(compat.apply_rotary_emb_deepseek_v2(q, k, torch.complex(cos, sin)))
+        return tuple(y for both in results for y in both)
+
+    q, k = (x.requires_grad_(grad) for x in pair())
+    inputs = q, k, *table(D)
+    eager, compiled = function(*inputs), torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b)
+    if grad:
+        g = [torch.randn_like(y) for y in eager]
+        for a, b in zip(torch.autograd.grad(compiled, (q, k), g), torch.autograd.grad(eager, (q, k), g), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k, c, s, unsqueeze_dim=3),
+            ValueError,
+            "unsqueeze_dim must be 1",
+        ),
+        (lambda q, k, c, s: compat.apply_rotary_pos_emb(q[0], k[0], c, s), ValueError, "unsqueeze_dim must be 1"),
+        (
+            lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k, c, s, unsqueeze_dim=2),
+            ValueError,
+            "cos must have a row for",
+        ),
+        (
+            lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k, c[:, :1], s[:, :1]),
+            ValueError,
+            "cos must have a row for each",
+        ),
+        (lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k, c, s[:1]), ValueError, "sin must have the shape of cos"),
+        (lambda q, k, c, s: compat.apply_rotary_pos_emb(q, k.half(), c, s), TypeError, "k must have the dtype of q"),
+        (
+            lambda q, k, c, s: compat.apply_multimodal_rotary_pos_emb(q, k, c, s, [8]),
+            ValueError,
+            "cos must have shape (3, B, T",
+        ),
+        (
+            lambda q, k, c, s: liger.liger_rotary_pos_emb(q, k, c[:, :1], s[:, :1]),
+            ValueError,
+            "the table must have a row",
+        ),
+        (
+            lambda q, k, c, s: liger.liger_rotary_pos_emb(q, k, c, s, rotary_dim=7),
+            ValueError,
+            "rotary_dim must be even",
+        ),
+    ],
+)
+def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=r", got .*; ") as raised:
+        call(*pair(), *twice(*table(D)))
+    assert message in str(raised.value)
+
+
+# Models by the function here that stands for theirs, the form of their tables, and their widths.
+MODELS = [
+    *[("apply_rotary_pos_emb", model, twice, D) for model in ("llama", "qwen3", "mistral", "gemma", "gemma2", "phi")],
+    *[("apply_rotary_pos_emb", model, twice, D) for model in ("olmo2", "modernbert", "esm", "starcoder2")],
+    *[("apply_rotary_pos_emb", model, twice, 8) for model in ("gpt_neox", "phi3", "glm4_moe", "nemotron")],
+    ("apply_rotary_pos_emb_single", "gemma3n", twice, D),
+    *[("apply_rotary_pos_emb_interleaved", model, repeated, D) for model in ("cohere", "cohere2", "blt")],
+    *[("apply_rotary_pos_emb_glm", model, twice, 8) for model in ("glm", "glm4", "moonshine")],
+    *[("apply_rotary_pos_emb_glm", model, twice, D) for model in ("helium", "ernie4_5")],
+    *[("apply_rotary_pos_emb_interleave", model, twice, D) for model in ("deepseek_v3", "longcat_flash")],
+    ("apply_rotary_pos_emb_gpt_oss", "gpt_oss", once, D),
+    ("apply_rotary_pos_emb_gptj", "gptj", once, D),
+    ("apply_rotary_pos_emb_nanochat", "nanochat", twice, D),
+    ("apply_rotary_pos_emb_vision", "qwen2_vl", twice, D),
+    ("apply_rotary_emb_llama4", "llama4", once, D),
+    ("apply_rotary_emb_deepseek_v2", "deepseek_v2", once, D),
+    ("apply_rotary_pos_emb_deepseek_v4", "deepseek_v4", once, 8),
+]
+
+
+@pytest.mark.parametrize(("ours", "model", "form", "width"), MODELS, ids=[m[1] for m in MODELS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form: Any, width: int, dtype: Any) -> None:
+    pytest.importorskip("transformers")
+    try:
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    except ModuleNotFoundError:
+        pytest.skip(f"the installed transformers has no {model}")
+    name = next(n for n in (ours, "apply_rotary_pos_emb", "apply_rotary_emb") if hasattr(module, n))
+    # On the CPU and in float32, rounded once, theirs is exact to the last bits.
+    q, k = (x.cpu() for x in pair("bshd" if ours.endswith(("llama4", "gptj", "vision")) else "bhsd", dtype))
+    tables = form(*(t.cpu() for t in table(width)))
+    if ours.endswith("vision"):
+        q, k, tables = q[0], k[0], tuple(t[0] for t in tables)
+    if ours.startswith("apply_rotary_emb"):
+        tables = (torch.complex(*tables),)
+    xs = (q,) if ours.endswith(("single", "gptj", "deepseek_v4")) else (q, k)
+    expected = getattr(module, name)(*(x.float() for x in xs), *tables)
+    actual = getattr(compat, ours)(*xs, *tables)
+    for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, expected)), strict=True):
+        assert_rotated(a, b.double())

@@ -1,0 +1,122 @@
+"""The signatures of the libraries, as they stand in their sources, and what importing a module here imports."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+VARLEN = "seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
+FREQUENCIES = "rotary_dim=None, interleave=False, rope_scale=1, rope_theta=10000.0"
+LLAMA31 = (
+    "rotary_dim=None, interleave=False, rope_scale=8, rope_theta=500000.0, "
+    "low_freq_factor=1, high_freq_factor=4, old_context_len=8192"
+)
+CACHED = "positions, query, key, head_size, cos_sin_cache, is_neox=True"
+TE = "start_positions=None, interleaved=False"
+CP = "cu_seqlens=None, cp_size=1, cp_rank=0"
+HF = "q, k, cos, sin, position_ids=None, unsqueeze_dim=1"
+
+SIGNATURES = {
+    "flash_attn": {
+        "apply_rotary_emb": f"x, cos, sin, interleaved=False, inplace=False, {VARLEN}",
+        "apply_rotary_emb_func": f"x, cos, sin, interleaved=False, inplace=False, {VARLEN}",
+        "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+        "apply_rotary_emb_qkv_": (
+            "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None"
+        ),
+        "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+        "apply_rotary": f"x, cos, sin, {VARLEN}, interleaved=False, inplace=False, conjugate=False",
+        "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+        "RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
+    },
+    "transformer_engine": {
+        "apply_rotary_pos_emb": (
+            "t, freqs, tensor_format='sbhd', start_positions=None, interleaved=False, fused=False, " + CP
+        ),
+        "apply_fused_qkv_rotary_pos_emb": (
+            f"qkv, q_freqs, k_freqs, qkv_split_arg_list, tensor_format='sbhd', {TE}, {CP}"
+        ),
+        "RotaryPositionEmbedding": (
+            "dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None, "
+            "rotary_base=10000.0, interleaved=False"
+        ),
+        "RotaryPositionEmbedding.forward": "self, max_seq_len, offset=0",
+    },
+    "vllm": {
+        "rotary_embedding": (
+            "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False"
+        ),
+    },
+    "flashinfer": {
+        **{f"apply_rope{end}": f"q, k, indptr, offsets, {FREQUENCIES}" for end in ("", "_inplace")},
+        **{f"apply_rope_pos_ids{end}": f"q, k, pos_ids, {FREQUENCIES}" for end in ("", "_inplace")},
+        **{f"apply_llama31_rope{end}": f"q, k, indptr, offsets, {LLAMA31}" for end in ("", "_inplace")},
+        **{f"apply_llama31_rope_pos_ids{end}": f"q, k, pos_ids, {LLAMA31}" for end in ("", "_inplace")},
+        **{f"apply_rope_with_cos_sin_cache{end}": CACHED for end in ("", "_inplace")},
+    },
+    "liger": {
+        "liger_rotary_pos_emb": f"{HF}, rotary_dim=None",
+        "liger_rope": f"{HF}, rotary_dim=None",
+        "LigerRopeFunction.apply": f"{HF}, rotary_dim=None",
+        "liger_rotary_pos_emb_gpt_oss": "q, k, cos, sin",
+        "liger_rotary_pos_emb_vision": "q, k, cos, sin",
+        "liger_multimodal_rotary_pos_emb": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
+        "LigerQwen2VLMRopeFunction.apply": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
+        "liger_llama4_text_rotary_pos_emb": "xq, xk, freqs_cis",
+    },
+    "transformers": {
+        "apply_rotary_pos_emb": HF,
+        "apply_rotary_pos_emb_single": "x, cos, sin, unsqueeze_dim=1",
+        "apply_rotary_pos_emb_interleaved": HF,
+        "apply_rotary_pos_emb_glm": HF,
+        "apply_rotary_pos_emb_interleave": HF,
+        "apply_rotary_pos_emb_deepseek_v4": "x, cos, sin, unsqueeze_dim=1",
+        "apply_rotary_pos_emb_gpt_oss": HF,
+        "apply_rotary_pos_emb_gptj": "tensor, sin, cos",
+        "apply_rotary_pos_emb_nanochat": HF,
+        "apply_rotary_pos_emb_vision": "q, k, cos, sin",
+        "apply_multimodal_rotary_pos_emb": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
+        "apply_rotary_emb_llama4": "xq, xk, freqs_cis",
+        "apply_rotary_emb_deepseek_v2": "xq, xk, freqs_cis",
+    },
+}
+
+
+def resolve(module: str, path: str) -> Any:
+    found: Any = importlib.import_module(f"fusewise.compat.{module}")
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), [(m, p) for m, paths in SIGNATURES.items() for p in paths])
+def test_signature(module: str, path: str) -> None:
+    signature = inspect.signature(resolve(module, path))
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    ours = str(inspect.Signature(plain))
+    assert ours == f"({SIGNATURES[module][path]})"
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_every_public_function_has_its_signature_here(module: str) -> None:
+    found = importlib.import_module(f"fusewise.compat.{module}")
+    own = {
+        n for n, x in vars(found).items() if getattr(x, "__module__", "") == found.__name__ and not n.startswith("_")
+    }
+    assert own == {path.split(".")[0] for path in SIGNATURES[module]}
+
+
+def test_importing_a_module_imports_nothing_of_its_library() -> None:
+    libraries = ["flash_attn", "transformer_engine", "vllm", "flashinfer", "liger_kernel", "transformers", "triton"]
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        + "".join(f"import fusewise.compat.{module}\n" for module in SIGNATURES)
+        + f"print([n for n in {libraries} if n in set(sys.modules) - before], torch.cuda.is_initialized())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[] False"
