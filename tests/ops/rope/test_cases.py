@@ -136,18 +136,17 @@ def test_the_op_accepts_the_inputs_and_rotates_what_the_case_says(name: str) -> 
     rope = pytest.importorskip("fusewise").rope
     found = case(name)
     inputs = found.make_inputs("cpu", "fp32")
-    for operands in inputs.calls:
-        result = rope(*operands, **inputs.kwargs, impl="reference")
-        for x, y in zip(operands, result if len(operands) == 2 else (result,), strict=True):
-            start = found.rotary_start % x.shape[-1]
-            rotated = slice(start, start + found.rotated)
-            if x.shape[-1] == found.rotated:
-                rotated = slice(None)
-            # a rotation keeps the length of the rotated part (scaling 1 in these cases) and the other features
-            torch.testing.assert_close(y[..., rotated].norm(dim=-1), x[..., rotated].norm(dim=-1))
-            kept = torch.ones(x.shape[-1], dtype=torch.bool)
-            kept[rotated] = False
-            assert torch.equal(y[..., kept], x[..., kept])
+    result = rope(*inputs.operands, **inputs.kwargs, impl="reference")
+    for x, y in zip(inputs.operands, result if inputs.k is not None else (result,), strict=True):
+        start = found.rotary_start % x.shape[-1]
+        rotated = slice(start, start + found.rotated)
+        if x.shape[-1] == found.rotated:
+            rotated = slice(None)
+        # a rotation keeps the length of the rotated part (scaling 1 in these cases) and the other features
+        torch.testing.assert_close(y[..., rotated].norm(dim=-1), x[..., rotated].norm(dim=-1))
+        kept = torch.ones(x.shape[-1], dtype=torch.bool)
+        kept[rotated] = False
+        assert torch.equal(y[..., kept], x[..., kept])
 
 
 def test_unknown_names_are_refused() -> None:

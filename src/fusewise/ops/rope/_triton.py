@@ -77,7 +77,9 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     q, k = operands[0], operands[-1]
     in_place = q.x.data_ptr() == q.y.data_ptr()
     table = "cos_sin" if spec.table == "fused" else spec.table
-    flat = spec.pairing == "half" and table == "cos_sin" and spec.sections is None and not in_place
+    partial = any(2 * problem.pairs < operand.head_dim for operand in operands)
+    aligned = spec.pairing == "half" or (spec.pairing == "interleaved" and q.start % 2 == k.start % 2 == 0)
+    flat = partial and aligned and table == "cos_sin" and spec.sections is None and not in_place
 
     all_tokens = problem.batch * problem.tokens
     itemsize = q.x.element_size()
@@ -126,7 +128,8 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         SECTION_T=sections[0], SECTION_H=sections[1], SECTION_W=sections[2],
         SECTIONS_INTERLEAVED=spec.sections_interleaved, CP_RANK=spec.cp_rank, CP_SIZE=spec.cp_size,
         IN_PLACE=in_place, X_UNIT=unit, TABLE_UNIT=table_unit,
-        VECTOR=vector, PAIR_VECTOR=math.gcd(vector, problem.pairs, q.start, k.start),
+        VECTOR=vector,
+        PAIR_VECTOR=math.gcd(vector, problem.pairs * (1 if spec.pairing == "half" else 2), q.start, k.start),
         INDEX=tl.int64 if _reach(problem) > 2**31 - 1 else tl.int32,
     )  # fmt: skip
 

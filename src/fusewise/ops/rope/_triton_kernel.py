@@ -266,14 +266,13 @@ def _rotate_flat_tile(
     positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
     magic, shift, stripe_log, sequences, search_steps,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    PAIRS: tl.constexpr, INVERSE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr,
-    TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr, PAIR_VECTOR: tl.constexpr, INDEX: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, TABLE_STEP: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
+    X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr, PAIR_VECTOR: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
-    """The out-of-place half rotation of any width, over the features of all heads in a row: no thread idles and lines
-    are written whole, at the price of reading the other element of a pair, and cos and sin, from the first-level cache.
-
-        y_f = x_f cos + x_{f ± P} (∓ sin);  a feature outside the rotary width has cos 1 and sin 0
+    """An out-of-place rotation of a part of the head, over the features of all heads in a row: no thread idles and lines
+    are written whole. A half pairing reads the other element of a pair, f ± P, from the first-level cache.
 
     VECTOR features are contiguous, and so are the partners and table entries of PAIR_VECTOR.
     """
@@ -289,21 +288,28 @@ def _rotate_flat_tile(
 
     head = feature // HEAD_DIM
     in_head = feature - head * HEAD_DIM
-    pair = in_head - START
-    second = pair >= PAIRS
     x_base = ((batch.to(INDEX) * stride_x_b + token.to(INDEX) * stride_x_t) * X_UNIT)[:, None]
     y_base = ((batch.to(INDEX) * stride_y_b + token.to(INDEX) * stride_y_t) * X_UNIT)[:, None]
     x_offs = head.to(INDEX) * (stride_x_h * X_UNIT) + in_head
     y_offs = head.to(INDEX) * (stride_y_h * X_UNIT) + in_head
-    partner = tl.where(second, x_offs - PAIRS, x_offs + PAIRS)
-    x_offs = tl.max_contiguous(tl.multiple_of(x_offs, VECTOR), VECTOR)
-    y_offs = tl.max_contiguous(tl.multiple_of(y_offs, VECTOR), VECTOR)
-    partner = tl.max_contiguous(tl.multiple_of(partner, PAIR_VECTOR), PAIR_VECTOR)
-    rotated = mask
-    if 2 * PAIRS != HEAD_DIM:
+    x = tl.load(x_ptr + x_base + tl.max_contiguous(tl.multiple_of(x_offs, VECTOR), VECTOR)[None, :], mask)
+
+    if INTERLEAVED:
+        # One table entry a pair; a thread holds both elements.
+        half: tl.constexpr = BLOCK_F // 2
+        pair = (((tile % blocks) * half + tl.arange(0, half)) % (HEAD_DIM // 2)) - START // 2
+        entry = pair
+        rotated = (mask_n[:, None]) & tl.max_constancy((pair >= 0) & (pair < PAIRS), PAIR_VECTOR // 2)[None, :]
+        entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR // 2), PAIR_VECTOR // 2) * TABLE_STEP
+    else:
+        pair = in_head - START
+        second = pair >= PAIRS
+        entry = tl.where(second, pair - PAIRS, pair)
         rotated = mask & tl.max_constancy((pair >= 0) & (pair < 2 * PAIRS), PAIR_VECTOR)[None, :]
-    x = tl.load(x_ptr + x_base + x_offs[None, :], mask)
-    x_partner = tl.load(x_ptr + x_base + partner[None, :], rotated, 0.0)
+        entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR), PAIR_VECTOR) * TABLE_STEP
+        partner = tl.where(second, x_offs - PAIRS, x_offs + PAIRS)
+        partner = tl.max_contiguous(tl.multiple_of(partner, PAIR_VECTOR), PAIR_VECTOR)
+        x_partner = tl.load(x_ptr + x_base + partner[None, :], rotated, 0.0)
 
     rows, identity = _table_rows(
         batch, token, mask_n, pair,
@@ -311,23 +317,25 @@ def _rotate_flat_tile(
         sequences, search_steps,
         SOURCE, HAS_OFFSETS, 0, 0, 0, False, CP_RANK, CP_SIZE,
     )  # fmt: skip
-    entry = tl.where(second, pair - PAIRS, pair)
-    entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR), PAIR_VECTOR) * TABLE_STEP
     inside = (rows >= 0) & (rows < table_rows)
     index = (rows.to(INDEX) * stride_table_r + (batch.to(INDEX) * stride_table_b)[:, None]) * TABLE_UNIT
     index = index + entry[None, :]
     cos = tl.load(cos_ptr + index, rotated & inside, float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + index, rotated & inside, 0.0).to(tl.float32)
     if INVERSE:
-        sin = tl.where(second[None, :], -sin, sin)
-    else:
-        sin = tl.where(second[None, :], sin, -sin)
-    y = (x.to(tl.float32) * cos + x_partner.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
-    if 2 * PAIRS != HEAD_DIM:
-        y = tl.where(rotated, y, x)
+        sin = -sin
     if SOURCE == "packed":
-        y = tl.where(identity[:, None], x, y)
-    tl.store(y_ptr + y_base + y_offs[None, :], y, mask)
+        rotated = rotated & ~identity[:, None]
+    if INTERLEAVED:
+        x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_F // 2, 2)))
+        y_a = (x_a.to(tl.float32) * cos - x_b.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
+        y_b = (x_b.to(tl.float32) * cos + x_a.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
+        y = tl.join(tl.where(rotated, y_a, x_a), tl.where(rotated, y_b, x_b)).reshape(BLOCK_T, BLOCK_F)
+    else:
+        signed = tl.where(second[None, :], sin, -sin)
+        y = (x.to(tl.float32) * cos + x_partner.to(tl.float32) * signed).to(y_ptr.dtype.element_ty)
+        y = tl.where(rotated, y, x)
+    tl.store(y_ptr + y_base + tl.max_contiguous(tl.multiple_of(y_offs, VECTOR), VECTOR)[None, :], y, mask)
 
 
 @triton.jit
@@ -350,8 +358,8 @@ def _rotate_tile(
             cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
             positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
             batches, magic, shift, stripe_log, sequences, search_steps,
-            HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, INVERSE, TABLE_STEP, SOURCE, HAS_OFFSETS, CP_RANK,
-            CP_SIZE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
+            HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, INTERLEAVED_IN, INVERSE, TABLE_STEP, SOURCE, HAS_OFFSETS,
+            CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
         )  # fmt: skip
     else:
         _rotate_pairs_tile(

@@ -1,7 +1,7 @@
 """The RoPE cases that tests, benchmarks, the study and the reports share: shapes, inputs, bytes and flops by name.
 
     cases("rope-models")  -> list of RopeCase        case("llama-3-8b-train") -> RopeCase
-    inputs = c.make_inputs("cuda", "bf16", seed=0)   [fusewise.rope(*xs, **inputs.kwargs) for xs in inputs.calls]
+    inputs = c.make_inputs("cuda", "bf16", seed=0)   fusewise.rope(*inputs.operands, **inputs.kwargs)
 
 Presets: `rope-cube` (batch = seq = heads = head_dim), `rope-seqlen` (a sweep of the sequence length), `rope-models` (nine
 published models in training, prefill and decode), `rope-widths` (head widths from 64 to 256, 384 MiB each at bf16) and
@@ -42,12 +42,6 @@ class RopeInputs:
     def operands(self) -> tuple[Tensor, ...]:
         """q, and k where there is one."""
         return (self.q,) if self.k is None else (self.q, self.k)
-
-    @property
-    def calls(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The operands of each call of `fusewise.rope`: q and k together, or apart where their head widths differ."""
-        joint = self.k is None or self.k.shape[-1] == self.q.shape[-1]
-        return (self.operands,) if joint else tuple((x,) for x in self.operands)
 
     @property
     def gradients(self) -> tuple[Tensor, ...]:

@@ -32,7 +32,8 @@ class _Kernel:
     """The loaded kernel."""
 
     def __init__(self) -> None:
-        library = build.library("rope", [Path(__file__).with_name("rope.cpp")], build.cxx(), build.NATIVE_FLAGS)
+        folder = Path(__file__).parent
+        library = build.library("rope", [folder / "rope.cpp", folder / "vectors.h"], build.cxx(), build.NATIVE_FLAGS)
         self.run = library.fusewise_rope
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
         self.run.restype = None

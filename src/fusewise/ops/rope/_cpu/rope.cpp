@@ -22,9 +22,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
@@ -71,112 +69,37 @@ struct Call {
 
 namespace {
 
-// --- Elements -------------------------------------------------------------------------------------------------------
-
-struct Bf16 {
-  uint16_t bits;
-};
-struct Fp16 {
-  uint16_t bits;
-};
-
-template <class To, class From>
-inline To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-inline uint32_t bits_of(float x) { return bit_cast<uint32_t>(x); }
-inline float float_of(uint32_t bits) { return bit_cast<float>(bits); }
-
-// The low 16 bits of `bits` as a float, and a float as 16 bits, rounded to nearest even; written without branches, on
-// 32-bit lanes, so that any instruction set vectorises them.
-inline float widen(Bf16, uint32_t bits) { return float_of(bits << 16); }
-
-inline uint32_t narrow(Bf16, float x) {
-  const uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
-}
-
-inline float widen(Fp16, uint32_t bits) {
-  const uint32_t magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
-  const float normal = float_of(magnitude + (112u << 23)), infinite = float_of(magnitude + (224u << 23));
-  const float subnormal = float_of(magnitude + (113u << 23)) - float_of(113u << 23);
-  const float value = exponent == 0x0f800000 ? infinite : exponent == 0 ? subnormal : normal;
-  return float_of(bits_of(value) | (bits & 0x8000) << 16);
-}
-
-inline uint32_t narrow(Fp16, float x) {
-  const uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7fffffff;
-  const uint32_t normal = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
-  const uint32_t subnormal = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);  // an ulp of 0.5 is fp16's smallest number
-  const uint32_t finite = bits < 0x38800000 ? subnormal : normal;
-  const uint32_t beyond = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
-  return sign | (bits >= 0x47800000 ? beyond : finite);
-}
-
-inline float load(const float* x, int64_t i) { return x[i]; }
-inline void store(float* y, int64_t i, float value) { y[i] = value; }
-
-template <class T>
-inline float load(const T* x, int64_t i) {
-  return widen(T{}, x[i].bits);
-}
-
-template <class T>
-inline void store(T* y, int64_t i, float value) {
-  y[i].bits = static_cast<uint16_t>(narrow(T{}, value));
-}
-
-// Pair i of interleaved features. Two 16-bit elements are one 32-bit lane, so nothing is shuffled.
-inline void load_pair(const float* x, int64_t i, float& a, float& b) {
-  a = x[2 * i];
-  b = x[2 * i + 1];
-}
-
-inline void store_pair(float* y, int64_t i, float a, float b) {
-  y[2 * i] = a;
-  y[2 * i + 1] = b;
-}
-
-template <class T>
-inline void load_pair(const T* x, int64_t i, float& a, float& b) {
-  uint32_t both;
-  std::memcpy(&both, x + 2 * i, sizeof both);
-  a = widen(T{}, both & 0xffff);
-  b = widen(T{}, both >> 16);
-}
-
-template <class T>
-inline void store_pair(T* y, int64_t i, float a, float b) {
-  const uint32_t both = narrow(T{}, a) | narrow(T{}, b) << 16;
-  std::memcpy(y + 2 * i, &both, sizeof both);
-}
-
 // --- One head -------------------------------------------------------------------------------------------------------
 
-// Rotate P pairs of x into y: apart, or the same where the pairing is. No pair touches what another reads.
-template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
-inline void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t pairs) {
-  INDEPENDENT
-  for (int64_t i = 0; i < pairs; ++i) {
-    float a, b;
-    if (INTERLEAVED_IN) {
-      load_pair(x, i, a, b);
-    } else {
-      a = load(x, i);
-      b = load(x, pairs + i);
-    }
-    const float y_a = a * cos[i] - b * sin[i], y_b = b * cos[i] + a * sin[i];
-    if (INTERLEAVED_OUT) {
-      store_pair(y, i, y_a, y_b);
-    } else {
-      store(y, i, y_a);
-      store(y, pairs + i, y_b);
-    }
+// Rotate pairs [i, i + N) of x into y: apart, or the same where the pairing is. No pair touches what another reads.
+template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT, int N>
+inline void rotate_some(const T* x, T* y, const float* cos, const float* sin, int64_t pairs, int64_t i) {
+  using E = Elements<T, N>;
+  using F = typename E::F;
+  F a, b;
+  if (INTERLEAVED_IN) {
+    E::get_pairs(x + 2 * i, a, b);
+  } else {
+    E::get(x + i, x + pairs + i, a, b);
   }
+  const F c = load<F>(cos + i), s = load<F>(sin + i);
+  const F y_a = a * c - b * s, y_b = b * c + a * s;
+  if (INTERLEAVED_OUT) {
+    E::put_pairs(y + 2 * i, y_a, y_b);
+  } else {
+    E::put(y + i, y + pairs + i, y_a, y_b);
+  }
+}
+
+template <class T, bool IN, bool OUT>
+inline void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t pairs) {
+  int64_t i = 0;
+  for (; i + LANES <= pairs; i += LANES) rotate_some<T, IN, OUT, LANES>(x, y, cos, sin, pairs, i);
+  if constexpr (LANES > 8)
+    if (pairs & 8) rotate_some<T, IN, OUT, 8>(x, y, cos, sin, pairs, i), i += 8;
+  if constexpr (LANES > 4)
+    if (pairs & 4) rotate_some<T, IN, OUT, 4>(x, y, cos, sin, pairs, i), i += 4;
+  for (; i < pairs; ++i) rotate_some<T, IN, OUT, 1>(x, y, cos, sin, pairs, i);
 }
 
 // Copy past the cache. What a large output evicts is worth more than the output, and no line is read before it is
@@ -278,11 +201,10 @@ void cos_and_sin(double factor, const float* angles, float scale, int64_t pairs,
 
 template <class T>
 void convert(const T* from, int64_t step, int64_t count, float* to) {
-  if (step == 1) {
-    for (int64_t i = 0; i < count; ++i) to[i] = load(from, i);
-  } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = load(from, i * step);
-  }
+  int64_t i = 0;
+  if (step == 1)
+    for (; i + LANES <= count; i += LANES) store(to + i, Elements<T, LANES>::get(from + i));
+  for (; i < count; ++i) store(to + i, Elements<T, 1>::get(from + i * step));
 }
 
 int64_t integer(const void* data, int64_t wide, int64_t i) {
