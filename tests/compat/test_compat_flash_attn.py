@@ -174,6 +174,37 @@ def test_derivatives_of_every_order_in_place() -> None:
         assert torch.autograd.gradgradcheck(function, x)
 
 
+@pytest.mark.parametrize("form", ["view of the whole", "slice", "view of a leaf"])
+def test_in_place_through_a_view(form: str) -> None:
+    cos, sin = table()
+    source = randn(B, T, 3 * H * D).requires_grad_()
+    hidden = source if form == "view of a leaf" else source * 2
+    factor = 1 if form == "view of a leaf" else 2
+    packed = hidden.view(B, T, 3, H, D)
+
+    def statement(x: Tensor, parts: int) -> Tensor:
+        q, k, v = (factor * x).view(B, T, 3, H, D).unbind(2)
+        q, k = (rotate(t, rows(cos, 0), rows(sin, 0)) if i < parts else t for i, t in enumerate((q, k)))
+        return torch.stack((q.double(), k.double(), v.double()), 2).flatten(2)
+
+    if form == "slice":
+        y = apply_rotary_emb(packed[:, :, 0], cos, sin, inplace=True)
+        assert torch.equal(y, packed[:, :, 0])
+        assert_gradient(hidden, source, lambda x: statement(x, 1))
+        return
+    y = apply_rotary_emb_qkv_(packed, cos, sin)
+    assert y.data_ptr() == hidden.data_ptr()
+    assert_gradient(y.flatten(2), source, lambda x: statement(x, 2))
+    if form == "view of the whole":  # one launch backward and the copy of v; and every handle has the gradient
+        g = torch.randn_like(y)
+        again = apply_rotary_emb_qkv_((source * 2).view(B, T, 3, H, D), cos, sin)
+        counted = launches(torch.autograd.grad, again, source, g)
+        assert counted == {"fusewise::rope_out": 1, "aten::copy_": 1, "aten::mul": 1}
+        packed = (source * 2).view(B, T, 3, H, D)
+        apply_rotary_emb_qkv_(packed, cos, sin)
+        assert_gradient(packed.flatten(2), source, lambda x: statement(x, 2))
+
+
 def test_offsets_changed_before_backward_are_noticed() -> None:
     offset = tensor_offset()
     y = apply_rotary_emb_qkv_(randn(B, T, 3, H, D).requires_grad_(), *table(), seqlen_offsets=offset)

@@ -172,8 +172,15 @@ def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
         return x
     if torch.compiler.is_compiling():
         return _compiled(x, parts, call, tables_k)
-    rotated: Tensor = _rotate_parts_in_place(x, parts, call, tables_k)
-    return rotated
+    whole = x
+    if x._is_view():
+        # Of a tensor seen through a view that covers it, as a projection is, autograd can follow the tensor itself; of
+        # a part it copies the gradient of the whole. (A view of the result, as x has a history of its own to replay.)
+        base = x._base
+        if base is not None and base.dtype == x.dtype and base.numel() == x.numel():
+            whole = base if base.is_contiguous() and x.is_contiguous() else x
+    rotated: Tensor = _rotate_parts_in_place(whole, x.shape, parts, call, tables_k)
+    return rotated if whole is x else rotated.view(x.shape)
 
 
 def _take(x: Tensor, part: Part | None) -> Tensor:
@@ -233,19 +240,23 @@ def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], tuple[Tensor, ...] | N
 
 
 class _RotatePartsInPlace(torch.autograd.Function):
-    """In place. A function of the packed tensor, not of views of it: autograd would clone its gradient for each."""
+    """In place on x, seen as `shape`. A function of the packed tensor, not of its parts: autograd would copy its gradient
+    for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
-        _rotate_parts(x.detach(), None, parts, call, tables_k)
-        if not x.is_leaf:
+    def forward(ctx: Any, x: Tensor, shape: Any, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
+        seen = x.detach()
+        _rotate_parts(seen if x.shape == shape else seen.view(shape), None, parts, call, tables_k)
+        if not (x._base if x._base is not None else x).is_leaf:
             ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
         _save(ctx, parts, call, tables_k)
+        ctx.shape = shape
         return x
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return _rotate_parts_apart(dy, *_transposed(ctx)), None, None, None
+        dx = _rotate_parts_apart(dy.reshape(ctx.shape), *_transposed(ctx))
+        return dx.view(dy.shape), None, None, None, None
 
 
 class _RotateParts(torch.autograd.Function):
