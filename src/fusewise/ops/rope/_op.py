@@ -248,6 +248,11 @@ def _unit_stride(dy: Tensor | None) -> Tensor | None:
     return dy if dy is None or dy.stride(-1) == 1 or dy.shape[-1] == 1 else dy.contiguous()
 
 
+def _strides(dy: Tensor | None, wanted: list[int]) -> list[int]:
+    """The strides to ask for where the gradient does not bring them: empty if it has them already."""
+    return [] if dy is None or list(dy.stride()) == wanted else wanted
+
+
 def _forward(
     q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], q_strides: list[int], k_strides: list[int]
 ) -> Any:
@@ -272,7 +277,8 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
     if dq is not None or dk is not None:
         call = (*ctx.saved_tensors, offset, transposed_spec(spec), impl)
-        dq, dk = _rotate(_unit_stride(dq), _unit_stride(dk), call, ctx.strides)
+        dq, dk = _unit_stride(dq), _unit_stride(dk)
+        dq, dk = _rotate(dq, dk, call, (_strides(dq, ctx.strides[0]), _strides(dk, ctx.strides[1])))
     return dq, dk, *(None,) * 8
 
 
