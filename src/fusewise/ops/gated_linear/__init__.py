@@ -1,0 +1,4 @@
+"""The gated linear unit: one operation, several implementations, one contract (`api.gated_linear`)."""
+
+from .api import gated_linear as gated_linear
+from .api import geglu_linear as geglu_linear

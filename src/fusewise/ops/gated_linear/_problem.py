@@ -1,0 +1,129 @@
+"""One gated linear call, normalised: the form in which every implementation receives it.
+
+    y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate)
+
+Shape legend: M rows of x (all leading dimensions), D features in, F features out; `preact` holds both pre-activations,
+u = x W_valueᵀ + b_value and g = x W_gateᵀ + b_gate.
+
+`Spec` holds what is known without looking at a tensor and travels through the registered operators as a short string.
+`Halves` are the weights as two strided (F, D) views with unit stride in D, whatever the layout: nothing is repacked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"]
+Layout = Literal["stacked", "interleaved"]
+Save = Literal["preact", "input"]
+
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+SAVES: tuple[str, ...] = get_args(Save)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about a call that is not a tensor."""
+
+    activation: str
+    layout: str  # "stacked", "interleaved", or "separate" where there are two weight tensors
+    gate_first: bool = False  # of a stacked or interleaved weight
+
+    def encode(self) -> str:
+        return f"{self.activation}/{self.layout}/{'gate_first' if self.gate_first else 'value_first'}"
+
+    @staticmethod
+    def decode(text: str) -> Spec:
+        return _SPECS[text]
+
+    @property
+    def fused(self) -> bool:
+        """Whether the weight is one (2F, D) matrix whose rows, halves in order, are the columns of `preact`."""
+        return self.layout == "stacked"
+
+    @property
+    def gate_half(self) -> int:
+        """Which half of `preact` (and of its gradient) is the gate."""
+        return 0 if self.fused and self.gate_first else 1
+
+
+# All there are: a table that torch.compile can trace, where it looks through a cache.
+_SPECS = {
+    spec.encode(): spec
+    for activation in ACTIVATIONS
+    for layout in (*LAYOUTS, "separate")
+    for spec in (Spec(activation, layout), Spec(activation, layout, True))
+}
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The weights of a call: (F, D) views with unit last stride, and (F,) views of the bias."""
+
+    value: Tensor
+    gate: Tensor
+    value_bias: Tensor | None
+    gate_bias: Tensor | None
+
+    @staticmethod
+    def of(
+        spec: Spec,
+        weight: Tensor,
+        weight_gate: Tensor | None = None,
+        bias: Tensor | None = None,
+        bias_gate: Tensor | None = None,
+    ) -> Halves:
+        if weight_gate is not None:
+            return Halves(weight, weight_gate, bias, bias_gate)
+        first, second = pair(weight, spec)
+        biases: tuple[Tensor | None, Tensor | None] = (None, None) if bias is None else bias_pair(bias, spec)
+        if spec.gate_first:
+            return Halves(second, first, biases[1], biases[0])
+        return Halves(first, second, *biases)
+
+
+def pair(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The first and the second (F, D) matrix of a weight in one tensor, as views. Works on a gradient of it, too."""
+    features = weight.shape[-1]
+    if spec.fused:
+        matrix = weight.view(-1, features)
+        half = matrix.shape[0] // 2
+        return matrix[:half], matrix[half:]
+    pairs = weight.view(-1, 2, features)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def bias_pair(bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The same of a bias in one tensor."""
+    if spec.fused:
+        flat = bias.view(-1)
+        half = flat.shape[0] // 2
+        return flat[:half], flat[half:]
+    pairs = bias.view(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def new_preact(x: Tensor, hidden: int, spec: Spec) -> Tensor:
+    """Memory for both pre-activations of x (M, D): (M, 2F) in the order of a stacked weight's rows, so that one product
+    makes it and one consumes its gradient; else (2, M, F), value first, a matrix a product."""
+    rows = x.shape[0]
+    return x.new_empty((rows, 2 * hidden) if spec.fused else (2, rows, hidden))
+
+
+def split_preact(preact: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """u and g, (M, F) each, as views of `preact`, or of a tensor shaped like it."""
+    if not spec.fused:
+        return preact[0], preact[1]
+    half = preact.shape[-1] // 2
+    first, second = preact[:, :half], preact[:, half:]
+    return (second, first) if spec.gate_first else (first, second)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products, bias and gate: float32, or float64 for float64 tensors."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

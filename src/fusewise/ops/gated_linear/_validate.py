@@ -1,0 +1,186 @@
+"""What a call must satisfy: one check an argument, one error a mistake, nothing computed before all have passed.
+
+Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ._op import IMPLEMENTATIONS, unavailable
+from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Calls that passed validation, by everything but the values of tensors: the encoded spec. The bound is there only against
+# a leak.
+_VALIDATED: dict[tuple[Any, ...], str] = {}
+_VALIDATED_MAX = 4096
+
+
+def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
+
+
+def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tuple[Any, ...]) -> str:
+    """The encoded spec of a call on x. `tensors` are weights and biases under the names that the caller knows, in the
+    order weight, weight_gate, bias, bias_gate and, for an MLP, w_down and b_down; `options` are activation, layout,
+    gate_first, save and impl."""
+    key: tuple[Any, ...] | None = None
+    if not torch.compiler.is_compiling():
+        try:
+            key = (
+                op, (x.shape, x.dtype, x.device, x.layout),
+                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors.values()], *options,
+            )  # fmt: skip
+            if (spec := _VALIDATED.get(key)) is not None:
+                return spec
+        except (AttributeError, TypeError, RuntimeError):
+            key = None  # something is not a strided tensor or cannot be hashed: validation names it
+    spec = _check(op, x, tensors, *options).encode()
+    if key is not None:
+        if len(_VALIDATED) >= _VALIDATED_MAX:
+            _VALIDATED.clear()
+        _VALIDATED[key] = spec
+    return spec
+
+
+def _check(
+    op: str, x: Any, tensors: dict[str, Any], activation: Any, layout: Any, gate_first: Any, save: Any, impl: Any
+) -> Spec:
+    for name, value, allowed in (
+        ("activation", activation, ACTIVATIONS), ("layout", layout, LAYOUTS), ("save", save, SAVES),
+        ("impl", impl, ("auto", *IMPLEMENTATIONS)),
+    ):  # fmt: skip
+        if value not in allowed:
+            fail(op, name, f"be one of {', '.join(allowed)}", repr(value), "choose one of them")
+    if not isinstance(gate_first, bool):
+        fail(op, "gate_first", "be a bool", repr(gate_first), "pass True where the first half is the gate", TypeError)
+    _check_x(op, x)
+    names = list(tensors)
+    weight, weight_gate, bias, bias_gate, *down = tensors.values()
+    features = x.shape[-1]
+    for name, value in zip(names[:2], (weight, weight_gate), strict=True):
+        if value is not None or name == names[0]:
+            _check_like(op, name, value, x)
+            _check_matrix(op, name, value, features, weight_gate is None)
+    if weight_gate is None:
+        _check_both(op, names[0], weight, layout)
+        hidden = weight.shape[0] // 2 if weight.dim() == 2 else weight.shape[0 if layout == "interleaved" else 1]
+        if bias_gate is not None:
+            fail(op, names[3], f"be None where {names[0]} holds both halves", "a tensor", f"pass one {names[2]} of {2 * hidden}")
+        if bias is not None:
+            _check_like(op, names[2], bias, x)
+            shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
+            if tuple(bias.shape) not in shapes or bias.stride(-1) != 1 or not _flat(bias):
+                wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+                fail(op, names[2], f"be contiguous, of shape {wanted}", _what(bias), "pass an entry for every row of the weight")
+        layout = str(layout)
+    else:
+        hidden = weight.shape[0]
+        if weight_gate.shape != weight.shape:
+            fail(
+                op, names[1], f"have the shape of {names[0]}, {tuple(weight.shape)}", tuple(weight_gate.shape),
+                "pass two (F, D) matrices",
+            )  # fmt: skip
+        if (bias is None) != (bias_gate is None):
+            missing = names[2] if bias is None else names[3]
+            fail(op, missing, "be given where the other bias is", "None", "pass both biases or none")
+        for name, value in zip(names[2:4], (bias, bias_gate), strict=True):
+            if value is not None:
+                _check_bias(op, name, value, hidden, x)
+        layout = "separate"
+    if down:
+        _check_down(op, names[4:], down, hidden, x)
+    # In a trace the operator says it when it runs: looking for an implementation cannot be traced.
+    if impl != "auto" and not torch.compiler.is_compiling():
+        reason = unavailable(impl, x.device.type, x.dtype)
+        if reason is not None:
+            fail(op, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
+    return Spec(activation, layout, gate_first and layout != "separate")
+
+
+def _check_x(op: str, x: Any) -> None:
+    _check_tensor(op, "x", x)
+    if x.dtype not in FLOATS:
+        fail(op, "x", "have dtype float32, bfloat16, float16 or float64", _dtype(x), "convert x first", TypeError)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        fail(op, "x", "have shape (..., D) with D at least 1", tuple(x.shape), "pass the features in the last dimension")
+
+
+def _check_tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fail(op, name, "be a torch.Tensor", type(value).__name__, f"pass a tensor for {name}", TypeError)
+    if value.layout != torch.strided:
+        fail(op, name, "be a strided tensor", value.layout, f"call {name}.to_dense()", TypeError)
+
+
+def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
+    _check_tensor(op, name, value)
+    if value.dtype != x.dtype:
+        fail(op, name, f"have the dtype of x, {_dtype(x)}", _dtype(value), f"call {name}.to(torch.{_dtype(x)})", TypeError)
+    if value.device != x.device:
+        fail(op, name, f"be on the device of x, {x.device}", value.device, f"call {name}.to({str(x.device)!r})")
+
+
+def _check_matrix(op: str, name: str, weight: Tensor, features: int, both: bool) -> None:
+    if weight.dim() != 2 and not (both and weight.dim() == 3):
+        wanted = "2 or 3 dimensions" if both else "2 dimensions"
+        fail(op, name, f"have {wanted}", tuple(weight.shape), "pass it as (2F, D)" if both else "pass it as (F, D)")
+    if weight.shape[-1] != features:
+        fail(
+            op, name, f"have the last dimension of x, D = {features}", tuple(weight.shape),
+            "pass it as F.linear takes it, (out, in)",
+        )  # fmt: skip
+    if weight.shape[-1] != 1 and weight.stride(-1) != 1:
+        fail(
+            op, name, "have a contiguous last dimension (stride 1)", f"strides {weight.stride()}",
+            f"call {name}.contiguous()",
+        )  # fmt: skip
+    if 0 in weight.shape:
+        fail(op, name, "have at least one row", tuple(weight.shape), "pass at least one output feature")
+
+
+def _check_both(op: str, name: str, weight: Tensor, layout: str) -> None:
+    shape = tuple(weight.shape)
+    if weight.dim() == 2 and shape[0] % 2:
+        fail(op, name, "have an even number of rows, 2F", shape, "stack the value and the gate matrix")
+    dim = 0 if layout == "stacked" else 1
+    if weight.dim() == 3 and shape[dim] != 2:
+        wanted = "(2F, D) or (2, F, D)" if layout == "stacked" else "(2F, D) or (F, 2, D)"
+        fail(op, name, f"have shape {wanted} in layout {layout}", shape, "name its layout")
+    if weight.dim() == 3 and not _flat(weight[..., 0]):
+        fail(
+            op, name, "have rows at one distance from each other", f"strides {weight.stride()}",
+            "pass the two matrices apart",
+        )  # fmt: skip
+
+
+def _check_bias(op: str, name: str, bias: Any, length: int, x: Tensor) -> None:
+    _check_like(op, name, bias, x)
+    if tuple(bias.shape) != (length,) or (length != 1 and bias.stride(0) != 1):
+        fail(op, name, f"be contiguous, of shape ({length},)", _what(bias), "pass an entry for every output feature")
+
+
+def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tensor) -> None:
+    weight, bias = down
+    _check_like(op, names[0], weight, x)
+    _check_matrix(op, names[0], weight, hidden, False)
+    if bias is not None:
+        _check_bias(op, names[1], bias, weight.shape[0], x)
+
+
+def _flat(x: Tensor) -> bool:
+    """Whether x can be viewed as one dimension with one stride."""
+    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 1) if x.shape[i] != 1)
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _what(x: Tensor) -> str:
+    return f"shape {tuple(x.shape)} and strides {x.stride()}"

@@ -1,0 +1,133 @@
+"""The public functions of the gated linear unit: what they compute, what they accept, one validation for all."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import _op, reference
+from ._problem import Activation, Halves, Layout, Save, Spec
+from ._validate import fail, validated
+
+
+def geglu_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: Literal["tanh", "none"] = "tanh",
+    gate_first: bool = False,
+    save: Save = "preact",
+    impl: str = "auto",
+) -> Tensor:
+    """Linear and GEGLU as one operation; of the weight's 2F rows, [0, F) make the value and [F, 2F) the gate.
+
+        y = (x W_valueᵀ + b_value) · gelu(x W_gateᵀ + b_gate)        Shazeer, arXiv 2002.05202
+
+    which is `x1 * gelu(x2)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly all other libraries stack the
+    gate first (`gelu(x1) * x2`): for their weights say `gate_first=True`.
+
+    `approximate="tanh"` and `"none"` (erf) are different functions, each exact to rounding. Everything else, the other
+    arguments, what is held for backward and the errors, is as in `gated_linear`.
+
+    Example:
+        >>> x, weight, bias = torch.randn(4, 16, 64), torch.randn(256, 64), torch.randn(256)
+        >>> y = geglu_linear(x, weight, bias)  # (4, 16, 128)
+    """
+    if approximate not in ("tanh", "none"):
+        fail("geglu_linear", "approximate", "be tanh or none", repr(approximate), "choose one of them")
+    activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+    x, weight, bias = _autocast(x, weight, bias)
+    tensors = {"weight": weight, "w_gate": None, "bias": bias, "b_gate": None}
+    spec = validated("geglu_linear", x, tensors, (activation, "stacked", gate_first, save, impl))
+    return _run("geglu_linear", x, (weight, None, bias, None), spec, save, impl)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    layout: Layout = "stacked",
+    gate_first: bool = False,
+    save: Save = "preact",
+    impl: str = "auto",
+) -> Tensor:
+    """Two linear maps and the gate between them as one operation; value first unless `gate_first` says otherwise.
+
+        y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate)
+
+    Products are accumulated, and bias and gate applied, in float32 (float64 for float64 tensors); y is rounded once.
+
+    Args:
+        x: (..., D), float32, bfloat16 or float16 (float64 through the reference). Rows at one distance from each other,
+            with contiguous features, are read in place; anything else is copied once, as `F.linear` does.
+        weight: both matrices in one tensor, (2F, D), (2, F, D) or (F, 2, D), or with `w_gate` the value's (F, D). Read in
+            place, never repacked; the last dimension must be contiguous. dtype and device of x.
+        bias: for every row of `weight`, (2F,) or shaped as the weight without D; with `w_gate` the value's (F,); or None.
+        activation: of the gate: "gelu_tanh", "gelu" (erf), "silu", "relu", "sigmoid" or "identity".
+        w_gate, b_gate: the gate's matrix (F, D) and bias (F,), where they are tensors of their own.
+        layout: how the rows of one weight tensor are ordered: "stacked", all of one half and then the other, or
+            "interleaved", in turn.
+        gate_first: the first half (or the first of each two rows) is the gate.
+        save: what is held for backward. "preact": both pre-activations, 2F elements a row beside y; the fastest.
+            "input": nothing but x and the weights; the product is computed again in the backward.
+        impl: "auto", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells what auto
+            takes.
+
+    Returns:
+        y (..., F), contiguous, in the dtype of x.
+
+    Memory: without gradients y and nothing else. Backward needs, beside the gradients that it returns, 2F elements a row
+    with `save="input"`, and none with `save="preact"` unless the graph is retained: the gradient of the pre-activations
+    takes their place. The bias gradient is summed in float32 in a fixed order: bitwise reproducible, no atomics.
+
+    Differentiable any number of times; a backward with `create_graph=True`, forward mode and torch.func transforms go
+    through the formula in plain torch (`reference.py`), so the transforms need impl "auto" or "reference". Under
+    autocast the tensors are cast as `F.linear` casts them.
+
+    Raises:
+        TypeError, ValueError: `gated_linear: <argument> must <contract>, got <value>; <one fix>`.
+
+    Example:
+        >>> x, gate, up = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64)
+        >>> y = gated_linear(x, up, w_gate=gate, activation="silu")  # SwiGLU, (4, 16, 128)
+    """
+    x, weight, w_gate, bias, b_gate = _autocast(x, weight, w_gate, bias, b_gate)
+    tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
+    spec = validated("gated_linear", x, tensors, (activation, layout, gate_first, save, impl))
+    return _run("gated_linear", x, (weight, w_gate, bias, b_gate), spec, save, impl)
+
+
+def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, impl: str) -> Tensor:
+    if _op.transforms_active():
+        _check_transformable(op, impl)
+        decoded = Spec.decode(spec)
+        return reference.unit(x, Halves.of(decoded, *weights), decoded.activation)
+    return _op.apply(x, weights, spec, impl, save)
+
+
+def _check_transformable(op: str, impl: str) -> None:
+    if impl not in ("auto", "reference"):
+        fail(
+            op, "impl", "be auto or reference under forward mode and torch.func transforms", repr(impl),
+            'use impl="auto"', RuntimeError,
+        )  # fmt: skip
+
+
+def _autocast(x: Any, *tensors: Any) -> tuple[Any, ...]:
+    """The tensors as autocast hands them to `F.linear`: all floating ones but float64 in its dtype."""
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x, *tensors
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(t: Any) -> Any:
+        eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible and t.device.type == x.device.type else t
+
+    return tuple(cast(t) for t in (x, *tensors))

@@ -1,0 +1,141 @@
+"""The specification of the gated linear unit in plain torch: differentiable, on any device, float64 if the tensors are.
+
+    y = u · act(g),    u = x W_valueᵀ + b_value,    g = x W_gateᵀ + b_gate
+
+and its gradient from dy alone:
+
+    du = dy · act(g)        dx = du W_value + dg W_gate      dW_value = duᵀ x     db_value = Σ_M du
+    dg = dy · u · act'(g)                                    dW_gate  = dgᵀ x     db_gate  = Σ_M dg
+
+Everything in float32 (float64 for float64 tensors), rounded once at the end. Written for reading; every kernel is held
+against it. Shape legend as in `_problem.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ._problem import Halves, Spec, compute_dtype, split_preact
+
+#: act(g), by name.
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+    "gelu": lambda g: 0.5 * g * (1 + torch.erf(g / math.sqrt(2))),  # functional.gelu gives NaN for +∞ on a CPU
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda g: g,
+}
+
+
+def unit(x: Tensor, halves: Halves, activation: str) -> Tensor:
+    """y of x (..., D), in the dtype of x."""
+    with exact(x):
+        u, g = preactivations(x, halves)
+        return (u * ACTIVATE[activation](g)).to(x.dtype)
+
+
+def preactivations(x: Tensor, halves: Halves) -> tuple[Tensor, Tensor]:
+    """u and g of x (..., D), in the dtype of the computation."""
+    to = compute_dtype(x)
+
+    def linear(weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x.to(to), weight.to(to), None if bias is None else bias.to(to))
+
+    return linear(halves.value, halves.value_bias), linear(halves.gate, halves.gate_bias)
+
+
+def derivative(g: Tensor, activation: str) -> Tensor:
+    """act'(g), differentiable in turn."""
+    if activation == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)
+        slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * g**2)
+        tanh = torch.tanh(inner)
+        return 0.5 * (1 + tanh) + 0.5 * g * (1 - tanh**2) * slope
+    if activation == "gelu":
+        return 0.5 * (1 + torch.erf(g / math.sqrt(2))) + g * torch.exp(-0.5 * g**2) / math.sqrt(2 * math.pi)
+    if activation == "silu":
+        s = torch.sigmoid(g)
+        return s * (1 + g * (1 - s))
+    if activation == "relu":
+        return torch.where(g <= 0, 0.0, torch.ones_like(g))
+    if activation == "sigmoid":
+        s = torch.sigmoid(g)
+        return s * (1 - s)
+    return torch.ones_like(g)
+
+
+def gate_gradient(dy: Tensor, u: Tensor, g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """du and dg from dy; everything (M, F) in one dtype."""
+    if activation == "relu":  # a product with the derivative would make infinities NaN where the gate is closed
+        return dy * ACTIVATE["relu"](g), torch.where(g <= 0, 0.0, dy * u)
+    return dy * ACTIVATE[activation](g), dy * u * derivative(g, activation)
+
+
+def gradients(dy: Tensor, x: Tensor, halves: Halves, activation: str) -> tuple[Tensor, ...]:
+    """dx, dW_value, dW_gate, db_value, db_gate as a differentiable function of everything, in the dtype of x."""
+    with exact(x):
+        to = compute_dtype(x)
+        u, g = preactivations(x, halves)
+        du, dg = gate_gradient(dy.to(to), u, g, activation)
+        dx = du @ halves.value.to(to) + dg @ halves.gate.to(to)
+        du, dg, rows = (part.reshape(-1, part.shape[-1]) for part in (du, dg, x.to(to)))
+        return tuple(part.to(x.dtype) for part in (dx, du.mT @ rows, dg.mT @ rows, du.sum(0), dg.sum(0)))
+
+
+@contextlib.contextmanager
+def exact(x: Tensor) -> Iterator[None]:
+    """No autocast: the dtypes above are meant."""
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+# The implementation impl="reference". The four functions below are what every implementation offers; see `_op.py`.
+
+
+def unavailable(device_type: str) -> str | None:
+    """The reference serves every device."""
+    return None
+
+
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+    u, g = preactivations(x, halves)
+    y.copy_(u * ACTIVATE[spec.activation](g))
+    if preact is not None:
+        for to, part in zip(split_preact(preact, spec), (u, g), strict=True):
+            to.copy_(part)
+
+
+def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    u, g = (part.to(compute_dtype(dy)) for part in split_preact(preact, spec))
+    _write(dy, u, g, dpreact, spec, dbias)
+
+
+def recompute_gradient(dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    _write(dy, *preactivations(x, halves), dpreact, spec, dbias)
+
+
+def down_gradient(
+    dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    to = compute_dtype(dz)
+    u, g = (part.to(to) for part in split_preact(preact, spec))
+    y.copy_(u * ACTIVATE[spec.activation](g))
+    _write(dz.to(to) @ w_down.to(to), u, g, dpreact, spec, dbias)
+
+
+def _write(dy: Tensor, u: Tensor, g: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    parts = gate_gradient(dy.to(u.dtype), u, g, spec.activation)
+    for i, (to, part) in enumerate(zip(split_preact(dpreact, spec), parts, strict=True)):
+        to.copy_(part)
+        if dbias is not None:
+            dbias[i].copy_(part.sum(0))

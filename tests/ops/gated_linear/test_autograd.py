@@ -1,0 +1,253 @@
+"""What autograd and the compiler expect of an operator: repeated and second backwards, transforms, traces, memory."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fusewise.ops.gated_linear import _op, gated_linear, geglu_linear
+from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def leaves(dtype: torch.dtype = torch.float32, rows: int = 6, features: int = 5, hidden: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+    return leaf(rows, features), leaf(2 * hidden, features), leaf(2 * hidden)
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    value, gate = functional.linear(x, weight, bias).chunk(2, -1)
+    return value * functional.gelu(gate, approximate="tanh")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck_and_gradgradcheck(activation: str) -> None:
+    inputs = leaves(torch.float64)
+    for save in SAVES:
+
+        def call(*a: Any, save: str = save) -> Tensor:
+            return gated_linear(*a, activation=activation, save=save)
+
+        assert torch.autograd.gradcheck(call, inputs)
+        assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize(("layout", "gate_first"), [("stacked", True), ("interleaved", False), ("interleaved", True)])
+def test_second_gradients_of_other_layouts(layout: str, gate_first: bool) -> None:
+    def call(*a: Any) -> Tensor:
+        return gated_linear(*a, activation="silu", layout=layout, gate_first=gate_first)
+
+    assert torch.autograd.gradgradcheck(call, leaves(torch.float64, 3, 3, 2))
+
+
+def test_second_gradients_of_separate_weights() -> None:
+    x, weight, bias = leaves(torch.float64, 3, 3, 2)
+    parts = [t.detach().clone().requires_grad_() for t in (*weight.chunk(2), *bias.chunk(2))]
+
+    def call(x: Tensor, value: Tensor, gate: Tensor, b_value: Tensor, b_gate: Tensor) -> Tensor:
+        return gated_linear(x, value, b_value, w_gate=gate, b_gate=b_gate, activation="gelu")
+
+    assert torch.autograd.gradcheck(call, (x, *parts)) and torch.autograd.gradgradcheck(call, (x, *parts))
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_second_gradients_in_float32_match_eager(save: str) -> None:
+    inputs = leaves()
+    dy = torch.randn(6, 4, device=DEVICE)
+
+    def second(of: Any) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(of(*inputs), inputs, dy, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+    torch.testing.assert_close(second(lambda *a: geglu_linear(*a, save=save)), second(eager), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_retained_graph_gives_the_same_gradients_again(save: str) -> None:
+    inputs = leaves()
+    y = geglu_linear(*inputs, save=save)
+    dy = torch.randn_like(y)
+    runs = [torch.autograd.grad(y, inputs, dy, retain_graph=keep) for keep in (True, True, False)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, inputs, dy)
+
+
+def test_gradients_accumulate() -> None:
+    inputs = leaves()
+    geglu_linear(*inputs).sum().backward()
+    once = [leaf.grad.clone() for leaf in inputs if leaf.grad is not None]
+    geglu_linear(*inputs).sum().backward()
+    for leaf, gradient in zip(inputs, once, strict=True):
+        torch.testing.assert_close(leaf.grad, 2 * gradient)
+
+
+def test_the_incoming_gradient_is_not_written_to() -> None:
+    inputs = leaves()
+    for save in SAVES:
+        y = geglu_linear(*inputs, save=save)
+        dy = torch.randn_like(y)
+        before = dy.clone()
+        y.backward(dy)
+        assert torch.equal(dy, before)
+
+
+def test_a_weight_changed_before_backward_raises() -> None:
+    x, weight, bias = leaves()
+    y = geglu_linear(x, weight, bias)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def held(save: str, bias: bool = True) -> int:
+    """Bytes that a forward keeps beside its inputs and y."""
+    x, weight, b = leaves(torch.bfloat16, 64, 32, 48)
+    own = {t.untyped_storage().data_ptr() for t in (x, weight, b)}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = geglu_linear(x, weight, b if bias else None, save=save)
+    kept.pop(y.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+def test_held_memory_is_the_contract() -> None:
+    assert held("preact") == 64 * 2 * 48 * 2
+    assert held("input") == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    inputs = leaves()
+    dy = torch.randn(6, 4, device=DEVICE)
+    plain = torch.autograd.grad(geglu_linear(*inputs), inputs, dy)
+    for leaf in inputs:
+        leaf.grad = None
+    checkpoint(geglu_linear, *inputs, use_reentrant=reentrant).backward(dy)
+    assert all(torch.equal(a.grad, b) for a, b in zip(inputs, plain, strict=True))
+
+
+def test_saved_tensors_on_the_host() -> None:
+    inputs = leaves()
+    dy = torch.randn(6, 4, device=DEVICE)
+    plain = torch.autograd.grad(geglu_linear(*inputs), inputs, dy)
+    with torch.autograd.graph.save_on_cpu():
+        y = geglu_linear(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, inputs, dy), plain, strict=True))
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    inputs = leaves()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y, usual = geglu_linear(*inputs), eager(*inputs)
+        assert y.dtype == usual.dtype == torch.bfloat16
+        gradients = torch.autograd.grad(y.float().sum(), inputs)
+        double = geglu_linear(*(t.double() for t in inputs))
+    torch.testing.assert_close(y, usual, rtol=0.05, atol=0.05)
+    assert all(g.dtype == torch.float32 for g in gradients) and double.dtype == torch.float64
+
+
+def test_backward_under_autocast_keeps_its_dtypes() -> None:
+    inputs = leaves()
+    y, usual = geglu_linear(*inputs), eager(*inputs)
+    dy = torch.randn_like(y)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = torch.autograd.grad(y, inputs, dy)
+    torch.testing.assert_close(found, torch.autograd.grad(usual, inputs, dy))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's forward mode does
+def test_transforms_go_through_the_formula() -> None:
+    x, weight, bias = (t.detach() for t in leaves())
+    torch.testing.assert_close(torch.func.vmap(geglu_linear, (0, None, None))(x, weight, bias), eager(x, weight, bias))
+    stack = weight.expand(3, -1, -1) * torch.arange(1.0, 4.0, device=DEVICE)[:, None, None]
+    each = torch.stack([eager(x, w, bias) for w in stack])
+    torch.testing.assert_close(torch.func.vmap(geglu_linear, (None, 0, None))(x, stack, bias), each)
+    tangents = tuple(torch.randn_like(t) for t in (x, weight, bias))
+    found, usual = (torch.func.jvp(f, (x, weight, bias), tangents) for f in (geglu_linear, eager))
+    torch.testing.assert_close(found, usual)
+    gradients = [torch.func.grad(lambda *a, f=f: f(*a).square().sum(), (0, 1, 2))(x, weight, bias) for f in (geglu_linear, eager)]
+    torch.testing.assert_close(*gradients)
+    if _op.unavailable("cpu", DEVICE, torch.float32) is None:
+        with pytest.raises(RuntimeError, match="impl must be auto or reference under forward mode"):
+            torch.func.vmap(lambda row: geglu_linear(row, weight, bias, impl="cpu"))(x)
+
+
+def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
+    x, weight, bias = (t.detach() for t in leaves(rows=8, features=16, hidden=8))
+    dy, dz, w_down = torch.randn(8, 8, device=DEVICE), torch.randn(8, 12, device=DEVICE), torch.randn(12, 8, device=DEVICE)
+    ops, calls = torch.ops.fusewise, []
+    for text in ("gelu_tanh/stacked/value_first", "silu/interleaved/gate_first", "gelu/separate/value_first"):
+        spec = _op.Spec.decode(text)
+        tensors = (weight, None, bias, None)
+        if spec.layout == "separate":
+            tensors = (weight[:8], weight[8:], bias[:8], bias[8:])
+        preact = torch.randn_like(_op.new_preact(x, 8, spec))
+        calls += [
+            (ops.gated_linear.default, (x, *tensors, text, "auto")),
+            (ops.gated_linear_preact.default, (x, *tensors, text, "auto")),
+            (ops.gated_linear_grad.default, (dy, preact, text, "auto", True)),
+            (ops.gated_linear_grad_.default, (dy, preact, text, "auto", False)),
+            (ops.gated_linear_recompute_grad.default, (dy, x, *tensors, text, "auto", True)),
+            (ops.gated_linear_down_grad.default, (dz, w_down, preact, text, "auto", True)),
+            (ops.gated_linear_down_grad_.default, (dz, w_down, preact, text, "auto", True)),
+        ]
+    return calls
+
+
+@pytest.mark.parametrize(("op", "args"), operator_calls(), ids=lambda value: getattr(value, "__name__", ""))
+def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("save", SAVES)
+def test_compiles_whole_and_once_for_all_row_counts(save: str) -> None:
+    _, weight, bias = leaves(features=16, hidden=8)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: geglu_linear(*a, save=save).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for rows in (6, 7, 40):
+        x = torch.randn(2, rows, 16, device=DEVICE, requires_grad=True)
+        found = torch.autograd.grad(compiled(x, weight, bias), (x, weight, bias))
+        usual = torch.autograd.grad(eager(x, weight, bias).square().sum(), (x, weight, bias))
+        torch.testing.assert_close(found, usual, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_fake_tensors_give_shapes_without_a_kernel() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(3, 5, 16, dtype=torch.bfloat16, requires_grad=True)
+        for save, weight in itertools.product(SAVES, (torch.empty(24, 16, dtype=torch.bfloat16, requires_grad=True),)):
+            y = geglu_linear(x, weight, save=save)
+            dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+            assert y.shape == (3, 5, 12) and dx.shape == x.shape and dweight.shape == weight.shape
+
+
+def test_importing_the_operation_imports_no_kernel() -> None:
+    code = "import sys, fusewise.ops.gated_linear; assert not {'triton', 'fusewise.ops.gated_linear._triton'} & set(sys.modules), 1"
+    subprocess.run([sys.executable, "-c", code], check=True)

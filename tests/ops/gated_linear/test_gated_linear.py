@@ -1,0 +1,276 @@
+"""The gated linear unit against float64: every implementation, activation, layout, dtype and shape, both ways.
+
+The rule is the project's: an error of at most twice that of eager code in the same dtype, plus one rounding. Triton takes
+part where there is a GPU, or in a process with TRITON_INTERPRET=1 (`test_interpreter.py` starts one).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusewise.lab.truth import errors, within
+from fusewise.ops.gated_linear import _op, gated_linear, geglu_linear, reference
+from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+IMPLS = [impl for impl in _op.IMPLEMENTATIONS if impl != "triton" or TRITON]
+IMPLS = [impl for impl in IMPLS if _op.unavailable(impl, DEVICE, torch.float32) is None]
+FAST = [impl for impl in IMPLS if impl != "reference"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# (M, D, F): one row, off every tile multiple, on them, the weight-streaming sizes, several tiles each way.
+SHAPES = [(1, 1, 1), (1, 64, 48), (5, 33, 17), (16, 128, 96), (130, 72, 70), (128, 64, 128), (300, 40, 136)]
+
+ACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda g: g,
+}
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def make(rows: int, features: int, hidden: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, a stacked weight, its bias, and a gradient of y; pre-activations of about unit size times `scale`."""
+    return (
+        tensor(rows, features, dtype=dtype, seed=1),
+        tensor(2 * hidden, features, dtype=dtype, seed=2, scale=scale / math.sqrt(features)),
+        tensor(2 * hidden, dtype=dtype, seed=3, scale=0.5 * scale),
+        tensor(rows, hidden, dtype=dtype, seed=4),
+    )
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gate_first: bool = False) -> Tensor:
+    """The definition, as one writes it."""
+    first, second = functional.linear(x, weight, bias).chunk(2, -1)
+    value, gate = (second, first) if gate_first else (first, second)
+    return value * ACT[activation](gate)
+
+
+def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tensor) -> list[Tensor]:
+    """The result of `of` and the gradients of the leaves."""
+    leaves = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
+    y = of(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
+
+
+def assert_right(found: Sequence[Tensor], usual: Sequence[Tensor], truth: Sequence[Tensor], dtype: torch.dtype) -> None:
+    for index, (result, other, true) in enumerate(zip(found, usual, truth, strict=True)):
+        assert result.shape == true.shape and result.dtype == dtype, index
+        mine, eagers = errors([result], [true]), errors([other], [true])
+        assert within(mine, eagers, dtype), f"output {index}: {mine} against eager's {eagers}"
+
+
+def check(impl: str, rows: int, features: int, hidden: int, dtype: torch.dtype, activation: str, bias: bool = True, save: str = "preact", scale: float = 1.0) -> None:  # fmt: skip
+    x, weight, b, dy = make(rows, features, hidden, dtype, scale)
+    leaves = (x, weight, b if bias else None)
+    found = outcome(lambda *a: gated_linear(*a, activation=activation, save=save, impl=impl), leaves, dy)
+    usual = outcome(lambda *a: eager(*a, activation), leaves, dy)
+    wide = [None if leaf is None else leaf.double() for leaf in leaves]
+    assert_right(found, usual, outcome(lambda *a: eager(*a, activation), wide, dy.double()), dtype)
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shapes_and_dtypes_match_float64(impl: str, dtype: torch.dtype, shape: tuple[int, int, int], save: str) -> None:
+    check(impl, *shape, dtype, "gelu_tanh", save=save)
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_activations_match_float64(impl: str, activation: str, bias: bool, save: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(impl, 37, 48, 40, dtype, activation, bias, save)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_pre_activations_match_float64(impl: str, activation: str) -> None:
+    """Where tanh, erf and the sigmoid saturate."""
+    for dtype, scale in itertools.product(DTYPES, (10.0, 100.0)):
+        check(impl, 40, 32, 48, dtype, activation, scale=scale)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_infinities_and_nan_are_those_of_the_formula(impl: str, activation: str) -> None:
+    """Gates and values of any float32, one a column, by a weight of zeros and a bias."""
+    specials = [0.0, -0.0, 1.0, -1.0, 30.0, -30.0, 1e5, -1e5, 1e20, -1e20, 3e38, -3e38, math.inf, -math.inf, math.nan]
+    pairs = list(itertools.product((1.0, 0.0, -2.0, math.inf, math.nan), specials))
+    values, gates = (torch.tensor(column, device=DEVICE) for column in zip(*pairs, strict=True))
+    x, weight = torch.zeros(2, 16, device=DEVICE), torch.zeros(2 * len(pairs), 16, device=DEVICE)
+    bias = torch.cat((values, gates)).requires_grad_()
+    y = gated_linear(x, weight, bias, activation=activation, impl=impl)
+    truth = values * exact(activation, gates)
+    torch.testing.assert_close(y, truth.expand_as(y), equal_nan=True)
+
+    (dbias,) = torch.autograd.grad(y.sum(), bias)
+    du, dg = reference.gate_gradient(torch.ones_like(values), values, gates, activation)
+    finite = torch.isfinite(values) & torch.isfinite(gates) & (gates.abs() < 1e15)  # beyond, g² overflows in eager, too
+    torch.testing.assert_close(dbias.chunk(2)[0][finite], 2 * du[finite])
+    torch.testing.assert_close(dbias.chunk(2)[1][finite], 2 * dg[finite])
+
+
+def exact(activation: str, gates: Tensor) -> Tensor:
+    """act of every gate in float64; a GELU of +∞ is +∞, for which torch's erf form gives NaN on a CPU."""
+    wide = ACT[activation](gates.double()).float()
+    return torch.where(gates == math.inf, gates, wide) if activation.startswith("gelu") else wide
+
+
+LAYOUTS = [
+    ("stacked", "(2F, D)", False), ("stacked", "(2F, D)", True), ("stacked", "(2, F, D)", False),
+    ("stacked", "(2, F, D)", True), ("interleaved", "(2F, D)", False), ("interleaved", "(F, 2, D)", True),
+    ("separate", "strided", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize(("layout", "form", "gate_first"), LAYOUTS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, save: str) -> None:
+    rows, features, hidden, dtype = 21, 40, 24, torch.bfloat16
+    x, stacked, bias, dy = make(rows, features, hidden, dtype)
+    value, gate = stacked.chunk(2)
+    b_value, b_gate = bias.chunk(2)
+    halves = (gate, value) if gate_first else (value, gate)
+    biases = (b_gate, b_value) if gate_first else (b_value, b_gate)
+    if layout == "separate":
+        wide = torch.stack((value, gate, value), 1).view(hidden, 3 * features)  # rows at a distance, features contiguous
+        leaves = (x, wide[:, :features], wide[:, features : 2 * features], b_value, b_gate)
+
+        def ours(x: Tensor, value: Tensor, gate: Tensor, b_value: Tensor, b_gate: Tensor) -> Tensor:
+            return gated_linear(
+                x, value, b_value, w_gate=gate, b_gate=b_gate, activation="silu", save=save, impl=impl
+            )  # fmt: skip
+
+        def plain(x: Tensor, value: Tensor, gate: Tensor, b_value: Tensor, b_gate: Tensor) -> Tensor:
+            return functional.linear(x, value, b_value) * functional.silu(functional.linear(x, gate, b_gate))
+    else:
+        dim = 0 if layout == "stacked" else 1
+        weight, b = torch.stack(halves, dim), torch.stack(biases, dim)
+        if form == "(2F, D)":
+            weight, b = weight.view(2 * hidden, features), b.view(-1)
+        leaves = (x, weight, b)
+
+        def ours(x: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+            return gated_linear(
+                x, weight, b, activation="silu", layout=layout, gate_first=gate_first, save=save, impl=impl
+            )  # fmt: skip
+
+        def plain(x: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+            shape = (2, hidden) if layout == "stacked" else (hidden, 2)
+            first, second = weight.view(*shape, features).unbind(dim)
+            b_first, b_second = b.view(shape).unbind(dim)
+            u, g = functional.linear(x, first, b_first), functional.linear(x, second, b_second)
+            return g * functional.silu(u) if gate_first else u * functional.silu(g)
+
+    truth = outcome(plain, [leaf.double() for leaf in leaves], dy.double())
+    assert_right(outcome(ours, leaves, dy), outcome(plain, leaves, dy), truth, dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_geglu_linear_is_gated_linear_with_a_gelu(impl: str) -> None:
+    x, weight, bias, _ = make(9, 24, 16, torch.float32)
+    for gate_first, approximate in itertools.product((False, True), ("tanh", "none")):
+        y = geglu_linear(x, weight, bias, approximate=approximate, gate_first=gate_first, impl=impl)
+        activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+        torch.testing.assert_close(y, eager(x, weight, bias, activation, gate_first))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_leading_dimensions_and_any_strides_of_x(impl: str) -> None:
+    _, weight, bias, _ = make(1, 24, 16, torch.float32)
+    x = tensor(3, 2, 5, 24)
+    for view in (x, x[:, :1], x.transpose(0, 2), x[..., 0, :], x[0, 0, 0], tensor(24, 6).T, x[:, 0].flip(0), x[..., :1, :].expand(3, 2, 4, 24)):  # fmt: skip
+        leaf = view.detach().requires_grad_()
+        y = geglu_linear(leaf, weight, bias, impl=impl)
+        usual = eager(leaf, weight, bias, "gelu_tanh")
+        assert y.shape == usual.shape and y.is_contiguous()
+        torch.testing.assert_close(y, usual)
+        dy = torch.randn_like(usual)
+        torch.testing.assert_close(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(usual, leaf, dy))
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_rows(impl: str, save: str) -> None:
+    _, weight, bias, _ = make(1, 24, 16, torch.float32)
+    for shape in ((0, 24), (3, 0, 24)):
+        leaves = torch.empty(shape, device=DEVICE), weight, bias
+        y, *grads = outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), leaves, torch.empty(*shape[:-1], 16, device=DEVICE))
+        assert y.shape == (*shape[:-1], 16) and grads[0].shape == shape
+        assert not grads[1].any() and not grads[2].any()
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_that_arrive_strided_or_expanded(impl: str, save: str) -> None:
+    x, weight, bias, dy = make(33, 24, 16, torch.float32)
+    for gradient in (tensor(16, 33).T, torch.ones((), device=DEVICE).expand(33, 16), dy[:1].expand(33, 16)):
+        found = outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), (x, weight, bias), gradient)
+        usual = outcome(lambda *a: eager(*a, "gelu_tanh"), (x, weight, bias), gradient)
+        torch.testing.assert_close(found, usual)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_only_wanted_gradients_are_given(impl: str) -> None:
+    x, weight, bias, dy = make(12, 24, 16, torch.float32)
+    usual = outcome(lambda *a: eager(*a, "gelu_tanh"), (x, weight, bias), dy)
+    for save, wanted in itertools.product(SAVES, [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]):
+        leaves = [t.clone().requires_grad_(bool(w)) for t, w in zip((x, weight, bias), wanted, strict=True)]
+        geglu_linear(*leaves, save=save, impl=impl).backward(dy)
+        for leaf, want, gradient in zip(leaves, wanted, usual[1:], strict=True):
+            assert (leaf.grad is not None) == bool(want)
+            if want:
+                torch.testing.assert_close(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bias_gradient_is_bitwise_reproducible(impl: str, save: str) -> None:
+    leaves = make(300, 24, 40, torch.bfloat16)
+    runs = [outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), leaves[:3], leaves[3]) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_every_element_is_written_and_none_beside(impl: str) -> None:
+    """Outputs that start as NaN, in the middle of memory that must stay as it is."""
+    x, weight, bias, dy = make(37, 40, 24, torch.float32)
+    module = _op.implementation(impl)
+    spec = _op.Spec("gelu_tanh", "stacked")
+    halves = _op.Halves.of(spec, weight, None, bias)
+
+    def guarded(*shape: int) -> tuple[Tensor, Tensor]:
+        whole = torch.full((math.prod(shape) + 64,), math.nan, device=DEVICE)
+        whole[:32] = whole[-32:] = 7.0
+        return whole[32:-32].view(shape), whole
+
+    (y, y_whole), (preact, preact_whole), (dbias, dbias_whole) = guarded(37, 24), guarded(37, 48), guarded(2, 24)
+    module.forward(x, halves, spec, y, preact)
+    module.gradient(dy, preact, preact, spec, dbias)
+    (other, other_whole), (again, again_whole) = guarded(37, 48), guarded(2, 24)
+    module.recompute_gradient(dy, x, halves, other, spec, again)
+    torch.testing.assert_close(other, preact)
+    torch.testing.assert_close(again, dbias)
+    for whole in (y_whole, preact_whole, dbias_whole, other_whole, again_whole):
+        assert not whole.isnan().any() and bool((whole[:32] == 7).all() and (whole[-32:] == 7).all())
