@@ -138,10 +138,30 @@ def test_a_worker_is_bounded_in_time_and_memory(tmp_path, fake):
         worker.stop()
 
 
-def command(out, *more):
-    arguments = [sys.executable, "-m", "fusewise", "study", "rope", "--device", "cpu", "--warm", "--out", str(out)]
-    arguments += ["--case", "cube-4", "--case", "cube-6", "--providers", "lab_fakes:Right", "--pass", "fwd", *more]
-    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def command(out):
+    """A study of a small case, then of a large one on which a provider sleeps."""
+    arguments = [
+        "study",
+        "rope",
+        "--device",
+        "cpu",
+        "--warm",
+        "--case",
+        "cube-4",
+        "--case",
+        "cube-64",
+        "--pass",
+        "fwd",
+        "--rounds",
+        "3:3",
+    ]
+    providers = ["--providers", "lab_fakes:Right,lab_fakes:SlowLater", "--out", str(out)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusewise", *arguments, *providers],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for_rows(out, process):
@@ -155,11 +175,12 @@ def wait_for_rows(out, process):
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path):
     out = tmp_path / "run"
-    process = command(out, "--rounds", "3:3", "--case", "cube-64", "--providers", "lab_fakes:Right,lab_fakes:SlowLater")
-    wait_for_rows(out, process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    assert "interrupted; the rows measured so far are in" in process.stderr.read()
+    with command(out) as process:
+        wait_for_rows(out, process)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted; the rows measured so far are in" in said
     kept = record.read(out)
     assert not kept.finished
     assert kept.rows
@@ -168,13 +189,12 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path):
 
 def test_a_killed_coordinator_leaves_valid_rows_and_no_workers(tmp_path):
     out = tmp_path / "run"
-    process = command(out, "--rounds", "3:3", "--case", "cube-64", "--providers", "lab_fakes:Right,lab_fakes:SlowLater")
-    wait_for_rows(out, process)
-    workers = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    assert workers
-    time.sleep(2)  # one of them is in the middle of something long by now
-    process.kill()
-    process.wait()
+    with command(out) as process:
+        wait_for_rows(out, process)
+        workers = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        assert workers
+        time.sleep(2)  # one of them is in the middle of something long by now
+        process.kill()
     assert record.read(out).rows
     for _ in range(100):
         alive = [pid for pid in workers if running(pid)]

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Protocol
 
@@ -41,10 +41,9 @@ class Turn:
     host_us: float | None = None
     held: bool | None = None  # CUDA: every sample was queued before the first began
     clocks: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"device_us": [round(t, 3) for t in self.device_us]}  # whole nanoseconds
 
 
 class Timer(Protocol):
@@ -132,7 +131,7 @@ class CudaTimer:
         events: list[tuple[Any, Any]] = []
         for _ in range(4):
             torch.cuda.synchronize(self.device)
-            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
             begun = time.perf_counter()
             events = []
             for _ in range(samples):
@@ -173,7 +172,7 @@ class CudaTimer:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def calls_per_sample(bytes_min: int, device: str) -> int:

@@ -29,10 +29,12 @@ from . import machine, memory, plugin, truth
 from .problem import Problem, Task
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 
-#: Calls after the check and before the first timed one: TorchScript's profiling executor compiles at its second.
+#: Calls between the check and the first timed one.
 WARM_UP_CALLS = 4
+#: But no longer than this, for large problems.
+WARM_UP_SECONDS = 0.3
 #: A turn is at most this long for a provider, as far as the number of samples can help it.
-TURN_SECONDS = 0.25
+TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
 
 Reply = dict[str, Any]
@@ -138,11 +140,16 @@ class Server:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
         reply |= self.measure_memory(problem, run, work)
         work = make_work(problem, run, calls)
-        seconds = min(self.timer.once(work) for _ in range(WARM_UP_CALLS))
+        seconds, warm = math.inf, time.perf_counter()
+        for _ in range(WARM_UP_CALLS):
+            seconds = min(seconds, self.timer.once(work))
+            if time.perf_counter() - warm > WARM_UP_SECONDS:
+                break
         flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
         samples = min(SAMPLES[1], max(SAMPLES[0], int(TURN_SECONDS / (seconds * calls + flush))))
         self.prepared = Prepared(work, samples, calls)
-        return reply | {"estimate_us": seconds * 1e6, "samples": samples}
+        prepared = time.perf_counter() - start
+        return reply | {"estimate_us": seconds * 1e6, "samples": samples, "prepare_s": prepared}
 
     def measure_memory(self, problem: Problem, run: plugin.Run, work: Work) -> Reply:
         if not run.checked:

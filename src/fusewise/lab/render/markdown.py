@@ -125,13 +125,15 @@ def line(row: Row, comparison: Json | None) -> list[str]:
     if row.status == "wrong":
         return [text(row.provider), "wrong", "", "", text(row.reason), errors(row), "", "", "", ""]
     verdict = row.verdict_vs_best_other or "–"
+    # the floor that does not bind is a share of nothing
+    share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
     if comparison is not None:
         c = comparison
         verdict = f"{verdict}: {c['ratio']:.3f} [{c['low']:.3f}, {c['high']:.3f}] × {text(c['other'])}"
     return [
         text(row.provider),
         f"{number(row.device_us)} ± {number(row.device_us_iqr)}",
-        percent(row.share_of_limit),
+        percent(share),
         number(gigabytes_per_second(row)),
         verdict,
         errors(row),
