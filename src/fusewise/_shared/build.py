@@ -1,6 +1,6 @@
 """Native code compiled on first use with the user's compiler, and the cache that keeps it.
 
-    library = build.library("rope", [path / "rope.cpp"], build.cxx(), build.NATIVE_FLAGS)   -> ctypes.CDLL
+    library = build.library("rope", [folder / "rope.cpp"], build.cxx(), build.NATIVE_FLAGS)   -> ctypes.CDLL
 
 An entry is named by everything it depends on: source text, compiler and its version, flags, platform, and the features
 of this CPU where the code is made for it, since a home directory may be shared by unlike machines. It is a folder with
