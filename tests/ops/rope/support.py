@@ -27,6 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS = 64
 BASE = 10_000.0
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the elements of pairs, of every token and head
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
 
 
@@ -108,9 +109,6 @@ class Call:
             for name, value in self.kwargs.items()
         }
         return Call(tuple(x.detach().double() for x in self.xs), kwargs)
-
-    def without_gradients_of(self, xs: tuple[Tensor, ...]) -> Call:
-        return Call(xs, self.kwargs)
 
 
 def make(case: Case, device: str = "cpu") -> Call:
@@ -223,54 +221,52 @@ class Expected:
 
 def expected(call: Call) -> tuple[Expected, ...]:
     """The oracle, for each tensor of a call."""
-    layout = call.kwargs.get("layout", "bshd")
-    found = []
-    for x in call.xs:
-        x_BTHD = to_bthd(x.detach().cpu(), layout)
-        pairs = (call.kwargs.get("rotary_dim") or call.xs[0].shape[-1]) // 2
-        turn_BTP, padding_T, largest = _turns(call, x_BTHD.shape[0], x_BTHD.shape[1], pairs)
-        turn = turn_BTP[:, :, None]
-        cos, sin = (part.to(x.dtype) for part in (turn.real, turn.imag))
+    pairs = (call.kwargs.get("rotary_dim") or call.xs[0].shape[-1]) // 2
+    return tuple(_expected(x.detach(), call.kwargs, pairs) for x in call.xs)
 
-        def product(a: Tensor, b: Tensor, turn: Tensor = turn) -> tuple[Tensor, Tensor]:
-            z = torch.complex(a.double(), b.double()) * turn
-            return z.real, z.imag
 
-        def eager(a: Tensor, b: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, Tensor]:
-            return a * cos - b * sin, b * cos + a * sin
+def _expected(x: Tensor, kwargs: dict[str, Any], pairs: int) -> Expected:
+    layout = kwargs.get("layout", "bshd")
+    x_BTHD = to_bthd(x.cpu(), layout)
+    turn_BTP, padding_T, largest = _turns(kwargs, x_BTHD.shape[0], x_BTHD.shape[1], pairs)
+    turn = turn_BTP[:, :, None]
+    cos, sin = turn.real.to(x.dtype), turn.imag.to(x.dtype)
 
-        def modulus(a: Tensor, b: Tensor, turn: Tensor = turn) -> tuple[Tensor, Tensor]:
-            z = torch.complex(a.double(), b.double()).abs() * turn.abs().nan_to_num(1.0)
-            return z, z
+    def product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.complex(a.double(), b.double()) * turn
+        return z.real, z.imag
 
-        def ones(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.ones_like(a), torch.ones_like(b)
+    def eager(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a * cos - b * sin, b * cos + a * sin
 
-        def apply(rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], start: Tensor) -> Tensor:
-            y = _apply(x_BTHD, start, rotate, call.kwargs, pairs, padding_T)
-            return from_bthd(y, layout).to(x.device)
+    def modulus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.complex(a.double(), b.double()).abs() * turn.abs().nan_to_num(1.0)
+        return z, z
 
-        found.append(
-            Expected(
-                apply(product, x_BTHD.double()),
-                apply(eager, x_BTHD),
-                apply(modulus, x_BTHD.double().abs()),
-                apply(ones, torch.zeros_like(x_BTHD)).bool(),
-                largest * 2.0**-52,
-            )  # fmt: skip
-        )
-    return tuple(found)
+    def ones(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(a), torch.ones_like(b)
+
+    def apply(rotate: Rotate, otherwise: Tensor) -> Tensor:
+        return from_bthd(_apply(x_BTHD, otherwise, rotate, kwargs, pairs, padding_T), layout).to(x.device)
+
+    return Expected(
+        exact=apply(product, x_BTHD.double()),
+        eager=apply(eager, x_BTHD),
+        size=apply(modulus, x_BTHD.double().abs()),
+        rotated=apply(ones, torch.zeros_like(x_BTHD)).bool(),
+        angle_error=largest * 2.0**-52,
+    )
 
 
 def _apply(
     x: Tensor,
-    start: Tensor,
-    rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    otherwise: Tensor,
+    rotate: Rotate,
     kwargs: dict[str, Any],
     pairs: int,
     padding: list[bool],
 ) -> Tensor:
-    """`start` with the rotated features of x replaced by `rotate` of their pairs."""
+    """`otherwise` with the rotated features of x replaced by `rotate` of their pairs."""
     first = kwargs.get("rotary_start", 0) % x.shape[-1]
     pairing = kwargs.get("pairing", "half")
     part = x[..., first : first + 2 * pairs]
@@ -279,15 +275,15 @@ def _apply(
     y_a, y_b = rotate(a, b)
     interleaved = pairing in ("interleaved", "half_to_interleaved")
     y = torch.stack((y_a, y_b), -1).flatten(-2) if interleaved else torch.cat((y_a, y_b), -1)
-    result = start.clone().to(y.dtype)
+    result = otherwise.clone().to(y.dtype)
     kept = torch.tensor([not p for p in padding], dtype=torch.bool)
     result[:, kept, :, first : first + 2 * pairs] = y[:, kept]
     return result
 
 
-def _turns(call: Call, batch: int, tokens: int, pairs: int) -> tuple[Tensor, list[bool], float]:
+def _turns(kwargs: dict[str, Any], batch: int, tokens: int, pairs: int) -> tuple[Tensor, list[bool], float]:
     """e^{iθ} of every token and pair, complex128 (B, T, P); which tokens are padding; the largest angle."""
-    kwargs = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in call.kwargs.items()}
+    kwargs = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
     axes = section_axes(kwargs.get("sections"), kwargs.get("sections_interleaved", False), pairs)
     turns = torch.ones(batch, tokens, pairs, dtype=torch.complex128)
     padding = [False] * tokens

@@ -182,8 +182,8 @@ def _vmap_functional(op: Any, count: int) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         strides: list[list[int]] = [[]] * count
-        call = args[: len(args) - count]
-        if any(dim is not None for dim in in_dims[count:]):
+        call = args[: len(args) - count]  # without the strides, whose in_dims are lists of their own
+        if any(dim is not None for dim in in_dims[count : len(call)]):
             results = [
                 op(*(a if d is None else a.select(d, i) for a, d in zip(call, in_dims, strict=False)), *strides)
                 for i in range(info.batch_size)
@@ -269,6 +269,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
     # Outputs are dense in the stride order of their input: exactly the layout its gradient should have.
     strides = [list(y.stride()) for y in outputs]
     ctx.strides = (strides[0], strides[-1])
+    ctx.shapes = [y.shape for y in outputs]
     ctx.set_materialize_grads(False)
 
 
@@ -282,9 +283,16 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     return dq, dk, *(None,) * 8
 
 
-def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *_: Any) -> Any:
-    q_tangent, k_tangent = _rotate(_unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
-    return (q_tangent, k_tangent) if all(ctx.present) else q_tangent if ctx.present[0] else k_tangent
+def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any:
+    if any(tangent is not None for tangent in of_tables):
+        raise ValueError("rope: the table must not have a tangent: none is computed for it, got one; detach the table")
+    tangents = _rotate(_unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
+    given = dk if dq is None else dq
+    assert given is not None
+    # Forward mode knows no missing tangent of an output: it is zero.
+    present = [tangent for tangent, there in zip(tangents, ctx.present, strict=True) if there]
+    filled = [given.new_zeros(n) if t is None else t for t, n in zip(present, ctx.shapes, strict=True)]
+    return tuple(filled) if len(filled) == 2 else filled[0]
 
 
 class _Rope(torch.autograd.Function):
