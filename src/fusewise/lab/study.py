@@ -26,7 +26,7 @@ from .record import Measurement, Record, Row
 #: After this many failures in a row (crash, hang) a provider is not started again.
 FAILURES_TO_GIVE_UP = 3
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
-#: pages of its outputs first, which takes three times as long as any memory-bound kernel and is not the kernel's doing.
+#: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 #: Of a GPU's memory, what one worker may take; the workers share the card.
 DEVICE_SHARE = 0.5
