@@ -200,7 +200,7 @@ def test_forward_mode_with_one_tangent() -> None:
 
 def test_tables_have_no_tangent_and_say_so() -> None:
     q, _, kwargs = inputs(Place("reference", "cpu"))
-    with pytest.raises(ValueError, match="^rope: the table must not have a tangent.*got one; detach"):
+    with pytest.raises(ValueError, match=r"^rope: the table must not have a tangent.*got one; detach"):
         torch.func.jvp(lambda cos: fusewise.rope(q, **{**kwargs, "cos": cos}), (kwargs["cos"],), (kwargs["cos"],))
 
 

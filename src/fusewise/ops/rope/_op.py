@@ -213,7 +213,7 @@ torch.library.register_vmap("fusewise::rope_qk", _vmap_functional(_op_rope_qk, 2
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
     """Rotate those of q and k that are there, recording a gradient where one is wanted; always a pair."""
     if needs_autograd(q, k):
-        if _transforms_active():
+        if transforms_active():
             out = _apply(_RopeTransformable, q, k, *call)
         else:
             out = _apply(_Rope, q, k, *call, *strides)
@@ -233,10 +233,10 @@ def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
     """Whether autograd (reverse, forward or a functorch transform) must see a call on q and k."""
     if torch.is_grad_enabled() and ((q is not None and q.requires_grad) or (k is not None and k.requires_grad)):
         return True
-    return _transforms_active()
+    return transforms_active()
 
 
-def _transforms_active() -> bool:
+def transforms_active() -> bool:
     """Whether a torch.func transform or a forward-mode level is at work."""
     if torch.compiler.is_compiling():
         return False
@@ -372,9 +372,10 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
             _op_rope_(q, *call)
         else:
             _op_rope_qk_(q, k, *call)
-    elif k is not None and (q._is_view() or k._is_view()):
-        # Autograd rebases the history of a view only for functions with one output.
-        _apply(_RopeInPlace, q, None, *call)
-        _apply(_RopeInPlace, k, None, *call)
+    elif k is not None and (q._is_view() or k._is_view() or q.requires_grad != k.requires_grad):
+        # Autograd rebases the history of a view only for functions with one output, and makes every output of one
+        # require grad.
+        rotate_in_place(q, None, call)
+        rotate_in_place(k, None, call)
     else:
         _apply(_RopeInPlace, q, k, *call)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._op import IMPLEMENTATIONS, unavailable
+from ._op import IMPLEMENTATIONS, transforms_active, unavailable
 from ._overlap import overlaps, overlaps_itself
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims
 
@@ -471,8 +471,10 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
 
 
 def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q", "k")) -> None:
-    """Tensors that are written to must not share memory with each other or with themselves."""
+    """Tensors that are written to must be free to be, and not share memory with each other or with themselves."""
     for name, y in zip(names, ys, strict=False):
+        if y.is_inference() and not torch.is_inference_mode_enabled():
+            fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
         if overlaps_itself(y):
             fail(
                 op,
@@ -483,3 +485,28 @@ def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q"
             )
     if len(ys) == 2 and overlaps(*ys):
         fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")
+
+
+def check_followed(op: str, xs: tuple[Tensor, ...]) -> None:
+    """Autograd must be able to follow a write into xs. Torch would find out too, but after the write."""
+    if transforms_active():
+        fail(
+            op,
+            "q and k",
+            "not be under a torch.func transform or forward mode",
+            "one of them",
+            f"use {op[:-1]}",
+            RuntimeError,
+        )
+    for name, x in zip(("q", "k"), xs, strict=False):
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            continue
+        if x.is_leaf:
+            fail(op, name, "not be a leaf that requires grad", "a leaf", f"use {op[:-1]}", RuntimeError)
+        if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+            fail(op, name, "not be a view of a leaf that requires grad", "such a view", f"use {op[:-1]}", RuntimeError)
+        if x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+            fail(
+                op, name, "not be one of several views made at once, or made without gradients, where it requires grad",
+                "such a view", f"slice {name} out instead of unbind, split or chunk, or use {op[:-1]}", RuntimeError,
+            )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _op
 from ._problem import Layout, Pairing
-from ._validate import check_out, check_written, fail, validated
+from ._validate import check_followed, check_out, check_written, fail, validated
 
 
 def rope(
@@ -140,9 +140,10 @@ def rope_(
     """`rope` in place: q and k are overwritten and returned. Arguments as in `rope`.
 
     The mutation stands in the operator's schema and is known to autograd, so that what has saved the old values raises
-    in backward instead of using the new ones. It is refused where it could not be right: on a leaf that requires grad,
-    on tensors whose elements share memory, and with gradients under torch.compile, which does not see a mutation in an
-    autograd function (use `rope` there: the compiler makes it in-place where it may).
+    in backward instead of using the new ones. It is refused where it could not be right: on a leaf that requires grad
+    or a view of one, on a view among several made at once (unbind, split, chunk) that requires grad, under torch.func
+    transforms and forward mode, on tensors whose elements share memory, and with gradients under torch.compile, which
+    does not see a mutation in an autograd function (use `rope` there: the compiler makes it in-place where it may).
 
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
@@ -164,10 +165,7 @@ def rope_(
             )
     else:
         tensors = (q,) if k is None else (q, k)
-        if torch.is_grad_enabled():
-            for name, x in zip(("q", "k"), tensors, strict=False):
-                if x.requires_grad and x.is_leaf:
-                    fail("rope_", name, "not be a leaf that requires grad", "a leaf", "use rope", RuntimeError)
+        check_followed("rope_", tensors)
         check_written("rope_", tensors)
     _op.rotate_in_place(q, k, call)
     return q if k is None else (q, k)

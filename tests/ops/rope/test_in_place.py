@@ -1,0 +1,263 @@
+"""`rope_` and `out=`: what is written, what autograd is told, and that nothing is written where a call is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+import fusewise
+from fusewise.ops.rope._overlap import overlaps, overlaps_itself
+
+from .support import Place, assert_bits, make_table, places, require
+
+every_place = pytest.mark.parametrize("place", places(interpreted=False))
+
+TABLE = make_table("half", 8, 2, torch.float32)
+
+
+def table(place: Place, **more: Any) -> dict[str, Any]:
+    require(place)
+    return {**{name: x.to(place.device) for name, x in TABLE.items()}, "impl": place.impl, **more}
+
+
+def refused(error: type[Exception], message: str, x: Tensor, call: Callable[[], Any]) -> None:
+    """The call raises, and every byte of x's storage is as before."""
+    flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach().untyped_storage())
+    before, version = flat.clone(), None if x.is_inference() else x._version
+    with pytest.raises(error, match=message):
+        call()
+    assert_bits(flat, before)
+    assert version is None or x._version == version
+
+
+@pytest.mark.parametrize("name", ["rope_", "rope_qk_", "rope_out", "rope_qk_out"])
+def test_schema_says_what_is_written(name: str) -> None:
+    schema = getattr(torch.ops.fusewise, name).default._schema
+    assert schema.is_mutable
+    written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    assert (
+        written
+        == {"rope_": {"q"}, "rope_qk_": {"q", "k"}, "rope_out": {"q_out"}, "rope_qk_out": {"q_out", "k_out"}}[name]
+    )
+    assert not schema.returns
+
+
+def test_functional_schemas_write_nothing() -> None:
+    assert not torch.ops.fusewise.rope.default._schema.is_mutable
+    assert not torch.ops.fusewise.rope_qk.default._schema.is_mutable
+
+
+@every_place
+def test_version_counters(place: Place) -> None:
+    kwargs = table(place)
+    q, k = torch.randn(2, 4, 3, 16, device=place.device), torch.randn(2, 4, 1, 16, device=place.device)
+    q_out = torch.empty_like(q)
+    fusewise.rope(q, k, **kwargs)
+    fusewise.rope(q, **kwargs, out=q_out)
+    assert (q._version, k._version) == (0, 0)
+    assert q_out._version >= 1
+    fusewise.rope_(q, k, **kwargs)
+    assert q._version >= 1
+    assert k._version >= 1
+    assert kwargs["cos"]._version == 0
+
+
+@every_place
+def test_gradient_of_a_mutation(place: Place) -> None:
+    """Through what was overwritten, the same bits as out of place."""
+    kwargs = table(place)
+    leaves = tuple(torch.randn(2, 4, h, 16, device=place.device).requires_grad_() for h in (3, 1))
+    dys = tuple(torch.randn_like(x) for x in leaves)
+    want = torch.autograd.grad([2 * y for y in fusewise.rope(*(x * 3 for x in leaves), **kwargs)], leaves, dys)
+    q, k = (x * 3 for x in leaves)
+    y, z = fusewise.rope_(q, k, **kwargs)
+    assert y is q
+    assert z is k
+    given = [dy.clone() for dy in dys]
+    for a, b in zip(torch.autograd.grad([2 * q, 2 * k], leaves, dys), want, strict=True):
+        assert_bits(a, b)
+    for dy, old in zip(dys, given, strict=True):
+        assert_bits(dy, old)
+
+
+@every_place
+@pytest.mark.parametrize("both", [True, False])
+def test_gradient_through_views_of_packed_qkv(place: Place, both: bool) -> None:
+    """q and k rotated inside their qkv tensor; v beside them passes through."""
+    kwargs = table(place)
+    leaf = torch.randn(2, 4, 6, 16, device=place.device).requires_grad_()
+    dy = torch.randn_like(leaf)
+    whole = leaf * 1
+    parts = [fusewise.rope(whole[:, :, :3], **kwargs), fusewise.rope(whole[:, :, 3:4], **kwargs), whole[:, :, 4:]]
+    parts[1] = parts[1] if both else whole[:, :, 3:4]
+    out_of_place = torch.cat(parts, 2)
+    (want,) = torch.autograd.grad(out_of_place, leaf, dy)
+    qkv = leaf * 1
+    fusewise.rope_(qkv[:, :, :3], qkv[:, :, 3:4] if both else None, **kwargs)
+    assert_bits(qkv.detach(), out_of_place.detach())
+    (dqkv,) = torch.autograd.grad(qkv, leaf, dy)
+    assert_bits(dqkv, want)
+
+
+def test_what_does_not_require_grad_stays_so() -> None:
+    """k beside a q that requires grad: it is written, and remains a leaf."""
+    q, k = torch.randn(1, 4, 2, 16).requires_grad_() * 1, torch.randn(1, 4, 2, 16)
+    want = fusewise.rope(k, **TABLE)
+    fusewise.rope_(q, k, **TABLE)
+    assert_bits(k, want)
+    assert k.is_leaf
+    assert not k.requires_grad
+    assert q.requires_grad
+
+
+def test_what_saved_the_old_values_raises_in_backward() -> None:
+    leaf = torch.randn(1, 4, 2, 16, requires_grad=True)
+    q = leaf * 1
+    square = q * q  # saves q
+    fusewise.rope_(q, **TABLE)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+HISTORY = {
+    "a leaf": lambda x: x,
+    "a view of a leaf": lambda x: x[:, :, :2],
+    "one of split": lambda x: (x * 1).split(2, 2)[0],
+    "one of unbind": lambda x: (x * 1).unflatten(2, (2, 2)).unbind(2)[0],
+    "one of chunk": lambda x: (x * 1).chunk(2, 2)[1],
+}
+
+
+@pytest.mark.parametrize("kind", HISTORY)
+@pytest.mark.parametrize("place_of", ["q", "k"])
+def test_histories_that_autograd_cannot_follow(kind: str, place_of: str) -> None:
+    """Torch refuses these too, but when they have been written."""
+    x = HISTORY[kind](torch.randn(1, 4, 4, 16, requires_grad=True))
+    other = torch.randn(1, 4, 1, 16)
+    tensors = (x, other) if place_of == "q" else (other, x)
+    refused(
+        RuntimeError,
+        rf"^rope_: {place_of} must not be .*, got .*; .*use rope$",
+        x,
+        lambda: fusewise.rope_(*tensors, **TABLE),
+    )
+    with torch.no_grad():
+        fusewise.rope_(*tensors, **TABLE)  # nothing to follow
+
+
+def test_views_made_without_gradients() -> None:
+    x = torch.randn(1, 4, 4, 16, requires_grad=True) * 1
+    with torch.no_grad():
+        view = x[:, :, :2]
+    refused(RuntimeError, r"^rope_: q must not be .*, got .*; .*use rope$", x, lambda: fusewise.rope_(view, **TABLE))
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        x = torch.randn(1, 4, 2, 16)
+        fusewise.rope_(x, **TABLE)
+    message = "must not be an inference tensor outside inference mode, got one; clone"
+    refused(RuntimeError, f"^rope_: q {message} q$", x, lambda: fusewise.rope_(x, **TABLE))
+    refused(
+        RuntimeError, f"^rope: out for q {message}", x, lambda: fusewise.rope(torch.randn(1, 4, 2, 16), **TABLE, out=x)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+def test_transforms_and_forward_mode() -> None:
+    message = r"^rope_: q and k must not be under a torch.func transform or forward mode, got one of them; use rope$"
+    x = torch.randn(2, 4, 2, 16)
+    refused(RuntimeError, message, x, lambda: torch.func.vmap(lambda x: fusewise.rope_(x[None], **TABLE))(x))
+    refused(RuntimeError, message, x, lambda: torch.func.grad(lambda x: fusewise.rope_(x.clone(), **TABLE).sum())(x))
+    with forward_ad.dual_level():
+        refused(RuntimeError, message, x, lambda: fusewise.rope_(forward_ad.make_dual(x, x.clone()), **TABLE))
+
+
+def one_element_shared() -> tuple[Tensor, ...]:
+    flat = torch.randn(255)
+    return flat[:128].view(1, 4, 2, 16), flat[127:].view(1, 4, 2, 16)
+
+
+def packed(first: slice, second: slice) -> tuple[Tensor, ...]:
+    x = torch.randn(1, 4, 4, 16)
+    return x[:, :, first], x[:, :, second]
+
+
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        ("q must not have elements that share memory", lambda: (torch.randn(1, 4, 2, 16).expand(2, 4, 2, 16),)),
+        ("q must not have elements that share memory", lambda: (torch.randn(160).as_strided((1, 4, 3, 16), (0, 40, 8, 1)),)),
+        ("k must not have elements that share memory", lambda: (torch.randn(1, 4, 2, 16), torch.randn(1, 4, 1, 16).expand(1, 4, 2, 16))),
+        ("k must not overlap q", lambda: packed(slice(0, 3), slice(2, 4))),
+        ("k must not overlap q", lambda: packed(slice(0, 4), slice(0, 4))),
+        ("k must not overlap q", one_element_shared),
+    ],
+    ids=["expanded", "sliding-heads", "expanded-key", "shared-head", "same", "one-element"],
+)  # fmt: skip
+def test_shared_memory_is_refused(message: str, make: Callable[[], tuple[Tensor, ...]]) -> None:
+    tensors = make()
+    pattern = rf"^rope_: {message}.*, got .*; (call|clone) "
+    refused(ValueError, pattern, tensors[0], lambda: fusewise.rope_(*tensors, **TABLE))
+    fusewise.rope(*tensors, **TABLE)  # as inputs they may
+
+
+def test_outputs_that_share_memory_are_refused() -> None:
+    q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 1, 16)
+    one = torch.empty(1, 4, 3, 16)
+    message = r"^rope: out for q must not overlap an input, got shared memory; use rope_"
+    refused(ValueError, message, q, lambda: fusewise.rope(q, **TABLE, out=q))
+    refused(ValueError, message, q, lambda: fusewise.rope(q, k, **TABLE, out=(q, one[:, :, 2:])))
+    message = r"^rope: out for k must not overlap an input"
+    refused(ValueError, message, q, lambda: fusewise.rope(q, k, **TABLE, out=(torch.empty_like(q), q[:, :, 1:])))
+    message = r"^rope: out for k must not overlap out for q, both being written to, got shared memory; clone"
+    refused(ValueError, message, one, lambda: fusewise.rope(q, k, **TABLE, out=(one[:, :, :2], one[:, :, 1:2])))
+    expanded = torch.empty(1, 1, 2, 16).expand(1, 4, 2, 16)
+    refused(
+        ValueError,
+        r"^rope: out for q must not have elements that share",
+        expanded,
+        lambda: fusewise.rope(q, **TABLE, out=expanded),
+    )
+    fusewise.rope(q, k, **TABLE, out=(one[:, :, :2], one[:, :, 2:]))  # neighbours in one buffer are not
+
+
+def test_neighbours_in_packed_memory_do_not_overlap() -> None:
+    """Address ranges interleave, elements do not: each layout of packed qkv passes."""
+    qkv = torch.randn(2, 4, 6, 16)
+    assert not overlaps(qkv[:, :, :3], qkv[:, :, 3:5])
+    assert not overlaps(qkv[..., :8], qkv[..., 8:])
+    assert not overlaps(qkv[:, ::2], qkv[:, 1::2])
+    assert overlaps(qkv[:, ::2], qkv[:, 2:])
+    assert overlaps(qkv, qkv[1:, 3:, 5:, 15:])
+    assert not overlaps(qkv[:0], qkv)
+    assert not overlaps_itself(qkv.permute(3, 1, 0, 2))
+
+
+def test_nothing_is_written_when_a_later_argument_is_wrong() -> None:
+    """Validation is whole before the first byte: the mistake is in the last of the arguments."""
+    q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 1, 16)
+    for wrong in (
+        {"impl": "nosuch"},
+        {"scale": 2.0},
+        {"positions": torch.zeros(3, dtype=torch.int64)},
+        {"rotary_start": 2},
+    ):
+        refused((TypeError, ValueError), "^rope_: ", q, lambda wrong=wrong: fusewise.rope_(q, k, **{**TABLE, **wrong}))  # type: ignore[arg-type]
+
+
+@every_place
+def test_into_outputs_records_no_gradient(place: Place) -> None:
+    kwargs = table(place)
+    q = torch.randn(1, 4, 2, 16, device=place.device).requires_grad_()
+    out = torch.empty_like(q.detach())
+    refused(ValueError, r"^rope: out must be None where a gradient is wanted, got out=; call rope without out= or under",
+            out, lambda: fusewise.rope(q, **kwargs, out=out))  # fmt: skip
+    with torch.no_grad():
+        assert fusewise.rope(q, **kwargs, out=out) is out
+    assert_bits(out, fusewise.rope(q.detach(), **kwargs))
