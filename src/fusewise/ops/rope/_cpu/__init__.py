@@ -24,8 +24,6 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TABLES = {"cos_sin": 0, "fused": 0, "angles": 1, "inv_freq": 2}
 _PLAN = Struct("45qd")  # `Plan` of rope.cpp
 _CALL = Struct("12q")  # `Call`
-#: Outputs from this size on are written past the cache.
-STREAM_BYTES = 32 << 20
 
 
 class _Kernel:
@@ -35,7 +33,7 @@ class _Kernel:
         folder = Path(__file__).parent
         library = build.library("rope", [folder / "rope.cpp", folder / "vectors.h"], build.cxx(), build.NATIVE_FLAGS)
         self.run = library.fusewise_rope
-        self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
+        self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
         self.run.restype = None
         self.parallel = _parallel()
         os.register_at_fork(after_in_child=self._forked)
@@ -68,9 +66,9 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-# By all that it depends on: the packed plan, the distance in bytes from the table to its sine part where both are one
-# tensor, and whether outputs are written past the cache.
-_PLANS: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
+# By all that it depends on: the packed plan, and the distance in bytes from the table to its sine part where both are
+# one tensor.
+_PLANS: dict[tuple[Any, ...], tuple[bytes, int]] = {}
 _PLANS_MAX = 4096
 
 
@@ -101,12 +99,11 @@ def launch(
     plan = _PLANS.get(key)
     if plan is None:
         problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
-        size = q.element_size() * sum(x.numel() for x in xs)
-        plan = _pack(problem), problem.sin.data_ptr() - cos_ptr, int(size >= STREAM_BYTES)
+        plan = _pack(problem), problem.sin.data_ptr() - cos_ptr
         if len(_PLANS) >= _PLANS_MAX:
             _PLANS.clear()
         _PLANS[key] = plan
-    packed, sin_distance, streamed = plan
+    packed, sin_distance = plan
     kernel = _kernel()
     kernel.run(
         packed,
@@ -117,7 +114,6 @@ def launch(
             0 if cu_seqlens is None else cu_seqlens.data_ptr(),
             offset, torch.get_num_threads(), kernel.parallel,
         ),
-        streamed,
     )  # fmt: skip
 
 

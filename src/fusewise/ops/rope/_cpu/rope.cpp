@@ -22,6 +22,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "vectors.h"
 
 #if defined(__clang__)
@@ -37,6 +41,8 @@ constexpr int64_t BLOCK = 32;                // tokens
 constexpr int64_t TABLE_FLOATS = 4096;       // of a block's cos or sin: 16 KiB
 constexpr int64_t RUN_BYTES = 256 << 10;     // of x that a thread takes at a time
 constexpr int64_t THREAD_BYTES = 128 << 10;  // of x for which another thread is worth waking
+constexpr int64_t AHEAD_BYTES = 8 << 10;     // of x between what is worked on and what is prefetched
+constexpr int64_t STREAM_BYTES = 32 << 20;   // of y from which on it is written past the cache
 
 enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Table : int64_t { COS_SIN, ANGLES, INV_FREQ };
@@ -137,7 +143,7 @@ inline void stream_fence() {
 struct Heads {
   const void* x;
   void* y;
-  int64_t x_step, y_step, table_step, count;
+  int64_t x_step, y_step, table_step, count, x_ahead, y_ahead;  // ahead: how far from a head the one to prefetch is
   const float *cos, *sin;
 };
 
@@ -146,12 +152,17 @@ void rotate_heads(const Plan& plan, const Heads& heads, bool streamed) {
   const int64_t start = plan.start, rest = start + 2 * plan.pairs;
   // A head that is rewritten in another order is read whole before it is written.
   const bool staged = streamed || (plan.in_place && INTERLEAVED_IN != INTERLEAVED_OUT);
+  const bool prefetch_y = !streamed && !plan.in_place;
   alignas(64) T stage[MAX_HEAD_DIM];
   for (int64_t h = 0; h < heads.count; ++h) {
     const T* x = static_cast<const T*>(heads.x) + h * heads.x_step;
     T* y = static_cast<T*>(heads.y) + h * heads.y_step;
     T* to = staged ? stage : y;
     const float *cos = heads.cos + h * heads.table_step, *sin = heads.sin + h * heads.table_step;
+    for (int64_t i = 0; i < plan.head_dim * int64_t(sizeof(T)); i += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(x + heads.x_ahead) + i);
+      if (prefetch_y) __builtin_prefetch(reinterpret_cast<const char*>(y + heads.y_ahead) + i, 1);
+    }
     rotate<T, INTERLEAVED_IN, INTERLEAVED_OUT>(x + start, to + start, cos, sin, plan.pairs);
     if (!plan.in_place) {
       if (start > 0) std::memcpy(to, x, start * sizeof(T));
@@ -271,14 +282,17 @@ class Thread {
     auto* x = static_cast<const char*>(call.x[operand]) + (batch * xs[0] + token * xs[1]) * size;
     auto* y = static_cast<char*>(call.y[operand]) + (batch * ys[0] + token * ys[1]) * size;
     if (xs[2] <= xs[1]) {
+      const int64_t head_bytes = plan.head_dim * size, row_bytes = heads * head_bytes;
+      const int dim = row_bytes >= AHEAD_BYTES ? 2 : 1;
+      const int64_t ahead = AHEAD_BYTES / (dim == 2 ? head_bytes : row_bytes);
       for (int64_t t = 0; t < count; ++t) {
         const int64_t row = t * plan.pairs;
-        rotate_heads(plan, {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], 0, heads, cos + row, sin + row},
+        rotate_heads(plan, {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], 0, heads, ahead * xs[dim], ahead * ys[dim], cos + row, sin + row},
                      work.streamed);
       }
     } else {
       for (int64_t h = 0; h < heads; ++h)
-        rotate_heads(plan, {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], plan.pairs, count, cos, sin},
+        rotate_heads(plan, {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], plan.pairs, count, xs[2], ys[2], cos, sin},
                      work.streamed);
     }
   }
@@ -361,14 +375,32 @@ class Thread {
   }
 };
 
+// Whether memory is there but was never touched, as that of a new large tensor. The system will clear each of its pages
+// at the first write: in large pages that is twice as fast, so ask for those, and into a page just cleared one writes
+// through the cache.
+bool untouched(const void* y, int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t HUGE = 2 << 20, PAGE = 4 << 10;  // of the smallest pages; larger ones are multiples
+  const auto address = reinterpret_cast<uintptr_t>(y);
+  const uintptr_t first = (address + HUGE - 1) / HUGE * HUGE, last = (address + bytes) / HUGE * HUGE;
+  unsigned char resident = 1;
+  if (first >= last || mincore(reinterpret_cast<void*>(first), PAGE, &resident) != 0 || resident & 1) return false;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  return true;
+#else
+  static_cast<void>(y), static_cast<void>(bytes);
+  return false;
+#endif
+}
+
 void run_thread(void* work) { Thread(*static_cast<Work*>(work)).run(); }
 
 }  // namespace
 
-// Rotate every x of the call into its y. `streamed`: past the cache.
-extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call, int64_t streamed) noexcept {
+// Rotate every x of the call into its y.
+extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call) noexcept {
   const int64_t all_heads = plan->heads[0] + (plan->operands > 1 ? plan->heads[1] : 0);
-  const int64_t token_bytes = all_heads * plan->head_dim * (plan->kind == FLOAT32 ? 4 : 2);
+  const int64_t size = plan->kind == FLOAT32 ? 4 : 2, token_bytes = all_heads * plan->head_dim * size;
   const int64_t all_tokens = plan->batch * plan->tokens, bytes = all_tokens * token_bytes;
   if (bytes == 0) return;
   const int64_t threads = std::max<int64_t>(1, std::min(call->threads, bytes / THREAD_BYTES));
@@ -378,7 +410,11 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
   const int64_t blocks = (plan->tokens + block - 1) / block * plan->batch;
   const int64_t run = threads == 1 ? blocks
                                    : std::max<int64_t>(1, std::min(RUN_BYTES / (block * token_bytes), blocks / (8 * threads)));
-  Work work{*plan, *call, block, blocks, run, streamed != 0 && !plan->in_place};
+  const bool large = bytes >= STREAM_BYTES && !plan->in_place;
+  bool streamed = large;
+  for (int64_t o = 0; large && o < plan->operands; ++o)  // of a tensor with gaps, not the whole
+    streamed &= !untouched(call->y[o], plan->heads[o] * all_tokens * plan->head_dim * size);
+  Work work{*plan, *call, block, blocks, run, streamed};
   if (threads == 1) return run_thread(&work);
   if (call->parallel) return call->parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
   std::vector<std::thread> others;
