@@ -205,6 +205,16 @@ def test_in_place_through_a_view(form: str) -> None:
         assert_gradient(packed.flatten(2), source, lambda x: statement(x, 2))
 
 
+def test_one_of_several_views_is_refused_before_it_is_written() -> None:
+    hidden = randn(B, T, 3, H, D).requires_grad_() * 2
+    before = hidden.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=r"q must not be one of several views made at once.*, got such a view; slice"
+    ):
+        apply_rotary_emb(hidden.unbind(2)[0], *table(), inplace=True)
+    assert torch.equal(hidden, before)
+
+
 def test_offsets_changed_before_backward_are_noticed() -> None:
     offset = tensor_offset()
     y = apply_rotary_emb_qkv_(randn(B, T, 3, H, D).requires_grad_(), *table(), seqlen_offsets=offset)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rope import rope, rope_
-from ..ops.rope._validate import fail
+from ..ops.rope._validate import check_followed, fail
 from ._shared import pairing, unit_stride
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
@@ -179,8 +179,15 @@ def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
         base = x._base
         if base is not None and base.dtype == x.dtype and base.numel() == x.numel():
             whole = base if base.is_contiguous() and x.is_contiguous() else x
+    if whole is x and not _source(x).is_leaf:
+        check_followed("rope_", (x,))
     rotated: Tensor = _rotate_parts_in_place(whole, x.shape, parts, call, tables_k)
     return rotated if whole is x else rotated.view(x.shape)
+
+
+def _source(x: Tensor) -> Tensor:
+    """The tensor that x is a view of, or x."""
+    return x if x._base is None else x._base
 
 
 def _take(x: Tensor, part: Part | None) -> Tensor:
@@ -247,7 +254,7 @@ class _RotatePartsInPlace(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: Any, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
         seen = x.detach()
         _rotate_parts(seen if x.shape == shape else seen.view(shape), None, parts, call, tables_k)
-        if not (x._base if x._base is not None else x).is_leaf:
+        if not _source(x).is_leaf:
             ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
         _save(ctx, parts, call, tables_k)
         ctx.shape = shape
