@@ -60,7 +60,7 @@ def test_what_auto_takes_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_implementation_never_falls_back() -> None:
     with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'triton'.*TRITON_INTERPRET=1"):
         fusewise.rope(Q, **TABLE, impl="triton")
-    with pytest.raises(ValueError, match="impl must be able to serve the tensors, got 'cpu'.*takes float32"):
+    with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'cpu'.*takes float32"):
         fusewise.rope(Q.double(), **TABLE, impl="cpu")
     told = fusewise.explain_dispatch(fusewise.rope, Q, impl="reference")
     assert told.reason == "as asked"
@@ -72,7 +72,7 @@ def test_a_named_implementation_never_falls_back() -> None:
 
 def test_the_operator_itself_refuses_too() -> None:
     """A compiled graph may run where it was not traced."""
-    with pytest.raises(ValueError, match="impl must be able to serve the tensors, got 'triton'"):
+    with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'triton'"):
         torch.ops.fusewise.rope(Q, *TABLE.values(), None, None, None, 0, "", "triton", [])
 
 
@@ -96,5 +96,5 @@ def test_a_missing_compiler_leaves_the_reference(monkeypatch: pytest.MonkeyPatch
 def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
     with pytest.raises(TypeError, match=r"^explain_dispatch: op must be one of fusewise.rope"):
         fusewise.explain_dispatch(torch.sin, Q)
-    with pytest.raises(TypeError, match="^explain_dispatch: args must hold a tensor, got none"):
+    with pytest.raises(TypeError, match=r"^explain_dispatch: args must hold a tensor, got none"):
         fusewise.explain_dispatch(fusewise.rope)

@@ -115,11 +115,14 @@ def test_what_does_not_require_grad_stays_so() -> None:
     assert q.requires_grad
 
 
-def test_what_saved_the_old_values_raises_in_backward() -> None:
-    leaf = torch.randn(1, 4, 2, 16, requires_grad=True)
+@every_place
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_saved_the_old_values_raises_in_backward(place: Place, recorded: bool) -> None:
+    leaf = torch.randn(1, 4, 2, 16, device=place.device).requires_grad_()
     q = leaf * 1
     square = q * q  # saves q
-    fusewise.rope_(q, **TABLE)
+    with torch.set_grad_enabled(recorded):
+        fusewise.rope_(q, **table(place))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.sum().backward()
 

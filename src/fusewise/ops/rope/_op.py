@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -115,20 +116,26 @@ def _rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return ys
 
 
+def _launch_into(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
+    """Launch into tensors that the caller has, and tell autograd, which does not see a write through a pointer."""
+    _launch(xs, ys, rest)
+    torch.autograd.graph.increment_version([y for y in ys if not y.is_inference()])
+
+
 def _rope_out(q: Tensor, *rest: Any) -> None:
-    _launch((q,), rest[-1:], rest[:-1])
+    _launch_into((q,), rest[-1:], rest[:-1])
 
 
 def _rope_qk_out(q: Tensor, k: Tensor, *rest: Any) -> None:
-    _launch((q, k), rest[-2:], rest[:-2])
+    _launch_into((q, k), rest[-2:], rest[:-2])
 
 
 def _rope_(q: Tensor, *rest: Any) -> None:
-    _launch((q,), (q,), rest)
+    _launch_into((q,), (q,), rest)
 
 
 def _rope_qk_(q: Tensor, k: Tensor, *rest: Any) -> None:
-    _launch((q, k), (q, k), rest)
+    _launch_into((q, k), (q, k), rest)
 
 
 def _fake_rope(q: Tensor, *rest: Any) -> Tensor:
@@ -377,5 +384,14 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
         # require grad.
         rotate_in_place(q, None, call)
         rotate_in_place(k, None, call)
+    elif "torch._dynamo" in sys.modules:
+        if not _UNTRACED:
+            _UNTRACED.append(torch.compiler.disable(_apply))
+        _UNTRACED[0](_RopeInPlace, q, k, *call)
     else:
         _apply(_RopeInPlace, q, k, *call)
+
+
+# `_apply` that torch.compile does not look into: traced, a mutation inside an autograd function is missing from the
+# gradients, and nothing says so. Where a graph may break the call runs outside it; `rope_` refuses a whole graph.
+_UNTRACED: list[Callable[..., Any]] = []

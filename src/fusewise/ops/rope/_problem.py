@@ -53,7 +53,7 @@ class Spec:
             value = getattr(self, field.name)
             if value != field.default:
                 if isinstance(value, tuple):
-                    value = ",".join(map(str, value))
+                    value = ",".join([f"{number}" for number in value])
                 words.append(f"{field.name}={value}")
         return " ".join(words)
 

@@ -462,6 +462,8 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
             )
         if y.requires_grad:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
+    if torch.compiler.is_compiling():
+        return outs  # memory is the compiler's: it reads inputs before it writes outputs
     check_written(op, outs, tuple(f"out for {name}" for name in ("q", "k")))
     for name, y in zip(("q", "k"), outs, strict=False):
         for x in xs:
