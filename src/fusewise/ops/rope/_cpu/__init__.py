@@ -31,7 +31,7 @@ class _Kernel:
 
     def __init__(self) -> None:
         folder = Path(__file__).parent
-        library = build.library("rope", [folder / "rope.cpp", folder / "vectors.h"], build.cxx(), build.NATIVE_FLAGS)
+        library = build.library("rope", [folder / name for name in ("rope.cpp", "memory.h", "vectors.h")], build.cxx(), build.NATIVE_FLAGS)
         self.run = library.fusewise_rope
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
         self.run.restype = None

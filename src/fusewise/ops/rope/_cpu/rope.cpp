@@ -5,9 +5,9 @@
 // Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs; a block is up to BLOCK tokens of one
 // batch entry. Threads take runs of blocks. For each block cos θ and sin θ are computed or converted once, float32 in
 // the first-level cache, and used for all heads of q and k; where they are the same for every batch entry, entries come
-// in turn so that they serve those too. x is read once, y written once, arithmetic in float32, one rounding. The loops
-// over pairs are plain; the compiler makes vectors of them. Every result depends on its token alone, not on the number
-// of threads or on how tokens fall into blocks, so it is bitwise reproducible.
+// in turn so that they serve those too. x is read once, y written once, arithmetic in float32, one rounding. Every
+// result depends on its token alone, not on the number of threads or on how tokens fall into blocks, so it is bitwise
+// reproducible.
 //
 // No torch header and no OpenMP pragma: it compiles in seconds, and threads come from the runtime torch has loaded,
 // whose `GOMP_parallel` is handed in, or are started here.
@@ -22,10 +22,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
+#include "memory.h"
 #include "vectors.h"
 
 #if defined(__clang__)
@@ -108,43 +105,14 @@ inline void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t
   for (; i < pairs; ++i) rotate_some<T, IN, OUT, 1>(x, y, cos, sin, pairs, i);
 }
 
-// Copy past the cache. What a large output evicts is worth more than the output, and no line is read before it is
-// written, which saves a third of the traffic.
-inline void stream(void* to, const void* from, int64_t bytes) {
-  auto* y = static_cast<char*>(to);
-  auto* x = static_cast<const char*>(from);
-#if defined(__SSE2__)
-  const int64_t head = std::min<int64_t>(-reinterpret_cast<intptr_t>(y) & 15, bytes);
-  std::memcpy(y, x, head);
-  int64_t i = head;
-#if defined(__AVX__)
-  if (i + 16 <= bytes && (reinterpret_cast<intptr_t>(y + i) & 16)) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(y + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
-    i += 16;
-  }
-  for (; i + 32 <= bytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(y + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)));
-#endif
-  for (; i + 16 <= bytes; i += 16)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(y + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
-  std::memcpy(y + i, x + i, bytes - i);
-#else
-  std::memcpy(y, x, bytes);
-#endif
-}
-
-inline void stream_fence() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
-// `count` heads a stride apart, each with its own row of cos and sin or all with the same (table_step 0).
+// `count` heads a step apart, each with its own row of cos and sin or all with the same (table_step 0). While one is
+// worked on, the one `ahead` of it is fetched.
 struct Heads {
   const void* x;
   void* y;
-  int64_t x_step, y_step, table_step, count, x_ahead, y_ahead;  // ahead: how far from a head the one to prefetch is
+  int64_t x_step, y_step, x_ahead, y_ahead, count;
   const float *cos, *sin;
+  int64_t table_step;
 };
 
 template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
@@ -184,7 +152,8 @@ RotateHeads rotation(const Plan& plan) {
 }
 
 RotateHeads rotation_of(const Plan& plan) {
-  return plan.kind == FLOAT32 ? rotation<float>(plan) : plan.kind == BFLOAT16 ? rotation<Bf16>(plan) : rotation<Fp16>(plan);
+  if (plan.kind == FLOAT32) return rotation<float>(plan);
+  return plan.kind == BFLOAT16 ? rotation<Bf16>(plan) : rotation<Fp16>(plan);
 }
 
 // --- Angles ---------------------------------------------------------------------------------------------------------
@@ -201,8 +170,8 @@ void cos_and_sin(double factor, const float* angles, float scale, int64_t pairs,
     const int32_t quadrant = static_cast<int32_t>(turns - 4.0 * std::floor(turns * 0.25));
     const float x = static_cast<float>(reduced), x2 = x * x;
     const float s = x + x * x2 * (-1.6666654611e-1f + x2 * (8.3321608736e-3f + x2 * -1.9515295891e-4f));
-    const float c =
-        1.0f - 0.5f * x2 + x2 * x2 * (4.166664568298827e-2f + x2 * (-1.388731625493765e-3f + x2 * 2.443315711809948e-5f));
+    const float quartic = 4.166664568298827e-2f + x2 * (-1.388731625493765e-3f + x2 * 2.443315711809948e-5f);
+    const float c = 1.0f - 0.5f * x2 + x2 * x2 * quartic;
     const bool swap = quadrant & 1;
     const float new_c = (swap ? s : c) * scale, new_s = (swap ? c : s) * scale;
     cos[i] = quadrant == 1 || quadrant == 2 ? -new_c : new_c;
@@ -242,18 +211,19 @@ class Thread {
 
   void run() {
     const RotateHeads rotate_heads = rotation_of(plan);
-    const bool shared = plan.batch == 1 || (plan.table_strides[0] == 0 && !call.offsets && plan.position_strides[1] == 0);
+    const bool alike = plan.table_strides[0] == 0 && plan.position_strides[1] == 0 && !call.offsets;
     int64_t first;
     while ((first = work.next.fetch_add(work.run)) < work.blocks) {
       int64_t filled = -1;
       for (int64_t i = first; i < std::min(first + work.run, work.blocks); ++i) {
         const int64_t batch = i % plan.batch, token = i / plan.batch * work.block;
         const int64_t count = std::min(work.block, plan.tokens - token);
-        if (!shared || token != filled) {
+        if (!alike || token != filled) {
           for (int64_t t = 0; t < count; ++t) fill(batch, token + t, cos + t * plan.pairs, sin + t * plan.pairs);
           filled = token;
         }
-        for (int64_t o = 0; o < plan.operands; ++o) rotate_block(rotate_heads, o, batch, token, count);
+        for (int64_t o = 0; o < plan.operands; ++o)
+          if (plan.heads[o] > 0) rotate_block(rotate_heads, o, batch, token, count);
       }
     }
     if (work.streamed) stream_fence();
@@ -287,12 +257,15 @@ class Thread {
       const int64_t ahead = AHEAD_BYTES / (dim == 2 ? head_bytes : row_bytes);
       for (int64_t t = 0; t < count; ++t) {
         const int64_t row = t * plan.pairs;
-        rotate_heads(plan, {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], 0, heads, ahead * xs[dim], ahead * ys[dim], cos + row, sin + row},
+        rotate_heads(plan,
+                     {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], ahead * xs[dim], ahead * ys[dim],
+                      heads, cos + row, sin + row, 0},
                      work.streamed);
       }
     } else {
       for (int64_t h = 0; h < heads; ++h)
-        rotate_heads(plan, {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], plan.pairs, count, xs[2], ys[2], cos, sin},
+        rotate_heads(plan,
+                     {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], xs[2], ys[2], count, cos, sin, plan.pairs},
                      work.streamed);
     }
   }
@@ -375,24 +348,6 @@ class Thread {
   }
 };
 
-// Whether memory is there but was never touched, as that of a new large tensor. The system will clear each of its pages
-// at the first write: in large pages that is twice as fast, so ask for those, and into a page just cleared one writes
-// through the cache.
-bool untouched(const void* y, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t HUGE = 2 << 20, PAGE = 4 << 10;  // of the smallest pages; larger ones are multiples
-  const auto address = reinterpret_cast<uintptr_t>(y);
-  const uintptr_t first = (address + HUGE - 1) / HUGE * HUGE, last = (address + bytes) / HUGE * HUGE;
-  unsigned char resident = 1;
-  if (first >= last || mincore(reinterpret_cast<void*>(first), PAGE, &resident) != 0 || resident & 1) return false;
-  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  return true;
-#else
-  static_cast<void>(y), static_cast<void>(bytes);
-  return false;
-#endif
-}
-
 void run_thread(void* work) { Thread(*static_cast<Work*>(work)).run(); }
 
 }  // namespace
@@ -403,13 +358,13 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2, token_bytes = all_heads * plan->head_dim * size;
   const int64_t all_tokens = plan->batch * plan->tokens, bytes = all_tokens * token_bytes;
   if (bytes == 0) return;
-  const int64_t threads = std::max<int64_t>(1, std::min(call->threads, bytes / THREAD_BYTES));
-  // Blocks as large as the table buffer allows, but several for each thread.
-  const int64_t most = std::min({BLOCK, TABLE_FLOATS / plan->pairs, all_tokens / (8 * threads)});
-  const int64_t block = threads == 1 ? std::min(BLOCK, TABLE_FLOATS / plan->pairs) : std::max<int64_t>(1, most);
+  const int64_t threads = std::clamp<int64_t>(bytes / THREAD_BYTES, 1, std::max<int64_t>(1, call->threads));
+  // Blocks as large as the table buffer allows and runs as long as is useful, but several for each thread.
+  int64_t block = std::min(BLOCK, TABLE_FLOATS / plan->pairs);
+  if (threads > 1) block = std::clamp<int64_t>(all_tokens / (8 * threads), 1, block);
   const int64_t blocks = (plan->tokens + block - 1) / block * plan->batch;
-  const int64_t run = threads == 1 ? blocks
-                                   : std::max<int64_t>(1, std::min(RUN_BYTES / (block * token_bytes), blocks / (8 * threads)));
+  int64_t run = blocks;
+  if (threads > 1) run = std::max<int64_t>(1, std::min(RUN_BYTES / (block * token_bytes), blocks / (8 * threads)));
   const bool large = bytes >= STREAM_BYTES && !plan->in_place;
   bool streamed = large;
   for (int64_t o = 0; large && o < plan->operands; ++o)  // of a tensor with gaps, not the whole

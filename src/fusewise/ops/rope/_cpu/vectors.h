@@ -175,7 +175,8 @@ struct Elements<Fp16, N> {
 #endif
     const U bits = L::wide(x), magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
     const F subnormal = (F)(magnitude + (113u << 23)) - (F)(U{} + (113u << 23));
-    const U value = exponent == 0x0f800000 ? magnitude + (224u << 23) : exponent == 0 ? (U)subnormal : magnitude + (112u << 23);
+    const U finite = exponent == 0 ? (U)subnormal : magnitude + (112u << 23);
+    const U value = exponent == 0x0f800000 ? magnitude + (224u << 23) : finite;
     return (F)(value | (bits & 0x8000) << 16);
   }
 
