@@ -1,7 +1,8 @@
 """The gated linear unit against float64: every implementation, activation, layout, dtype and shape, both ways.
 
-The rule is the project's: an error of at most twice that of eager code in the same dtype, plus one rounding. Triton takes
-part where there is a GPU, or in a process with TRITON_INTERPRET=1 (`test_interpreter.py` starts one).
+The rule is the project's: an error of at most twice that of eager code in the same dtype, plus one rounding for every
+tensor that is stored on the way: y, the pre-activations, their gradient, and the gradient itself. Triton takes part where
+there is a GPU, and in a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusewise.lab.truth import errors, within
+from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _op, gated_linear, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 
+# Of numpy, in the interpreter: infinities and NaN are meant.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-IMPLS = [impl for impl in _op.IMPLEMENTATIONS if impl != "triton" or TRITON]
-IMPLS = [impl for impl in IMPLS if _op.unavailable(impl, DEVICE, torch.float32) is None]
-FAST = [impl for impl in IMPLS if impl != "reference"]
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+NAMES = ["triton"] if INTERPRETER else list(_op.IMPLEMENTATIONS)
+MARKS = [pytest.mark.interpreter] if INTERPRETER else []
+IMPLS = [pytest.param(name, marks=MARKS) for name in NAMES if _op.unavailable(name, DEVICE, torch.float32) is None]
+FAST = [impl for impl in IMPLS if impl.values[0] != "reference"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # (M, D, F): one row, off every tile multiple, on them, the weight-streaming sizes, several tiles each way.
@@ -69,18 +74,34 @@ def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tens
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
 
 
-def assert_right(found: Sequence[Tensor], usual: Sequence[Tensor], truth: Sequence[Tensor], dtype: torch.dtype) -> None:
-    for index, (result, other, true) in enumerate(zip(found, usual, truth, strict=True)):
+def assert_right(found: Sequence[Tensor], usual: Sequence[Sequence[Tensor]], truth: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """`usual` are eager results; the worst of them counts, since that of few numbers may be exact by luck."""
+    # Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16.
+    cut = 2 if INTERPRETER and dtype == torch.bfloat16 else 1
+    for index, (result, true) in enumerate(zip(found, truth, strict=True)):
         assert result.shape == true.shape and result.dtype == dtype, index
-        mine, eagers = errors([result], [true]), errors([other], [true])
-        assert within(mine, eagers, dtype), f"output {index}: {mine} against eager's {eagers}"
+        mine, eagers = errors([result], [true]), [errors([other[index]], [true]) for other in usual]
+        band = cut * (1 if index == 0 else 3) * torch.finfo(dtype).eps / 2
+        for of in ("max", "rms"):
+            worst = max(getattr(other, of) for other in eagers)
+            assert getattr(mine, of) <= 2 * worst + band, f"output {index}: {mine} against eager's {eagers}"
+
+
+def summed_in_another_order(leaves: Sequence[Tensor | None], dy: Tensor, activation: str, order: Tensor) -> list[Tensor]:
+    """Eager's outcome with the features permuted: the same mathematics, other rounding errors."""
+    x, weight, bias = leaves
+    assert x is not None and weight is not None
+    y, dx, dweight, *rest = outcome(lambda *a: eager(*a, activation), (x[:, order], weight[:, order], bias), dy)
+    back = order.argsort()
+    return [y, dx[:, back], dweight[:, back], *rest]
 
 
 def check(impl: str, rows: int, features: int, hidden: int, dtype: torch.dtype, activation: str, bias: bool = True, save: str = "preact", scale: float = 1.0) -> None:  # fmt: skip
     x, weight, b, dy = make(rows, features, hidden, dtype, scale)
     leaves = (x, weight, b if bias else None)
     found = outcome(lambda *a: gated_linear(*a, activation=activation, save=save, impl=impl), leaves, dy)
-    usual = outcome(lambda *a: eager(*a, activation), leaves, dy)
+    orders = [torch.arange(features), *(torch.randperm(features) for _ in range(3))]
+    usual = [summed_in_another_order(leaves, dy, activation, order.to(DEVICE)) for order in orders]
     wide = [None if leaf is None else leaf.double() for leaf in leaves]
     assert_right(found, usual, outcome(lambda *a: eager(*a, activation), wide, dy.double()), dtype)
 
@@ -107,7 +128,7 @@ def test_activations_match_float64(impl: str, activation: str, bias: bool, save:
 def test_large_pre_activations_match_float64(impl: str, activation: str) -> None:
     """Where tanh, erf and the sigmoid saturate."""
     for dtype, scale in itertools.product(DTYPES, (10.0, 100.0)):
-        check(impl, 40, 32, 48, dtype, activation, scale=scale)
+        check(impl, 200, 32, 96, dtype, activation, scale=scale)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -184,7 +205,7 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
             return g * functional.silu(u) if gate_first else u * functional.silu(g)
 
     truth = outcome(plain, [leaf.double() for leaf in leaves], dy.double())
-    assert_right(outcome(ours, leaves, dy), outcome(plain, leaves, dy), truth, dtype)
+    assert_right(outcome(ours, leaves, dy), [outcome(plain, leaves, dy)], truth, dtype)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -1,0 +1,287 @@
+"""The gated linear unit in Triton: configurations, the arguments of the kernels in `_triton_kernel.py`, their launch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._problem import Halves, Spec, split_preact
+from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gated_linear_kernel
+
+INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile of one program: BLOCK_M rows, BLOCK_F columns of each half, BLOCK_D features at a time."""
+
+    block_m: int
+    block_f: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    split: bool = False  # the epilogue in two halves
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """The elementwise kernel: `rows` rows a program, block_m of them at a time."""
+
+    rows: int
+    block_m: int
+    block_f: int
+    num_warps: int = 4
+
+
+def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
+    """The configuration of the product kernels, from the shape and the device alone. `kind` is "half" for 16-bit
+    operands, else the precision of float32 products, "tf32" or "ieee".
+
+    Up to 64 rows it is the weight that is read: narrow tiles, so that every multiprocessor streams its share of it. Then
+    the largest tile that does not leave multiprocessors without one.
+    """
+    if rows <= 64:
+        block_m = max(16, triton.next_power_of_2(rows))
+        block_f = 32 if hidden >= 2 * 32 * processors and block_m < 64 else 16
+        return Config(block_m, block_f, {"half": 128, "tf32": 64, "ieee": 32}[kind], 4, 4, group_m=1)
+    if kind == "ieee":
+        return Config(128, 64, 16, 8, 4)
+    if kind == "tf32":
+        return Config(128, 64, 32, 8, 3)
+    candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
+    if tma:
+        candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
+    elif epilogue in ("y", "preact"):  # the addresses of the others would spill
+        candidates.append(Config(128, 128, 64, 8, 3))
+    return min(candidates, key=lambda c: _waves(c, rows, hidden, processors))
+
+
+def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
+    """Time of the busiest multiprocessor in units of a multiply-add over its tiles; smaller tiles read more a product."""
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
+    reads = 1 / config.block_m + 1 / (2 * config.block_f)
+    return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
+
+
+def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
+    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
+    programs for every multiprocessor."""
+    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
+    block_m = 1024 // block_f
+    per_program = 128
+    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
+        per_program //= 2
+    return GateConfig(max(per_program, block_m), block_m, block_f)
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why Triton cannot serve tensors of this device type, or None if it can."""
+    if INTERPRETED:
+        return None
+    if device_type == "cpu":
+        return "triton compiles for GPUs; on a CPU it runs only interpreted, with TRITON_INTERPRET=1 set before import"
+    return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _has_tma(device: int) -> bool:
+    return device < 0 or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
+    rows, columns = x.stride()
+    size = x.element_size()
+    return columns == 1 and rows > 0 and rows * size % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def kind(x: Tensor) -> str:
+    """How products are taken: "half" for 16-bit operands; float32 in "tf32" only where torch's own may be, else "ieee"."""
+    if x.dtype != torch.float32:
+        return "half"
+    backends: Any = torch.backends  # the stubs do not know these settings
+    setting = backends.cuda.matmul.fp32_precision
+    if setting == "none":
+        setting = backends.fp32_precision
+    return "tf32" if setting == "tf32" else "ieee"
+
+
+def linear_arguments(
+    x: Tensor, halves: Halves, config: Config, processors: int, *, epilogue: str, activation: str, tma: bool,
+    y: Tensor | None, preact: tuple[Tensor, Tensor] | None, dy: Tensor | None, dbias: Tensor | None,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `gated_linear_kernel`. Tensors that the epilogue does not use are given as x,
+    and never touched."""
+    rows, features = x.shape
+    hidden = halves.value.shape[0]
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
+    grid = min(tiles, processors) if config.block_m > 64 else tiles
+    out = (config.block_m, config.block_f // 2 if config.split else config.block_f)
+
+    def matrix(t: Tensor, block: tuple[int, int]) -> Any:
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)) if tma else t
+
+    def optional(t: Tensor | None) -> Any:
+        return x if t is None else matrix(t, out)
+
+    u, g = (None, None) if preact is None else preact
+    bias = halves.value_bias is not None and halves.gate_bias is not None
+    return grid, {
+        "x_ptr": matrix(x, (config.block_m, config.block_d)),
+        "w_value_ptr": matrix(halves.value, (config.block_f, config.block_d)),
+        "w_gate_ptr": matrix(halves.gate, (config.block_f, config.block_d)),
+        "b_value_ptr": halves.value_bias if bias else x, "b_gate_ptr": halves.gate_bias if bias else x,
+        "y_ptr": optional(y), "u_ptr": optional(u), "g_ptr": optional(g), "dy_ptr": optional(dy),
+        "dbias_ptr": x if dbias is None else dbias,
+        "M": rows, "F": hidden, "D": features, "stride_x": x.stride(0), "stride_w_value": halves.value.stride(0),
+        "stride_w_gate": halves.gate.stride(0), "stride_b_value": _step(halves.value_bias),
+        "stride_b_gate": _step(halves.gate_bias), "stride_y": 0 if y is None else y.stride(0),
+        "stride_preact": 0 if u is None else u.stride(0), "stride_dy": 0 if dy is None else dy.stride(0), "programs": grid,
+        "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias, "BIAS_GRAD": dbias is not None,
+        "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "BLOCK_D": config.block_d, "GROUP_M": config.group_m, "SPLIT": config.split,
+        "EVEN_D": features % config.block_d == 0, "TMA": tma, "PRECISION": "tf32" if kind(x) == "tf32" else "ieee",
+        "UPCAST": INTERPRETED and x.dtype == torch.bfloat16,
+    }  # fmt: skip
+
+
+def _step(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.stride(0)
+
+
+def _launch(kernel: Any, grid: int, config: Config | GateConfig, arguments: dict[str, Any], device: int) -> None:
+    options = {"num_warps": config.num_warps}
+    if isinstance(config, Config):
+        options["num_stages"] = config.num_stages
+    if device < 0 or device == torch.cuda.current_device():
+        kernel[(grid,)](**arguments, **options)
+    else:
+        with torch.cuda.device(device):
+            kernel[(grid,)](**arguments, **options)
+
+
+def _linear(
+    x: Tensor, halves: Halves, spec: Spec, epilogue: str, *, y: Tensor | None = None, preact: Tensor | None = None,
+    dy: Tensor | None = None, dbias: Tensor | None = None,
+) -> None:  # fmt: skip
+    if x.shape[0] == 0:
+        return _nothing(dbias)
+    device = x.get_device()
+    processors = _processors(device)
+    parts = None if preact is None else split_preact(preact, spec)
+    matrices = [t for t in (x, halves.value, halves.gate, y, *(parts or ()), dy) if t is not None]
+    tma = _has_tma(device) and all(map(describable, matrices))
+    config = choose(x.shape[0], halves.value.shape[0], kind(x), processors, epilogue=epilogue, tma=tma)
+    sums = None if dbias is None else _sums(x, triton.cdiv(x.shape[0], config.block_m), dbias)
+    grid, arguments = linear_arguments(
+        x, halves, config, processors, epilogue=epilogue, activation=spec.activation, tma=tma, y=y, preact=parts, dy=dy,
+        dbias=sums,
+    )  # fmt: skip
+    _launch(gated_linear_kernel, grid, config, arguments, device)
+    if dbias is not None and sums is not None:
+        torch.sum(sums, 0, out=dbias)
+
+
+def _nothing(dbias: Tensor | None) -> None:
+    """No rows: there is nothing to compute, and no descriptor of it."""
+    if dbias is not None:
+        dbias.zero_()
+
+
+def _sums(like: Tensor, tiles: int, dbias: Tensor) -> Tensor:
+    """A row of column sums for every tile of rows."""
+    return torch.empty((tiles, *dbias.shape), dtype=dbias.dtype, device=like.device)
+
+
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+    """The implementation `impl="triton"`; these four as in `reference.py`."""
+    _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
+
+
+def recompute_gradient(dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    _linear(x, halves, spec, "gradient", preact=dpreact, dy=dy, dbias=dbias)
+
+
+def gate_arguments(
+    dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
+    dbias: Tensor | None,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `gate_gradient_kernel`."""
+    rows, hidden = dy.shape
+    return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
+        "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1],
+        "dbias_ptr": dy if dbias is None else dbias, "M": rows, "F": hidden, "stride_preact": preact[0].stride(0),
+        "stride_dy": dy.stride(0), "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation,
+        "BIAS_GRAD": dbias is not None, "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+    }  # fmt: skip
+
+
+def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    rows, hidden = dy.shape
+    if rows == 0:
+        return _nothing(dbias)
+    device = dy.get_device()
+    config = choose_gate(rows, hidden, _processors(device))
+    sums = None if dbias is None else _sums(dy, triton.cdiv(rows, config.rows), dbias)
+    before, after = split_preact(preact, spec), split_preact(dpreact, spec)
+    grid, arguments = gate_arguments(dy, before, after, config, spec.activation, sums)
+    _launch(gate_gradient_kernel, grid, config, arguments, device)
+    if dbias is not None and sums is not None:
+        torch.sum(sums, 0, out=dbias)
+
+
+def down_arguments(
+    dz: Tensor, w_down: Tensor, preact: tuple[Tensor, Tensor], y: Tensor, dpreact: tuple[Tensor, Tensor], config: Config,
+    processors: int, *, activation: str, tma: bool, dbias: Tensor | None,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `down_gradient_kernel`."""
+    rows, outputs = dz.shape
+    hidden = w_down.shape[1]
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
+    grid = min(tiles, processors) if config.block_m > 64 else tiles
+    out = (config.block_m, config.block_f // 2 if config.split else config.block_f)
+
+    def matrix(t: Tensor, block: tuple[int, int]) -> Any:
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)) if tma else t
+
+    return grid, {
+        "dz_ptr": matrix(dz, (config.block_m, config.block_d)), "w_ptr": matrix(w_down, (config.block_d, config.block_f)),
+        "u_ptr": matrix(preact[0], out), "g_ptr": matrix(preact[1], out), "y_ptr": matrix(y, out),
+        "du_ptr": matrix(dpreact[0], out), "dg_ptr": matrix(dpreact[1], out), "dbias_ptr": dz if dbias is None else dbias,
+        "M": rows, "F": hidden, "OUT": outputs, "stride_dz": dz.stride(0), "stride_w": w_down.stride(0),
+        "stride_preact": preact[0].stride(0), "stride_y": y.stride(0), "stride_dpreact": dpreact[0].stride(0),
+        "programs": grid, "ACTIVATION": activation, "BIAS_GRAD": dbias is not None,
+        "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "BLOCK_O": config.block_d, "GROUP_M": config.group_m, "SPLIT": config.split,
+        "EVEN_OUT": outputs % config.block_d == 0, "TMA": tma, "PRECISION": "tf32" if kind(dz) == "tf32" else "ieee",
+        "UPCAST": INTERPRETED and dz.dtype == torch.bfloat16,
+    }  # fmt: skip
+
+
+def down_gradient(
+    dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    if dz.shape[0] == 0:
+        return _nothing(dbias)
+    device = dz.get_device()
+    processors = _processors(device)
+    before, after = split_preact(preact, spec), split_preact(dpreact, spec)
+    tma = _has_tma(device) and all(map(describable, (dz, w_down, *before, y, *after)))
+    config = choose(dz.shape[0], w_down.shape[1], kind(dz), processors, epilogue="down", tma=tma)
+    sums = None if dbias is None else _sums(dz, triton.cdiv(dz.shape[0], config.block_m), dbias)
+    grid, arguments = down_arguments(
+        dz, w_down, before, y, after, config, processors, activation=spec.activation, tma=tma, dbias=sums,
+    )  # fmt: skip
+    _launch(down_gradient_kernel, grid, config, arguments, device)
+    if dbias is not None and sums is not None:
+        torch.sum(sums, 0, out=dbias)

@@ -1,0 +1,189 @@
+"""The Triton kernels: every configuration that can be chosen, in the interpreter and compiled for Hopper without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusewise.ops.gated_linear import _triton, reference
+from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
+SPEC = Spec("gelu_tanh", "stacked")
+
+# (rows, features, hidden): decode, a wave's worth of small tiles, and the sizes that the largest tiles are for.
+SIZES = [(1, 4096, 14336), (64, 2048, 4096), (512, 4096, 2048), (2048, 1024, 4096), (16384, 4096, 16384)]
+
+
+def every_configuration() -> list[tuple[str, str, bool, _triton.Config]]:
+    """(kind, epilogue, tma, configuration) over all that the heuristic chooses for sizes large and small."""
+    found = {}
+    for kind, epilogue, tma in itertools.product(("half", "tf32", "ieee"), ("y", "preact", "gradient", "down"), (True, False)):
+        for rows, hidden in itertools.product((1, 16, 40, 64, 65, 256, 1024, 4096, 65536), (512, 2048, 8192, 32768)):
+            config = _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
+            found[kind, epilogue, tma, config] = None
+    return list(found)
+
+
+EVERY = every_configuration()
+
+
+def test_the_heuristic_is_deterministic_and_grows_with_the_shape() -> None:
+    chosen = [_triton.choose(m, f, "half", 132, epilogue="y") for m, _, f in SIZES]
+    assert chosen == [_triton.choose(m, f, "half", 132, epilogue="y") for m, _, f in SIZES]
+    areas = [config.block_m * config.block_f for config in chosen]
+    assert areas == sorted(areas) and chosen[-1].block_m == chosen[-1].block_f == 128
+    assert chosen[0].block_m == 16 and chosen[1].block_m == 64
+
+
+def test_sums_are_few_and_every_multiprocessor_has_work() -> None:
+    for rows, hidden in ((1, 64), (300, 136), (4096, 1024), (65536, 32768)):
+        config = _triton.choose_gate(rows, hidden, 132)
+        assert config.rows % config.block_m == 0 and config.block_m * config.block_f == 1024
+        programs = -(-rows // config.rows) * -(-hidden // config.block_f)
+        assert config.rows == config.block_m or programs >= 132
+
+
+def operands(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Halves, Tensor]:
+    x, weight, bias = torch.randn(rows, features), torch.randn(2 * hidden, features) / features**0.5, torch.randn(2 * hidden)
+    return x.to(dtype), Halves.of(SPEC, weight.to(dtype), None, bias.to(dtype)), torch.randn(rows, hidden).to(dtype)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("kind", "epilogue", "tma", "config"), EVERY, ids=str)
+def test_every_configuration_is_right(kind: str, epilogue: str, tma: bool, config: _triton.Config, monkeypatch: Any) -> None:
+    """Two tiles and a ragged rest each way; float32 through each, since what is tested is the indexing."""
+    monkeypatch.setattr(_triton, "choose", lambda *_, **__: config)
+    monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
+    monkeypatch.setattr(_triton, "_processors", lambda _: 3)  # programs take several tiles each
+    rows, features, hidden = 2 * config.block_m + 5, config.block_d + 8, 2 * config.block_f + 12
+    x, halves, dy = operands(rows, features, hidden, torch.float32)
+    results = []
+    for module in (_triton, reference):
+        y, preact = torch.full((rows, hidden), torch.nan), new_preact(x, hidden, SPEC).fill_(torch.nan)
+        dbias = torch.full((2, hidden), torch.nan)
+        if epilogue == "gradient":
+            module.recompute_gradient(dy, x, halves, preact, SPEC, dbias)
+            results.append((preact, dbias))
+        elif epilogue == "down":
+            preact.copy_(torch.cat((dy, dy.flip(0)), 1))
+            module.down_gradient(x, halves.value.mT.contiguous(), preact, y, preact, SPEC, dbias)
+            results.append((y, preact, dbias))
+        else:
+            module.forward(x, halves, SPEC, y, preact if epilogue == "preact" else None)
+            results.append((y, preact) if epilogue == "preact" else (y,))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def compiled(kernel: Any, config: Any, arguments: dict[str, Any]) -> Any:
+    """A kernel compiled for sm_90 from the arguments of a launch."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.arg_names):
+        value, parameter = arguments[name], kernel.params[index]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+            attributes[index,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[index,] = [["tt.divisibility", 16]]
+    options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(kernel: Any) -> tuple[int, Counter[str]]:
+    """Bytes of stack (spilled registers) and instructions by name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None, usage
+    return int(stack[1]), Counter(re.findall(r"\b(HGMMA|HMMA|FFMA|UTMALDG|UTMASTG|LDL|STL)", kernel.asm["sass"]))
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+# The configurations that carry the large problems, float32 and the other GELU (with its erf) once each.
+COMPILED = [
+    (*chosen, activation)
+    for chosen in EVERY
+    for activation in ("gelu_tanh", "gelu")
+    if (chosen[0] == "half" or (chosen[2] and chosen[3].block_m > 64))
+    and (activation == "gelu_tanh" or (chosen[0], chosen[2], chosen[3].block_f) == ("half", True, 128))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize(("kind", "epilogue", "tma", "config", "activation"), COMPILED, ids=str)
+def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool, config: _triton.Config, activation: str, monkeypatch: Any) -> None:  # fmt: skip
+    monkeypatch.setattr(_triton, "kind", lambda _: kind)
+    dtype = torch.bfloat16 if kind == "half" else torch.float32
+    rows, features, hidden = 4096, 1024, 4096
+    x, preact, y = empty(rows, features, dtype=dtype), empty(rows, 2 * hidden, dtype=dtype), empty(rows, hidden, dtype=dtype)
+    halves = split_preact(preact, SPEC)
+    sums = empty(-(-rows // config.block_m), 2, hidden, dtype=torch.float32)
+    if epilogue == "down":
+        w_down = empty(features, hidden, dtype=dtype)
+        _, arguments = _triton.down_arguments(
+            x, w_down, halves, y, halves, config, 132, activation=activation, tma=tma, dbias=sums
+        )  # fmt: skip
+        kernel = compiled(_triton.down_gradient_kernel, config, arguments)
+    else:
+        weight, bias = empty(2 * hidden, features, dtype=dtype), empty(2 * hidden, dtype=dtype)
+        _, arguments = _triton.linear_arguments(
+            x, Halves.of(SPEC, weight, None, bias), config, 132, epilogue=epilogue, activation=activation, tma=tma,
+            y=None if epilogue == "gradient" else y, preact=None if epilogue == "y" else halves,
+            dy=y if epilogue == "gradient" else None, dbias=sums if epilogue == "gradient" else None,
+        )  # fmt: skip
+        kernel = compiled(_triton.gated_linear_kernel, config, arguments)
+    stack, instructions = resources(kernel)
+    assert kernel.metadata.shared <= SHARED
+    # A few words beside the loop do no harm; the tiles that carry the large problems have none.
+    assert stack <= (0 if tma and kind == "half" and config.block_m > 64 else 64), instructions
+    if tma:
+        assert instructions["UTMALDG"] and instructions["UTMASTG"]
+    if kind == "half" and config.block_m >= 64:
+        assert instructions["HGMMA"] and not instructions["HMMA"]
+    elif kind != "ieee":
+        assert instructions["HGMMA"] or instructions["HMMA"]
+    else:
+        assert instructions["FFMA"] and not instructions["HGMMA"]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+def test_the_elementwise_kernel_moves_16_bytes_a_thread() -> None:
+    config = _triton.choose_gate(16384, 4096, 132)
+    preact, dy = empty(16384, 8192, dtype=torch.bfloat16), empty(16384, 4096, dtype=torch.bfloat16)
+    _, arguments = _triton.gate_arguments(dy, split_preact(preact, SPEC), split_preact(preact, SPEC), config, "silu", preact.float())
+    kernel = compiled(_triton.gate_gradient_kernel, config, arguments)
+    stack, _ = resources(kernel)
+    loads = Counter(re.findall(r"\b(?:LDG|STG)\.E[.\w]*?\.?(128|64|U16)?\b", kernel.asm["sass"]))
+    assert stack == 0 and loads["128"] == 5 and not loads["U16"], loads
