@@ -325,7 +325,7 @@ class GatedLinear(torch.autograd.Function):
             y, preact = op_gated_linear(x_MD, *weights, text, impl), None
         ctx.save_for_backward(x, *weights, preact)
         ctx.rest = text, impl
-        return _shaped(y, x)
+        return shaped(y, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -373,15 +373,15 @@ def backward_products(
 def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
     """A validated call, recording a gradient where one is wanted."""
     if needs_autograd(x, *weights):
-        return _apply(GatedLinear, x, *weights, text, impl, save)
-    return _shaped(op_gated_linear(rows(x), *weights, text, impl), x)
+        return apply_function(GatedLinear, x, *weights, text, impl, save)
+    return shaped(op_gated_linear(rows(x), *weights, text, impl), x)
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
+def apply_function(function: Any, *args: Any) -> Tensor:
     y: Tensor = function.apply(*args)  # untyped in torch's stubs
     return y
 
 
-def _shaped(y_MF: Tensor, x: Tensor) -> Tensor:
+def shaped(y_MF: Tensor, x: Tensor) -> Tensor:
     """y with the leading dimensions of x."""
     return y_MF if x.dim() == 2 else y_MF.view(*x.shape[:-1], y_MF.shape[-1])

@@ -126,13 +126,15 @@ def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
         fail(op, name, f"be on the device of x, {x.device}", value.device, f"call {name}.to({str(x.device)!r})")
 
 
-def _check_matrix(op: str, name: str, weight: Tensor, features: int, both: bool) -> None:
+def _check_matrix(
+    op: str, name: str, weight: Tensor, features: int, both: bool, contract: str = "the last dimension of x, D"
+) -> None:
     if weight.dim() != 2 and not (both and weight.dim() == 3):
         wanted = "2 or 3 dimensions" if both else "2 dimensions"
         fail(op, name, f"have {wanted}", tuple(weight.shape), "pass it as (2F, D)" if both else "pass it as (F, D)")
     if weight.shape[-1] != features:
         fail(
-            op, name, f"have the last dimension of x, D = {features}", tuple(weight.shape),
+            op, name, f"have {contract} = {features}", tuple(weight.shape),
             "pass it as F.linear takes it, (out, in)",
         )  # fmt: skip
     if weight.shape[-1] != 1 and weight.stride(-1) != 1:
@@ -168,7 +170,7 @@ def _check_bias(op: str, name: str, bias: Any, length: int, x: Tensor) -> None:
 def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tensor) -> None:
     weight, bias = down
     _check_like(op, names[0], weight, x)
-    _check_matrix(op, names[0], weight, hidden, False)
+    _check_matrix(op, names[0], weight, hidden, False, "as many columns as there are gated features, F")
     if bias is not None:
         _check_bias(op, names[1], bias, weight.shape[0], x)
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from . import _op, reference
+from . import _mlp, _op, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
 from ._validate import fail, validated
 
@@ -102,6 +103,62 @@ def gated_linear(
     tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
     spec = validated("gated_linear", x, tensors, (activation, layout, gate_first, save, impl))
     return _run("gated_linear", x, (weight, w_gate, bias, b_gate), spec, save, impl)
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    *,
+    activation: Activation,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    layout: Layout = "stacked",
+    gate_first: bool = True,
+    save: Save = "preact",
+    impl: str = "auto",
+) -> Tensor:
+    """The MLP of a transformer block, gate first: act(x W_gateᵀ) · (x W_upᵀ), and the projection down.
+
+        z = y W_downᵀ + b_down,    y = (x W_upᵀ + b_up) · act(x W_gateᵀ + b_gate)
+
+    `gated_linear` with the down projection included, whose backward then needs no elementwise kernel: the product that
+    brings the gradient through W_down reads the pre-activations in its epilogue and writes their gradient and y again.
+
+    Args:
+        x, activation, save, impl: as in `gated_linear`.
+        w_gate, w_up: (F, D) each, with biases b_gate and b_up (F,), both or none. Or w_up None and both in w_gate, in
+            `layout`, the gate first unless `gate_first=False` (Phi-3's gate_up_proj), with b_gate for both.
+        w_down: (OUT, F), with bias b_down (OUT,) or None.
+
+    Returns:
+        z (..., OUT), in the dtype of x. y is rounded to that dtype between the two.
+
+    Memory: forward y and z; held for backward the pre-activations, 2F elements a row, or nothing with `save="input"`.
+    Backward needs, beside the gradients that it returns, those 2F and y.
+
+    Raises:
+        TypeError, ValueError: `gated_mlp: <argument> must <contract>, got <value>; <one fix>`.
+
+    Example:
+        >>> x, gate, up, down = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)
+        >>> z = gated_mlp(x, gate, up, down, activation="silu")  # (4, 16, 64)
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = _autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    weights: tuple[Tensor | None, ...]
+    if w_up is None:
+        names, weights = ("w_gate", "w_up", "b_gate", "b_up"), (w_gate, None, b_gate, b_up)
+    else:
+        names, weights = ("w_up", "w_gate", "b_up", "b_gate"), (w_up, w_gate, b_up, b_gate)
+    tensors = {**dict(zip(names, weights, strict=True)), "w_down": w_down, "b_down": b_down}
+    spec = validated("gated_mlp", x, tensors, (activation, layout, gate_first, save, impl))
+    if _op.transforms_active():
+        _check_transformable("gated_mlp", impl)
+        decoded = Spec.decode(spec)
+        return functional.linear(reference.unit(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
+    return _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
 
 
 def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, impl: str) -> Tensor:

@@ -1,0 +1,93 @@
+"""Autograd of the gated MLP: the gated linear unit and the projection behind it. Torch only; operators from `_op.py`.
+
+    z = y W_downᵀ + b_down,   y = u · act(g)
+
+Of the forward nothing is kept but what `save` says: y is made again in the epilogue of the product that brings the
+gradient through W_down, which also turns the pre-activations into their gradient. So the backward is four products
+(five with save="input") and no elementwise kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import _op, reference
+from ._problem import Halves, Spec
+
+
+class GatedMLP(torch.autograd.Function):
+    """z of x (..., D). Held for backward: x and the weights, and with `save="preact"` both pre-activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *weights, w_down, b_down, text, impl, save = rest
+        x_MD = _op.rows(x)
+        if save == "preact":
+            y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+        else:
+            y, preact = _op.op_gated_linear(x_MD, *weights, text, impl), None
+        ctx.save_for_backward(x, *weights, w_down, preact)
+        ctx.rest = text, impl
+        with reference.exact(x):
+            z = functional.linear(y, w_down, b_down)
+        return _op.shaped(z, x)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+        x, weight, weight_gate, bias, bias_gate, w_down, preact = ctx.saved_tensors
+        text, impl = ctx.rest
+        spec = Spec.decode(text)
+        wants = ctx.needs_input_grad
+        if _op.wants_graph():
+            return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
+        x_MD, dz_MO = _op.rows(x), _op.rows(dz)
+        if preact is None:
+            _, preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)
+            overwrite = not torch.compiler.is_compiling()
+        else:
+            overwrite = _op.may_overwrite()
+        wants_bias = bias is not None and (wants[3] or wants[4])
+        if overwrite:
+            y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)
+            dpreact = preact
+        else:
+            y, dpreact, dbias = _op.op_down_grad(dz_MO, w_down, preact, text, impl, wants_bias)
+        dw_down = db_down = None
+        with reference.exact(x):
+            if wants[5]:
+                dw_down = torch.mm(dz_MO.mT, y)
+            del y  # before the other gradients are allocated
+            if wants[6]:
+                db_down = dz_MO.sum(0, dtype=dz.dtype)
+        first = _op.backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec)
+        return *first, dw_down, db_down, None, None, None
+
+
+def _differentiable(
+    ctx: Any, dz: Tensor, x: Tensor, weights: tuple[Any, ...], w_down: Tensor, spec: Spec
+) -> tuple[Tensor | None, ...]:
+    """The gradients as a function that can itself be differentiated: the formula in plain torch."""
+    weight, _, bias, _ = weights
+    halves = Halves.of(spec, *weights)
+    with reference.exact(x):
+        y = reference.unit(x, halves, spec.activation)
+        dy = dz @ w_down
+        rows_z, rows_y = dz.reshape(-1, dz.shape[-1]), y.reshape(-1, y.shape[-1])
+        dw_down, db_down = rows_z.mT @ rows_y, rows_z.sum(0)
+    dx, *parts = reference.gradients(dy, x, halves, spec.activation)
+    dweights = _op.joined(parts[0], parts[1], weight, spec)
+    dbiases = (None, None) if bias is None else _op.joined(parts[2], parts[3], bias, spec)
+    return dx, *dweights, *dbiases, dw_down, db_down if ctx.needs_input_grad[6] else None
+
+
+def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
+    """A validated call, recording a gradient where one is wanted."""
+    if _op.needs_autograd(x, *weights, *down):
+        return _op.apply_function(GatedMLP, x, *weights, *down, text, impl, save)
+    y = _op.op_gated_linear(_op.rows(x), *weights, text, impl)
+    with reference.exact(x):
+        return _op.shaped(functional.linear(y, *down), x)
