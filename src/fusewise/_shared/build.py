@@ -58,20 +58,22 @@ class Compiler:
 @functools.cache
 def compiler(variable: str, *names: str) -> Compiler:
     """The compiler that the environment variable names (words as in a shell), or the first of `names` on the PATH."""
-    candidates = [shlex.split(os.environ[variable])] if os.environ.get(variable, "").strip() else [[name] for name in names]
-    for words in candidates:
+    chosen = shlex.split(os.environ.get(variable, ""))
+    for words in [chosen] if chosen else [[name] for name in names]:
         path = shutil.which(words[0])
         if path is None:
             continue
         command = (path, *words[1:])
         try:
-            result = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+            result = _run([*command, "--version"], 60)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}; set {variable}") from error
         if result.returncode != 0:
-            raise BuildError(f"the compiler {shlex.join(command)} does not run:\n{_tail(result.stderr)}\nset {variable}")
+            raise BuildError(
+                f"the compiler {shlex.join(command)} does not run:\n{_tail(result.stderr)}\nset {variable}"
+            )
         return Compiler(command, result.stdout)
-    wanted = f"{variable}={candidates[0][0]}" if candidates[0] != [names[0]] else ", ".join(names)
+    wanted = f"{variable}={chosen[0]}" if chosen else ", ".join(names)
     raise BuildError(f"no compiler found on the PATH ({wanted}); install one or set {variable}")
 
 
@@ -119,7 +121,10 @@ def cache_folder() -> Path:
     if chosen:
         return Path(chosen).expanduser().absolute() / "native"
     home = Path("~").expanduser()
-    caches = home / "Library" / "Caches" if sys.platform == "darwin" else Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    if sys.platform == "darwin":
+        caches = home / "Library" / "Caches"
+    else:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     return caches.absolute() / "fusewise" / "native"
 
 
@@ -136,7 +141,7 @@ def _cpu_features() -> str:
     """What tells CPUs apart for which `=native` gives different code."""
     if sys.platform == "darwin":
         names = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
-        return subprocess.run(["/usr/sbin/sysctl", "-i", *names], capture_output=True, text=True, timeout=60).stdout
+        return _run(["/usr/sbin/sysctl", "-i", *names], 60).stdout
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     words = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in words)
@@ -150,44 +155,46 @@ def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, fla
     path = entry / "library.so"
     if _intact(entry):
         return path
-    with _locked(folder / f"{name}-{key}.lock"):
+    with _locked(folder / f"{name}-{key}.lock") as alone:
         if not _intact(entry):
-            for left in folder.glob(f"{name}-{key}.*.tmp"):  # of builds that were killed
+            for left in folder.glob(f"{name}-{key}.*.tmp") if alone else ():  # of builds that were killed
                 shutil.rmtree(left, ignore_errors=True)
             _build(name, entry, sources, compiler, flags)
     if not _intact(entry):
-        raise BuildError(f"the library of {name} in {entry} changed while it was built; set FUSEWISE_CACHE_DIR elsewhere")
+        raise BuildError(
+            f"the library of {name} in {entry} changed while it was built; set FUSEWISE_CACHE_DIR elsewhere"
+        )
     return path
 
 
 def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> None:
-    work = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+    work, trash = (Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent)) for _ in range(2))
     try:
         path = work / "library.so"
         inputs = [str(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
         command = [*compiler.command, *flags, *inputs, "-o", str(path)]
         try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env={**os.environ, "LC_ALL": "C"}
-            )
+            result = _run(command, TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"building {name} failed: {error}") from error
         if result.returncode != 0 or not path.is_file():
             output = _tail(result.stderr or result.stdout)
-            raise BuildError(f"building {name} failed: {shlex.join(command)} exited with {result.returncode}:\n{output}")
+            raise BuildError(
+                f"building {name} failed: {shlex.join(command)} exited with {result.returncode}:\n{output}"
+            )
         path.chmod(0o700)  # whatever the umask
         _sync(path)
         digest = work / "sha256"
         digest.write_text(_digest(path))
         digest.chmod(0o600)
         _sync(digest)
-        if entry.exists():  # damaged: out of the way, since a folder cannot replace one that is not empty
-            os.replace(entry, tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+        if entry.exists():  # damaged: out of the way first, since a folder cannot replace one that is not empty
+            os.replace(entry, trash)
         os.replace(work, entry)
         _sync(entry.parent)
     finally:
-        for left in entry.parent.glob(f"{entry.name}.*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def _intact(entry: Path) -> bool:
@@ -211,7 +218,9 @@ def _private(folder: Path) -> None:
         for part in folder.resolve().parents:
             status = part.stat()
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-                raise BuildError(f"{part}, which holds the cache folder, is writable by everybody; set FUSEWISE_CACHE_DIR")
+                raise BuildError(
+                    f"{part}, which holds the cache folder, is writable by everybody; set FUSEWISE_CACHE_DIR"
+                )
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be used: {error}; set FUSEWISE_CACHE_DIR") from error
 
@@ -227,13 +236,16 @@ def _check_private(path: Path, status: os.stat_result) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file, which the system releases should the process die. Without locks (some network file systems)
-    processes may build the same entry twice; the last one stays."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the lock file, which the system releases should the process die; yields whether that worked. Without locks
+    (some network file systems) processes may build the same entry twice; the last one stays."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def _digest(path: Path) -> str:
@@ -246,6 +258,11 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment)
 
 
 def _tail(output: str) -> str:

@@ -34,11 +34,18 @@ def inv_freq(pairs: int) -> Tensor:
     return 10000.0 ** -(torch.arange(pairs) / pairs)
 
 
-def tensors(dtype: torch.dtype, layout: str = "bshd", head_dim: int = 64, tokens: int = 37, heads: int = 5) -> list[Tensor]:
+def tensors(
+    dtype: torch.dtype, layout: str = "bshd", head_dim: int = 64, tokens: int = 37, heads: int = 5
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(head_dim + tokens)
     made = []
     for count in (heads, 2):
-        sizes = {"bshd": (2, tokens, count), "sbhd": (tokens, 2, count), "bhsd": (2, count, tokens), "thd": (tokens, count)}
+        sizes = {
+            "bshd": (2, tokens, count),
+            "sbhd": (tokens, 2, count),
+            "bhsd": (2, count, tokens),
+            "thd": (tokens, count),
+        }
         made.append(torch.randn(*sizes[layout], head_dim, generator=generator).to(dtype))
     return made
 
@@ -83,7 +90,14 @@ def test_widths(dtype: torch.dtype, pairing: str, head_dim: int) -> None:
 @pytest.mark.parametrize("pairing", ["half", "interleaved_to_half"])
 def test_part_of_a_head_in_every_layout(layout: str, part: tuple[int, int], pairing: str) -> None:
     cos, sin = table(part[0] // 2)
-    arguments = dict(cos=cos, sin=sin, layout=layout, pairing=pairing, rotary_dim=part[0], rotary_start=part[1])
+    arguments = {
+        "cos": cos,
+        "sin": sin,
+        "layout": layout,
+        "pairing": pairing,
+        "rotary_dim": part[0],
+        "rotary_start": part[1],
+    }
     check(tensors(torch.bfloat16, layout, head_dim=66), **arguments)
 
 
@@ -98,13 +112,13 @@ def test_tables(kind: str, dtype: torch.dtype, inverse: bool) -> None:
     wide = torch.zeros(2, ROWS, pairs, 3, dtype=dtype)
     wide[0, ..., 1], wide[1, ..., 1] = cos, sin
     arguments: dict[str, Any] = {
-        "half": lambda: dict(cos=cos, sin=sin),
-        "duplicated": lambda: dict(cos=torch.cat((cos, cos), -1), sin=torch.cat((sin, sin), -1)),
-        "strided": lambda: dict(cos=wide[0, ..., 1], sin=wide[1, ..., 1]),
-        "batched": lambda: dict(cos=shift.cos().to(dtype), sin=shift.sin().to(dtype)),
-        "fused": lambda: dict(cos_sin=torch.cat((cos, sin), -1)),
-        "angles": lambda: dict(angles=angles.to(dtype), scale=1.25),
-        "inv_freq": lambda: dict(inv_freq=inv_freq(pairs).to(dtype), scale=0.75),
+        "half": lambda: {"cos": cos, "sin": sin},
+        "duplicated": lambda: {"cos": torch.cat((cos, cos), -1), "sin": torch.cat((sin, sin), -1)},
+        "strided": lambda: {"cos": wide[0, ..., 1], "sin": wide[1, ..., 1]},
+        "batched": lambda: {"cos": shift.cos().to(dtype), "sin": shift.sin().to(dtype)},
+        "fused": lambda: {"cos_sin": torch.cat((cos, sin), -1)},
+        "angles": lambda: {"angles": angles.to(dtype), "scale": 1.25},
+        "inv_freq": lambda: {"inv_freq": inv_freq(pairs).to(dtype), "scale": 0.75},
     }[kind]()
     check(tensors(torch.float32, head_dim=2 * pairs), **arguments, inverse=inverse, offset=3)
 
@@ -116,18 +130,20 @@ def test_duplicated_interleaved_table() -> None:
 
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("kind", ["shared", "batched", "offsets", "sections", "sections_interleaved", "sections_shared"])
+@pytest.mark.parametrize(
+    "kind", ["shared", "batched", "offsets", "sections", "sections_interleaved", "sections_shared"]
+)
 def test_positions(kind: str, layout: str, integer: torch.dtype) -> None:
     """A tenth of the positions has no row: NaN there, and only there."""
     positions = torch.randint(-4, ROWS + 4, (3, 2, 37), generator=torch.Generator().manual_seed(0)).to(integer)
     cos, sin = table(32)
     arguments: dict[str, Any] = {
-        "shared": dict(positions=positions[0, 0]),
-        "batched": dict(positions=positions[0]),
-        "offsets": dict(offset=torch.tensor([3, 40]).to(integer)),
-        "sections": dict(positions=positions, sections=(10, 12, 10)),
-        "sections_interleaved": dict(positions=positions, sections=(12, 10, 10), sections_interleaved=True),
-        "sections_shared": dict(positions=positions[:, 0], sections=(0, 20, 12)),
+        "shared": {"positions": positions[0, 0]},
+        "batched": {"positions": positions[0]},
+        "offsets": {"offset": torch.tensor([3, 40]).to(integer)},
+        "sections": {"positions": positions, "sections": (10, 12, 10)},
+        "sections_interleaved": {"positions": positions, "sections": (12, 10, 10), "sections_interleaved": True},
+        "sections_shared": {"positions": positions[:, 0], "sections": (0, 20, 12)},
     }[kind]
     check(tensors(torch.float16, layout), cos=cos, sin=sin, layout=layout, **arguments)
 
@@ -143,7 +159,7 @@ def test_packed_sequences_and_padding(offset: Any, integer: torch.dtype) -> None
     q, k = tensors(torch.float32, "thd", tokens=100)
     cu_seqlens = torch.tensor([0, 0, 33, 34, 90]).to(integer)
     offset = torch.tensor([7, 1, 2, 0]).to(integer) if offset == "tensor" else offset
-    arguments = dict(cos=table(32)[0], sin=table(32)[1], layout="thd", cu_seqlens=cu_seqlens, offset=offset)
+    arguments = {"cos": table(32)[0], "sin": table(32)[1], "layout": "thd", "cu_seqlens": cu_seqlens, "offset": offset}
     check([q.clone(), k.clone()], **arguments)
     rotated = fusewise.rope(q, k, **arguments, impl="cpu")
     assert torch.equal(rotated[0][90:], q[90:]) and torch.equal(rotated[1][90:], k[90:])
@@ -152,9 +168,9 @@ def test_packed_sequences_and_padding(offset: Any, integer: torch.dtype) -> None
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_context_parallel_chunks(rank: int, packed: bool) -> None:
-    arguments: dict[str, Any] = dict(inv_freq=inv_freq(32), context_parallel=(rank, 3))
+    arguments: dict[str, Any] = {"inv_freq": inv_freq(32), "context_parallel": (rank, 3)}
     if packed:
-        arguments |= dict(layout="thd", cu_seqlens=torch.tensor([0, 60, 96]))
+        arguments |= {"layout": "thd", "cu_seqlens": torch.tensor([0, 60, 96])}
     check(tensors(torch.float32, "thd" if packed else "bshd", tokens=36), **arguments)
 
 
@@ -205,7 +221,7 @@ def test_rounds_to_nearest_even_and_keeps_nan_and_infinity(dtype: torch.dtype) -
     assert torch.equal(z.isnan(), expected.isnan() | ~partner.isfinite())
 
 
-@pytest.mark.parametrize("arguments", [dict(pairing="half"), dict(pairing="interleaved", layout="bhsd")], ids=str)
+@pytest.mark.parametrize("arguments", [{"pairing": "half"}, {"pairing": "interleaved", "layout": "bhsd"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bitwise_equal_for_any_threads_and_any_company(arguments: dict[str, Any], dtype: torch.dtype) -> None:
     """Large enough for two threads; a token alone gives the bits that it gives among others."""
@@ -252,7 +268,9 @@ def test_more_than_2_31_elements_apart() -> None:
     x.copy_(torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(4)))
     small = x.clone()
     cos, sin = table(32)
-    assert torch.equal(fusewise.rope_(x, cos=cos, sin=sin, impl="cpu"), fusewise.rope(small, cos=cos, sin=sin, impl="cpu"))
+    assert torch.equal(
+        fusewise.rope_(x, cos=cos, sin=sin, impl="cpu"), fusewise.rope(small, cos=cos, sin=sin, impl="cpu")
+    )
 
 
 def test_backward_is_the_inverse() -> None:

@@ -30,8 +30,8 @@ class _Kernel:
     """The loaded kernel."""
 
     def __init__(self) -> None:
-        folder = Path(__file__).parent
-        library = build.library("rope", [folder / name for name in ("rope.cpp", "memory.h", "vectors.h")], build.cxx(), build.NATIVE_FLAGS)
+        sources = [Path(__file__).with_name(name) for name in ("rope.cpp", "memory.h", "vectors.h")]
+        library = build.library("rope", sources, build.cxx(), build.NATIVE_FLAGS)
         self.run = library.fusewise_rope
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
         self.run.restype = None

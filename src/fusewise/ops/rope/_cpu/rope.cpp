@@ -117,29 +117,37 @@ struct Heads {
 
 template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
 void rotate_heads(const Plan& plan, const Heads& heads, bool streamed) {
-  const int64_t start = plan.start, rest = start + 2 * plan.pairs;
+  const int64_t width = plan.head_dim, start = plan.start, rest = start + 2 * plan.pairs;
   // A head that is rewritten in another order is read whole before it is written.
-  const bool staged = streamed || (plan.in_place && INTERLEAVED_IN != INTERLEAVED_OUT);
+  const bool reordered = plan.in_place && INTERLEAVED_IN != INTERLEAVED_OUT;
   const bool prefetch_y = !streamed && !plan.in_place;
+  // Heads are streamed some at a time: a load that finds parts of its data in two stores under way would wait.
   alignas(64) T stage[MAX_HEAD_DIM];
+  const int64_t most = streamed ? MAX_HEAD_DIM / width : 1;
+  int64_t staged = 0;
   for (int64_t h = 0; h < heads.count; ++h) {
     const T* x = static_cast<const T*>(heads.x) + h * heads.x_step;
     T* y = static_cast<T*>(heads.y) + h * heads.y_step;
-    T* to = staged ? stage : y;
+    T* to = streamed || reordered ? stage + staged * width : y;
     const float *cos = heads.cos + h * heads.table_step, *sin = heads.sin + h * heads.table_step;
-    for (int64_t i = 0; i < plan.head_dim * int64_t(sizeof(T)); i += 64) {
+    for (int64_t i = 0; i < width * int64_t(sizeof(T)); i += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(x + heads.x_ahead) + i);
       if (prefetch_y) __builtin_prefetch(reinterpret_cast<const char*>(y + heads.y_ahead) + i, 1);
     }
     rotate<T, INTERLEAVED_IN, INTERLEAVED_OUT>(x + start, to + start, cos, sin, plan.pairs);
     if (!plan.in_place) {
       if (start > 0) std::memcpy(to, x, start * sizeof(T));
-      if (rest < plan.head_dim) std::memcpy(to + rest, x + rest, (plan.head_dim - rest) * sizeof(T));
+      if (rest < width) std::memcpy(to + rest, x + rest, (width - rest) * sizeof(T));
     }
-    if (streamed)
-      stream(y, stage, plan.head_dim * sizeof(T));
-    else if (staged)
+    if (reordered) {
       std::memcpy(y + start, stage + start, (rest - start) * sizeof(T));
+    } else if (streamed && (++staged == most || h + 1 == heads.count)) {
+      T* first = y - (staged - 1) * heads.y_step;
+      if (heads.y_step == width) stream(first, stage, staged * width * sizeof(T));
+      for (int64_t i = 0; i < staged && heads.y_step != width; ++i)
+        stream(first + i * heads.y_step, stage + i * width, width * sizeof(T));
+      staged = 0;
+    }
   }
 }
 

@@ -1,0 +1,254 @@
+"""The cache of native code: what must not be loaded is not, what is damaged is built again, what fails says why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fusewise._shared import build
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
+
+SOURCE = 'extern "C" int answer() { return %d; }\n'
+FLAGS = ("-shared", "-fPIC")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a process that remembers no build."""
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_LOADED", {})
+    return tmp_path / "cache" / "native"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE % 42)
+    return path
+
+
+def forget() -> None:
+    build._LOADED.clear()
+
+
+def make(source: Path, flags: tuple[str, ...] = FLAGS) -> int:
+    answer: int = build.library("answer", [source], build.cxx(), flags).answer()
+    return answer
+
+
+def entries(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.is_dir())
+
+
+def test_built_once_and_kept_privately(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    umask = os.umask(0)
+    try:
+        assert make(source) == 42
+    finally:
+        os.umask(umask)
+    (entry,) = entries(cache)
+    for path in (cache.parent, cache, entry, *entry.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    forget()
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
+    assert make(source) == 42
+
+
+def test_whatever_it_depends_on_makes_another_entry(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(source)
+    make(source, (*FLAGS, "-DX"))
+    make(source, (*FLAGS, "-march=native"))
+    monkeypatch.setattr(build, "_cpu_features", lambda: "another CPU")
+    make(source, (*FLAGS, "-march=native"))
+    make(source)  # not made for this CPU alone: the entry it has
+    build.library("answer", [source], build.Compiler(build.cxx().command, "another version"), FLAGS)
+    assert len(entries(cache)) == 5
+    source.write_text(SOURCE % 43)
+    assert make(source) == 43
+    assert len(entries(cache)) == 6
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "no library", "no digest"])
+def test_a_damaged_entry_is_built_again(cache: Path, source: Path, damage: str) -> None:
+    make(source)
+    (entry,) = entries(cache)
+    path, digest = entry / "library.so", entry / "sha256"
+    content = path.read_bytes()
+    path.unlink()  # not in place: this process has the old one mapped
+    if damage == "truncated":
+        path.write_bytes(content[:1000])
+    elif damage == "changed":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "no digest":
+        path.write_bytes(content)
+        digest.unlink()
+    if path.exists():
+        path.chmod(0o700)
+    forget()
+    assert make(source) == 42
+    assert entries(cache) == [entry] and path.read_bytes() == content and digest.exists()
+
+
+@pytest.mark.parametrize("which", ["root", "folder", "entry", "library"])
+@pytest.mark.parametrize("mode", [0o020, 0o002], ids=["group", "others"])
+def test_what_others_may_write_to_is_refused(cache: Path, source: Path, which: str, mode: int) -> None:
+    make(source)
+    (entry,) = entries(cache)
+    path = {"root": cache.parent, "folder": cache, "entry": entry, "library": entry / "library.so"}[which]
+    path.chmod(0o700 | mode)
+    forget()
+    with pytest.raises(build.BuildError, match="writable by others"):
+        make(source)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to somebody else")
+@pytest.mark.parametrize("which", ["folder", "library"])
+def test_what_belongs_to_another_user_is_refused(cache: Path, source: Path, which: str) -> None:
+    make(source)
+    os.chown(cache if which == "folder" else entries(cache)[0] / "library.so", 12345, -1)
+    forget()
+    with pytest.raises(build.BuildError, match="belongs to user 12345"):
+        make(source)
+
+
+def test_symbolic_links_inside_are_refused(cache: Path, source: Path, tmp_path: Path) -> None:
+    make(source)
+    (entry,) = entries(cache)
+    shutil.move(entry, tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    forget()
+    with pytest.raises(build.BuildError, match="symbolic link"):
+        make(source)
+
+
+def test_a_folder_in_one_that_everybody_may_rewrite_is_refused(tmp_path: Path, source: Path, cache: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(build.BuildError, match="writable by everybody"):
+        make(source)
+    tmp_path.chmod(0o1777)  # as /tmp is: only the owner may rename
+    forget()
+    assert make(source) == 42
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
+) -> None:
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", "/proc/fusewise")
+    with pytest.raises(build.BuildError, match=r"cannot be used.*FUSEWISE_CACHE_DIR"):
+        make(source)
+
+
+def test_a_failed_build_says_what_the_compiler_said_and_is_not_tried_again(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.write_text("#error no such luck\n")
+    with pytest.raises(build.BuildError, match=r"exited with 1(.|\n)*no such luck"):
+        make(source)
+    assert entries(cache) == []
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("tried again"))
+    with pytest.raises(build.BuildError, match="no such luck"):
+        make(source)
+
+
+def test_the_compiler_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "mine"
+    fake.write_text('#!/bin/sh\necho "mine $@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{fake} --fast")
+    build.compiler.cache_clear()
+    try:
+        assert build.cxx() == build.Compiler((str(fake), "--fast"), "mine --fast --version\n")
+        fake.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
+        build.compiler.cache_clear()
+        with pytest.raises(build.BuildError, match=r"does not run(.|\n)*broken"):
+            build.cxx()
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        build.compiler.cache_clear()
+        with pytest.raises(build.BuildError, match="CXX=no-such-compiler"):
+            build.cxx()
+    finally:
+        build.compiler.cache_clear()
+
+
+def run(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env={**os.environ, "FUSEWISE_CACHE_DIR": str(cache.parent), **environment},
+    )  # fmt: skip
+
+
+BUILD = """
+    from pathlib import Path
+    from fusewise._shared import build
+    print(build.library("answer", [Path({source!r})], build.cxx(), {flags!r}).answer())
+"""
+
+
+@pytest.fixture
+def slow_compiler(tmp_path: Path) -> Path:
+    """A compiler that notes each build and takes its time, half of its output written."""
+    path = tmp_path / "slow"
+    real = shutil.which("c++")
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\n'
+        f'echo build >> {tmp_path}/builds\nfor last; do :; done\necho half > "$last"\nsleep 1\nexec {real} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_processes_that_want_it_at_once_build_it_once(
+    cache: Path, source: Path, slow_compiler: Path, tmp_path: Path
+) -> None:
+    code = BUILD.format(source=str(source), flags=FLAGS)
+    children = [run(code, cache, CXX=str(slow_compiler)) for _ in range(3)]
+    outputs = [child.communicate(timeout=120) for child in children]
+    assert [out for out, _ in outputs] == ["42\n"] * 3, outputs
+    assert (tmp_path / "builds").read_text() == "build\n"
+
+
+def test_a_build_killed_in_the_middle_leaves_nothing_that_is_used(
+    cache: Path, source: Path, slow_compiler: Path, tmp_path: Path
+) -> None:
+    code = BUILD.format(source=str(source), flags=FLAGS)
+    child = run(code, cache, CXX=str(slow_compiler))
+    deadline = time.monotonic() + 60
+    while not list(cache.glob("*.tmp/library.so")):
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.01)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    assert list(cache.glob("*.tmp/library.so")), "killed too late to test anything"
+    out, error = run(code, cache, CXX=str(slow_compiler)).communicate(timeout=120)
+    assert out == "42\n", error
+    assert (tmp_path / "builds").read_text() == "build\nbuild\n"
+    assert not list(cache.glob("*.tmp")), "what the killed build left is cleared"
+
+
+def test_without_a_compiler_rope_runs_on_the_reference_and_can_say_why(cache: Path, tmp_path: Path) -> None:
+    code = """
+        import torch, fusewise
+        from fusewise.ops.rope import _op
+        x, f = torch.randn(1, 4, 2, 8), torch.ones(4)
+        assert _op.choose("cpu", torch.float32) == "reference"
+        assert fusewise.rope(x, inv_freq=f).equal(fusewise.rope(x, inv_freq=f, impl="reference"))
+        try:
+            fusewise.rope(x, inv_freq=f, impl="cpu")
+        except ValueError as error:
+            print(error)
+    """
+    (tmp_path / "empty").mkdir()
+    child = run(code, cache, PATH=str(tmp_path / "empty"), CXX="")
+    out, error = child.communicate(timeout=120)
+    assert child.returncode == 0, error
+    assert "no compiler found on the PATH (c++, g++, clang++); install one or set CXX" in out
