@@ -233,7 +233,7 @@ def test_compiles_whole_and_once_for_all_row_counts(save: str) -> None:
         x = torch.randn(2, rows, 16, device=DEVICE, requires_grad=True)
         found = torch.autograd.grad(compiled(x, weight, bias), (x, weight, bias))
         usual = torch.autograd.grad(eager(x, weight, bias).square().sum(), (x, weight, bias))
-        torch.testing.assert_close(found, usual, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, usual, rtol=1e-3, atol=1e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

@@ -1,0 +1,191 @@
+"""The gated linear unit on a CPU: the platform's matrix product through torch, and the native gate in `gate.cpp`.
+
+Rows are taken in chunks small enough that the gate finds their pre-activations in the cache, so that an inference needs
+y and one chunk; where the pre-activations are kept, or their gradient is made, they are the chunks' place.
+
+Threads are torch's own: the kernel is handed the entry of the OpenMP runtime that torch has loaded. In a forked child,
+where that runtime's threads are gone, and where there is no such runtime, it starts threads of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from ...._shared import build
+from .._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CALL = Struct("17q")  # `Call` of gate.cpp
+_ROWS = 32  # rows of a row of sums, ROWS there
+#: A chunk of pre-activations of about this size is still in the cache when the gate reads it.
+CHUNK_BYTES = 8 << 20
+#: Rows that a chunk has at least: below that the product reads the weight too often.
+CHUNK_ROWS = 256
+
+
+class _Kernel:
+    """The loaded kernel."""
+
+    def __init__(self) -> None:
+        library = build.library("gate", [Path(__file__).with_name("gate.cpp")], build.cxx(), build.NATIVE_FLAGS)
+        self.run = library.fusewise_gate
+        self.run.argtypes = (ctypes.c_char_p,)
+        self.run.restype = None
+        self.parallel = _parallel()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.parallel = 0
+
+
+def _parallel() -> int:
+    """The address of `GOMP_parallel` in the OpenMP runtime that torch loaded, GNU's or LLVM's; 0 if there is none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    except AttributeError:
+        return 0
+
+
+@functools.cache
+def _kernel() -> _Kernel:
+    return _Kernel()
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why the native kernel cannot serve tensors of this device type, or None if it can; builds it if need be."""
+    if device_type != "cpu":
+        return f"cpu is native code for tensors in the memory of the host, not on device type {device_type}"
+    try:
+        _kernel()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+    """The implementation `impl="cpu"`; these four as in `reference.py`."""
+    rows, hidden = y.shape
+    scratch = None
+    for chunk in _chunks(rows, 2 * hidden * x.element_size()):
+        if preact is None:
+            if scratch is None:
+                scratch = new_preact(x[chunk], hidden, spec)
+            part = _first_rows(scratch, chunk.stop - chunk.start, spec)
+        else:
+            part = _rows(preact, chunk, spec)
+        _products(x[chunk], halves, spec, part)
+        _gate(part, spec, y=y[chunk])
+
+
+def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    sums = _sums(dy, dbias)
+    _gate(preact, spec, dy=dy, dpreact=dpreact, sums=sums)
+    _add_up(sums, dbias)
+
+
+def recompute_gradient(dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    sums = _sums(dy, dbias)
+    for chunk in _chunks(dy.shape[0], 2 * dy.shape[1] * x.element_size()):
+        part = _rows(dpreact, chunk, spec)
+        _products(x[chunk], halves, spec, part)
+        _gate(part, spec, dy=dy[chunk], dpreact=part, sums=_sums_of(sums, chunk))
+    _add_up(sums, dbias)
+
+
+def down_gradient(
+    dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    sums = _sums(y, dbias)
+    for chunk in _chunks(y.shape[0], y.shape[1] * y.element_size()):
+        torch.mm(dz[chunk], w_down, out=y[chunk])  # dy, whose place y takes
+        _gate(
+            _rows(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk], dpreact=_rows(dpreact, chunk, spec),
+            sums=_sums_of(sums, chunk),
+        )  # fmt: skip
+    _add_up(sums, dbias)
+
+
+def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
+    """Slices of the rows, all but the last a multiple of the rows of a row of sums."""
+    size = max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // _ROWS * _ROWS)
+    for start in range(0, rows, size):
+        yield slice(start, min(rows, start + size))
+
+
+def _rows(preact: Tensor, chunk: slice, spec: Spec) -> Tensor:
+    return preact[chunk] if spec.fused else preact[:, chunk]
+
+
+def _first_rows(scratch: Tensor, rows: int, spec: Spec) -> Tensor:
+    return _rows(scratch, slice(0, rows), spec)
+
+
+def _products(x: Tensor, halves: Halves, spec: Spec, preact: Tensor) -> None:
+    """Both pre-activations of some rows: one product where the halves are one matrix."""
+    if not spec.fused:
+        for weight, bias, to in (
+            (halves.value, halves.value_bias, preact[0]), (halves.gate, halves.gate_bias, preact[1]),
+        ):  # fmt: skip
+            _product(x, weight, bias, to)
+        return
+    first, bias = (halves.gate, halves.gate_bias) if spec.gate_first else (halves.value, halves.value_bias)
+    rows = 2 * first.shape[0]
+    weight = first.as_strided((rows, first.shape[1]), first.stride())
+    _product(x, weight, None if bias is None else bias.as_strided((rows,), (1,)), preact)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.mT, out=to)
+    else:
+        torch.addmm(bias, x, weight.mT, out=to)
+
+
+def _sums(dy: Tensor, dbias: Tensor | None) -> Tensor | None:
+    """A row of column sums for every `_ROWS` rows."""
+    return None if dbias is None else dbias.new_empty((-(-dy.shape[0] // _ROWS), *dbias.shape))
+
+
+def _sums_of(sums: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if sums is None else sums[chunk.start // _ROWS : -(-chunk.stop // _ROWS)]
+
+
+def _add_up(sums: Tensor | None, dbias: Tensor | None) -> None:
+    if sums is not None and dbias is not None:
+        torch.sum(sums, 0, out=dbias)
+
+
+def _gate(
+    preact: Tensor, spec: Spec, *, y: Tensor | None = None, dy: Tensor | None = None, dpreact: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:  # fmt: skip
+    u, g = split_preact(preact, spec)
+    rows, columns = u.shape
+    if rows == 0:
+        return
+    du, dg = (None, None) if dpreact is None else split_preact(dpreact, spec)
+    kernel = _kernel()
+    kernel.run(
+        _CALL.pack(
+            u.data_ptr(), g.data_ptr(), _pointer(dy), _pointer(y), _pointer(du), _pointer(dg), _pointer(sums),
+            u.stride(0), _row_stride(dy), _row_stride(y), _row_stride(du),
+            rows, columns, _KINDS[preact.dtype], ACTIVATIONS.index(spec.activation), torch.get_num_threads(),
+            kernel.parallel,
+        )
+    )  # fmt: skip
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _row_stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
