@@ -192,7 +192,7 @@ def test_no_recompilation_in_a_decode_loop() -> None:
 def test_compiled_errors_are_those_of_the_call() -> None:
     q, k = tensors()
     f = torch.compile(fusewise.rope, backend="eager")
-    with pytest.raises(ValueError, match="^rope: rotary_dim must be even"):
+    with pytest.raises(ValueError, match=r"^rope: rotary_dim must be even"):
         f(q, k, **TABLE, rotary_dim=7)
 
 
@@ -236,7 +236,7 @@ def test_compiled_in_place_with_gradients_is_refused() -> None:
         return fusewise.rope_(q * 1, k * 1, **TABLE)
 
     with pytest.raises(
-        Exception, match="rope_: q and k must not require grad under torch.compile, got requires_grad=True; use rope"
+        Exception, match=r"rope_: q and k must not require grad under torch.compile, got requires_grad=True; use rope"
     ):
         torch.compile(f, fullgraph=True, backend="aot_eager")(*leaves)
     ys = torch.compile(f, backend="aot_eager")(*leaves)

@@ -181,6 +181,8 @@ POSITIONS = [
     Case(name="packed-sequences", layout="thd", batch=1, tokens=11, options={"cu_seqlens": int32(0, 4, 4, 9, 11)}),
     Case(name="packed-sequences-padding", layout="thd", batch=1, tokens=11, dtype="bf16",
          options={"cu_seqlens": long(0, 0, 3, 3, 8, 8)}),
+    Case(name="packed-sequences-padding-to-half", layout="thd", batch=1, tokens=7, pairing="interleaved_to_half",
+         head_dim=24, rotary_dim=10, options={"cu_seqlens": int32(0, 4), "rotary_start": 3}),
     Case(name="packed-sequences-offsets", layout="thd", batch=1, tokens=11, pairing="interleaved", dtype="bf16",
          options={"cu_seqlens": int32(0, 4, 4, 8), "offset": int32(2, 9, 62)}),
     Case(name="packed-sequences-int-offset", layout="thd", batch=1, tokens=6, memory="packed",

@@ -128,7 +128,7 @@ class Problem:
     - `offset + offsets[b] + t` otherwise, t counted from the start of its sequence where there are `cu_seqlens` (then
       `offsets` has an entry a sequence), after the context-parallel chunk map.
 
-    A row outside [0, R) makes the rotated features NaN. Tokens past `cu_seqlens[-1]` pass through unchanged.
+    A row outside [0, R) makes the rotated features NaN. Tokens past `cu_seqlens[-1]` pass through unrotated.
     """
 
     spec: Spec

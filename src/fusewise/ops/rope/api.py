@@ -61,7 +61,7 @@ def rope(
             positions run 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).
         offset: added to running positions: an int, or an integer tensor (B,), one a sequence.
         cu_seqlens: int32 or int64 (sequences + 1,), for layout thd: the bounds of packed sequences; positions restart
-            at each, `offset` may have one entry a sequence. Tokens past the last bound pass through unchanged.
+            at each, `offset` may have one entry a sequence. Tokens past the last bound pass through unrotated.
         sections: M-RoPE: how many pairs follow the t, h and w positions; `sections_interleaved` deals them out in turn
             (t, h, w, t, h, w, ...) as Qwen3-VL does.
         context_parallel: (rank, size): the tokens are chunks rank and 2·size − 1 − rank of 2·size equal chunks of their

@@ -1,0 +1,174 @@
+"""What the Triton kernel compiles to on sm_90, without a GPU: no spills, few registers, 16 bytes a load and store."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from fusewise.ops.rope._problem import Problem, Spec
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fusewise.ops.rope import _triton  # noqa: E402
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+HOPPER, PROCESSORS = GPUTarget("cuda", 90, 32), 132
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's machine code in numbers."""
+
+    registers: int
+    stack: int
+    shared: int
+    instructions: Counter[str]  # memory instructions with their width, as LDG.E.128
+
+    def widths(self, kind: str) -> Counter[int]:
+        """Bits moved by each global load (LDG) or store (STG): how many instructions of each width."""
+        found: Counter[int] = Counter()
+        for name, count in self.instructions.items():
+            if name.startswith(kind):
+                width = re.search(r"\.(64|128|U8|S8|U16|S16)", name)
+                found[int(width[1].lstrip("US")) if width else 32] += count
+        return found
+
+
+def compile_problem(problem: Problem) -> Code:
+    """Compile the kernel for a problem as its launch on an H200 would: aligned pointers, the same specialisation."""
+    _, bound = _triton.arguments(problem, PROCESSORS)
+    kernel = _triton.rope_kernel
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = bound[name]
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=HOPPER,
+        options={"num_warps": _triton.NUM_WARPS, "enable_fp_fusion": True},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack, shared = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())  # type: ignore[union-attr]
+    return Code(registers, stack, shared, Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[.\w]*)", compiled.asm["sass"])))
+
+
+def problem(
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    k_head_dim: int | None = None,
+    rotary_dim: int = 0,
+    table_dtype: torch.dtype = torch.float32,
+    in_place: bool = False,
+    positions: torch.Tensor | None = None,
+    table: str = "cos_sin",
+    tokens: int = 1024,
+    **spec: Any,
+) -> Problem:
+    """A problem of a training step's size; nothing is allocated but addresses."""
+    q = torch.empty(4, tokens, heads[0], head_dim, dtype=dtype)
+    k = torch.empty(4, tokens, heads[1], k_head_dim or head_dim, dtype=dtype)
+    pairs = (rotary_dim or head_dim) // 2
+    angles = torch.empty((pairs,) if table == "inv_freq" else (tokens, pairs), dtype=table_dtype)
+    ys = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
+    sin = angles if table == "cos_sin" else None
+    return Problem.build(
+        (q, k),
+        ys,
+        angles,
+        sin,
+        positions,
+        None,
+        None,
+        0,
+        Spec(rotary_dim=rotary_dim, table=table, **spec),  # type: ignore[arg-type]
+    )
+
+
+# A single head of k is spread over all multiprocessors and has vectors of 16 bytes only from 32,768 tokens on.
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+PROBLEMS: dict[str, Any] = {
+    **{f"{d}-{name}": lambda d=d, t=t: problem(d, t) for d in WIDTHS for name, t in (("bf16", torch.bfloat16), ("fp32", torch.float32))},
+    "128-fp16": lambda: problem(128, torch.float16),
+    "128-bf16-table-bf16": lambda: problem(128, torch.bfloat16, table_dtype=torch.bfloat16),
+    "80-leading-32": lambda: problem(80, torch.bfloat16, rotary_dim=32),
+    "96-leading-24": lambda: problem(96, torch.bfloat16, rotary_dim=24, heads=(64, 64)),
+    "128-trailing-64": lambda: problem(128, torch.bfloat16, rotary_dim=64, rotary_start=-64),
+    "192-trailing-64-to-half": lambda: problem(
+        192, torch.bfloat16, heads=(128, 1), k_head_dim=64, rotary_dim=64, rotary_start=-64, tokens=8192,
+        pairing="interleaved_to_half",
+    ),
+    "128-interleaved": lambda: problem(128, torch.bfloat16, pairing="interleaved"),
+    "64-interleaved-fp32": lambda: problem(64, torch.float32, pairing="interleaved"),
+    "128-leading-64-interleaved": lambda: problem(128, torch.bfloat16, rotary_dim=64, pairing="interleaved", heads=(32, 2)),
+    "128-inverse": lambda: problem(128, torch.bfloat16, inverse=True),
+    "128-in-place": lambda: problem(128, torch.bfloat16, in_place=True),
+    "128-in-place-interleaved": lambda: problem(128, torch.bfloat16, in_place=True, pairing="interleaved"),
+    "128-ids": lambda: problem(128, torch.bfloat16, positions=torch.empty(4, 1024, dtype=torch.int64)),
+    "64-heads-71-1": lambda: problem(64, torch.bfloat16, heads=(71, 1), tokens=8192),
+    "128-bhsd": lambda: problem(128, torch.bfloat16, heads=(1024, 1024), tokens=32, layout="bhsd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_spills_few_registers_wide_accesses(name: str) -> None:
+    case = PROBLEMS[name]()
+    code = compile_problem(case)
+    assert code.stack == 0
+    assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
+    assert code.registers <= 64, "two thousand threads to a multiprocessor need 32 to 64 registers each"
+    stores = code.widths("STG")
+    assert set(stores) == {128}, f"stores of {dict(stores)} bits"
+    loads = code.widths("LDG")
+    assert loads[128] >= stores[128], f"loads of {dict(loads)} bits"  # of q and k: as many as are stored, at least
+
+
+@pytest.mark.parametrize("table", ["inv_freq", "angles"])
+def test_angles_cost_no_spills(table: str) -> None:
+    """Reduced in float64, next to the same loads and stores."""
+    code = compile_problem(problem(128, torch.bfloat16, table=table))
+    assert code.stack == 0
+    assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
+    assert set(code.widths("STG")) == {128}
+
+
+def test_long_offsets_cost_no_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variant for more than 2^31 elements."""
+    monkeypatch.setattr(_triton, "_reach", lambda problem: 2**31)
+    code = compile_problem(problem(128, torch.bfloat16))
+    assert code.stack == 0
+    assert set(code.widths("STG")) == {128}

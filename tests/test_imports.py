@@ -1,0 +1,166 @@
+"""The import law, read from the sources, and what importing fusewise does: nothing but import."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fusewise
+
+PACKAGE = Path(fusewise.__file__).parent
+SOURCE = PACKAGE.parent
+
+# What a part may import of the others. What all parts use unchanged lies in _shared and imports none of them.
+ALLOWED: dict[str, set[str]] = {
+    "_shared": set(),
+    "ops": {"_shared"},
+    "nn": {"ops"},
+    "compat": {"ops"},
+    "distributed": {"ops"},
+    "integrations": {"ops", "nn"},
+    "lab": {"ops", "_shared", "nn", "compat"},
+    "cli": {"lab"},
+}
+# Beside its own parts, an operation is torch, and triton in the files of its Triton implementation alone.
+OUTSIDE_OF_OPS = {"torch", "triton"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = list(path.relative_to(SOURCE).with_suffix("").parts)
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(module: str, path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it, by its absolute name."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, package) if node.level else base
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part(name: str) -> str:
+    """The first name below fusewise; empty for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+MODULES = list(modules())
+
+
+def test_every_module_is_seen() -> None:
+    names = {name for name, _ in MODULES}
+    assert {"fusewise", "fusewise.cli", "fusewise.ops.rope.api", "fusewise.ops.rope._cpu"} <= names
+    assert {part(name) for name in names} <= {*ALLOWED, "", "__main__"}
+
+
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+def test_the_import_law(module: str, path: Path) -> None:
+    own = part(module)
+    for name in imports(module, path):
+        if name == "fusewise" or name.startswith("fusewise."):
+            other = part(name)
+            allowed = {"ops"} if own == "" else {"cli"} if own == "__main__" else ALLOWED[own]
+            # The package itself is the public face of the operations: what may use those may import it.
+            if other in ("", "rope", "rope_", "explain_dispatch", "Dispatch", "__version__"):
+                assert own == "" or "ops" in allowed or own in ("cli", "__main__"), f"{module} imports {name}"
+            else:
+                assert other in allowed | {own}, f"{module} imports {name}"
+        elif own == "ops" and name.partition(".")[0] not in OUTSIDE_OF_OPS:
+            assert name.partition(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+def test_implementations_import_no_sibling(module: str, path: Path) -> None:
+    """_triton, _cpu, _cuda, ... of one operation know nothing of each other, and no module above them imports one."""
+    implementations = ("_triton", "_cpu", "_cuda", "_gluon")
+    words = module.split(".")
+    if words[1:2] != ["ops"]:
+        return
+    own = next((i for i in implementations for word in words if word == i or word.startswith(f"{i}_")), None)
+    for name in imports(module, path):
+        if name.startswith("fusewise.ops."):
+            other = next(
+                (i for i in implementations for word in name.split(".") if word == i or word.startswith(f"{i}_")), None
+            )
+            assert other is None or other == own, f"{module} imports {name}"
+        if name.partition(".")[0] == "triton":
+            assert own in ("_triton", "_gluon"), f"{module} imports {name}"
+
+
+def fresh(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+EFFECTS = """
+import json, os, sys, warnings
+import torch
+before = dict(os.environ), set(sys.modules), torch.get_default_dtype(), torch.get_num_threads(), list(warnings.filters)
+functions = {name: id(getattr(torch, name)) for name in dir(torch)}
+import fusewise
+added = sorted(set(sys.modules) - before[1])
+print(json.dumps({
+    "environment": dict(os.environ) == before[0],
+    "triton": any(name.partition(".")[0] == "triton" for name in added),
+    "foreign": [n for n in added if n.partition(".")[0] not in ("fusewise", "torch") and n.partition(".")[0] not in sys.stdlib_module_names],
+    "lab": [n for n in added if n.startswith(("fusewise.lab", "fusewise.cli", "fusewise.nn", "fusewise.compat"))],
+    "cuda": torch.cuda.is_initialized(),
+    "settings": (torch.get_default_dtype(), torch.get_num_threads(), list(warnings.filters)) == before[2:],
+    "patched": [name for name in functions if id(getattr(torch, name, None)) != functions[name]],
+}))
+"""
+
+
+def test_importing_does_nothing_else() -> None:
+    """A fresh process: one line of JSON is all that is printed."""
+    found = json.loads(fresh(EFFECTS))
+    assert found == {
+        "environment": True, "triton": False, "foreign": [], "lab": [], "cuda": False, "settings": True, "patched": [],
+    }  # fmt: skip
+
+
+def test_importing_prints_nothing() -> None:
+    assert fresh("import fusewise") == ""
+
+
+def test_using_an_operation_on_the_cpu_does_not_import_triton() -> None:
+    code = """
+import sys, torch
+before = "triton" in sys.modules
+import fusewise
+fusewise.rope(torch.ones(1, 1, 1, 2), inv_freq=torch.ones(1))
+print(("triton" in sys.modules) == before)
+"""
+    assert fresh(code) == "True\n"
+
+
+TIMED = """
+import time, torch
+start = time.perf_counter()
+import fusewise
+print(time.perf_counter() - start)
+"""
+
+
+def test_importing_is_quick() -> None:
+    """At most 0.1 s on top of torch: the best of five, since other work on the machine only adds."""
+    assert min(float(fresh(TIMED)) for _ in range(5)) <= 0.1
