@@ -194,12 +194,12 @@ def test_views_of_packed_qkv_leave_their_neighbours_alone(dtype: torch.dtype, pa
 
 @pytest.mark.parametrize("shape", [(0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64)])
 def test_nothing_to_do(shape: tuple[int, ...]) -> None:
-    q, k = torch.empty(shape), torch.empty(*shape[:2], 2, 64)
-    cos, sin = table(32)
-    rotated = fusewise.rope(q, k, cos=cos, sin=sin, impl="cpu")
+    """Where q has no heads, its pointers are alike as if it were rotated in place; k is still copied whole."""
+    q, k = torch.randn(shape), torch.randn(*shape[:2], 2, 64)
+    cos, sin = table(16)
+    rotated = fusewise.rope(q, k, cos=cos, sin=sin, rotary_dim=32, impl="cpu")
     assert rotated[0].shape == q.shape
-    if rotated[1].numel():
-        assert rotated[1].isfinite().all()
+    assert torch.allclose(rotated[1], reference.rope(k, cos=cos, sin=sin, rotary_dim=32), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

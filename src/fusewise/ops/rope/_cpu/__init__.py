@@ -91,7 +91,7 @@ def launch(
     )  # fmt: skip
     key = (
         spec, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
-        q_ptr == q_out_ptr, cos.dtype, cos.shape, cos.stride(),
+        q_ptr == q_out_ptr and k_ptr == k_out_ptr, cos.dtype, cos.shape, cos.stride(),
         None if positions is None else (positions.dtype, positions.shape, positions.stride()),
         None if offsets is None else offsets.dtype,
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
@@ -124,7 +124,7 @@ def _pack(problem: Problem) -> bytes:
         len(problem.operands), problem.batch, problem.tokens, problem.head_dim, problem.pairs, problem.start,
         q.heads, k.heads, *q.x_strides, *k.x_strides, *q.y_strides, *k.y_strides,
         _KINDS[q.x.dtype], _KINDS[problem.cos.dtype],
-        spec.pairs_in == "interleaved", spec.pairs_out == "interleaved", spec.inverse, q.x.data_ptr() == q.y.data_ptr(),
+        spec.pairs_in == "interleaved", spec.pairs_out == "interleaved", spec.inverse, all(o.x.data_ptr() == o.y.data_ptr() for o in problem.operands),
         _TABLES[spec.table], *problem.table_strides, problem.rows, *problem.position_strides,
         _wide(problem.positions), _wide(problem.offsets), _wide(problem.cu_seqlens),
         0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1,
