@@ -8,6 +8,7 @@ that events measure the device and never a host that was late.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ CALLS_PER_HOLD = 32
 HOST_CALLS = 20
 #: Spin cycles a second, at least: no current card runs faster than this.
 CYCLES_PER_SECOND = 2_000_000_000
+#: The longest hold. A device takes about a thousand launches before the host must wait; what needs more of them than that
+#: cannot be held by any sleep, however long.
+MAX_HOLD_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class CudaTimer:
         self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
         self.clocks = clocks
         self.queued: Work | None = None  # the work last timed, and the host's seconds to queue one sample of it
-        self.queue_s = 0.0
+        self.queue_s = math.inf
+        self.holdable = True
 
     def once(self, work: Work) -> float:
         state = work.begin(0)
@@ -125,11 +130,12 @@ class CudaTimer:
     def _hold(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
         """Queue `samples` behind a spinning kernel, longer each time until the host is ahead."""
         if self.queued is not work:
-            self.queued, self.queue_s = work, 0.0
-        seconds = self.queue_s * samples * 2 + 3e-4
+            self.queued, self.queue_s, self.holdable = work, math.inf, True
+        known = self.queue_s if math.isfinite(self.queue_s) else 0.0
+        seconds = min(known * samples * 2 + 3e-4, MAX_HOLD_S)
         held = False
         events: list[tuple[Any, Any]] = []
-        for _ in range(4):
+        for _ in range(4 if self.holdable else 1):
             torch.cuda.synchronize(self.device)
             torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
             begun = time.perf_counter()
@@ -148,14 +154,14 @@ class CudaTimer:
                 del states, results
             held = not events[0][0].query()
             took = time.perf_counter() - begun
-            self.queue_s = took / samples
+            self.queue_s = min(self.queue_s, took / samples)  # a full queue makes the host wait: not its own time
             result.clocks = self.clocks() or result.clocks
             torch.cuda.synchronize(self.device)
             if held:
                 break
-            seconds = max(2 * seconds, 2 * took)
+            seconds = min(2 * max(seconds, took), MAX_HOLD_S)
         if not held:
-            result.held = False
+            result.held = self.holdable = False
         return [start.elapsed_time(stop) * 1e3 / calls for start, stop in events]
 
     def _host(self, work: Work) -> float:
