@@ -211,6 +211,7 @@ SIZES = [
     Case(name="no-tokens-thd", layout="thd", batch=1, tokens=0, options={"cu_seqlens": int32(0, 0)}),
     Case(name="no-batch", batch=0, pairing="interleaved"),
     Case(name="no-heads", heads=0, kv_heads=2),
+    Case(name="no-heads-partial", heads=0, kv_heads=2, head_dim=24, rotary_dim=10, options={"rotary_start": 5}),
     Case(name="no-key-heads", kv_heads=0, dtype="bf16"),
     Case(name="no-heads-at-all", heads=0, kv_heads=0),
     Case(name="one-token", batch=1, tokens=1, heads=1, kv_heads=None),

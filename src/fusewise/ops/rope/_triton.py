@@ -75,7 +75,7 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     """The grid size and all arguments of the kernel for a problem."""
     spec, operands = problem.spec, problem.operands
     q, k = operands[0], operands[-1]
-    in_place = q.x.data_ptr() == q.y.data_ptr()
+    in_place = all(operand.x.data_ptr() == operand.y.data_ptr() for operand in operands)  # an empty one has address 0
     table = "cos_sin" if spec.table == "fused" else spec.table
     partial = any(2 * problem.pairs < operand.head_dim for operand in operands)
     aligned = spec.pairing == "half" or (spec.pairing == "interleaved" and q.start % 2 == k.start % 2 == 0)
@@ -215,7 +215,7 @@ def launch(
         return
     key = (
         spec, device, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
-        q_ptr == q_out_ptr, cos.dtype, cos.shape, cos.stride(),
+        q_ptr == q_out_ptr, k_ptr == k_out_ptr, cos.dtype, cos.shape, cos.stride(),
         None if sin is None else sin.data_ptr() & 15,
         None if positions is None else (positions.dtype, positions.shape, positions.stride(), positions.data_ptr() & 15),
         None if offsets is None else (offsets.dtype, offsets.data_ptr() & 15),
