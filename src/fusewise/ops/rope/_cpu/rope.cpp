@@ -259,8 +259,8 @@ class Thread {
     const int64_t size = plan.kind == FLOAT32 ? 4 : 2;
     auto* x = static_cast<const char*>(call.x[operand]) + (batch * xs[0] + token * xs[1]) * size;
     auto* y = static_cast<char*>(call.y[operand]) + (batch * ys[0] + token * ys[1]) * size;
-    if (xs[2] <= xs[1]) {
-      const int64_t head_bytes = plan.head_dim * size, row_bytes = heads * head_bytes;
+    const int64_t head_bytes = plan.head_dim * size, row_bytes = heads * head_bytes;
+    if (heads > 1 && xs[2] <= xs[1]) {
       const int dim = row_bytes >= AHEAD_BYTES ? 2 : 1;
       const int64_t ahead = AHEAD_BYTES / (dim == 2 ? head_bytes : row_bytes);
       for (int64_t t = 0; t < count; ++t) {
@@ -271,9 +271,12 @@ class Thread {
                      work.streamed);
       }
     } else {
+      const int dim = heads == 1 ? 1 : 2;
+      const int64_t ahead = heads == 1 ? AHEAD_BYTES / head_bytes : 1;
       for (int64_t h = 0; h < heads; ++h)
         rotate_heads(plan,
-                     {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], xs[2], ys[2], count, cos, sin, plan.pairs},
+                     {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], ahead * xs[dim], ahead * ys[dim],
+                      count, cos, sin, plan.pairs},
                      work.streamed);
     }
   }
