@@ -1,0 +1,334 @@
+"""What only a GPU can show: launches, memory, streams, graphs, sizes past 32 bits. The matrix itself runs there too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusewise
+from fusewise.ops.rope import reference
+from fusewise.ops.rope._op import IMPLEMENTATIONS
+
+from .support import Case, Expected, assert_bits, assert_right, assert_rounded_once, copy_of, expected, make, make_table
+
+pytestmark = pytest.mark.gpu
+
+# Kernels for GPUs: all implementations but those of the host.
+impls = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in ("cpu", "reference")])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+CALLS: dict[str, dict[str, Any]] = {
+    "half": {"head_dim": 128},
+    "partial": {"head_dim": 96, "rotary_dim": 24},
+    "trailing-to-half": {"head_dim": 192, "rotary_dim": 64, "pairing": "interleaved_to_half", "options": {"rotary_start": -64}},
+    "interleaved": {"head_dim": 128, "pairing": "interleaved"},
+    "frequencies": {"head_dim": 64, "table": "inv_freq"},
+    "sections": {"head_dim": 64, "options": {"sections": (16, 8, 8), "positions": torch.arange(3 * 2 * 32).view(3, 2, 32) % 64}},
+    "packed": {"head_dim": 64, "memory": "packed"},
+}  # fmt: skip
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+@pytest.fixture(autouse=True)
+def _room() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def call_of(name: str, impl: str, dtype: str = "bf16") -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    made = make(Case(name=name, dtype=dtype, **{"tokens": 32, "heads": 8, "kv_heads": 2, **CALLS[name]}), "cuda")
+    return made.xs, {**made.kwargs, "impl": impl}
+
+
+def device_work(call: Callable[[], Any]) -> list[str]:
+    """The names of all that ran on the device (kernels, copies, fills) in one call, after one to warm up."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@impls
+@every_call
+def test_one_kernel_and_no_copy(name: str, impl: str) -> None:
+    """q and k together: forward, backward, in place and into outputs are a launch each, whatever the strides."""
+    xs, kwargs = call_of(name, impl)
+    outs = tuple(torch.empty_like(x) for x in xs)
+    leaves = tuple(x.detach().requires_grad_() for x in xs)
+    ys = fusewise.rope(*leaves, **kwargs)
+    dys = tuple(torch.randn_like(y) for y in ys)
+    work = {
+        "forward": lambda: fusewise.rope(*xs, **kwargs),
+        "into": lambda: fusewise.rope(*xs, **kwargs, out=outs),
+        "in place": lambda: fusewise.rope_(*xs, **kwargs),
+        "recorded": lambda: fusewise.rope(*leaves, **kwargs),
+        "backward": lambda: torch.autograd.grad(ys, leaves, dys, retain_graph=True),
+    }
+    for what, call in work.items():
+        ran = device_work(call)
+        assert len(ran) == 1, f"{what}: {ran}"
+        assert "rope" in ran[0], f"{what}: {ran}"
+
+
+@impls
+@every_call
+def test_memory_is_the_outputs(name: str, impl: str) -> None:
+    xs, kwargs = call_of(name, impl)
+    granule = 512  # of the caching allocator
+    outputs = sum(-(-x.numel() * x.element_size() // granule) * granule for x in xs)
+
+    def peak(call: Callable[[], Any]) -> int:
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        held = call()
+        torch.cuda.synchronize()
+        del held
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(lambda: fusewise.rope(*xs, **kwargs)) == outputs
+    assert peak(lambda: fusewise.rope_(*xs, **kwargs)) == 0
+    outs = tuple(torch.empty_like(x) for x in xs)
+    assert peak(lambda: fusewise.rope(*xs, **kwargs, out=outs)) == 0
+    leaves = tuple(x.detach().requires_grad_() for x in xs)
+    ys = fusewise.rope(*leaves, **kwargs)
+    dys = tuple(torch.randn_like(y) for y in ys)
+    assert peak(lambda: torch.autograd.grad(ys, leaves, dys, retain_graph=True)) == outputs
+
+
+@impls
+@every_call
+def test_bitwise_deterministic(name: str, impl: str) -> None:
+    xs, kwargs = call_of(name, impl)
+    first = fusewise.rope(*xs, **kwargs)
+    for _ in range(20):
+        for y, again in zip(first, fusewise.rope(*xs, **kwargs), strict=True):
+            assert_bits(y, again)
+
+
+@impls
+@every_call
+def test_captured_in_a_graph(name: str, impl: str) -> None:
+    """Replayed on other values: positions and tensors are read by the device, nothing by the host."""
+    xs, kwargs = call_of(name, impl)
+    fusewise.rope(*xs, **kwargs)  # compile
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ys = fusewise.rope(*xs, **kwargs)
+    for _ in range(2):
+        for x in xs:
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        for y, want in zip(ys, fusewise.rope(*xs, **kwargs), strict=True):
+            assert_bits(y, want)
+
+
+@impls
+def test_captured_decode_with_new_positions(impl: str) -> None:
+    table = {name: x.cuda() for name, x in make_table("half", 32, 1, torch.float32).items()}
+    q, offsets = torch.randn(4, 1, 8, 64, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
+    fusewise.rope(q, **table, offset=offsets, impl=impl)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fusewise.rope(q, **table, offset=offsets, impl=impl)
+    for step in (1, 40, 63, 64):  # the last has no row
+        offsets.fill_(step)
+        graph.replay()
+        assert_bits(y, fusewise.rope(q, **table, offset=offsets, impl=impl))
+        assert bool(y.isnan().all()) == (step == 64)
+
+
+@impls
+def test_on_a_stream_of_its_own(impl: str) -> None:
+    """The kernel waits for what is before it on the current stream, not on the default one."""
+    table = {name: x.cuda() for name, x in make_table("half", 64, 1, torch.float32).items()}
+    x = torch.randn(8, 64, 32, 128, device="cuda")
+    want = fusewise.rope(x * 2, **table, impl=impl)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        y = fusewise.rope(x * 2, **table, impl=impl)
+    assert not stream.query(), "the sleep should still be running"
+    stream.synchronize()
+    assert_bits(y, want)
+
+
+@impls
+def test_on_another_device(impl: str) -> None:
+    """Device 1 while device 0 is current: q decides."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    xs, kwargs = call_of("half", impl)
+    want = fusewise.rope(*xs, **kwargs)
+    moved = {name: v.to("cuda:1") if isinstance(v, Tensor) else v for name, v in kwargs.items()}
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):  # the second call finds its launch bound
+        for y, w in zip(fusewise.rope(*(x.to("cuda:1") for x in xs), **moved), want, strict=True):
+            assert y.device.index == 1
+            assert_bits(y.to("cuda:0"), w)
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="must be on the device of q, cuda:1, got cuda:0"):
+        fusewise.rope(*(x.to("cuda:1") for x in xs), **kwargs)
+
+
+def modulus(x: Tensor) -> Tensor:
+    """The length of each feature's pair, in float64; pairing "half" over the whole head."""
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.hypot(a, b).repeat(1, 1, 1, 2)
+
+
+@impls
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [False, True])
+def test_more_than_2_31_elements(impl: str, in_place: bool) -> None:
+    """Offsets past 32 bits; the tokens on both sides of the 2^31st element, the first and the last."""
+    tokens = 2**24 + 64  # · 128 features
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("less than 24 GiB of free memory")
+    x = torch.randn(1, tokens, 1, 128, device="cuda", dtype=torch.bfloat16)
+    assert x.numel() > 2**31
+    kwargs = {"inv_freq": make_table("inv_freq", 64, 1, torch.float32)["inv_freq"].cuda()}
+    here = torch.tensor([0, 1, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 1, tokens - 1], device="cuda")
+    old = x[:, here].clone()
+    y = fusewise.rope_(x, **kwargs, impl=impl) if in_place else fusewise.rope(x, **kwargs, impl=impl)
+    exact = reference.rope(old.double(), inv_freq=kwargs["inv_freq"].double(), positions=here)
+    assert_rounded_once(y[:, here].flatten(), exact.flatten(), modulus(old).flatten(), tokens * 2.0**-52)
+    assert y[:, :: 2**14].isfinite().all()
+
+
+@impls
+@pytest.mark.slow
+def test_strides_that_reach_past_2_31(impl: str) -> None:
+    """Few elements, far apart: views of a large buffer."""
+    buffer = torch.zeros(2**31 + 2**20, device="cuda", dtype=torch.bfloat16)
+    x = buffer.as_strided((2, 4, 2, 64), (2**31, 1024, 128, 1))
+    x.copy_(torch.randn(x.shape, device="cuda"))
+    dense = x.contiguous()
+    kwargs = {"inv_freq": make_table("inv_freq", 32, 1, torch.float32)["inv_freq"].cuda(), "impl": impl}
+    want = fusewise.rope(dense, **kwargs)
+    assert_bits(fusewise.rope(x, **kwargs).contiguous(), want)
+    assert_bits(fusewise.rope_(x, **kwargs).contiguous(), want)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_long_offsets_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 64-bit variant of the Triton kernel on tensors that do not need it."""
+    from fusewise.ops.rope import _triton
+
+    xs, kwargs = call_of(name, "triton")
+    want = fusewise.rope(*xs, **kwargs)
+    monkeypatch.setattr(_triton, "_reach", lambda problem: 2**31)
+    monkeypatch.setattr(_triton, "_PLANS", {})
+    for y, w in zip(fusewise.rope(*xs, **kwargs), want, strict=True):
+        assert_bits(y, w)
+
+
+@impls
+@pytest.mark.parametrize(
+    "shape", [(70_000, 1, 1, 64), (1, 300_000, 2, 64), (1, 1, 70_000, 64), (70_000, 3, 1, 2)], ids=str
+)
+def test_grids_past_65535(shape: tuple[int, ...], impl: str) -> None:
+    """Many sequences, tokens or heads: no dimension of a grid may be one of them."""
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    inv_freq = make_table("inv_freq", shape[-1] // 2, 1, torch.float32)["inv_freq"].cuda()
+    y = fusewise.rope(x, inv_freq=inv_freq, impl=impl)
+    exact = reference.rope(x.double(), inv_freq=inv_freq.double())
+    assert_rounded_once(y.flatten(), exact.flatten(), modulus(x).flatten(), shape[1] * 2.0**-52)
+
+
+@impls
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 160, 192, 256, 512])
+def test_shapes_that_fill_the_device(head_dim: int, dtype: torch.dtype, impl: str) -> None:
+    """Full tiles and ragged last ones, in number enough that tiles are not made smaller; forward, in place, backward."""
+    q, k = (torch.randn(3, 1021, heads, head_dim, device="cuda", dtype=dtype) for heads in (12, 3))
+    table = make_table("inv_freq", head_dim // 2, 1, torch.float32)["inv_freq"].cuda()
+    angles = torch.arange(1021, device="cuda").double()[:, None] * table.double()
+    kwargs = {"cos": angles.cos().float(), "sin": angles.sin().float()}
+    doubles = {name: x.double() for name, x in kwargs.items()}
+    leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
+    ys = fusewise.rope(*leaves, **kwargs, impl=impl)
+    exact = reference.rope(q.double(), k.double(), **doubles)
+    dxs = torch.autograd.grad(ys, leaves, (q, k))
+    backward = reference.rope(q.double(), k.double(), **doubles, inverse=True)
+    for x, y, e, dx, b in zip((q, k), ys, exact, dxs, backward, strict=True):
+        assert_rounded_once(y.detach().flatten(), e.flatten(), modulus(x).flatten())
+        assert_rounded_once(dx.flatten(), b.flatten(), modulus(x).flatten())
+    in_place, _ = copy_of((q, k))
+    fusewise.rope_(*in_place, **kwargs, impl=impl)
+    for x, y in zip(in_place, ys, strict=True):
+        assert_bits(x, y.detach())
+
+
+@impls
+@pytest.mark.parametrize("pairing", ["interleaved", "interleaved_to_half", "half_to_interleaved"])
+def test_reordering_in_place_reads_before_it_writes(pairing: str, impl: str) -> None:
+    """Elements of a pair that move within a head: many programs and threads at once, against out of place."""
+    x = torch.randn(4, 2048, 16, 128, device="cuda", dtype=torch.bfloat16)
+    inv_freq = make_table("inv_freq", 64, 1, torch.float32)["inv_freq"].cuda()
+    want = fusewise.rope(x, inv_freq=inv_freq, pairing=pairing, impl=impl)
+    for _ in range(5):
+        y = x.clone()
+        fusewise.rope_(y, inv_freq=inv_freq, pairing=pairing, impl=impl)
+        assert_bits(y, want)
+
+
+@impls
+def test_many_short_sequences(impl: str) -> None:
+    """Thousands of packed sequences, empty ones among them: the search for each token's sequence."""
+    lengths = torch.randint(0, 5, (5000,))
+    bounds = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(torch.int32)
+    tokens = int(bounds[-1]) + 3
+    x = torch.randn(tokens, 2, 16, device="cuda", dtype=torch.bfloat16)
+    inv_freq = make_table("inv_freq", 8, 1, torch.float32)["inv_freq"].cuda()
+    y = fusewise.rope(x, inv_freq=inv_freq, layout="thd", cu_seqlens=bounds.cuda(), impl=impl)
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).cuda()
+    assert_bits(y[:-3], fusewise.rope(x[:-3], inv_freq=inv_freq, layout="thd", positions=positions, impl=impl))
+    assert_bits(y[-3:], x[-3:])
+
+
+@impls
+def test_compiled_by_inductor(impl: str) -> None:
+    xs, kwargs = call_of("half", impl)
+    leaves = tuple(x.detach().requires_grad_() for x in xs)
+    dys = tuple(torch.randn_like(x) for x in xs)
+
+    def f(q: Tensor, k: Tensor) -> Any:
+        return fusewise.rope(q, k, **kwargs)
+
+    want = f(*leaves)
+    gradients = torch.autograd.grad(want, leaves, dys)
+    torch._dynamo.reset()
+    ys = torch.compile(f, fullgraph=True)(*leaves)
+    for a, b in zip((*ys, *torch.autograd.grad(ys, leaves, dys)), (*want, *gradients), strict=True):
+        assert_bits(a, b)
+        assert a.stride() == b.stride()
+
+
+@impls
+def test_a_repeated_launch_takes_new_pointers(impl: str) -> None:
+    """The second call of a signature is launched past Triton's dispatcher: other tensors, another offset, another
+    alignment, another stream of values."""
+    case = Case(name="repeated", tokens=7, head_dim=64, dtype="bf16", memory="contiguous")
+    for offset in (0, 3, 3, 50):
+        made = make(case, "cuda")
+        kwargs = {**made.kwargs, "offset": offset}
+        wants: tuple[Expected, ...] = expected(type(made)(made.xs, kwargs))
+        for x, y, want in zip(made.xs, fusewise.rope(*made.xs, **kwargs, impl=impl), wants, strict=True):
+            assert_right(y, x, want)
+    q = torch.randn(2 * 7 * 4 * 64 + 1, device="cuda", dtype=torch.bfloat16)
+    table = {name: x.cuda() for name, x in make_table("half", 32, 1, torch.float32).items()}
+    for x in (q[:-1].view(2, 7, 4, 64), q[1:].view(2, 7, 4, 64), q[:-1].view(2, 7, 4, 64)):
+        assert_bits(fusewise.rope(x, **table, impl=impl), fusewise.rope(x.clone(), **table, impl=impl))
