@@ -49,7 +49,7 @@ def device_work(call: Callable[[], Any]) -> list[str]:
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -300,6 +300,8 @@ def test_many_short_sequences(impl: str) -> None:
 
 
 @impls
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own, as is
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_by_inductor(impl: str) -> None:
     xs, kwargs = call_of("half", impl)
     leaves = tuple(x.detach().requires_grad_() for x in xs)
