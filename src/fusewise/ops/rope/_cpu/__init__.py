@@ -22,7 +22,7 @@ from .._problem import Problem, Spec
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TABLES = {"cos_sin": 0, "fused": 0, "angles": 1, "inv_freq": 2}
-_PLAN = Struct("45qd")  # `Plan` of rope.cpp
+_PLAN = Struct("47qd")  # `Plan` of rope.cpp
 _CALL = Struct("12q")  # `Call`
 
 
@@ -121,8 +121,8 @@ def _pack(problem: Problem) -> bytes:
     """The problem as `Plan` of rope.cpp."""
     spec, q, k = problem.spec, problem.operands[0], problem.operands[-1]
     return _PLAN.pack(
-        len(problem.operands), problem.batch, problem.tokens, problem.head_dim, problem.pairs, problem.start,
-        q.heads, k.heads, *q.x_strides, *k.x_strides, *q.y_strides, *k.y_strides,
+        len(problem.operands), problem.batch, problem.tokens, problem.pairs,
+        q.heads, k.heads, q.head_dim, k.head_dim, q.start, k.start, *q.x_strides, *k.x_strides, *q.y_strides, *k.y_strides,
         _KINDS[q.x.dtype], _KINDS[problem.cos.dtype],
         spec.pairs_in == "interleaved", spec.pairs_out == "interleaved", spec.inverse, all(o.x.data_ptr() == o.y.data_ptr() for o in problem.operands),
         _TABLES[spec.table], *problem.table_strides, problem.rows, *problem.position_strides,

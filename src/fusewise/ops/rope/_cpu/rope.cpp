@@ -48,8 +48,8 @@ enum Table : int64_t { COS_SIN, ANGLES, INV_FREQ };
 
 // What a call signature fixes; the order is that of `_PLAN` in __init__.py. Strides in elements, flags 0 or 1.
 struct Plan {
-  int64_t operands, batch, tokens, head_dim, pairs, start;
-  int64_t heads[2];
+  int64_t operands, batch, tokens, pairs;
+  int64_t heads[2], head_dim[2], start[2];  // of q and k; start is the first rotated feature
   int64_t x_strides[2][3], y_strides[2][3];  // batch, token, head
   int64_t kind, table_kind;                  // Kind of x and y, Kind of the table
   int64_t interleaved_in, interleaved_out, inverse, in_place;
@@ -112,12 +112,12 @@ struct Heads {
   void* y;
   int64_t x_step, y_step, x_ahead, y_ahead, count;
   const float *cos, *sin;
-  int64_t table_step;
+  int64_t table_step, width, start;
 };
 
 template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
 void rotate_heads(const Plan& plan, const Heads& heads, bool streamed) {
-  const int64_t width = plan.head_dim, start = plan.start, rest = start + 2 * plan.pairs;
+  const int64_t width = heads.width, start = heads.start, rest = start + 2 * plan.pairs;
   // A head that is rewritten in another order is read whole before it is written.
   const bool reordered = plan.in_place && INTERLEAVED_IN != INTERLEAVED_OUT;
   const bool prefetch_y = !streamed && !plan.in_place;
@@ -256,10 +256,11 @@ class Thread {
   // All heads of one operand in a block, in the order in which they lie in memory.
   void rotate_block(RotateHeads rotate_heads, int64_t operand, int64_t batch, int64_t token, int64_t count) const {
     const int64_t *xs = plan.x_strides[operand], *ys = plan.y_strides[operand], heads = plan.heads[operand];
+    const int64_t width = plan.head_dim[operand], start = plan.start[operand];
     const int64_t size = plan.kind == FLOAT32 ? 4 : 2;
     auto* x = static_cast<const char*>(call.x[operand]) + (batch * xs[0] + token * xs[1]) * size;
     auto* y = static_cast<char*>(call.y[operand]) + (batch * ys[0] + token * ys[1]) * size;
-    const int64_t head_bytes = plan.head_dim * size, row_bytes = heads * head_bytes;
+    const int64_t head_bytes = width * size, row_bytes = heads * head_bytes;
     if (heads > 1 && xs[2] <= xs[1]) {
       const int dim = row_bytes >= AHEAD_BYTES ? 2 : 1;
       const int64_t ahead = AHEAD_BYTES / (dim == 2 ? head_bytes : row_bytes);
@@ -267,7 +268,7 @@ class Thread {
         const int64_t row = t * plan.pairs;
         rotate_heads(plan,
                      {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], ahead * xs[dim], ahead * ys[dim],
-                      heads, cos + row, sin + row, 0},
+                      heads, cos + row, sin + row, 0, width, start},
                      work.streamed);
       }
     } else {
@@ -276,7 +277,7 @@ class Thread {
       for (int64_t h = 0; h < heads; ++h)
         rotate_heads(plan,
                      {x + h * xs[2] * size, y + h * ys[2] * size, xs[1], ys[1], ahead * xs[dim], ahead * ys[dim],
-                      count, cos, sin, plan.pairs},
+                      count, cos, sin, plan.pairs, width, start},
                      work.streamed);
     }
   }
@@ -365,8 +366,10 @@ void run_thread(void* work) { Thread(*static_cast<Work*>(work)).run(); }
 
 // Rotate every x of the call into its y.
 extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call) noexcept {
-  const int64_t all_heads = plan->heads[0] + (plan->operands > 1 ? plan->heads[1] : 0);
-  const int64_t size = plan->kind == FLOAT32 ? 4 : 2, token_bytes = all_heads * plan->head_dim * size;
+  const int64_t size = plan->kind == FLOAT32 ? 4 : 2;
+  const int64_t features[2] = {plan->heads[0] * plan->head_dim[0],
+                               plan->operands > 1 ? plan->heads[1] * plan->head_dim[1] : 0};
+  const int64_t token_bytes = (features[0] + features[1]) * size;
   const int64_t all_tokens = plan->batch * plan->tokens, bytes = all_tokens * token_bytes;
   if (bytes == 0) return;
   const int64_t threads = std::clamp<int64_t>(bytes / THREAD_BYTES, 1, std::max<int64_t>(1, call->threads));
@@ -379,7 +382,7 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
   const bool large = bytes >= STREAM_BYTES && !plan->in_place;
   bool streamed = large;
   for (int64_t o = 0; large && o < plan->operands; ++o)  // of a tensor with gaps, not the whole
-    streamed &= !untouched(call->y[o], plan->heads[o] * all_tokens * plan->head_dim * size);
+    streamed &= !untouched(call->y[o], features[o] * all_tokens * size);
   Work work{*plan, *call, block, blocks, run, streamed};
   if (threads == 1) return run_thread(&work);
   if (call->parallel) return call->parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
