@@ -26,9 +26,9 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.cpp
 _ROWS = 32  # rows of a row of sums, ROWS there
 #: A chunk of pre-activations of about this size is still in the cache when the gate reads it.
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 #: Rows that a chunk has at least: below that the product reads the weight too often.
-CHUNK_ROWS = 256
+CHUNK_ROWS = 512
 
 
 class _Kernel:

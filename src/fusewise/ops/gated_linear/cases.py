@@ -1,0 +1,253 @@
+"""The cases of the gated linear unit that tests, benchmarks, the study and the reports share, by name.
+
+    cases("geglu-models")  -> list of GatedCase        case("llama-3-8b-train") -> GatedCase
+    inputs = c.make_inputs("cuda", "bf16", seed=0)     gated_linear(*inputs.operands, **inputs.kwargs)
+
+Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
+`geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-quick` (minutes on a
+laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT behind a down projection.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ._problem import Activation
+
+Pass = Literal["fwd", "bwd", "fwd+bwd"]
+#: How a provider goes about it; see `GatedCase.predicted_bytes`.
+Form = Literal["eager", "two-kernels", "fused", "fused-recompute"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class GatedInputs:
+    """The tensors of one case: what is differentiated, one upstream gradient, and how the op is called on them."""
+
+    operands: tuple[Tensor, ...]  # x, weight (2F, D), then bias (2F,) where the case has one
+    gradients: tuple[Tensor, ...]  # dy (M, F)
+    kwargs: dict[str, Any]  # keyword arguments of `gated_linear`
+    w_down: Tensor | None  # (OUT, F), for an MLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedCase:
+    """One named problem. All counts follow from the mathematics, none from an implementation."""
+
+    name: str
+    rows: int  # M
+    features: int  # D
+    hidden: int  # F
+    activation: Activation = "gelu_tanh"
+    bias: bool = False
+    gate_first: bool = False
+    out: int = 0  # features behind the down projection of the model's MLP; 0: it has none
+    dtypes: tuple[str, ...] = ("bf16",)
+    passes: tuple[Pass, ...] = ("fwd", "fwd+bwd")
+    regime: Literal["train", "prefill", "decode", "sweep"] = "sweep"
+    model: str = ""  # the published configuration it comes from; "": synthetic
+
+    @property
+    def shape(self) -> str:
+        """The shape in words, as records and reports show it."""
+        words = [f"x[{self.rows},{self.features}]", f"w[{2 * self.hidden},{self.features}]", self.activation]
+        return " ".join(words + ["bias"] * self.bias + ["gate first"] * self.gate_first)
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of the weight and the bias."""
+        return 2 * self.hidden * (self.features + self.bias)
+
+    def bytes_min(self, direction: Pass, dtype: str) -> int:
+        """Bytes that must cross the memory: forward, x, weight and bias read and y written; backward, those and dy read
+        and their gradients written. What a backward keeps or makes on its way is an implementation's choice."""
+        read = self.rows * self.features + self.weight_elements
+        y = self.rows * self.hidden
+        return _by_pass(direction, read + y, 2 * read + y) * DTYPES[dtype].itemsize
+
+    def flops_min(self, direction: Pass) -> int:
+        """Multiplications and additions of the products: one forward, two backward (dx and dW)."""
+        product = 4 * self.rows * self.hidden * self.features
+        return _by_pass(direction, product, 2 * product)
+
+    def output_bytes(self, dtype: str) -> int:
+        """y: what an inference must allocate."""
+        return self.rows * self.hidden * DTYPES[dtype].itemsize
+
+    def gradient_bytes(self, dtype: str) -> int:
+        """dx, dW and db: what a backward must allocate."""
+        return (self.rows * self.features + self.weight_elements) * DTYPES[dtype].itemsize
+
+    def predicted_bytes(self, direction: Pass, dtype: str, form: Form) -> int:
+        """Peak bytes beside the inputs and dy, by the memory model of each way to compute it.
+
+        With h = M·F elements: "eager" makes 2h for the product, h for the activated gate and h for y, keeps the first
+        3h, and its backward makes h for the gradient of either factor and joins them in 2h. "two-kernels" is a product
+        and a fused gate (torch.compile, Liger): 2h and y, kept 2h, whose gradient is another 2h. "fused" makes y alone;
+        with gradients it keeps 2h, and their gradient takes that place. "fused-recompute" keeps nothing but y and makes
+        the 2h in the backward. dx, dW and db are made from those 2h, so both are there at once.
+        """
+        h = self.rows * self.hidden
+        forward = {"eager": 4 * h, "two-kernels": 3 * h, "fused": h, "fused-recompute": h}[form]
+        if direction == "fwd":
+            return forward * DTYPES[dtype].itemsize
+        kept = {"eager": 4 * h, "two-kernels": 3 * h, "fused": 3 * h, "fused-recompute": h}[form]
+        made = {"eager": 4 * h, "two-kernels": 2 * h, "fused": 0, "fused-recompute": 2 * h}[form]
+        peak = kept + made
+        after = kept + (2 * h if form == "eager" else made)  # the gradients of the factors are gone
+        return max(peak * DTYPES[dtype].itemsize, after * DTYPES[dtype].itemsize + self.gradient_bytes(dtype))
+
+    @property
+    def saved_ratio(self) -> float:
+        """Activations saved by fusing against parameters: 4·N·d / (8·d·d + 8·d) = N / (2 (d + 1)) for hidden 4d with a
+        bias. Where it is above one, fusing saves more than the weights take."""
+        return self.rows * self.hidden / (2 * self.hidden * (self.features + self.bias))
+
+    def make_inputs(self, device: torch.device | str, dtype: str, seed: int = 0) -> GatedInputs:
+        """The case's tensors: standard normal x, bias and gradient, weights of deviation 1 / √D, so that gates are of
+        unit size.
+
+        Drawn on `device` itself by a generator seeded from `seed` and the case's name: the same tensors in every process
+        on one kind of device and version of torch.
+        """
+        generator = torch.Generator(device).manual_seed(_seed(self.name, seed))
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[dtype]).mul_(scale)
+
+        x = normal(self.rows, self.features)
+        weight = normal(2 * self.hidden, self.features, scale=1 / math.sqrt(self.features))
+        operands = (x, weight, normal(2 * self.hidden)) if self.bias else (x, weight)
+        dy = normal(self.rows, self.hidden)
+        w_down = normal(self.out, self.hidden, scale=1 / math.sqrt(self.hidden)) if self.out else None
+        return GatedInputs(operands, (dy,), {"activation": self.activation, "gate_first": self.gate_first}, w_down)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """The fields of a published configuration that decide its feed-forward block."""
+
+    checkpoint: str
+    features: int
+    hidden: int
+    activation: Activation
+    bias: bool = False
+    gate_first: bool = True
+    dtype: str = "bf16"
+    train_rows: int = 16384  # tokens a device and step
+    decodes: bool = True
+
+
+# Values: hidden_size, intermediate_size and hidden_act of the checkpoint's config.json; of the image models, the width
+# of a transformer block, whose GEGLU has 4 times and whose SwiGLU 3 times as many hidden features.
+_MODELS = {
+    "gemma-2b": _Model(checkpoint="google/gemma-2b", features=2048, hidden=16384, activation="gelu_tanh"),
+    "gemma-7b": _Model(checkpoint="google/gemma-7b", features=3072, hidden=24576, activation="gelu_tanh"),
+    "gemma-2-9b": _Model(checkpoint="google/gemma-2-9b", features=3584, hidden=14336, activation="gelu_tanh"),
+    "llama-3-8b": _Model(checkpoint="meta-llama/Meta-Llama-3-8B", features=4096, hidden=14336, activation="silu"),
+    "llama-3-70b": _Model(checkpoint="meta-llama/Meta-Llama-3-70B", features=8192, hidden=28672, activation="silu"),
+    "mistral-7b": _Model(checkpoint="mistralai/Mistral-7B-v0.3", features=4096, hidden=14336, activation="silu"),
+    "phi-3-mini": _Model(checkpoint="microsoft/Phi-3-mini-4k-instruct", features=3072, hidden=8192, activation="silu"),
+    # 1024 x 1024 pixels: 4096 and 1024 tokens an image at the two block widths; diffusers' GEGLU: value first, erf, bias
+    "sdxl-640": _Model(
+        checkpoint="stabilityai/stable-diffusion-xl-base-1.0", features=640, hidden=2560, activation="gelu", bias=True,
+        gate_first=False, dtype="fp16", train_rows=8192, decodes=False,
+    ),
+    "sdxl-1280": _Model(
+        checkpoint="stabilityai/stable-diffusion-xl-base-1.0", features=1280, hidden=5120, activation="gelu", bias=True,
+        gate_first=False, dtype="fp16", train_rows=2048, decodes=False,
+    ),
+    "flux2-klein-4b": _Model(
+        checkpoint="black-forest-labs/FLUX.2-klein-4B", features=3072, hidden=9216, activation="silu",
+        train_rows=4608, decodes=False,
+    ),
+}  # fmt: skip
+
+
+def _model_case(name: str, suffix: str, rows: int, regime: Literal["train", "decode"], dtypes: tuple[str, ...] = ()) -> GatedCase:
+    model = _MODELS[name]
+    return GatedCase(
+        name=f"{name}-{suffix}",
+        model=model.checkpoint,
+        regime=regime,
+        rows=rows,
+        features=model.features,
+        hidden=model.hidden,
+        activation=model.activation,
+        bias=model.bias,
+        gate_first=model.gate_first,
+        out=model.features,
+        dtypes=dtypes or (model.dtype,),
+        passes=("fwd", "fwd+bwd") if regime == "train" else ("fwd",),
+    )
+
+
+def _models() -> list[GatedCase]:
+    found = []
+    for name, model in _MODELS.items():
+        found.append(_model_case(name, "train", model.train_rows, "train"))
+        if model.decodes:
+            found += [_model_case(name, f"decode-b{rows}", rows, "decode") for rows in (1, 16, 64, 128)]
+    return found
+
+
+def _memory(rows: int, features: int) -> GatedCase:
+    return GatedCase(
+        name=f"memory-n{rows}-d{features}", rows=rows, features=features, hidden=4 * features, bias=True, dtypes=("bf16",)
+    )
+
+
+def _quick() -> list[GatedCase]:
+    def quick(name: str, rows: int, features: int, hidden: int, **rest: Any) -> GatedCase:
+        return GatedCase(name=f"quick-{name}", rows=rows, features=features, hidden=hidden, **rest)
+
+    return [
+        quick("square", 1024, 512, 2048, bias=True, dtypes=("fp32", "bf16")),
+        quick("wide", 512, 1024, 4096, bias=True, dtypes=("fp32",)),
+        quick("swiglu", 512, 768, 2048, activation="silu", gate_first=True, dtypes=("fp32",)),
+        quick("diffusers", 1024, 320, 1280, activation="gelu", bias=True, dtypes=("fp32",)),
+        quick("decode", 16, 1024, 4096, activation="silu", dtypes=("fp32", "bf16"), passes=("fwd",), regime="decode"),
+    ]
+
+
+PRESETS: dict[str, list[GatedCase]] = {
+    "geglu-memory": [_memory(n, d) for d in (1024, 2048, 4096, 8192) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)],
+    "geglu-models": _models(),
+    "geglu-quick": _quick(),
+}
+
+
+def cases(preset: str) -> list[GatedCase]:
+    """The cases of a preset, in the order of its table."""
+    if preset not in PRESETS:
+        raise ValueError(f"gated_cases: preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
+    return list(PRESETS[preset])
+
+
+def case(name: str) -> GatedCase:
+    """The case of that name, from whichever preset has it."""
+    for preset in PRESETS.values():
+        for found in preset:
+            if found.name == name:
+                return found
+    raise ValueError(
+        f"gated_cases: name must be that of a case in a preset, got {name!r}; list them with cases(preset) for one of "
+        f"{', '.join(PRESETS)}"
+    )
+
+
+def _by_pass(direction: Pass, forward: int, backward: int) -> int:
+    counts = {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
+    if direction not in counts:
+        raise ValueError(f"gated_cases: pass must be one of {', '.join(counts)}, got {direction!r}; choose one")
+    return counts[direction]
+
+
+def _seed(name: str, seed: int) -> int:
+    return zlib.crc32(f"{seed}/{name}".encode())  # the same in every process, unlike hash()
