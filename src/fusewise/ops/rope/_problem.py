@@ -135,9 +135,7 @@ class Problem:
     operands: tuple[Operand, ...]
     batch: int
     tokens: int
-    head_dim: int
     pairs: int
-    start: int
     cos: Tensor
     sin: Tensor
     table_strides: tuple[int, int, int]  # batch, row, pair; in elements
@@ -167,8 +165,7 @@ class Problem:
             return (0 if b_dim is None else x.stride(b_dim), x.stride(t_dim), x.stride(h_dim))
 
         q = xs[0]
-        head_dim = q.shape[-1]
-        rotary_dim = spec.rotary_dim or head_dim
+        rotary_dim = spec.rotary_dim or q.shape[-1]
         pairs = rotary_dim // 2
         if spec.table == "inv_freq":
             cos_view = sin_view = cos
@@ -193,9 +190,7 @@ class Problem:
             ),
             batch=1 if b_dim is None else q.shape[b_dim],
             tokens=q.shape[t_dim],
-            head_dim=head_dim,
             pairs=pairs,
-            start=spec.rotary_start % head_dim,
             cos=cos_view,
             sin=sin_view,
             table_strides=table_strides,

@@ -39,8 +39,6 @@ def choose_tile(tokens: int, heads: int, lanes: int, processors: int) -> Tile:
     block_t = rows // block_h
     while block_t > 1 and triton.cdiv(tokens, block_t) * triton.cdiv(heads, block_h) < 4 * processors:
         block_t //= 2
-    while block_h > 2 and triton.cdiv(tokens, block_t) * triton.cdiv(heads, block_h) < 2 * processors:
-        block_h //= 2
     return Tile(block_t, block_h)
 
 
