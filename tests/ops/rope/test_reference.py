@@ -23,8 +23,8 @@ def test_float64_is_the_oracle(case: Any) -> None:
         assert y.dtype == torch.float64
         assert_bits(y[~want.rotated], want.passed[~want.rotated])
         assert torch.equal(y.isnan(), want.exact.isnan())
-        error = (y - want.exact).abs().nan_to_num(0.0)
-        assert (error <= (2.0**-51 + want.angle_error) * want.size.nan_to_num(0.0)).all()
+        error = (y - want.exact)[want.rotated].abs().nan_to_num(0.0)
+        assert (error <= (2.0**-51 + want.angle_error) * want.size[want.rotated]).all()
 
 
 @pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.name)
