@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _op, gated_linear, geglu_linear, reference
+from fusewise.ops.gated_linear import _autograd, _op, gated_linear, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 
 # Of numpy, in the interpreter: infinities and NaN are meant.
@@ -206,6 +206,16 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
 
     truth = outcome(plain, [leaf.double() for leaf in leaves], dy.double())
     assert_right(outcome(ours, leaves, dy), [outcome(plain, leaves, dy)], truth, dtype)
+
+
+@pytest.mark.parametrize(("layout", "form", "gate_first"), LAYOUTS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_backward_by_slices(impl: str, layout: str, form: str, gate_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What large problems do, on a small one: a slice and a ragged rest."""
+    monkeypatch.setattr(_autograd, "SLICED_BYTES", 0)
+    test_weight_layouts(impl, layout, form, gate_first, "input")
+    for dtype in DTYPES:
+        check(impl, 37, 24, 300, dtype, "gelu_tanh", save="input")
 
 
 @pytest.mark.parametrize("impl", IMPLS)

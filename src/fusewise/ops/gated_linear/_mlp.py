@@ -1,4 +1,4 @@
-"""Autograd of the gated MLP: the gated linear unit and the projection behind it. Torch only; operators from `_op.py`.
+"""Autograd of the gated MLP: the gated linear unit and the projection behind it. Torch only.
 
     z = y W_downᵀ + b_down,   y = u · act(g)
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import _op, reference
+from . import _autograd, _op, reference
 from ._problem import Halves, Spec
 
 
@@ -25,7 +25,7 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *weights, w_down, b_down, text, impl, save = rest
-        x_MD = _op.rows(x)
+        x_MD = _autograd.rows(x)
         if save == "preact":
             y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
         else:
@@ -34,7 +34,7 @@ class GatedMLP(torch.autograd.Function):
         ctx.rest = text, impl
         with reference.exact(x):
             z = functional.linear(y, w_down, b_down)
-        return _op.shaped(z, x)
+        return _autograd.shaped(z, x)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
@@ -42,14 +42,14 @@ class GatedMLP(torch.autograd.Function):
         text, impl = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad
-        if _op.wants_graph():
+        if _autograd.wants_graph():
             return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
-        x_MD, dz_MO = _op.rows(x), _op.rows(dz)
+        x_MD, dz_MO = _autograd.rows(x), _autograd.rows(dz)
         if preact is None:
             _, preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)
             overwrite = not torch.compiler.is_compiling()
         else:
-            overwrite = _op.may_overwrite()
+            overwrite = _autograd.may_overwrite()
         wants_bias = bias is not None and (wants[3] or wants[4])
         if overwrite:
             y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)
@@ -63,7 +63,7 @@ class GatedMLP(torch.autograd.Function):
             del y  # before the other gradients are allocated
             if wants[6]:
                 db_down = dz_MO.sum(0, dtype=dz.dtype)
-        first = _op.backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec)
+        first = _autograd.backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec)
         return *first, dw_down, db_down, None, None, None
 
 
@@ -79,15 +79,15 @@ def _differentiable(
         rows_z, rows_y = dz.reshape(-1, dz.shape[-1]), y.reshape(-1, y.shape[-1])
         dw_down, db_down = rows_z.mT @ rows_y, rows_z.sum(0)
     dx, *parts = reference.gradients(dy, x, halves, spec.activation)
-    dweights = _op.joined(parts[0], parts[1], weight, spec)
-    dbiases = (None, None) if bias is None else _op.joined(parts[2], parts[3], bias, spec)
+    dweights = _autograd.joined(parts[0], parts[1], weight, spec)
+    dbiases = (None, None) if bias is None else _autograd.joined(parts[2], parts[3], bias, spec)
     return dx, *dweights, *dbiases, dw_down, db_down if ctx.needs_input_grad[6] else None
 
 
 def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
     """A validated call, recording a gradient where one is wanted."""
-    if _op.needs_autograd(x, *weights, *down):
-        return _op.apply_function(GatedMLP, x, *weights, *down, text, impl, save)
-    y = _op.op_gated_linear(_op.rows(x), *weights, text, impl)
+    if _autograd.needs_autograd(x, *weights, *down):
+        return _autograd.apply_function(GatedMLP, x, *weights, *down, text, impl, save)
+    y = _op.op_gated_linear(_autograd.rows(x), *weights, text, impl)
     with reference.exact(x):
-        return _op.shaped(functional.linear(y, *down), x)
+        return _autograd.shaped(functional.linear(y, *down), x)

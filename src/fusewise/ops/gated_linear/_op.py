@@ -1,7 +1,7 @@
-"""The registered operators of the gated linear unit, their dispatch to an implementation, and autograd around them.
+"""The registered operators of the gated linear unit and their dispatch to an implementation.
 
-Torch only. The operators take a validated call on x (M, D) and know nothing of autograd; `autograd.Function` lies
-outside, so that a call without gradients pays for one operator boundary. What they share:
+Torch only. The operators take a validated call on x (M, D) and know nothing of autograd, which lies outside
+(`_autograd.py`), so that a call without gradients pays for one operator boundary:
 
     gated_linear                 y alone: nothing else is allocated
     gated_linear_preact          y and both pre-activations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from ._problem import Halves, Spec, compute_dtype, new_preact, pair
+from ._problem import Halves, Spec, compute_dtype, new_preact
 
 # The weights of a call:
 #   weight, bias            both halves in one tensor as `spec` says, or the value's where there is a weight_gate
@@ -84,7 +84,7 @@ def _new_y(x: Tensor, halves: Halves) -> Tensor:
     return x.new_empty((x.shape[0], halves.value.shape[0]))
 
 
-def _new_dbias(x: Tensor, hidden: int, wanted: bool) -> Tensor:
+def new_dbias(x: Tensor, hidden: int, wanted: bool) -> Tensor:
     """The (2, F) bias gradient; without elements where it is not wanted."""
     return x.new_empty((2, hidden) if wanted else (0,), dtype=compute_dtype(x))
 
@@ -125,7 +125,7 @@ def _grad_(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> Tens
 
 def _grad_into(dy: Tensor, preact: Tensor, dpreact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
     spec = Spec.decode(text)
-    dbias = _new_dbias(dy, _hidden(preact, spec), bias)
+    dbias = new_dbias(dy, _hidden(preact, spec), bias)
     _module(impl, dy).gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
@@ -135,7 +135,7 @@ def _recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     spec = Spec.decode(text)
     halves = Halves.of(spec, *tensors)
     hidden = halves.value.shape[0]
-    dpreact, dbias = new_preact(x, hidden, spec), _new_dbias(x, hidden, bias)
+    dpreact, dbias = new_preact(x, hidden, spec), new_dbias(x, hidden, bias)
     with reference.exact(x):
         _module(impl, x).recompute_gradient(dy, x, halves, dpreact, spec, dbias if bias else None)
     return dpreact, dbias
@@ -158,7 +158,7 @@ def _down_grad_into(
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = Spec.decode(text)
     hidden = w_down.shape[1]
-    y, dbias = dz.new_empty((dz.shape[0], hidden)), _new_dbias(dz, hidden, bias)
+    y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
         _module(impl, dz).down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
@@ -175,27 +175,27 @@ def _fake_gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]
 
 
 def _fake_grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(preact), _new_dbias(dy, dy.shape[1], bias)
+    return torch.empty_like(preact), new_dbias(dy, dy.shape[1], bias)
 
 
 def _fake_grad_(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
-    return _new_dbias(dy, dy.shape[1], bias)
+    return new_dbias(dy, dy.shape[1], bias)
 
 
 def _fake_recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return new_preact(x, dy.shape[1], Spec.decode(rest[4])), _new_dbias(x, dy.shape[1], rest[-1])
+    return new_preact(x, dy.shape[1], Spec.decode(rest[4])), new_dbias(x, dy.shape[1], rest[-1])
 
 
 def _fake_down_grad(
     dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden = w_down.shape[1]
-    return dz.new_empty((dz.shape[0], hidden)), torch.empty_like(preact), _new_dbias(dz, hidden, bias)
+    return dz.new_empty((dz.shape[0], hidden)), torch.empty_like(preact), new_dbias(dz, hidden, bias)
 
 
 def _fake_down_grad_(dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
     hidden = w_down.shape[1]
-    return dz.new_empty((dz.shape[0], hidden)), _new_dbias(dz, hidden, bias)
+    return dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
 
 
 _GRAD = "str spec, str impl, bool bias"
@@ -234,154 +234,3 @@ op_grad_ = torch.ops.fusewise.gated_linear_grad_.default
 op_recompute_grad = torch.ops.fusewise.gated_linear_recompute_grad.default
 op_down_grad = torch.ops.fusewise.gated_linear_down_grad.default
 op_down_grad_ = torch.ops.fusewise.gated_linear_down_grad_.default
-
-
-def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether autograd must see a call on these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-def may_overwrite() -> bool:
-    """Whether a backward may write into what it saved: not if the graph is kept for another, and not in a traced graph,
-    where the compiler decides what is reused."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def wants_graph() -> bool:
-    """Whether a backward is itself to be differentiated."""
-    return not torch.compiler.is_compiling() and torch.is_grad_enabled()
-
-
-def rows(x: Tensor) -> Tensor:
-    """x (..., D) as (M, D) with unit last stride: a view, or the one permitted copy (of the expanded gradient of
-    `y.sum()`, say)."""
-    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
-
-
-def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:
-    """dx (M, D) from the gradient of the pre-activations."""
-    if spec.fused:
-        return torch.mm(dpreact, weight.view(-1, weight.shape[-1]))
-    value, gate = (weight, weight_gate) if weight_gate is not None else _value_and_gate(weight, spec)
-    assert gate is not None
-    du, dg = dpreact
-    return torch.mm(du, value).addmm_(dg, gate)
-
-
-def weight_gradient(dpreact: Tensor, x: Tensor, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """The gradient of a weight in one tensor and None, or those of value and gate."""
-    if spec.fused:
-        return torch.mm(dpreact.mT, x).view(weight.shape), None
-    du, dg = dpreact
-    if spec.layout == "separate":
-        return torch.mm(du.mT, x), torch.mm(dg.mT, x)
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for to, part in zip(_value_and_gate(dweight, spec), (du, dg), strict=True):
-        torch.mm(part.mT, x, out=to)
-    return dweight, None
-
-
-def bias_gradient(dbias: Tensor, bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the biases from the (2, F) one, in their dtype and shape."""
-    dbias = dbias.to(bias.dtype)
-    if spec.layout == "separate":
-        return dbias[0], dbias[1]
-    if spec.gate_first:
-        dbias = dbias.flip(0)
-    return (dbias if spec.fused else dbias.mT).reshape(bias.shape), None
-
-
-def _value_and_gate(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    first, second = pair(weight, spec)
-    return (second, first) if spec.gate_first else (first, second)
-
-
-def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """Gradients of value and gate as those of the weight (or bias) tensors that they belong to; differentiable."""
-    if spec.layout == "separate":
-        return value, gate
-    halves = (gate, value) if spec.gate_first else (value, gate)
-    return torch.stack(halves, dim=0 if spec.fused else 1).reshape(like.shape), None
-
-
-class GatedLinear(torch.autograd.Function):
-    """y = u · act(g). Held for backward: x and the weights, and with `save="preact"` both pre-activations."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *weights, text, impl, save = rest
-        x_MD = rows(x)
-        if save == "preact":
-            y, preact = op_gated_linear_preact(x_MD, *weights, text, impl)
-        else:
-            y, preact = op_gated_linear(x_MD, *weights, text, impl), None
-        ctx.save_for_backward(x, *weights, preact)
-        ctx.rest = text, impl
-        return shaped(y, x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, preact = ctx.saved_tensors
-        text, impl = ctx.rest
-        spec = Spec.decode(text)
-        if wants_graph():
-            halves = Halves.of(spec, weight, weight_gate, bias, bias_gate)
-            dx, *parts = reference.gradients(dy, x, halves, spec.activation)
-            dweights = joined(parts[0], parts[1], weight, spec)
-            dbiases = (None, None) if bias is None else joined(parts[2], parts[3], bias, spec)
-            return dx, *dweights, *dbiases, None, None, None
-        x_MD, dy_MF = rows(x), rows(dy)
-        wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        if preact is None:
-            dpreact, dbias = op_recompute_grad(
-                dy_MF, x_MD, weight, weight_gate, bias, bias_gate, text, impl, wants_bias
-            )
-        elif may_overwrite():
-            dpreact, dbias = preact, op_grad_(dy_MF, preact, text, impl, wants_bias)
-        else:
-            dpreact, dbias = op_grad(dy_MF, preact, text, impl, wants_bias)
-        return *backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec), None, None, None
-
-
-def backward_products(
-    ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
-    dpreact: Tensor, dbias: Tensor, spec: Spec,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dx, dW, dW_gate, db, db_gate, those that are wanted, for a function whose first five inputs are x and weights."""
-    wants = ctx.needs_input_grad
-    dx = None
-    dweights: tuple[Tensor | None, Tensor | None] = (None, None)
-    dbiases: tuple[Tensor | None, Tensor | None] = (None, None)
-    with reference.exact(x_MD):
-        if wants[0]:
-            dx = input_gradient(dpreact, weight, weight_gate, spec).view(x.shape)
-        if wants[1] or wants[2]:
-            dweights = weight_gradient(dpreact, x_MD, weight, spec)
-        if bias is not None and (wants[3] or wants[4]):
-            dbiases = bias_gradient(dbias, bias, spec)
-    return dx, *dweights, *dbiases
-
-
-def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
-    """A validated call, recording a gradient where one is wanted."""
-    if needs_autograd(x, *weights):
-        return apply_function(GatedLinear, x, *weights, text, impl, save)
-    return shaped(op_gated_linear(rows(x), *weights, text, impl), x)
-
-
-def apply_function(function: Any, *args: Any) -> Tensor:
-    y: Tensor = function.apply(*args)  # untyped in torch's stubs
-    return y
-
-
-def shaped(y_MF: Tensor, x: Tensor) -> Tensor:
-    """y with the leading dimensions of x."""
-    return y_MF if x.dim() == 2 else y_MF.view(*x.shape[:-1], y_MF.shape[-1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import _mlp, _op, reference
+from . import _autograd, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
 from ._validate import fail, validated
 
@@ -85,8 +85,8 @@ def gated_linear(
         y (..., F), contiguous, in the dtype of x.
 
     Memory: without gradients y and nothing else. Backward needs, beside the gradients that it returns, 2F elements a row
-    with `save="input"`, and none with `save="preact"` unless the graph is retained: the gradient of the pre-activations
-    takes their place. The bias gradient is summed in float32 in a fixed order: bitwise reproducible, no atomics.
+    with `save="input"` (F where that would be 256 MiB or more), and none with `save="preact"` unless the graph is
+    retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed order: bitwise reproducible, no atomics.
 
     Differentiable any number of times; a backward with `create_graph=True`, forward mode and torch.func transforms go
     through the formula in plain torch (`reference.py`), so the transforms need impl "auto" or "reference". Under
@@ -154,7 +154,7 @@ def gated_mlp(
         names, weights = ("w_up", "w_gate", "b_up", "b_gate"), (w_up, w_gate, b_up, b_gate)
     tensors = {**dict(zip(names, weights, strict=True)), "w_down": w_down, "b_down": b_down}
     spec = validated("gated_mlp", x, tensors, (activation, layout, gate_first, save, impl))
-    if _op.transforms_active():
+    if _autograd.transforms_active():
         _check_transformable("gated_mlp", impl)
         decoded = Spec.decode(spec)
         return functional.linear(reference.unit(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
@@ -162,11 +162,11 @@ def gated_mlp(
 
 
 def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, impl: str) -> Tensor:
-    if _op.transforms_active():
+    if _autograd.transforms_active():
         _check_transformable(op, impl)
         decoded = Spec.decode(spec)
         return reference.unit(x, Halves.of(decoded, *weights), decoded.activation)
-    return _op.apply(x, weights, spec, impl, save)
+    return _autograd.apply(x, weights, spec, impl, save)
 
 
 def _check_transformable(op: str, impl: str) -> None:

@@ -87,21 +87,19 @@ class GatedCase:
     def predicted_bytes(self, direction: Pass, dtype: str, form: Form) -> int:
         """Peak bytes beside the inputs and dy, by the memory model of each way to compute it.
 
-        With h = M·F elements: "eager" makes 2h for the product, h for the activated gate and h for y, keeps the first
-        3h, and its backward makes h for the gradient of either factor and joins them in 2h. "two-kernels" is a product
-        and a fused gate (torch.compile, Liger): 2h and y, kept 2h, whose gradient is another 2h. "fused" makes y alone;
-        with gradients it keeps 2h, and their gradient takes that place. "fused-recompute" keeps nothing but y and makes
-        the 2h in the backward. dx, dW and db are made from those 2h, so both are there at once.
+        With h = M·F elements and y (h) alive throughout: "eager" makes 2h for the product, h for the activated gate and
+        h for y, and its backward another 2h beside them. "two-kernels" is a product and a fused gate (torch.compile): 2h
+        and y, and a gradient of another 2h. "fused" makes y alone; with gradients it keeps 2h, and their gradient takes
+        that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time. Last come dx, dW
+        and db, made from what is left of it: 2h for all but the last form, h there.
         """
-        h = self.rows * self.hidden
+        h = self.rows * self.hidden * DTYPES[dtype].itemsize
         forward = {"eager": 4 * h, "two-kernels": 3 * h, "fused": h, "fused-recompute": h}[form]
         if direction == "fwd":
-            return forward * DTYPES[dtype].itemsize
-        kept = {"eager": 4 * h, "two-kernels": 3 * h, "fused": 3 * h, "fused-recompute": h}[form]
-        made = {"eager": 4 * h, "two-kernels": 2 * h, "fused": 0, "fused-recompute": 2 * h}[form]
-        peak = kept + made
-        after = kept + (2 * h if form == "eager" else made)  # the gradients of the factors are gone
-        return max(peak * DTYPES[dtype].itemsize, after * DTYPES[dtype].itemsize + self.gradient_bytes(dtype))
+            return forward
+        backward = {"eager": 6 * h, "two-kernels": 5 * h, "fused": 3 * h, "fused-recompute": 2 * h}[form]
+        last = (2 if form == "fused-recompute" else 3) * h + self.gradient_bytes(dtype)
+        return max(backward, last)
 
     @property
     def saved_ratio(self) -> float:

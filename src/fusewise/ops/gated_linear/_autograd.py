@@ -1,0 +1,210 @@
+"""Autograd of the gated linear unit, around the operators of `_op.py`. Torch only.
+
+    du = dy · act(g)        dx = du W_value + dg W_gate      dW_value = duᵀ x     db_value = Σ_M du
+    dg = dy · u · act'(g)                                    dW_gate  = dgᵀ x     db_gate  = Σ_M dg
+
+The operators make du and dg; what is left are plain matrix products. A gradient that is itself to be differentiated is
+taken by the formula in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _op, reference
+from ._problem import Halves, Spec, pair
+
+#: From this size on, the gradient of the pre-activations that a recomputing backward makes is made in two halves.
+SLICED_BYTES = 256 << 20
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Whether autograd must see a call on these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform or a forward-mode level is at work."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def may_overwrite() -> bool:
+    """Whether a backward may write into what it saved: not if the graph is kept for another, and not in a traced graph,
+    where the compiler decides what is reused."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def wants_graph() -> bool:
+    """Whether a backward is itself to be differentiated."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+
+def rows(x: Tensor) -> Tensor:
+    """x (..., D) as (M, D) with unit last stride: a view, or the one permitted copy (of the expanded gradient of
+    `y.sum()`, say)."""
+    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:
+    """dx (M, D) from the gradient of the pre-activations."""
+    if spec.fused:
+        return torch.mm(dpreact, weight.view(-1, weight.shape[-1]))
+    value, gate = (weight, weight_gate) if weight_gate is not None else _value_and_gate(weight, spec)
+    assert gate is not None
+    du, dg = dpreact
+    return torch.mm(du, value).addmm_(dg, gate)
+
+
+def weight_gradient(dpreact: Tensor, x: Tensor, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """The gradient of a weight in one tensor and None, or those of value and gate."""
+    if spec.fused:
+        return torch.mm(dpreact.mT, x).view(weight.shape), None
+    du, dg = dpreact
+    if spec.layout == "separate":
+        return torch.mm(du.mT, x), torch.mm(dg.mT, x)
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for to, part in zip(_value_and_gate(dweight, spec), (du, dg), strict=True):
+        torch.mm(part.mT, x, out=to)
+    return dweight, None
+
+
+def bias_gradient(dbias: Tensor, bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the biases from the (2, F) one, in their dtype and shape."""
+    dbias = dbias.to(bias.dtype)
+    if spec.layout == "separate":
+        return dbias[0], dbias[1]
+    if spec.gate_first:
+        dbias = dbias.flip(0)
+    return (dbias if spec.fused else dbias.mT).reshape(bias.shape), None
+
+
+def _value_and_gate(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    first, second = pair(weight, spec)
+    return (second, first) if spec.gate_first else (first, second)
+
+
+def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """Gradients of value and gate as those of the weight (or bias) tensors that they belong to; differentiable."""
+    if spec.layout == "separate":
+        return value, gate
+    halves = (gate, value) if spec.gate_first else (value, gate)
+    return torch.stack(halves, dim=0 if spec.fused else 1).reshape(like.shape), None
+
+
+class GatedLinear(torch.autograd.Function):
+    """y = u · act(g). Held for backward: x and the weights, and with `save="preact"` both pre-activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *weights, text, impl, save = rest
+        x_MD = rows(x)
+        if save == "preact":
+            y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+        else:
+            y, preact = _op.op_gated_linear(x_MD, *weights, text, impl), None
+        ctx.save_for_backward(x, *weights, preact)
+        ctx.rest = text, impl
+        return shaped(y, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, weight_gate, bias, bias_gate, preact = ctx.saved_tensors
+        text, impl = ctx.rest
+        spec = Spec.decode(text)
+        if wants_graph():
+            halves = Halves.of(spec, weight, weight_gate, bias, bias_gate)
+            dx, *parts = reference.gradients(dy, x, halves, spec.activation)
+            dweights = joined(parts[0], parts[1], weight, spec)
+            dbiases = (None, None) if bias is None else joined(parts[2], parts[3], bias, spec)
+            return dx, *dweights, *dbiases, None, None, None
+        x_MD, dy_MF = rows(x), rows(dy)
+        wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
+        if preact is None:
+            tensors = weight, weight_gate, bias, bias_gate
+            if not torch.compiler.is_compiling() and 2 * dy_MF.numel() * dy_MF.element_size() >= SLICED_BYTES:
+                return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
+            dpreact, dbias = _op.op_recompute_grad(dy_MF, x_MD, *tensors, text, impl, wants_bias)
+        elif may_overwrite():
+            dpreact, dbias = preact, _op.op_grad_(dy_MF, preact, text, impl, wants_bias)
+        else:
+            dpreact, dbias = _op.op_grad(dy_MF, preact, text, impl, wants_bias)
+        return *backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec), None, None, None
+
+
+def _backward_by_slices(
+    ctx: Any, dy: Tensor, x: Tensor, x_MD: Tensor, tensors: tuple[Any, ...], spec: Spec, impl: str, wants_bias: bool
+) -> tuple[Tensor | None, ...]:
+    """The backward of save="input" in two halves of the output features, so that no more than half of the gradient of
+    the pre-activations is there at a time. dW and db come a slice at a time; dx is added up, in its own dtype."""
+    weight, weight_gate, bias, _ = tensors
+    wants = ctx.needs_input_grad
+    halves = Halves.of(spec, *tensors)
+    text = Spec(spec.activation, "separate").encode()
+    hidden = dy.shape[1]
+    dx = None
+    dweights = [None if t is None or not (wants[1] or wants[2]) else _new_like(t) for t in (weight, weight_gate)]
+    dbias = _op.new_dbias(x_MD, hidden, wants_bias)
+    to_weight = None if dweights[0] is None else Halves.of(spec, dweights[0], dweights[1])
+    middle = (hidden // 2 + 127) // 128 * 128
+    for part in [slice(0, hidden)] if middle >= hidden else [slice(0, middle), slice(middle, hidden)]:
+        parts = [None if t is None else t[part] for t in (halves.value_bias, halves.gate_bias)]
+        dpreact, sums = _op.op_recompute_grad(
+            dy[:, part], x_MD, halves.value[part], halves.gate[part], *parts, text, impl, wants_bias
+        )  # fmt: skip
+        with reference.exact(x):
+            for i, half in enumerate((halves.value[part], halves.gate[part])):
+                if wants[0]:
+                    dx = torch.mm(dpreact[i], half) if dx is None else dx.addmm_(dpreact[i], half)
+                if to_weight is not None:
+                    torch.mm(dpreact[i].mT, x_MD, out=(to_weight.value, to_weight.gate)[i][part])
+        if wants_bias:
+            dbias[:, part] = sums
+        del dpreact  # before the next is allocated
+    dbiases = bias_gradient(dbias, bias, spec) if wants_bias else (None, None)
+    return None if dx is None else dx.view(x.shape), dweights[0], dweights[1], *dbiases
+
+
+def _new_like(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def backward_products(
+    ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
+    dpreact: Tensor, dbias: Tensor, spec: Spec,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dx, dW, dW_gate, db, db_gate, those that are wanted, for a function whose first five inputs are x and weights."""
+    wants = ctx.needs_input_grad
+    dx = None
+    dweights: tuple[Tensor | None, Tensor | None] = (None, None)
+    dbiases: tuple[Tensor | None, Tensor | None] = (None, None)
+    with reference.exact(x_MD):
+        if wants[0]:
+            dx = input_gradient(dpreact, weight, weight_gate, spec).view(x.shape)
+        if wants[1] or wants[2]:
+            dweights = weight_gradient(dpreact, x_MD, weight, spec)
+        if bias is not None and (wants[3] or wants[4]):
+            dbiases = bias_gradient(dbias, bias, spec)
+    return dx, *dweights, *dbiases
+
+
+def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
+    """A validated call, recording a gradient where one is wanted."""
+    if needs_autograd(x, *weights):
+        return apply_function(GatedLinear, x, *weights, text, impl, save)
+    return shaped(_op.op_gated_linear(rows(x), *weights, text, impl), x)
+
+
+def apply_function(function: Any, *args: Any) -> Tensor:
+    y: Tensor = function.apply(*args)  # untyped in torch's stubs
+    return y
+
+
+def shaped(y_MF: Tensor, x: Tensor) -> Tensor:
+    """y with the leading dimensions of x."""
+    return y_MF if x.dim() == 2 else y_MF.view(*x.shape[:-1], y_MF.shape[-1])
