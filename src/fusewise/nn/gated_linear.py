@@ -1,0 +1,117 @@
+"""GatedLinear and GatedMLP: `fusewise.ops.gated_linear` with its weights kept in a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.gated_linear import gated_linear, gated_mlp
+from ..ops.gated_linear._problem import ACTIVATIONS, Activation, Save
+
+
+class GatedLinear(nn.Module):
+    """A linear map and its gate: y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate).
+
+    Args:
+        in_features, out_features: D and F; x is (..., D), y (..., F).
+        bias: with a bias for both halves.
+        activation: of the gate, as in `gated_linear`; GEGLU is "gelu_tanh" or "gelu" (erf), SwiGLU "silu".
+        gate_first: rows [0, F) of `weight` are the gate's; else they are the value's, and [F, 2F) the gate's.
+        save, impl: as in `gated_linear`.
+        device, dtype: of the parameters.
+
+    The parameters are those of `nn.Linear(in_features, 2 * out_features)`: `weight` (2F, D) and `bias` (2F,), made
+    likewise, so that its state_dict loads.
+
+    Example:
+        >>> y = GatedLinear(64, 128, activation="gelu_tanh")(torch.randn(4, 16, 64))  # (4, 16, 128)
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: Activation,
+        gate_first: bool = False,
+        save: Save = "preact",
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_activation("GatedLinear", activation)
+        self.in_features, self.out_features = in_features, out_features
+        self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
+        linear = nn.Linear(in_features, 2 * out_features, bias, device, dtype)
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_linear(
+            x, self.weight, self.bias, activation=self.activation, gate_first=self.gate_first, save=self.save,
+            impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation}, gate_first={self.gate_first}"
+        )
+
+
+class GatedMLP(nn.Module):
+    """The MLP of a transformer block: z = y W_downᵀ, y = (x W_upᵀ) · act(x W_gateᵀ), with biases if wanted.
+
+    Args:
+        features: D, of x and z.
+        hidden: F, of y.
+        bias: with a bias for all three maps.
+        activation: of the gate, as in `gated_linear`.
+        save, impl: as in `gated_mlp`.
+        device, dtype: of the parameters.
+
+    The parameters are those of three `nn.Linear` of the names that transformers gives them, gate_proj and up_proj (F, D)
+    and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP loads.
+
+    Example:
+        >>> z = GatedMLP(64, 128, activation="silu")(torch.randn(4, 16, 64))  # (4, 16, 64)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        bias: bool = False,
+        *,
+        activation: Activation,
+        save: Save = "preact",
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_activation("GatedMLP", activation)
+        self.activation, self.save, self.impl = activation, save, impl
+        self.gate_proj = nn.Linear(features, hidden, bias, device, dtype)
+        self.up_proj = nn.Linear(features, hidden, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden, features, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        return gated_mlp(
+            x, gate.weight, up.weight, down.weight, b_gate=gate.bias, b_up=up.bias, b_down=down.bias,
+            activation=self.activation, save=self.save, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, save={self.save}"
+
+
+def _check_activation(op: str, activation: object) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}; choose one")

@@ -1,0 +1,88 @@
+"""The native gate: conversions of every 16-bit number, chunks, threads, and accuracy over the whole range of gates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fusewise.ops.gated_linear import _op, geglu_linear, reference
+from fusewise.ops.gated_linear._problem import Spec
+
+pytestmark = pytest.mark.skipif(
+    _op.unavailable("cpu", "cpu", torch.float32) is not None, reason="no compiler for the native kernel"
+)
+
+
+def gate(u: torch.Tensor, g: torch.Tensor, activation: str) -> torch.Tensor:
+    cpu = _op.implementation("cpu")
+    y = torch.full_like(u, math.nan)
+    cpu._gate(torch.cat((u, g), 1), Spec(activation, "stacked"), y=y)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_number_survives_and_products_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+    torch.testing.assert_close(gate(every, torch.ones_like(every), "identity"), every, rtol=0, atol=0, equal_nan=True)
+    for factor in (0.3, 1 / 3, 1e-3, 700.0, -1.0):
+        factors = torch.full_like(every, factor)
+        expected = (every.float() * factors.float()).to(dtype)
+        torch.testing.assert_close(gate(every, factors, "identity"), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu", "sigmoid"])
+def test_activations_are_exact_to_a_few_units_in_the_last_place(activation: str) -> None:
+    g = torch.cat((torch.linspace(-30, 30, 60001), torch.logspace(-30, 30, 2047), -torch.logspace(-30, 30, 2048)))[None]
+    y = gate(torch.ones_like(g), g, activation).double()
+    truth = reference.ACTIVATE[activation](g.double())
+    if activation == "gelu":
+        truth = g.double() * 0.5 * torch.erfc(-g.double() / math.sqrt(2))
+    error = (y - truth).abs()
+    assert float((error / truth.abs().clamp(min=1e-3)).max()) < 1e-6
+    assert float(error.max()) <= 2e-7 * float(truth.abs().max())
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = _op.implementation("cpu")
+    inputs = [torch.randn(700, 16), torch.randn(96, 16), torch.randn(96)]
+    dy = torch.randn(700, 48)
+
+    def run(save: str) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        with torch.no_grad():
+            alone = geglu_linear(*leaves, impl="cpu")
+        y = geglu_linear(*leaves, save=save, impl="cpu")
+        return [alone, y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    for save in ("preact", "input"):
+        whole = run(save)
+        monkeypatch.setattr(cpu, "CHUNK_BYTES", 0)
+        monkeypatch.setattr(cpu, "CHUNK_ROWS", 64)
+        torch.testing.assert_close(run(save), whole, rtol=1e-5, atol=1e-5)
+        monkeypatch.undo()
+
+
+def test_bias_gradients_do_not_depend_on_the_threads() -> None:
+    cpu = _op.implementation("cpu")
+    preact, dy = torch.randn(500, 2 * 1100), torch.randn(500, 1100)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            dpreact, dbias = torch.empty_like(preact), torch.empty(2, 1100)
+            cpu.gradient(dy, preact, dpreact, Spec("silu", "stacked"), dbias)
+            results.append((dpreact, dbias))
+    finally:
+        torch.set_num_threads(before)
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+def test_the_kernel_works_without_an_openmp_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = _op.implementation("cpu")
+    u, g = torch.randn(300, 400), torch.randn(300, 400)
+    usual = gate(u, g, "silu")
+    monkeypatch.setattr(cpu._kernel(), "parallel", 0)
+    assert torch.equal(gate(u, g, "silu"), usual)

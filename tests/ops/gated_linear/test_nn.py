@@ -1,0 +1,61 @@
+"""The modules: their parameters are those of nn.Linear, and they compute what the functions do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fusewise.nn.gated_linear import GatedLinear, GatedMLP
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gated_linear_is_a_linear_and_its_gate(bias: bool, gate_first: bool) -> None:
+    linear = nn.Linear(16, 24, bias)
+    module = GatedLinear(16, 12, bias, activation="gelu", gate_first=gate_first)
+    module.load_state_dict(linear.state_dict())
+    x = torch.randn(2, 5, 16)
+    first, second = linear(x).chunk(2, -1)
+    value, gate = (second, first) if gate_first else (first, second)
+    torch.testing.assert_close(module(x), value * functional.gelu(gate))
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in linear.named_parameters()]
+
+
+def test_gated_mlp_loads_what_transformers_saves_and_trains() -> None:
+    module = GatedMLP(16, 24, activation="silu", save="input")
+    assert sorted(module.state_dict()) == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
+    x, target = torch.randn(40, 16), torch.randn(40, 16)
+    usual = copy.deepcopy(module)
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = usual.down_proj(functional.silu(usual.gate_proj(x)) * usual.up_proj(x))
+        return out
+
+    losses: list[list[float]] = []
+    for call, parameters in ((module, module.parameters()), (eager, usual.parameters())):
+        optimizer = torch.optim.SGD(parameters, lr=2.0)
+        losses.append([])
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (call(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < 0.95 * losses[0][0]
+
+
+def test_biases_dtypes_and_devices() -> None:
+    module = GatedMLP(8, 12, bias=True, activation="gelu_tanh", dtype=torch.bfloat16)
+    assert module(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert all(p.device.type == "meta" for p in GatedLinear(8, 12, activation="relu", device="meta").parameters())
+    assert "activation=silu" in repr(GatedMLP(8, 8, activation="silu"))
+
+
+def test_an_unknown_activation_is_refused_at_construction() -> None:
+    for build in (lambda: GatedLinear(8, 8, activation="swish"), lambda: GatedMLP(8, 8, activation="swish")):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"activation must be one of gelu_tanh, .*, got 'swish'"):
+            build()
