@@ -176,6 +176,13 @@ def _store_span(y_ptr, base, mask, head, tail, FIRST: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
+def _rotate(x_a, x_b, cos, sin):
+    """(x_a cos − x_b sin, x_b cos + x_a sin), rounded alike wherever it stands: the fused operation is named, so that
+    the compiler has nothing to choose and in place gives the bits of out of place."""
+    return tl.fma(x_a, cos, -(x_b * sin)), tl.fma(x_b, cos, x_a * sin)
+
+
+@triton.jit
 def _rotate_pairs_tile(
     first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
     cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
@@ -238,8 +245,9 @@ def _rotate_pairs_tile(
     cos = cos[:, None, :]
     sin = sin[:, None, :]
 
-    y_a = (x_a.to(tl.float32) * cos - x_b.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
-    y_b = (x_b.to(tl.float32) * cos + x_a.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
+    y_a, y_b = _rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
+    y_a = y_a.to(y_ptr.dtype.element_ty)
+    y_b = y_b.to(y_ptr.dtype.element_ty)
     if SOURCE == "packed":
         y_a = tl.where(identity[:, None, None], x_a, y_a)
         y_b = tl.where(identity[:, None, None], x_b, y_b)
@@ -328,12 +336,13 @@ def _rotate_flat_tile(
         rotated = rotated & ~identity[:, None]
     if INTERLEAVED:
         x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_F // 2, 2)))
-        y_a = (x_a.to(tl.float32) * cos - x_b.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
-        y_b = (x_b.to(tl.float32) * cos + x_a.to(tl.float32) * sin).to(y_ptr.dtype.element_ty)
-        y = tl.join(tl.where(rotated, y_a, x_a), tl.where(rotated, y_b, x_b)).reshape(BLOCK_T, BLOCK_F)
+        y_a, y_b = _rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
+        y_a = tl.where(rotated, y_a.to(y_ptr.dtype.element_ty), x_a)
+        y_b = tl.where(rotated, y_b.to(y_ptr.dtype.element_ty), x_b)
+        y = tl.join(y_a, y_b).reshape(BLOCK_T, BLOCK_F)
     else:
         signed = tl.where(second[None, :], sin, -sin)
-        y = (x.to(tl.float32) * cos + x_partner.to(tl.float32) * signed).to(y_ptr.dtype.element_ty)
+        y = tl.fma(x.to(tl.float32), cos, x_partner.to(tl.float32) * signed).to(y_ptr.dtype.element_ty)
         y = tl.where(rotated, y, x)
     tl.store(y_ptr + y_base + tl.max_contiguous(tl.multiple_of(y_offs, VECTOR), VECTOR)[None, :], y, mask)
 
