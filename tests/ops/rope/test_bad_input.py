@@ -1,7 +1,5 @@
 """Every mistake has one error: its type, and `<op>: <argument> must <contract>, got <value>; <one fix>`."""
 
-
-
 from __future__ import annotations
 
 import re

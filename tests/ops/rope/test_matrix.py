@@ -17,15 +17,14 @@ import torch
 
 import fusewise
 
+from .oracle import Call, expected
 from .support import (
-    Call,
     Case,
     Place,
     assert_bits,
     assert_neighbours,
     assert_right,
     copy_of,
-    expected,
     make,
     pairs_of,
     places,

@@ -14,7 +14,8 @@ from fusewise.ops.rope._op import unavailable
 from fusewise.ops.rope._overlap import overlaps, overlaps_itself
 from fusewise.ops.rope._problem import Spec, transposed_spec
 
-from .support import Call, assert_bits, assert_right, copy_of, expected, make_table, pairs_of
+from .oracle import Call, expected
+from .support import assert_bits, assert_right, copy_of, make_table, pairs_of
 
 IMPLS = [impl for impl in ("reference", "cpu") if unavailable(impl, "cpu", torch.float32) is None]
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

@@ -11,7 +11,8 @@ from torch import Tensor
 import fusewise
 from fusewise.ops.rope import reference
 
-from .support import Call, assert_bits, exact_turn, expected, make, make_table, pairs_of, section_axes
+from .oracle import Call, exact_turn, expected, section_axes
+from .support import assert_bits, make, make_table, pairs_of
 from .test_matrix import CASES
 
 
