@@ -1,0 +1,96 @@
+"""What only a GPU shows: memory as the contract states it, CUDA graphs, extents past 2^31, other streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusewise.ops.gated_linear import geglu_linear
+
+pytestmark = pytest.mark.gpu
+
+
+def make(rows: int, features: int, hidden: int, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((rows, features), (2 * hidden, features), (2 * hidden,))
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).div_(features**0.5) for shape in shapes]
+    return tuple(t.requires_grad_(grad) for t in tensors)  # type: ignore[return-value]
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    value, gate = functional.linear(x.float(), weight.float(), bias.float()).chunk(2, -1)
+    return value * functional.gelu(gate, approximate="tanh")
+
+
+def peak_above(before: int) -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_inference_allocates_y_and_nothing_else() -> None:
+    inputs = make(4096, 1024, 4096)
+    geglu_linear(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = geglu_linear(*inputs)
+    assert peak_above(before) == y.numel() * y.element_size()
+
+
+@pytest.mark.parametrize(("save", "held", "peak"), [("preact", 3, 3), ("input", 1, 2)])
+def test_training_holds_and_peaks_as_the_contract_says(save: str, held: int, peak: int) -> None:
+    """In units of y, beside the gradients and the column sums."""
+    rows, features, hidden = 16384, 1024, 4096  # 2 h are 256 MiB: the recomputing backward takes them in two halves
+    inputs = make(rows, features, hidden, True)
+    dy = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    torch.autograd.grad(geglu_linear(*inputs, save=save), inputs, dy)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = geglu_linear(*inputs, save=save)
+    size = y.numel() * y.element_size()
+    assert torch.cuda.memory_allocated() - before == held * size
+    gradients = torch.autograd.grad(y, inputs, dy)
+    returned = sum(g.numel() * g.element_size() for g in gradients)
+    sums = 2 * hidden * 4 * (rows // 64 + 2)
+    assert peak_above(before) <= peak * size + returned + sums + 2**21
+
+
+def test_a_cuda_graph_replays_on_new_values() -> None:
+    x, weight, bias = make(64, 1024, 2048)
+    geglu_linear(x, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = geglu_linear(x, weight, bias)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, geglu_linear(x, weight, bias))
+
+
+def test_on_another_stream() -> None:
+    inputs = make(512, 512, 1024)
+    expected = geglu_linear(*inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = geglu_linear(*inputs)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements() -> None:
+    rows, hidden = 300_000, 8192
+    inputs = make(rows, 64, hidden, True)
+    y = geglu_linear(*inputs)
+    assert y.numel() > 2**31
+    dy = torch.zeros_like(y)
+    dy[-5:] = 1
+    dx, *_ = torch.autograd.grad(y, inputs, dy)
+    tail = inputs[0].detach()[-5:].requires_grad_()
+    expected = eager(tail, *inputs[1:])
+    torch.testing.assert_close(y[-5:].float(), expected, rtol=2e-2, atol=2e-2)
+    (expected_dx,) = torch.autograd.grad(expected.sum(), tail)
+    torch.testing.assert_close(dx[-5:].float(), expected_dx.float(), rtol=5e-2, atol=5e-2)
+    assert not dx[:-5].any()
