@@ -19,7 +19,9 @@ from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def leaves(dtype: torch.dtype = torch.float32, rows: int = 6, features: int = 5, hidden: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def leaves(
+    dtype: torch.dtype = torch.float32, rows: int = 6, features: int = 5, hidden: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def leaf(*shape: int) -> Tensor:
@@ -188,7 +190,9 @@ def test_transforms_go_through_the_formula() -> None:
     tangents = tuple(torch.randn_like(t) for t in (x, weight, bias))
     found, usual = (torch.func.jvp(f, (x, weight, bias), tangents) for f in (geglu_linear, eager))
     torch.testing.assert_close(found, usual)
-    gradients = [torch.func.grad(lambda *a, f=f: f(*a).square().sum(), (0, 1, 2))(x, weight, bias) for f in (geglu_linear, eager)]
+    gradients = [
+        torch.func.grad(lambda *a, f=f: f(*a).square().sum(), (0, 1, 2))(x, weight, bias) for f in (geglu_linear, eager)
+    ]
     torch.testing.assert_close(*gradients)
     if _op.unavailable("cpu", DEVICE, torch.float32) is None:
         with pytest.raises(RuntimeError, match="impl must be auto or reference under forward mode"):
@@ -197,7 +201,11 @@ def test_transforms_go_through_the_formula() -> None:
 
 def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
     x, weight, bias = (t.detach() for t in leaves(rows=8, features=16, hidden=8))
-    dy, dz, w_down = torch.randn(8, 8, device=DEVICE), torch.randn(8, 12, device=DEVICE), torch.randn(12, 8, device=DEVICE)
+    dy, dz, w_down = (
+        torch.randn(8, 8, device=DEVICE),
+        torch.randn(8, 12, device=DEVICE),
+        torch.randn(12, 8, device=DEVICE),
+    )
     ops, calls = torch.ops.fusewise, []
     for text in ("gelu_tanh/stacked/value_first", "silu/interleaved/gate_first", "gelu/separate/value_first"):
         spec = _op.Spec.decode(text)
@@ -227,7 +235,9 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 def test_compiles_whole_and_once_for_all_row_counts(save: str) -> None:
     _, weight, bias = leaves(features=16, hidden=8)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *a: geglu_linear(*a, save=save).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(
+        lambda *a: geglu_linear(*a, save=save).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True
+    )
     torch._dynamo.utils.counters.clear()
     for rows in (6, 7, 40):
         x = torch.randn(2, rows, 16, device=DEVICE, requires_grad=True)

@@ -63,7 +63,9 @@ def test_predictions_for_each_form_in_units_of_one_output() -> None:
     found, mib = case("memory-n16384-d4096"), 2**20
     forward = {form: found.predicted_bytes("fwd", "bf16", form) // mib for form in ("eager", "two-kernels", "fused")}
     assert forward == {"eager": 2048, "two-kernels": 1536, "fused": 512}
-    train = [found.predicted_bytes("fwd+bwd", "bf16", form) for form in ("eager", "two-kernels", "fused", "fused-recompute")]
+    train = [
+        found.predicted_bytes("fwd+bwd", "bf16", form) for form in ("eager", "two-kernels", "fused", "fused-recompute")
+    ]
     gradients = found.gradient_bytes("bf16")
     assert train == [3072 * mib, 2560 * mib, 1536 * mib + gradients, 1024 * mib + gradients]
 
@@ -89,7 +91,9 @@ def test_inputs_depend_on_the_seed_and_the_case_and_nothing_else() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inputs.operands, again.operands, strict=True))
     other = SMALL.make_inputs("cpu", "fp32", seed=2)
     twin = dataclasses.replace(SMALL, name="twin").make_inputs("cpu", "fp32", seed=1)
-    assert not torch.equal(inputs.operands[0], other.operands[0]) and not torch.equal(inputs.operands[0], twin.operands[0])
+    assert not torch.equal(inputs.operands[0], other.operands[0]) and not torch.equal(
+        inputs.operands[0], twin.operands[0]
+    )
 
 
 def test_inputs_are_the_same_in_another_process() -> None:

@@ -50,7 +50,9 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale
     return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
 
 
-def make(rows: int, features: int, hidden: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make(
+    rows: int, features: int, hidden: int, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, a stacked weight, its bias, and a gradient of y; pre-activations of about unit size times `scale`."""
     return (
         tensor(rows, features, dtype=dtype, seed=1),
@@ -74,7 +76,9 @@ def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tens
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
 
 
-def assert_right(found: Sequence[Tensor], usual: Sequence[Sequence[Tensor]], truth: Sequence[Tensor], dtype: torch.dtype) -> None:
+def assert_right(
+    found: Sequence[Tensor], usual: Sequence[Sequence[Tensor]], truth: Sequence[Tensor], dtype: torch.dtype
+) -> None:
     """`usual` are eager results; the worst of them counts, since that of few numbers may be exact by luck."""
     # Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16.
     cut = 2 if INTERPRETER and dtype == torch.bfloat16 else 1
@@ -87,7 +91,9 @@ def assert_right(found: Sequence[Tensor], usual: Sequence[Sequence[Tensor]], tru
             assert getattr(mine, of) <= 2 * worst + band, f"output {index}: {mine} against eager's {eagers}"
 
 
-def summed_in_another_order(leaves: Sequence[Tensor | None], dy: Tensor, activation: str, order: Tensor) -> list[Tensor]:
+def summed_in_another_order(
+    leaves: Sequence[Tensor | None], dy: Tensor, activation: str, order: Tensor
+) -> list[Tensor]:
     """Eager's outcome with the features permuted: the same mathematics, other rounding errors."""
     x, weight, bias = leaves
     assert x is not None and weight is not None
@@ -175,7 +181,9 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
     halves = (gate, value) if gate_first else (value, gate)
     biases = (b_gate, b_value) if gate_first else (b_value, b_gate)
     if layout == "separate":
-        wide = torch.stack((value, gate, value), 1).view(hidden, 3 * features)  # rows at a distance, features contiguous
+        wide = torch.stack((value, gate, value), 1).view(
+            hidden, 3 * features
+        )  # rows at a distance, features contiguous
         leaves = (x, wide[:, :features], wide[:, features : 2 * features], b_value, b_gate)
 
         def ours(x: Tensor, value: Tensor, gate: Tensor, b_value: Tensor, b_gate: Tensor) -> Tensor:
@@ -210,7 +218,9 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
 
 @pytest.mark.parametrize(("layout", "form", "gate_first"), LAYOUTS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_backward_by_slices(impl: str, layout: str, form: str, gate_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_by_slices(
+    impl: str, layout: str, form: str, gate_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What large problems do, on a small one: a slice and a ragged rest."""
     monkeypatch.setattr(_autograd, "SLICED_BYTES", 0)
     test_weight_layouts(impl, layout, form, gate_first, "input")
@@ -247,7 +257,9 @@ def test_no_rows(impl: str, save: str) -> None:
     _, weight, bias, _ = make(1, 24, 16, torch.float32)
     for shape in ((0, 24), (3, 0, 24)):
         leaves = torch.empty(shape, device=DEVICE), weight, bias
-        y, *grads = outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), leaves, torch.empty(*shape[:-1], 16, device=DEVICE))
+        y, *grads = outcome(
+            lambda *a: geglu_linear(*a, save=save, impl=impl), leaves, torch.empty(*shape[:-1], 16, device=DEVICE)
+        )
         assert y.shape == (*shape[:-1], 16) and grads[0].shape == shape
         assert not grads[1].any() and not grads[2].any()
 

@@ -37,7 +37,9 @@ def make(dtype: torch.dtype, rows: int = 37, features: int = 24, hidden: int = 4
     return [leaf(rows, features), leaf(hidden, features), leaf(hidden, features), leaf(out, hidden), leaf(hidden), leaf(hidden), leaf(out)]  # fmt: skip
 
 
-def eager(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_gate: Any, b_up: Any, b_down: Any, activation: str) -> Tensor:
+def eager(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_gate: Any, b_up: Any, b_down: Any, activation: str
+) -> Tensor:
     y = ACT[activation](functional.linear(x, w_gate, b_gate)) * functional.linear(x, w_up, b_up)
     return functional.linear(y, w_down, b_down)
 
@@ -145,8 +147,16 @@ def test_compiles_whole(save: str) -> None:
 @pytest.mark.parametrize(
     ("replaced", "error", "match"),
     [
-        ({3: torch.randn(32, 41)}, ValueError, r"gated_mlp: w_down must have as many columns as there are gated features, F = 40"),
-        ({6: torch.randn(31)}, ValueError, r"gated_mlp: b_down must be contiguous, of shape \(32,\), got shape \(31,\)"),
+        (
+            {3: torch.randn(32, 41)},
+            ValueError,
+            r"gated_mlp: w_down must have as many columns as there are gated features, F = 40",
+        ),
+        (
+            {6: torch.randn(31)},
+            ValueError,
+            r"gated_mlp: b_down must be contiguous, of shape \(32,\), got shape \(31,\)",
+        ),
         ({1: torch.randn(39, 24)}, ValueError, r"gated_mlp: w_gate must have the shape of w_up, \(40, 24\)"),
         ({5: None}, ValueError, "gated_mlp: b_up must be given where the other bias is"),
         ({3: torch.randn(32, 40, dtype=torch.float64)}, TypeError, "gated_mlp: w_down must have the dtype of x"),

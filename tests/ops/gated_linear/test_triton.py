@@ -34,7 +34,9 @@ SIZES = [(1, 4096, 14336), (64, 2048, 4096), (512, 4096, 2048), (2048, 1024, 409
 def every_configuration() -> list[tuple[str, str, bool, _triton.Config]]:
     """(kind, epilogue, tma, configuration) over all that the heuristic chooses for sizes large and small."""
     found = {}
-    for kind, epilogue, tma in itertools.product(("half", "tf32", "ieee"), ("y", "preact", "gradient", "down"), (True, False)):
+    for kind, epilogue, tma in itertools.product(
+        ("half", "tf32", "ieee"), ("y", "preact", "gradient", "down"), (True, False)
+    ):
         for rows, hidden in itertools.product((1, 16, 40, 64, 65, 256, 1024, 4096, 65536), (512, 2048, 8192, 32768)):
             config = _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
             found[kind, epilogue, tma, config] = None
@@ -61,13 +63,19 @@ def test_sums_are_few_and_every_multiprocessor_has_work() -> None:
 
 
 def operands(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Halves, Tensor]:
-    x, weight, bias = torch.randn(rows, features), torch.randn(2 * hidden, features) / features**0.5, torch.randn(2 * hidden)
+    x, weight, bias = (
+        torch.randn(rows, features),
+        torch.randn(2 * hidden, features) / features**0.5,
+        torch.randn(2 * hidden),
+    )
     return x.to(dtype), Halves.of(SPEC, weight.to(dtype), None, bias.to(dtype)), torch.randn(rows, hidden).to(dtype)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("kind", "epilogue", "tma", "config"), EVERY, ids=str)
-def test_every_configuration_is_right(kind: str, epilogue: str, tma: bool, config: _triton.Config, monkeypatch: Any) -> None:
+def test_every_configuration_is_right(
+    kind: str, epilogue: str, tma: bool, config: _triton.Config, monkeypatch: Any
+) -> None:
     """Two tiles and a ragged rest each way; float32 through each, since what is tested is the indexing."""
     monkeypatch.setattr(_triton, "choose", lambda *_, **__: config)
     monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
@@ -111,7 +119,9 @@ def compiled(kernel: Any, config: Any, arguments: dict[str, Any]) -> Any:
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[index,] = [["tt.divisibility", 16]]
     options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options
+    )
 
 
 def resources(kernel: Any) -> tuple[int, Counter[str]]:
@@ -147,7 +157,11 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
     monkeypatch.setattr(_triton, "kind", lambda _: kind)
     dtype = torch.bfloat16 if kind == "half" else torch.float32
     rows, features, hidden = 4096, 1024, 4096
-    x, preact, y = empty(rows, features, dtype=dtype), empty(rows, 2 * hidden, dtype=dtype), empty(rows, hidden, dtype=dtype)
+    x, preact, y = (
+        empty(rows, features, dtype=dtype),
+        empty(rows, 2 * hidden, dtype=dtype),
+        empty(rows, hidden, dtype=dtype),
+    )
     halves = split_preact(preact, SPEC)
     sums = empty(-(-rows // config.block_m), 2, hidden, dtype=torch.float32)
     if epilogue == "down":
@@ -182,7 +196,9 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
 def test_the_elementwise_kernel_moves_16_bytes_a_thread() -> None:
     config = _triton.choose_gate(16384, 4096, 132)
     preact, dy = empty(16384, 8192, dtype=torch.bfloat16), empty(16384, 4096, dtype=torch.bfloat16)
-    _, arguments = _triton.gate_arguments(dy, split_preact(preact, SPEC), split_preact(preact, SPEC), config, "silu", preact.float())
+    _, arguments = _triton.gate_arguments(
+        dy, split_preact(preact, SPEC), split_preact(preact, SPEC), config, "silu", preact.float()
+    )
     kernel = compiled(_triton.gate_gradient_kernel, config, arguments)
     stack, _ = resources(kernel)
     loads = Counter(re.findall(r"\b(?:LDG|STG)\.E[.\w]*?\.?(128|64|U16)?\b", kernel.asm["sass"]))

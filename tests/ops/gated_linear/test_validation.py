@@ -48,7 +48,9 @@ STACKED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "match", "args", "kwargs"), STACKED, ids=[row[1][:40] for row in STACKED])
-def test_mistakes_in_a_stacked_call(error: type[Exception], match: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_mistakes_in_a_stacked_call(
+    error: type[Exception], match: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     expect(error, match, geglu_linear, *args, **kwargs)
     expect(error, match, gated_linear, *args, activation="silu", **kwargs)
 
@@ -70,7 +72,9 @@ LAYOUTS: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "match", "args", "kwargs"), LAYOUTS, ids=[row[1][:40] for row in LAYOUTS])
-def test_mistakes_in_the_layout(error: type[Exception], match: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_mistakes_in_the_layout(
+    error: type[Exception], match: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     expect(error, match, gated_linear, *args, **{"activation": "silu", **kwargs})
 
 

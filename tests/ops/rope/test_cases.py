@@ -106,7 +106,7 @@ def test_inputs_have_the_shapes_and_positions_of_the_case(name: str) -> None:
         assert inputs.positions is not None and inputs.positions is inputs.kwargs["positions"]
         assert inputs.positions.shape == (found.batch, found.seqlen)
         assert inputs.positions.unique().numel() == inputs.positions.numel()
-        assert 0 <= inputs.positions.min() and inputs.positions.max() < found.rows
+        assert inputs.positions.min() >= 0 and inputs.positions.max() < found.rows
 
 
 def test_inputs_depend_on_the_seed_and_the_case_and_nothing_else() -> None:

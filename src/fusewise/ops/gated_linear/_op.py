@@ -76,7 +76,9 @@ def _module(impl: str, x: Tensor) -> Any:
     if impl == "auto":
         impl = choose(x.device.type, x.dtype)
     elif (reason := unavailable(impl, x.device.type, x.dtype)) is not None:
-        raise ValueError(f'gated_linear: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"')
+        raise ValueError(
+            f'gated_linear: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"'
+        )
     return implementation(impl)
 
 
@@ -193,7 +195,9 @@ def _fake_down_grad(
     return dz.new_empty((dz.shape[0], hidden)), torch.empty_like(preact), new_dbias(dz, hidden, bias)
 
 
-def _fake_down_grad_(dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
+def _fake_down_grad_(
+    dz: Tensor, w_down: Tensor, preact: Tensor, text: str, impl: str, bias: bool
+) -> tuple[Tensor, Tensor]:
     hidden = w_down.shape[1]
     return dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
 

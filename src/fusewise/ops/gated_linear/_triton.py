@@ -209,7 +209,9 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | N
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
 
 
-def recompute_gradient(dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def recompute_gradient(
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
     _linear(x, halves, spec, "gradient", preact=dpreact, dy=dy, dbias=dbias)
 
 

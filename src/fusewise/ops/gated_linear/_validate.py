@@ -71,13 +71,25 @@ def _check(
         _check_both(op, names[0], weight, layout)
         hidden = weight.shape[0] // 2 if weight.dim() == 2 else weight.shape[0 if layout == "interleaved" else 1]
         if bias_gate is not None:
-            fail(op, names[3], f"be None where {names[0]} holds both halves", "a tensor", f"pass one {names[2]} of {2 * hidden}")
+            fail(
+                op,
+                names[3],
+                f"be None where {names[0]} holds both halves",
+                "a tensor",
+                f"pass one {names[2]} of {2 * hidden}",
+            )
         if bias is not None:
             _check_like(op, names[2], bias, x)
             shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
             if tuple(bias.shape) not in shapes or bias.stride(-1) != 1 or not _flat(bias):
                 wanted = " or ".join(map(str, dict.fromkeys(shapes)))
-                fail(op, names[2], f"be contiguous, of shape {wanted}", _what(bias), "pass an entry for every row of the weight")
+                fail(
+                    op,
+                    names[2],
+                    f"be contiguous, of shape {wanted}",
+                    _what(bias),
+                    "pass an entry for every row of the weight",
+                )
         layout = str(layout)
     else:
         hidden = weight.shape[0]
@@ -108,7 +120,9 @@ def _check_x(op: str, x: Any) -> None:
     if x.dtype not in FLOATS:
         fail(op, "x", "have dtype float32, bfloat16, float16 or float64", _dtype(x), "convert x first", TypeError)
     if x.dim() < 1 or x.shape[-1] < 1:
-        fail(op, "x", "have shape (..., D) with D at least 1", tuple(x.shape), "pass the features in the last dimension")
+        fail(
+            op, "x", "have shape (..., D) with D at least 1", tuple(x.shape), "pass the features in the last dimension"
+        )
 
 
 def _check_tensor(op: str, name: str, value: Any) -> None:
@@ -121,7 +135,14 @@ def _check_tensor(op: str, name: str, value: Any) -> None:
 def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
     _check_tensor(op, name, value)
     if value.dtype != x.dtype:
-        fail(op, name, f"have the dtype of x, {_dtype(x)}", _dtype(value), f"call {name}.to(torch.{_dtype(x)})", TypeError)
+        fail(
+            op,
+            name,
+            f"have the dtype of x, {_dtype(x)}",
+            _dtype(value),
+            f"call {name}.to(torch.{_dtype(x)})",
+            TypeError,
+        )
     if value.device != x.device:
         fail(op, name, f"be on the device of x, {x.device}", value.device, f"call {name}.to({str(x.device)!r})")
 

@@ -168,7 +168,9 @@ _MODELS = {
 }  # fmt: skip
 
 
-def _model_case(name: str, suffix: str, rows: int, regime: Literal["train", "decode"], dtypes: tuple[str, ...] = ()) -> GatedCase:
+def _model_case(
+    name: str, suffix: str, rows: int, regime: Literal["train", "decode"], dtypes: tuple[str, ...] = ()
+) -> GatedCase:
     model = _MODELS[name]
     return GatedCase(
         name=f"{name}-{suffix}",
@@ -197,7 +199,12 @@ def _models() -> list[GatedCase]:
 
 def _memory(rows: int, features: int) -> GatedCase:
     return GatedCase(
-        name=f"memory-n{rows}-d{features}", rows=rows, features=features, hidden=4 * features, bias=True, dtypes=("bf16",)
+        name=f"memory-n{rows}-d{features}",
+        rows=rows,
+        features=features,
+        hidden=4 * features,
+        bias=True,
+        dtypes=("bf16",),
     )
 
 
@@ -215,7 +222,9 @@ def _quick() -> list[GatedCase]:
 
 
 PRESETS: dict[str, list[GatedCase]] = {
-    "geglu-memory": [_memory(n, d) for d in (1024, 2048, 4096, 8192) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)],
+    "geglu-memory": [
+        _memory(n, d) for d in (1024, 2048, 4096, 8192) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    ],
     "geglu-models": _models(),
     "geglu-quick": _quick(),
 }

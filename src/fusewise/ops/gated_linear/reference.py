@@ -120,7 +120,9 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     _write(dy, u, g, dpreact, spec, dbias)
 
 
-def recompute_gradient(dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def recompute_gradient(
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
     _write(dy, *preactivations(x, halves), dpreact, spec, dbias)
 
 

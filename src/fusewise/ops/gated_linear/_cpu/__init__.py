@@ -91,7 +91,9 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     _add_up(sums, dbias)
 
 
-def recompute_gradient(dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def recompute_gradient(
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
     sums = _sums(dy, dbias)
     for chunk in _chunks(dy.shape[0], 2 * dy.shape[1] * x.element_size()):
         part = _rows(dpreact, chunk, spec)
