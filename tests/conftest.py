@@ -7,6 +7,7 @@ decorated, whether it is compiled or interpreted): there the tests marked `inter
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,26 @@ import torch
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def _mend_interpreter() -> None:
+    """Triton 3.6 turns a loop bound into an int by `int(array)` of one element, which numpy 2.5 refuses. Later versions
+    squeeze the array first; so does this."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_squeeze(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_and_squeeze
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETER:
+        import triton
+
+        if triton.__version__.startswith("3.6."):
+            _mend_interpreter()
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "interpreter: runs a kernel in Triton's interpreter (TRITON_INTERPRET=1)")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
