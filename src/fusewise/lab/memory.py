@@ -34,7 +34,9 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
         return result, Growth(peak, torch.cuda.memory_allocated(device) - before)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         result = function()
     kineto = getattr(profile.profiler, "kineto_results", None)
     if kineto is None:
