@@ -52,7 +52,7 @@ def test_the_schema_accepts_what_is_written_and_refuses_what_is_not():
         change(data)
         return not validator.is_valid(data)
 
-    assert refused(lambda d: d.update(schema=2))
+    assert refused(lambda d: d.update(schema=1))
     assert refused(lambda d: d["rows"][0].pop("run"))
     assert refused(lambda d: d["rows"][0].update(status="fine"))
     assert refused(lambda d: d["rows"][0].update(device_us=0))
@@ -66,6 +66,33 @@ def test_the_schema_accepts_what_is_written_and_refuses_what_is_not():
 def test_other_files_are_refused_with_words(change):
     with pytest.raises(ValueError, match=r"^record: (kind|schema) must be .*, got .*; "):
         record.Record.from_json({**complete().to_json(), **change})
+
+
+def test_a_record_of_version_1_is_read_as_todays():
+    now = complete()
+    old = {k: v for k, v in now.to_json().items() if k not in ("code", "ledgers", "limits", "resumed")}
+    old["schema"] = 1
+    assert record.Record.from_json(old) == now
+    assert old["schema"] == 1
+    assert set(record.MIGRATIONS) == set(range(1, record.SCHEMA_VERSION))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"kind": "fusewise.record", "schema": 2}', '{"kind": 3}'])
+def test_what_is_no_record_is_refused_with_words(tmp_path, text):
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^record: .* must .*, got .*; "):
+        record.read(tmp_path)
+
+
+def test_rows_are_read_from_records_and_from_published_files(tmp_path):
+    made = complete()
+    record.save(made, tmp_path)
+    published = tmp_path / "cpu.jsonl"
+    record.append_rows(published, made.rows)
+    assert record.read_rows(tmp_path) == record.read_rows(published) == made.rows
+    published.write_text('{"op": 1}\n')
+    with pytest.raises(ValueError, match=r"^record: line 1 of .* must be a row, got .*; "):
+        record.read_rows(published)
 
 
 def test_numbers_that_json_has_not_are_refused(tmp_path):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+#: 2 added `code`, `ledgers`, `limits` and `resumed`; see MIGRATIONS.
+SCHEMA_VERSION = 2
 KIND = "fusewise.record"
 
 Json = dict[str, Any]
@@ -63,6 +64,11 @@ class Row:
         """What the row is compared within: the group."""
         return (self.op, self.case, self.dtype, self.pass_)
 
+    @property
+    def id(self) -> str:
+        """What the row is called by within its record: `op/case/dtype/pass/provider`."""
+        return "/".join((*self.key, self.provider))
+
 
 @dataclass(kw_only=True)
 class Measurement:
@@ -101,6 +107,10 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     comparisons: list[Json] = field(default_factory=list)  # ratios with their intervals, and the A/A noise
+    code: list[Json] = field(default_factory=list)  # what compilers wrote: provider, stage, order, language, text, …
+    ledgers: list[Json] = field(default_factory=list)  # a provider's kernels with the bytes each reads and writes
+    limits: Json | None = None  # of this machine, measured earlier by `fusewise limits`
+    resumed: list[str] = field(default_factory=list)  # when an interrupted run went on, UTC, ISO 8601
 
     def to_json(self) -> Json:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -112,14 +122,32 @@ class Record:
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         if data.get("kind") != KIND:
             raise ValueError(f"record: kind must be {KIND!r}, got {data.get('kind')!r}; pass a record.json of a study")
-        if data.get("schema") != SCHEMA_VERSION:
-            raise ValueError(
-                f"record: schema must be {SCHEMA_VERSION}, got {data.get('schema')!r}; use the fusewise that wrote it"
-            )
+        data = migrate(data)
         plain = {key: value for key, value in data.items() if key not in ("kind", "schema")}
         plain["rows"] = [Row.from_json(row) for row in data["rows"]]
         plain["measurements"] = [Measurement.from_json(m) for m in data["measurements"]]
         return cls(**plain)
+
+
+def _with_code_and_limits(data: Json) -> Json:
+    """1 → 2: what version 1 did not know is empty."""
+    return {**data, "code": [], "ledgers": [], "limits": None, "resumed": []}
+
+
+#: Each takes a record of its key's version to the next one. A change of the schema adds one here; none is ever removed.
+MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits}
+
+
+def migrate(data: Mapping[str, Any]) -> Json:
+    """A record of any version since the first, in today's form. ValueError for one that is newer than this fusewise."""
+    found, version = dict(data), data.get("schema")
+    while version != SCHEMA_VERSION:
+        if version not in MIGRATIONS:
+            raise ValueError(
+                f"record: schema must be 1 to {SCHEMA_VERSION}, got {version!r}; use the fusewise that wrote it"
+            )
+        found, version = MIGRATIONS[version](found), version + 1
+    return {**found, "schema": SCHEMA_VERSION}
 
 
 def schema() -> Json:
@@ -162,4 +190,26 @@ def save(record: Record, directory: Path) -> None:
 def read(path: Path) -> Record:
     """The record at `path`, a record.json or the directory of one."""
     file = path / "record.json" if path.is_dir() else path
-    return Record.from_json(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise ValueError(f"record: {file} must be the record.json of a study, got {error}; name another file") from None
+    try:
+        return Record.from_json(data)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"record: {file} must follow the schema, got {error}; name another file") from None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows at `path`: a run directory, its record.json, or a file of rows, one JSON object a line."""
+    if path.suffix != ".jsonl":
+        return read(path).rows
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(Row.from_json(json.loads(line)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"record: line {number} of {path} must be a row, got {error}; mend the file") from None
+    return rows
