@@ -2,6 +2,9 @@
 
 from .ops.dispatch import Dispatch as Dispatch
 from .ops.dispatch import explain_dispatch as explain_dispatch
+from .ops.gated_linear import gated_linear as gated_linear
+from .ops.gated_linear import gated_mlp as gated_mlp
+from .ops.gated_linear import geglu_linear as geglu_linear
 from .ops.rope import rope as rope
 from .ops.rope import rope_ as rope_
 

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ._choice import Choice
+from .gated_linear import _op as _gated_linear_op
+from .gated_linear import gated_linear, gated_mlp, geglu_linear
+from .gated_linear._path import path as _gated_linear_path
 from .rope import _op as _rope_op
 from .rope import rope, rope_
 
-# An operation's `_op` module lists its implementations in order of preference, tells why one is unavailable, and
-# chooses.
-_OPERATIONS: dict[Callable[..., Any], Any] = {rope: _rope_op, rope_: _rope_op}
+_OPERATIONS: dict[Callable[..., Any], Choice] = {
+    rope: _rope_op.choice,
+    rope_: _rope_op.choice,
+    geglu_linear: _gated_linear_op.choice,
+    gated_linear: _gated_linear_op.choice,
+    gated_mlp: _gated_linear_op.choice,
+}
+# Of the operations whose implementations have more than one way to go: which it is, in words, by the arguments' names.
+_PATHS: dict[str, Callable[[str, dict[str, Any]], str]] = {_gated_linear_op.choice.op: _gated_linear_path}
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The answer of `explain_dispatch`: the implementation, why it is taken, and why each other is not."""
+    """The answer of `explain_dispatch`: the implementation, why it is taken, and why each other is not.
+
+    `path` is the way through the implementation where it has several, and why it is that one: the gated linear unit's
+    kernels move matrices by TMA or through pointers. Empty where there is one way.
+    """
 
     op: str
     impl: str
     reason: str
     passed_over: dict[str, str]
+    path: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.impl}, {self.reason}"]
+        lines += [f"  {self.path}"] if self.path else []
         lines += [f"  not {impl}: {reason}" for impl, reason in self.passed_over.items()]
         return "\n".join(lines)
 
@@ -44,8 +61,8 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         rope: cpu, the first that serves float32 on cpu
           not triton: ...
     """
-    module = _OPERATIONS.get(op)
-    if module is None:
+    choice = _OPERATIONS.get(op)
+    if choice is None:
         names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
         raise TypeError(f"explain_dispatch: op must be one of {names}, got {op!r}; pass the function itself")
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -53,21 +70,29 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         raise TypeError("explain_dispatch: args must hold a tensor, got none; pass the arguments of the call")
     device_type, dtype = tensors[0].device.type, tensors[0].dtype
     kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
-    reasons = {name: module.unavailable(name, device_type, dtype) for name in module.IMPLEMENTATIONS}
-    chosen = module.choose(device_type, dtype) if impl == "auto" else impl
+    reasons = {name: choice.unavailable(name, device_type, dtype) for name in choice.names}
+    chosen = choice.choose(device_type, dtype) if impl == "auto" else impl
     if chosen not in reasons or reasons[chosen] is not None:
         why = reasons.get(chosen, "it does not exist")
         raise ValueError(f'{op.__name__}: impl must be able to serve {kind}, got {impl!r}: {why}; use impl="auto"')
-    order = list(module.IMPLEMENTATIONS)
     passed_over = {
         name: reason
         or (
             f"{chosen} comes first"
-            if order.index(name) > order.index(chosen)
+            if choice.names.index(name) > choice.names.index(chosen)
             else f"it was not asked for; {chosen} was"
         )
         for name, reason in reasons.items()
         if name != chosen
     }
     reason = f"the first that serves {kind}" if impl == "auto" else "as asked"
-    return Dispatch(op.__name__, chosen, reason, passed_over)
+    return Dispatch(op.__name__, chosen, reason, passed_over, _path(choice, chosen, op, args, kwargs))
+
+
+def _path(choice: Choice, impl: str, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    explain = _PATHS.get(choice.op)
+    if explain is None:
+        return ""
+    call = inspect.signature(op).bind(*args, **kwargs)
+    call.apply_defaults()
+    return explain(impl, call.arguments)

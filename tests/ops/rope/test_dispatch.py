@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,13 +46,14 @@ def test_a_gpu_takes_a_kernel() -> None:
 
 def test_what_auto_takes_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    launcher = _op.launcher
+    for impl in ("cpu", "reference"):
+        module = _op.choice.implementation(impl)
 
-    def recorded(impl: str) -> _op.Launcher:
-        ran.append(impl)
-        return launcher(impl)
+        def recorded(*args: Any, impl: str = impl, launch: Any = module.launch) -> None:
+            ran.append(impl)
+            launch(*args)
 
-    monkeypatch.setattr(_op, "launcher", recorded)
+        monkeypatch.setattr(module, "launch", recorded)
     fusewise.rope(Q, **TABLE)
     fusewise.rope(Q, **TABLE, impl="reference")
     fusewise.rope(Q.double(), **TABLE)
@@ -84,7 +87,7 @@ def test_a_missing_compiler_leaves_the_reference(monkeypatch: pytest.MonkeyPatch
         return None if impl == "reference" else reason
 
     _op.choose.cache_clear()
-    monkeypatch.setattr(_op, "unavailable", without)
+    monkeypatch.setattr(_op.choice, "unavailable", without)
     try:
         told = fusewise.explain_dispatch(fusewise.rope, Q)
         assert told.impl == "reference"

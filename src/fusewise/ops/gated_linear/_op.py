@@ -14,14 +14,13 @@ What is left of the backward, dx and dW from the gradient of the pre-activations
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._choice import Choice
 from . import reference
 from ._problem import Halves, Spec, compute_dtype, new_preact
 
@@ -32,54 +31,16 @@ from ._problem import Halves, Spec, compute_dtype, new_preact
 #   impl                    the name of an implementation, or "auto"
 _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate, str spec, str impl"
 
-# In order of preference. Each is a module with `unavailable(device_type)` and the four functions that `reference.py`
-# shows: forward, gradient, recompute_gradient, down_gradient; they write into tensors that are given. `dpreact` may be
-# `preact` itself; `dbias` is (2, F), value first, in the dtype of the computation.
+# In order of preference. Each has the four functions that `reference.py` shows: forward, gradient, recompute_gradient,
+# down_gradient; they write into tensors that are given. `dpreact` may be `preact` itself; `dbias` is (2, F), value first,
+# in the dtype of the computation.
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
-
-
-@functools.cache
-def implementation(impl: str) -> Any:
-    """The module of an implementation, imported when it is first needed."""
-    return importlib.import_module(f"fusewise.ops.gated_linear.{'reference' if impl == 'reference' else f'_{impl}'}")
-
-
-@functools.cache
-def unavailable(impl: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""
-    if impl == "reference":
-        return None
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        return f"{impl} computes in float32 and takes float32, bfloat16 and float16, not {name}"
-    try:
-        module = implementation(impl)
-    except ImportError as error:
-        return f"{impl} cannot be imported: {error}"
-    reason: str | None = module.unavailable(device_type)
-    return reason
-
-
-@functools.cache
-def choose(device_type: str, dtype: torch.dtype) -> str:
-    """What impl="auto" takes: the first implementation, in the order of IMPLEMENTATIONS, that can serve the tensors.
-
-    The Triton interpreter is never chosen: it is there to check kernels, on request.
-    """
-    for impl in IMPLEMENTATIONS:
-        if (device_type, impl) != ("cpu", "triton") and unavailable(impl, device_type, dtype) is None:
-            return impl
-    raise AssertionError("the reference serves everything")
+choice = Choice("gated_linear", IMPLEMENTATIONS)
+implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
 def _module(impl: str, x: Tensor) -> Any:
-    if impl == "auto":
-        impl = choose(x.device.type, x.dtype)
-    elif (reason := unavailable(impl, x.device.type, x.dtype)) is not None:
-        raise ValueError(
-            f'gated_linear: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"'
-        )
-    return implementation(impl)
+    return choice.serving(impl, x.device.type, x.dtype)
 
 
 def _new_y(x: Tensor, halves: Halves) -> Tensor:

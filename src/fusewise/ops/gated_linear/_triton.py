@@ -107,6 +107,20 @@ def describable(x: Tensor) -> bool:
     return columns == 1 and rows > 0 and rows * size % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+def path(x: Tensor, halves: Halves) -> str:
+    """How a call's products move their matrices, and why: for `explain_dispatch`."""
+    if not _has_tma(x.get_device()):
+        return "through pointers: the device has no TMA"
+    rows = {"x": x, "the value's weight": halves.value, "the gate's weight": halves.gate}
+    odd = [name for name, matrix in rows.items() if not describable(matrix)]
+    hidden = halves.value.shape[0]
+    if hidden * x.element_size() % 16:
+        odd.append(f"y (F = {hidden})")
+    if odd:
+        return f"through pointers: TMA needs starts and rows aligned to 16 bytes, which {' and '.join(odd)} lacks"
+    return "by TMA: all starts and rows are aligned to 16 bytes"
+
+
 def kind(x: Tensor) -> str:
     """How products are taken: "half" for 16-bit operands; float32 in "tf32" only where torch's own may be, else "ieee"."""
     if x.dtype != torch.float32:

@@ -8,8 +8,6 @@ is an ordinary call of the same operator with the transposed spec, differentiabl
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._choice import Choice
 from ._problem import Spec, transposed_spec
 
 # The arguments after the rotated tensors, the same in every operator:
@@ -29,73 +28,17 @@ _COMMON = (
     "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
 )
 
-# A launcher writes the rotation of every x into its y; where y is x it works in place.
-Launcher = Callable[
-    [
-        tuple[Tensor, ...],
-        tuple[Tensor, ...],
-        Tensor,
-        Tensor | None,
-        Tensor | None,
-        Tensor | None,
-        Tensor | None,
-        int,
-        str,
-    ],
-    None,
-]
-
+# In order of preference. Each has `launch(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)`, which writes
+# the rotation of every x into its y; where y is x it works in place.
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
-
-
-@functools.cache
-def launcher(impl: str) -> Launcher:
-    """The launcher of an implementation, imported when it is first needed."""
-    name = "reference" if impl == "reference" else f"_{impl}"
-    module = importlib.import_module(f"fusewise.ops.rope.{name}")
-    launch: Launcher = module.launch
-    return launch
-
-
-@functools.cache
-def unavailable(impl: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""
-    if impl == "reference":
-        return None
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"{impl} computes in float32 and takes float32, bfloat16 and float16, not {_short(dtype)}"
-    try:
-        module = importlib.import_module(f"fusewise.ops.rope._{impl}")
-    except ImportError as error:
-        return f"{impl} cannot be imported: {error}"
-    reason: str | None = module.unavailable(device_type)
-    return reason
-
-
-@functools.cache
-def choose(device_type: str, dtype: torch.dtype) -> str:
-    """What impl="auto" takes: the first implementation, in the order of IMPLEMENTATIONS, that can serve the tensors.
-
-    The Triton interpreter is never chosen: it is there to check kernels, on request.
-    """
-    for impl in IMPLEMENTATIONS:
-        if (device_type, impl) != ("cpu", "triton") and unavailable(impl, device_type, dtype) is None:
-            return impl
-    raise AssertionError("the reference serves everything")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+choice = Choice("rope", IMPLEMENTATIONS)
+unavailable, choose, serving = choice.unavailable, choice.choose, choice.serving
 
 
 def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
     *call, impl = rest
     x = xs[0]
-    if impl == "auto":
-        impl = choose(x.device.type, x.dtype)
-    elif (reason := unavailable(impl, x.device.type, x.dtype)) is not None:
-        raise ValueError(f'rope: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"')
-    launcher(impl)(xs, ys, *call)
+    serving(impl, x.device.type, x.dtype).launch(xs, ys, *call)
 
 
 def _empty(x: Tensor, strides: list[int]) -> Tensor:
@@ -385,13 +328,14 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
         rotate_in_place(q, None, call)
         rotate_in_place(k, None, call)
     elif "torch._dynamo" in sys.modules:
-        if not _UNTRACED:
-            _UNTRACED.append(torch.compiler.disable(_apply))
-        _UNTRACED[0](_RopeInPlace, q, k, *call)
+        global _untraced
+        if _untraced is None:
+            _untraced = torch.compiler.disable(_apply)
+        _untraced(_RopeInPlace, q, k, *call)
     else:
         _apply(_RopeInPlace, q, k, *call)
 
 
 # `_apply` that torch.compile does not look into: traced, a mutation inside an autograd function is missing from the
 # gradients, and nothing says so. Where a graph may break the call runs outside it; `rope_` refuses a whole graph.
-_UNTRACED: list[Callable[..., Any]] = []
+_untraced: Callable[..., Any] | None = None

@@ -1,0 +1,65 @@
+"""Which implementation of an operation serves a call, and why another does not: one rule for every operation.
+
+An operation is a folder whose `reference.py` serves everything; each other implementation is a module `_<name>` in it
+with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32 from float32,
+bfloat16 and float16.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Choice:
+    """The implementations of one operation, in order of preference. All answers are kept: a call costs a look-up."""
+
+    def __init__(self, op: str, names: tuple[str, ...]) -> None:
+        self.op, self.names = op, names
+        self.implementation = functools.cache(self._implementation)
+        self.unavailable = functools.cache(self._unavailable)
+        self.choose = functools.cache(self._choose)
+        self.serving = functools.cache(self._serving)
+
+    def _implementation(self, impl: str) -> Any:
+        """The module of an implementation, imported when it is first needed."""
+        return importlib.import_module(f"{__package__}.{self.op}.{impl if impl == 'reference' else f'_{impl}'}")
+
+    def _unavailable(self, impl: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""
+        if impl == "reference":
+            return None
+        if dtype not in FLOATS:
+            name = str(dtype).removeprefix("torch.")
+            return f"{impl} computes in float32 and takes float32, bfloat16 and float16, not {name}"
+        try:
+            module = self.implementation(impl)
+        except ImportError as error:
+            return f"{impl} cannot be imported: {error}"
+        reason: str | None = module.unavailable(device_type)
+        return reason
+
+    def _choose(self, device_type: str, dtype: torch.dtype) -> str:
+        """What impl="auto" takes: the first that can serve the tensors.
+
+        The Triton interpreter is never chosen: it is there to check kernels, on request.
+        """
+        for impl in self.names:
+            if (device_type, impl) != ("cpu", "triton") and self.unavailable(impl, device_type, dtype) is None:
+                return impl
+        raise AssertionError("the reference serves everything")
+
+    def _serving(self, impl: str, device_type: str, dtype: torch.dtype) -> Any:
+        """The module that serves a call with `impl`, which may be "auto". A named one is taken or refused."""
+        if impl == "auto":
+            impl = self.choose(device_type, dtype)
+        elif (reason := self.unavailable(impl, device_type, dtype)) is not None:
+            raise ValueError(
+                f'{self.op}: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"'
+            )
+        return self.implementation(impl)

@@ -1,0 +1,75 @@
+"""Which implementation a gated linear unit takes, which way through it, and what is said about it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.ops.gated_linear import _op
+
+X, WEIGHT = torch.randn(3, 16), torch.randn(32, 16)
+CALLS = [
+    (fusewise.geglu_linear, (X, WEIGHT), {}),
+    (fusewise.gated_linear, (X, WEIGHT[:16]), {"w_gate": WEIGHT[16:], "activation": "silu"}),
+    (fusewise.gated_mlp, (X, WEIGHT, None, torch.randn(16, 16)), {"activation": "silu"}),
+    (fusewise.gated_mlp, (X, WEIGHT[:16], WEIGHT[16:], torch.randn(16, 16)), {"activation": "silu"}),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), CALLS)
+def test_what_auto_takes_is_what_runs(op: Any, args: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for impl in ("cpu", "reference"):
+        module = _op.implementation(impl)
+
+        def recorded(*args: Any, impl: str = impl, forward: Any = module.forward) -> None:
+            ran.append(impl)
+            forward(*args)
+
+        monkeypatch.setattr(module, "forward", recorded)
+    told = fusewise.explain_dispatch(op, *args, **kwargs)
+    assert told.op == op.__name__ and told.path == ""
+    assert set(told.passed_over) == set(_op.IMPLEMENTATIONS) - {told.impl} and all(told.passed_over.values())
+    op(*args, **kwargs)
+    op(*args, **kwargs, impl="reference")
+    wide = [None if x is None else x.double() for x in args]
+    op(*wide, **{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()})
+    native = _op.unavailable("cpu", "cpu", torch.float32) is None
+    assert ran == [told.impl, "reference", "reference"] and told.impl == ("cpu" if native else "reference")
+
+
+def test_a_named_implementation_never_falls_back() -> None:
+    for op, args, kwargs in CALLS:
+        with pytest.raises(
+            ValueError, match=r"impl must be able to serve the tensors, got 'triton'.*TRITON_INTERPRET=1"
+        ):
+            op(*args, **kwargs, impl="triton")
+        with pytest.raises(ValueError, match=r"impl must be able to serve float32 on cpu, got 'triton'"):
+            fusewise.explain_dispatch(op, *args, **kwargs, impl="triton")
+    spec = _op.Spec("silu", "stacked").encode()
+    with pytest.raises(ValueError, match=r"gated_linear: impl must be able to serve the tensors, got 'triton'"):
+        torch.ops.fusewise.gated_linear(X, WEIGHT, None, None, None, spec, "triton")  # as a compiled graph may
+
+
+@pytest.mark.interpreter
+def test_the_way_through_triton_is_named_with_its_reason() -> None:
+    def told(x: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> fusewise.Dispatch:
+        return fusewise.explain_dispatch(fusewise.gated_linear, x, weight, impl="triton", activation="silu", **kwargs)
+
+    aligned = told(X, WEIGHT)
+    assert aligned.path.startswith("by TMA") and f"\n  {aligned.path}\n" in str(aligned)
+    wide = torch.randn(32, 19)
+    for call, lacking in (
+        ((torch.randn(3, 17), torch.randn(32, 17)), "x and the value's weight and the gate's weight"),
+        ((X, wide[:, 1:17]), "the value's weight and the gate's weight"),
+        ((X, torch.randn(30, 16)), r"y \(F = 15\)"),
+        ((X.half(), torch.randn(24, 16).half()), r"y \(F = 12\)"),
+    ):
+        found = told(*call)
+        assert found.impl == "triton"
+        assert re.fullmatch(rf"through pointers: .* 16 bytes, which {lacking} lacks", found.path), found.path
+    assert "which the gate's weight lacks" in told(X, WEIGHT[:16], w_gate=wide[:16, :16]).path
