@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fusewise.lab import Unsupported, truth
-from fusewise.lab import rope as target
 from fusewise.lab.problem import Task
-from fusewise.lab.providers import peers
+from fusewise.lab.providers import rope_peers as peers
+from fusewise.lab.targets import rope as target
 from fusewise.ops.rope.cases import case
 
 CASES = {

@@ -3,7 +3,7 @@ from lab_fakes import Right
 
 from fusewise.lab import Missing, plugin
 from fusewise.lab.problem import Task
-from fusewise.lab.rope import RopeProblem
+from fusewise.lab.targets.rope import RopeProblem
 
 
 def test_built_in_providers_are_known_and_named_once():
@@ -31,14 +31,17 @@ def test_a_device_that_it_cannot_use_is_said():
 
 
 def test_default_selection_leaves_out_the_opt_in_ones():
-    default = {entry.name for entry in plugin.select(None)}
+    default = {entry.name for entry in plugin.select(None, "rope", "cpu")}
     assert "fusewise-cpu" in default
     assert "fusewise-cpu-inplace" not in default
-    assert [e.name for e in plugin.select(["fusewise-cpu-inplace", "eager"])] == ["fusewise-cpu-inplace", "eager"]
+    assert [e.name for e in plugin.select(["fusewise-cpu-inplace", "eager"], "rope", "cpu")] == [
+        "fusewise-cpu-inplace",
+        "eager",
+    ]
 
 
 def test_a_provider_may_be_named_by_its_place():
-    (entry,) = plugin.select(["lab_fakes:Right"])
+    (entry,) = plugin.select(["lab_fakes:Right"], "rope", "cpu")
     assert isinstance(entry.provider, Right)
 
 
@@ -46,12 +49,12 @@ def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(
         ValueError, match=r"^study: providers must be among .*eager.*, got 'nosuch'; `fusewise providers`"
     ):
-        plugin.select(["nosuch"])
+        plugin.select(["nosuch"], "rope", "cpu")
 
 
 @pytest.mark.parametrize("where", ["no_such_module:X", "lab_fakes:Nothing", "lab_fakes:not_a_provider"])
 def test_a_broken_plugin_is_an_entry_with_its_reason(where):
-    (entry,) = plugin.select([where])
+    (entry,) = plugin.select([where], "rope", "cpu")
     assert entry.provider is None
     assert entry.problem
 

@@ -6,7 +6,7 @@ import torch
 from fusewise.lab import truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
-from fusewise.lab.rope import RopeProblem
+from fusewise.lab.targets.rope import RopeProblem
 from fusewise.lab.truth import Errors
 
 

@@ -2,7 +2,7 @@
 
     capture (worker, timing, memory, truth)  →  record  →  analysis  →  render
 
-What a package needs to add a provider of its own is here; everything else is used through `fusewise study`.
+What a package needs to add a provider or a target of its own is here; everything else is used through `fusewise study`.
 """
 
 from .plugin import Missing as Missing
@@ -11,3 +11,5 @@ from .plugin import Run as Run
 from .plugin import Unsupported as Unsupported
 from .plugin import require as require
 from .problem import Problem as Problem
+from .problem import Program as Program
+from .targets import Target as Target

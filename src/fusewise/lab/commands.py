@@ -7,9 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusewise.ops.rope import cases as rope_cases
-
-from . import machine, plugin, record
+from . import machine, plugin, record, targets
 from .record import Record
 from .render import markdown, plots, size, terminal
 from .study import Options, Study
@@ -57,9 +55,8 @@ def case_listing(target: str) -> list[dict[str, Any]]:
             "shape": case.shape,
             "bytes": case.bytes_min("fwd", case.dtypes[0]),
         }
-        for preset in rope_cases.PRESETS
-        if preset.startswith(target)
-        for case in rope_cases.cases(preset)
+        for preset, cases in targets.resolve(target)[0].presets().items()
+        for case in cases
     ]
 
 

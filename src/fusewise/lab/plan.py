@@ -5,29 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fusewise.ops.rope import cases as rope_cases
-
-from . import machine, plugin
+from . import machine, plugin, targets
 from .problem import DTYPES, PASSES, Pass, Task
 from .study import Options
 
-TARGETS = ("rope",)
-DEFAULT_PRESET = {"rope": "rope-quick"}
 #: `--pass` and the passes that it measures.
 PASS_CHOICES: dict[str, tuple[Pass, ...]] = {
     "fwd": ("fwd",),
     "bwd": ("bwd",),
     "fwd+bwd": ("fwd+bwd",),
     "both": ("fwd", "bwd"),
-}
-#: Presets that are to end within minutes: three on two CPU cores, eight on a large GPU.
-HURRIED: dict[str, dict[str, Any]] = {
-    "rope-quick": {"time_limit": 90.0, "max_rounds": 10},
-    "rope-models": {"time_limit": 400.0},
 }
 
 
@@ -53,27 +43,26 @@ class Request:
 
 def options(request: Request, out: Path) -> Options:
     """Check the request and resolve it. ValueError with a fix for anything that cannot be measured."""
-    if request.target not in TARGETS:
-        raise ValueError(f"study: target must be one of {', '.join(TARGETS)}, got {request.target!r}; try `study rope`")
-    if request.preset is not None and request.cases:
+    target, preset = targets.resolve(request.target)
+    if (request.preset or preset) is not None and request.cases:
         raise ValueError("study: give --preset or --case, got both; leave one out")
-    preset = request.preset or (None if request.cases else DEFAULT_PRESET[request.target])
+    preset = request.preset or preset or (None if request.cases else target.default_preset)
     device = _device(request.device)
-    chosen = rope_cases.cases(preset) if preset else [rope_cases.case(name) for name in request.cases]
+    chosen = target.cases(preset) if preset else [target.case(name) for name in request.cases]
     for dtype in request.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
     if request.passes is not None and request.passes not in PASS_CHOICES:
         raise ValueError(f"study: pass must be one of {', '.join(PASS_CHOICES)}, got {request.passes!r}; choose one")
     tasks = [
-        Task(request.target, case.name, dtype, pass_, device, request.seed)
+        Task(target.name, case.name, dtype, pass_, device, request.seed, target.detail(case))
         for case in chosen
         for dtype in (request.dtypes or case.dtypes)
         for pass_ in _passes(request.passes, case.passes)
     ]
     if not tasks:
         raise ValueError(f"study: pass must be one that the cases have, got {request.passes!r}; try --pass fwd")
-    extra = dict(HURRIED.get(preset or "", {}))
+    extra = dict(target.hurried.get(preset or "", {}))
     if request.rounds is not None:
         low, high = request.rounds
         if not 3 <= low <= high:
@@ -82,9 +71,9 @@ def options(request: Request, out: Path) -> Options:
     if request.time_limit is not None:
         extra["time_limit"] = request.time_limit
     return Options(
-        op=request.target,
+        op=target.name,
         tasks=tasks,
-        providers=plugin.select(request.providers),
+        providers=plugin.select(request.providers, target.name, device),
         device=device,
         out=out,
         title=preset or ", ".join(request.cases),
@@ -137,5 +126,6 @@ def run_directory(request: Request, stamp: str) -> Path:
     """Where a run goes when no directory is named."""
     if request.out is not None:
         return request.out
-    name = request.preset or ("cases" if request.cases else DEFAULT_PRESET.get(request.target, request.target))
+    target, preset = targets.resolve(request.target)
+    name = request.preset or preset or ("cases" if request.cases else target.default_preset or target.name)
     return Path("fusewise-runs") / f"{name}-{stamp}"

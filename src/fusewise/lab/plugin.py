@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .problem import Problem
+from .problem import Problem, as_tuple, same
 
 ENTRY_POINTS = "fusewise.providers"
 
@@ -35,14 +35,14 @@ BUILT_IN = (
     "fusewise.lab.providers.ours:CpuInPlace",
     "fusewise.lab.providers.ours:Triton",
     "fusewise.lab.providers.ours:TritonInPlace",
-    "fusewise.lab.providers.peers:TransformerEngineUnfused",
-    "fusewise.lab.providers.peers:TransformerEngineFused",
-    "fusewise.lab.providers.peers:Liger",
-    "fusewise.lab.providers.peers:FlashAttn",
-    "fusewise.lab.providers.peers:Vllm",
-    "fusewise.lab.providers.peers:FlashInfer",
-    "fusewise.lab.providers.peers:Quack",
-    "fusewise.lab.providers.peers:Unsloth",
+    "fusewise.lab.providers.rope_peers:TransformerEngineUnfused",
+    "fusewise.lab.providers.rope_peers:TransformerEngineFused",
+    "fusewise.lab.providers.rope_peers:Liger",
+    "fusewise.lab.providers.rope_peers:FlashAttn",
+    "fusewise.lab.providers.rope_peers:Vllm",
+    "fusewise.lab.providers.rope_peers:FlashInfer",
+    "fusewise.lab.providers.rope_peers:Quack",
+    "fusewise.lab.providers.rope_peers:Unsloth",
 )
 
 
@@ -52,14 +52,6 @@ class Missing(Exception):
 
 class Unsupported(Exception):
     """The provider cannot run this problem; the message says why."""
-
-
-def _same(*tensors: Any) -> Any:
-    return tensors
-
-
-def _as_tuple(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,8 @@ class Run:
     """
 
     call: Callable[..., Any]
-    enter: Callable[..., tuple[Any, ...]] = _same
-    leave: Callable[[Any], tuple[Tensor, ...]] = _as_tuple
+    enter: Callable[..., tuple[Any, ...]] = same
+    leave: Callable[[Any], tuple[Tensor, ...]] = as_tuple
     in_place: bool = False
     backward: bool = True
     checked: bool = True
@@ -89,7 +81,8 @@ class Provider:
     packages: ClassVar[tuple[str, ...]] = ()  # distributions whose versions its rows carry
     install: ClassVar[str] = ""  # the command or sentence that brings a missing one
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    default: ClassVar[bool] = True  # measured when no providers are named
+    ops: ClassVar[tuple[str, ...]] = ()  # targets that it is for; () for any
+    default: ClassVar[bool] = True  # measured when no providers are named; see `chosen`
 
     def check(self, device: str) -> None:
         """Raise Missing when the provider cannot run on `device` here. Imports nothing heavy."""
@@ -98,6 +91,10 @@ class Provider:
             raise Missing(f"runs on {' and '.join(self.devices)} only, not on {kind}")
         if self.module and not _found(self.module):
             raise Missing(f"{self.module} is not installed; {self.install}")
+
+    def chosen(self, op: str, device: str) -> bool:
+        """Whether it is measured for a target on a device when no providers are named."""
+        return self.default and (not self.ops or op in self.ops)
 
     def build(self, problem: Problem) -> Run:
         """Make `problem` callable, or raise Unsupported (this problem) or Missing (this machine)."""
@@ -164,19 +161,21 @@ def known(extra: Iterable[str] = ()) -> list[Entry]:
     return entries
 
 
-def select(names: Iterable[str] | None) -> list[Entry]:
-    """The entries for `names` (a name, or `module:attribute`), or all default ones for None."""
+def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
+    """The entries for `names` (a name, or `module:attribute`), or for None all that are measured for `op` by default.
+
+    A library with kernels for several operations has a provider of one name for each; the one for `op` is meant.
+    """
     if names is None:
-        return [e for e in known() if e.provider is None or e.provider.default]
+        return [e for e in known() if e.provider is None or e.provider.chosen(op, device)]
     wanted = list(names)
-    entries = {e.name: e for e in known(n for n in wanted if ":" in n)}
-    by_place = {e.where: e for e in entries.values()}
+    entries = known(n for n in wanted if ":" in n)
     chosen = []
     for name in wanted:
-        entry = entries.get(name) or by_place.get(name)
-        if entry is None:
-            raise ValueError(
-                f"study: providers must be among {', '.join(entries)}, got {name!r}; `fusewise providers` lists them"
-            )
-        chosen.append(entry)
+        named = [e for e in entries if name in (e.name, e.where)]
+        if not named:
+            every = ", ".join(dict.fromkeys(e.name for e in entries))
+            raise ValueError(f"study: providers must be among {every}, got {name!r}; `fusewise providers` lists them")
+        fitting = (e for e in named if e.provider is None or not e.provider.ops or op in e.provider.ops)
+        chosen.append(next(fitting, named[0]))
     return chosen

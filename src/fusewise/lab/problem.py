@@ -1,14 +1,15 @@
 """A problem: one operation on one set of tensors, remade identically in every worker from a seed.
 
-A target (RoPE, later others) subclasses `Problem` and says how its tensors are made and what the mathematics is.
-Everything the lab does with it (truth, timing, memory) is written against this class alone.
+A target (`targets/`) subclasses `Problem` and says how its tensors are made and what the mathematics is. Everything the
+lab does with it (truth, timing, memory) is written against this class alone, and so is every compiler: `program` is the
+problem as plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,10 +39,33 @@ class Task:
         return (self.op, self.case, self.dtype, self.pass_)
 
 
+def same(*arguments: Any) -> Any:
+    """The arguments as they came."""
+    return arguments
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    """One tensor or several, as a tuple."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A problem as plain PyTorch, for whatever runs or compiles that: `leave(function(*enter(*problem.tensors)))`.
+
+    function: tensors and Python numbers in, one tensor or a tuple of tensors out; closed over no tensor, so that it
+        compiles as it stands, with TorchScript too.
+    enter: the problem's tensors -> the arguments of function (views, tables: what is not the operation itself).
+    leave: what function returned -> the outputs in the problem's own form.
+    """
+
+    function: Callable[..., Any]
+    enter: Callable[..., tuple[Any, ...]] = same
+    leave: Callable[[Any], tuple[Tensor, ...]] = as_tuple
+
+
 class Problem:
     """Tensors, the mathematics on them, and the bytes and flops it needs at least."""
-
-    op: ClassVar[str]
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -52,6 +76,15 @@ class Problem:
         #: One random gradient for each output.
         self.upstream: tuple[Tensor, ...] = ()
 
+    @property
+    def op(self) -> str:
+        """Name of the target."""
+        return self.task.op
+
+    def program(self) -> Program:
+        """The usual eager code as a function of tensors: what compilers compile and the yardstick for errors."""
+        raise NotImplementedError
+
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(g.shape) for g in self.upstream)
 
@@ -60,8 +93,9 @@ class Problem:
         raise NotImplementedError
 
     def eager(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The usual eager code in the tensors' own dtype: the yardstick for errors."""
-        raise NotImplementedError
+        """`program` called on `tensors`, in their own dtype."""
+        program = self.program()
+        return program.leave(program.function(*program.enter(*tensors)))
 
     def shape(self) -> str:
         """The shape as people write it, e.g. `b4 s4096 h32 kv8 d128`."""

@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from . import machine, memory, plugin, truth
+from . import machine, memory, plugin, targets, truth
 from .problem import Problem, Task
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 
@@ -38,15 +38,6 @@ TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
 
 Reply = dict[str, Any]
-
-
-def problem_for(task: Task) -> Problem:
-    """The target that makes the task's problem."""
-    if task.op == "rope":
-        from .rope import RopeProblem
-
-        return RopeProblem(task)
-    raise ValueError(f"study: op must be rope, got {task.op!r}; see `fusewise study --help`")
 
 
 @dataclass
@@ -109,7 +100,7 @@ class Server:
             last.task = task
             return last
         self.forget()
-        self.problem = problem_for(task)
+        self.problem = targets.problem_for(task)
         return self.problem
 
     def prepare(self, task: Task) -> Reply:

@@ -8,7 +8,7 @@ import fusewise
 
 from ..plugin import Provider, Run, Unsupported
 from ..problem import Problem
-from .pytorch import rope_problem
+from .rope_peers import rope_problem
 
 
 class _Fusewise(Provider):

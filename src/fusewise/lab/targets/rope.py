@@ -5,18 +5,37 @@ Shape legend: B batch, T tokens of a sequence, H heads, D head width, P rotated 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
 import fusewise
-from fusewise.ops.rope.cases import RopeCase, case
+from fusewise.ops.rope.cases import PRESETS, RopeCase, case
 
-from .problem import Problem, Task
+from ..problem import Problem, Program, Task, as_tuple
+from . import Case, Target
+
+
+class Rope(Target):
+    """Rotary embedding of q, or q and k."""
+
+    name = "rope"
+    default_preset = "rope-quick"
+    hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "rope-quick": {"time_limit": 90.0, "max_rounds": 10},
+        "rope-models": {"time_limit": 400.0},
+    }
+
+    def presets(self) -> Mapping[str, Sequence[Case]]:
+        return PRESETS
+
+    def problem(self, task: Task) -> Problem:
+        return RopeProblem(task)
 
 
 class RopeProblem(Problem):
-    op = "rope"
-
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.case: RopeCase = case(task.case)
@@ -28,11 +47,17 @@ class RopeProblem(Problem):
         result = fusewise.rope(*tensors, **self.inputs.kwargs, impl="reference")
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
-    def eager(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def program(self) -> Program:
+        """As in transformers, the table is gathered, duplicated and rounded to the tensors' dtype once a forward pass of
+        the whole model, outside of what is timed."""
         cos, sin = self.duplicated(self.dtype)
-        rotate = EAGER[self.case.pairing]
-        views = (self.to_bshd(x) for x in tensors)
-        return tuple(self.from_bshd(rotate(x, cos, sin, self.start(x), self.case.rotated)) for x in views)
+        numbers = (*(self.start(x) for x in self.tensors), self.case.rotated)
+        wrap = one if len(self.tensors) == 1 else two
+        return Program(
+            wrap(EAGER[self.case.pairing]),
+            lambda *xs: (*(self.to_bshd(x) for x in xs), cos, sin, *numbers),
+            lambda ys: tuple(self.from_bshd(y) for y in as_tuple(ys)),
+        )
 
     def shape(self) -> str:
         return self.case.shape
@@ -124,6 +149,26 @@ def interleaved_to_half(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: 
     if width == x.shape[-1]:
         return rotated
     return torch.cat((x[..., :start], rotated, x[..., start + width :]), dim=-1)
+
+
+def one(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`rotate` of q alone."""
+
+    def rope(q: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
+        return rotate(q, cos, sin, start, width)
+
+    return rope
+
+
+def two(rotate: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`rotate` of q and k in one function."""
+
+    def rope(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_start: int, k_start: int, width: int
+    ) -> tuple[Tensor, Tensor]:
+        return rotate(q, cos, sin, q_start, width), rotate(k, cos, sin, k_start, width)
+
+    return rope
 
 
 EAGER = {"half": half, "interleaved": interleaved, "interleaved_to_half": interleaved_to_half}

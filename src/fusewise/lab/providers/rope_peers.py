@@ -14,13 +14,20 @@ from torch import Tensor
 
 from ..plugin import Provider, Run, Unsupported, require
 from ..problem import Problem
-from ..rope import RopeProblem
-from .pytorch import rope_problem
+from ..targets.rope import RopeProblem
+
+
+def rope_problem(provider: Provider, problem: Problem) -> RopeProblem:
+    """The problem as RoPE, for providers that know nothing else."""
+    if not isinstance(problem, RopeProblem):
+        raise Unsupported(f"{provider.name} runs rope only, not {problem.op}")
+    return problem
 
 
 class _Peer(Provider):
     """A library's RoPE for q and k with a rotated part at the front of the head."""
 
+    ops: ClassVar[tuple[str, ...]] = ("rope",)
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     pairings: tuple[str, ...] = ("half",)
     partial = True

@@ -1,0 +1,115 @@
+"""What can be studied, by name: a target makes a `Problem` of a `Task` and knows its presets of cases.
+
+A target is one file with a `Target` and a `Problem`; `rope.py` beside this is an example. Ours are in BUILT_IN, a
+package adds its own by an entry point:
+
+    [project.entry-points."fusewise.targets"]
+    softmax = "my_package.lab:Softmax"
+
+What has a colon in it is a function of the user's own (`user.py`). Providers need nothing but the problem: compilers take
+`Problem.program()`, adapters of one operation's libraries the views that its problem offers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from ..problem import Pass, Problem, Task
+
+ENTRY_POINTS = "fusewise.targets"
+
+BUILT_IN = {
+    "rope": "fusewise.lab.targets.rope:Rope",
+}
+
+
+class Case(Protocol):
+    """One named problem of a target, before there is a tensor."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> str: ...
+
+    @property
+    def dtypes(self) -> Sequence[str]: ...
+
+    @property
+    def passes(self) -> Sequence[Pass]: ...
+
+    def bytes_min(self, direction: Pass, dtype: str, /) -> int: ...
+
+
+class Target:
+    """An operation that can be studied. Subclasses set the fields and write `presets` and `problem`."""
+
+    name: str  # what `fusewise study NAME` says and what rows carry as `op`
+    default_preset: ClassVar[str] = ""
+    #: Options (`study.Options`) of presets that are to end within minutes.
+    hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def presets(self) -> Mapping[str, Sequence[Case]]:
+        """Named sets of cases, in the order in which they are listed."""
+        raise NotImplementedError
+
+    def problem(self, task: Task) -> Problem:
+        """The tensors and the mathematics of a task; called in the provider's own process."""
+        raise NotImplementedError
+
+    def detail(self, case: Case) -> Mapping[str, Any]:
+        """Plain JSON that `problem` needs beyond the case's name."""
+        return {}
+
+    def cases(self, preset: str) -> Sequence[Case]:
+        """The cases of a preset, in the order of its table."""
+        presets = self.presets()
+        if preset not in presets:
+            raise ValueError(f"study: preset must be one of {', '.join(presets)}, got {preset!r}; choose one")
+        return presets[preset]
+
+    def case(self, name: str) -> Case:
+        """The case of that name, from whichever preset has it."""
+        for cases in self.presets().values():
+            for found in cases:
+                if found.name == name:
+                    return found
+        raise ValueError(
+            f"study: name must be that of a case in a preset, got {name!r}; `fusewise study {self.name} --list` has them"
+        )
+
+
+def names() -> list[str]:
+    """Every target's name, ours first."""
+    return list(dict.fromkeys([*BUILT_IN, *(p.name for p in importlib.metadata.entry_points(group=ENTRY_POINTS))]))
+
+
+def find(name: str) -> Target:
+    """The target of that name. ValueError for an unknown one."""
+    where = BUILT_IN.get(name)
+    if where is None:
+        where = next((p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS) if p.name == name), None)
+    if where is None:
+        raise ValueError(f"study: target must be one of {', '.join(names())}, got {name!r}; try `study rope`")
+    module, _, attribute = where.partition(":")
+    target = getattr(importlib.import_module(module), attribute)()
+    if not isinstance(target, Target):
+        raise TypeError(f"study: target {where} must be a fusewise.lab.Target, got {type(target).__name__}")
+    return target
+
+
+def resolve(name: str) -> tuple[Target, str | None]:
+    """The target of a name, or of a preset's name together with that preset."""
+    if name not in names():
+        for target in map(find, names()):
+            if name in target.presets():
+                return target, name
+    return find(name), None
+
+
+def problem_for(task: Task) -> Problem:
+    """The task's problem, made by its target."""
+    return find(task.op).problem(task)
