@@ -4,7 +4,7 @@ import pytest
 from builders import measurement, row, study_record
 from rich.console import Console
 
-from fusewise.lab import analysis
+from fusewise.lab import analysis, verdict
 from fusewise.lab.render import gigabytes_per_second, markdown, number, percent, plots, size, terminal
 
 
@@ -34,6 +34,17 @@ def test_report_says_what_was_measured_and_what_was_not():
     assert "![a.png](a.png)" in report
     assert "cut short" not in report
     assert "not idle" not in report
+
+
+def test_report_and_terminal_have_the_verdict():
+    record = sweep_record()
+    report = markdown.report(record)
+    assert "A hand-written kernel is worth it in 3 (3 fusewise-cpu)." in report
+    assert "| cube-8 fp32 fwd | memory | 8.00 | fusewise-cpu 9.60 | 66.7 % | – | yes: fusewise-cpu |" in report
+    assert "- eager: cannot tell: no ledger of its traffic" in report
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(terminal.verdict_table(verdict.verdicts(record)))
+    assert "yes: fusewise-cpu" in console.export_text()
 
 
 def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():

@@ -104,13 +104,28 @@ def best_other(provider: str, times: Mapping[str, float]) -> str | None:
     return min(others, key=lambda name: others[name]) if others else None
 
 
-def limits(times: Mapping[str, float]) -> tuple[str, float] | None:
-    """The limit that binds, of those measured beside the group: moving the bytes, or starting anything at all."""
-    measured = {name.removeprefix("floor-"): time for name, time in times.items() if is_floor(name)}
+def limits(times: Mapping[str, float], known: Mapping[str, float] | None = None) -> tuple[str, float] | None:
+    """The limit that binds: moving the bytes, the products, or starting anything at all. Those measured beside the
+    group count; `known` ones, of this machine at another time, where the group has none of their kind."""
+    measured = {**(known or {}), **{n.removeprefix("floor-"): t for n, t in times.items() if is_floor(n)}}
     if not measured:
         return None
     name = max(measured, key=lambda n: measured[n])
     return name, measured[name]
+
+
+def known_limits(found: Json | None, row: Row) -> dict[str, float]:
+    """Microseconds that the bytes and products of `row` take at the rates that `fusewise limits` found."""
+    if found is None:
+        return {}
+    times: dict[str, float] = {}
+    if found["copy_gb_s"] and row.bytes_min:
+        times["copy"] = row.bytes_min / found["copy_gb_s"] / 1e3
+    if (rate := found["matmul_tflop_s"].get(row.dtype)) and row.flops_min:
+        times["matmul"] = row.flops_min / rate / 1e6
+    if found["launch_us"]:
+        times["launch"] = found["launch_us"]
+    return times
 
 
 def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:
@@ -127,10 +142,13 @@ def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:
     return found
 
 
-def group_rows(rows: Sequence[Row], measurements: Sequence[Measurement]) -> tuple[list[Row], list[Json]]:
+def group_rows(
+    rows: Sequence[Row], measurements: Sequence[Measurement], machine: Json | None = None
+) -> tuple[list[Row], list[Json]]:
     """Complete the rows of one group (op, case, dtype, pass) from its measurements, and say what was compared.
 
-    `rows` have their status and what the preparation found; those that are ok get times, shares and verdicts.
+    `rows` have their status and what the preparation found; those that are ok get times, shares and verdicts. `machine`
+    is what `fusewise limits` found, for the kinds of limit that the group has no floor of.
     """
     rounds = {m.provider: round_medians(m) for m in measurements if m.rounds}
     times = {name: median(values.values()) for name, values in rounds.items()}
@@ -151,7 +169,7 @@ def group_rows(rows: Sequence[Row], measurements: Sequence[Measurement]) -> tupl
         if same is not None:
             comparisons.append(compared(twin, original, same, None))
     times = {name: time for name, time in times.items() if name not in twins}
-    limit = limits(times)
+    limit = limits(times, known_limits(machine, rows[0]) if rows else None)
     by_name = {m.provider: m for m in measurements}
     finished = []
     for row in rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import machine, plugin, record, targets
+from . import machine, plugin, record, targets, verdict
 from .record import Record
 from .render import markdown, plots, size, terminal
 from .study import Options, Study
@@ -37,11 +37,14 @@ def render(found: Record, directory: Path) -> Path:
 
 
 def show(found: Record) -> None:
-    """The table of times on standard output, as wide as it needs to be where nothing limits it."""
+    """The tables of times and verdicts on standard output, as wide as they need to be where nothing limits them."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
+    judged = verdict.verdicts(found)
     console.print(terminal.summary(found))
+    console.print(terminal.verdict_table(judged))
+    console.print(" ".join(verdict.summary(judged)), markup=False, highlight=False)
 
 
 def case_listing(target: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
+from ..verdict import Verdict, sentences, summary, verdicts
 from . import gigabytes_per_second, groups, measured, number, percent, size
 
 HOW_TO_READ = """\
@@ -33,9 +34,12 @@ BUSY = 0.5
 def report(record: Record, plots: Sequence[str] = ()) -> str:
     """The record as Markdown; `plots` are file names of pictures beside it."""
     request, rows = record.request, record.rows
+    judged = verdicts(record)
     parts = [
         f"# fusewise study: {text(request['title'] or request['op'])}",
         opening(record),
+        "## Verdict",
+        *conclusions(judged),
         *(f"![{text(name)}]({name})" for name in plots),
         "## Times at a glance",
         *summaries(record),
@@ -47,7 +51,7 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         "## Providers without a time",
         absent(rows),
         "## Case by case",
-        *(section(key, members, record.comparisons) for key, members in groups(record).items()),
+        *(section(v, members, record.comparisons) for v, members in zip(judged, groups(record).values(), strict=True)),
         "## How to read it",
         HOW_TO_READ.format(
             cache="The cache is warm: every call finds what the last one left."
@@ -67,6 +71,25 @@ def opening(record: Record) -> str:
         f"Run `{record.run}` of {record.created} on {text(record.environment['device_name'])}: "
         f"{len(groups(record))} comparisons, {ok} providers measured{seconds}.{state}"
     )
+
+
+def conclusions(judged: Sequence[Verdict]) -> list[str]:
+    """The study in a few sentences, and a line a group."""
+    lines = [
+        [
+            text(" ".join(v.key[1:])),
+            v.bound,
+            number(v.minimum_us),
+            f"{text(v.gaps[0].provider)} {number(v.gaps[0].time_us)}" if v.gaps else "–",
+            percent(v.left),
+            size(v.saved_bytes),
+            f"{v.worth}{f': {text(v.kernel)}' if v.kernel else ''}",
+        ]
+        for v in judged
+    ]
+    columns = ["case", "bound by", "at least µs", "fastest µs", "left over the best compiler"]
+    columns += ["fusing saves", "worth a kernel"]
+    return [text(" ".join(summary(judged))), table(columns, lines)]
 
 
 def summaries(record: Record) -> list[str]:
@@ -93,8 +116,9 @@ def summaries(record: Record) -> list[str]:
     return parts
 
 
-def section(key: tuple[str, str, str, str], rows: Sequence[Row], comparisons: Sequence[Json]) -> str:
+def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -> str:
     """One group: every provider that was measured or found wrong, with all that is known about it."""
+    key = judged.key
     _, case, dtype, pass_ = key
     mine = [c for c in comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
     against = {c["provider"]: c for c in mine}
@@ -116,7 +140,9 @@ def section(key: tuple[str, str, str, str], rows: Sequence[Row], comparisons: Se
         [
             f"### {text(case)} · {dtype} · {pass_}",
             f"{text(head.shape)}; at least {size(head.bytes_min)} to move. {noise}",
+            text(" ".join(sentences(judged))),
             table(columns, lines),
+            "\n".join(f"- {text(gap.provider)}: {text('; '.join(gap.causes))}" for gap in judged.gaps),
         ]
     )
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from ..analysis import is_floor, is_ours
 from ..problem import Task
 from ..record import Record, Row
+from ..verdict import Verdict
 from . import measured, number, percent
 
 
@@ -89,6 +90,19 @@ def summary(record: Record) -> Table:
                 value = number(mine.device_us)
                 cells.append(f"[bold]{value}[/]" if mine.device_us == min(rivals, default=None) else value)
         table.add_row(escape(" ".join(key)), *cells)
+    return table
+
+
+def verdict_table(found: Sequence[Verdict]) -> Table:
+    """A line a group: what binds it, how near the best comes, and whether a kernel is worth it."""
+    table = Table(title="verdict")
+    for column in ("case", "bound by", "at least µs", "fastest", "left over the best compiler", "worth a kernel"):
+        table.add_column(column, overflow="fold")
+    for v in found:
+        fastest = f"{v.gaps[0].provider} {number(v.gaps[0].time_us)} µs" if v.gaps else "–"
+        worth = v.worth + (f": {v.kernel}" if v.kernel else "")
+        cells = (" ".join(v.key[1:]), v.bound, number(v.minimum_us), fastest, percent(v.left), worth)
+        table.add_row(*(escape(cell) for cell in cells))
     return table
 
 

@@ -1,0 +1,253 @@
+"""What a record says in words: what bounds an operation, how near the providers come, and whether a kernel is worth it.
+
+Pure functions of a record. The rules, in the order in which they are tried, are in docs/report.md; each threshold is a
+constant here. Where the data do not carry a statement the answer is "cannot tell", with what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import analysis
+from .analysis import TWIN, Ratio, is_floor, is_ours
+from .record import Json, Record, Row
+from .render import groups, number, percent, size
+
+#: A provider this near the limit leaves nothing that is worth a kernel.
+ENOUGH = 0.9
+#: Bytes beyond this many times the minimum are a cause.
+EXCESS = 1.1
+#: A share of the time from which launches, or a clock below the others', are a cause.
+NOTICEABLE = 0.1
+#: Shorter than this, microseconds, events and kernels are measured together.
+MEASUREMENT_FLOOR = 5.0
+#: Providers that take the user's own code: what there is without a hand-written kernel.
+COMPILERS = ("eager", "torchscript", "torch.compile", "thunder", "jax", "xla", "tvm")
+
+Bound = Literal["memory", "compute", "launch", "cannot tell"]
+Worth = Literal["yes", "no", "try", "cannot tell"]
+BOUND_BY: dict[str | None, Bound] = {"copy": "memory", "matmul": "compute", "launch": "launch"}
+DOING: dict[Bound, str] = {
+    "memory": "memory-bound: moving its bytes takes longer than computing on them",
+    "compute": "compute-bound: its products take longer than moving its bytes",
+    "launch": "launch-bound: starting any kernel takes longer than its bytes or its products",
+    "cannot tell": "bound by what cannot be told: no floor was measured, and the record has no limits of this machine",
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far one right provider is from the minimum, and why."""
+
+    provider: str
+    row: str  # the id of its row
+    time_us: float
+    factor: float | None  # time over the minimum
+    causes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of one group."""
+
+    key: tuple[str, str, str, str]
+    bound: Bound
+    minimum_us: float | None
+    gaps: tuple[Gap, ...]  # fastest first
+    saved_bytes: int | None  # what eager moves beyond the minimum: all that fusing can save
+    left: float | None  # share of the best compiler's time that is above the minimum
+    worth: Worth
+    kernel: str | None  # a hand-written one that is worth it
+    why: str
+
+
+def verdicts(record: Record) -> list[Verdict]:
+    """One verdict a group, in the order measured."""
+    return [_verdict(key, rows, record) for key, rows in groups(record).items()]
+
+
+def is_compiler(provider: str) -> bool:
+    return any(provider == name or provider.startswith(f"{name}-") for name in COMPILERS)
+
+
+def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record) -> Verdict:
+    timed = sorted((r for r in rows if r.device_us is not None and not is_floor(r.provider)), key=_time)
+    limited = next((r for r in timed if r.limit is not None and r.share_of_limit is not None), None)
+    bound = BOUND_BY.get(limited.limit, "cannot tell") if limited else "cannot tell"
+    minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
+    ledgers = {entry["provider"]: entry for entry in record.ledgers if _belongs(entry, key)}
+    launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
+    gaps = []
+    for row in timed:
+        factor = None if minimum is None else _time(row) / minimum
+        causes = _causes(row, factor, ledgers.get(row.provider), launch, timed, record)
+        gaps.append(Gap(row.provider, row.id, _time(row), factor, tuple(causes)))
+    worth, kernel, why = _worth(key, timed, bound, minimum, record)
+    best = next((r for r in timed if is_compiler(r.provider)), None)
+    left = None if best is None or minimum is None else max(0.0, 1 - minimum / _time(best))
+    saved = _saved(ledgers.get("eager"), rows[0].bytes_min)
+    return Verdict(key, bound, minimum, tuple(gaps), saved, left, worth, kernel, why)
+
+
+def _time(row: Row) -> float:
+    assert row.device_us is not None
+    return row.device_us
+
+
+def _belongs(entry: Json, key: tuple[str, str, str, str]) -> bool:
+    return (entry["op"], entry["case"], entry["dtype"], entry["pass"]) == key
+
+
+def moved(ledger: Json) -> int:
+    """Bytes that all kernels of a ledger read and write."""
+    return sum((kernel["read"] or 0) + (kernel["written"] or 0) for kernel in ledger["kernels"])
+
+
+def _saved(eager: Json | None, bytes_min: int | None) -> int | None:
+    return None if eager is None or bytes_min is None else max(0, moved(eager) - bytes_min)
+
+
+def _causes(
+    row: Row, factor: float | None, ledger: Json | None, launch: float | None, timed: Sequence[Row], record: Record
+) -> list[str]:
+    """Everything in the record that makes this provider slower than the minimum, or its time less certain."""
+    causes = []
+    if ledger is not None and row.bytes_min:
+        ratio, count = moved(ledger) / row.bytes_min, len(ledger["kernels"])
+        if ratio > EXCESS:
+            causes.append(f"moves {number(ratio)} times the bytes, in {count} kernel{'s' if count > 1 else ''}")
+        if launch is not None and count > 1 and (count - 1) * launch / _time(row) > NOTICEABLE:
+            share = (count - 1) * launch / _time(row)
+            causes.append(f"starts {count} kernels where one would do: {percent(min(1.0, share))} of its time")
+    for stage in record.code:
+        if stage["provider"] == row.provider and _of_row(stage, row) and _count(stage, "spill") > 0:
+            causes.append(f"spills registers ({stage['stage']})")
+    if row.host_us is not None and row.host_us > _time(row):
+        causes.append(f"called from Python it waits for the host, {number(row.host_us)} µs a call")
+    turns = [t for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider) for t in m.rounds]
+    if any(turn.get("held") is False for turn in turns):
+        causes.append("its time includes waiting for the host: too many launches to queue")
+    clocks = {r.provider: r.clocks["sm_mhz"] for r in timed if r.clocks and "sm_mhz" in r.clocks}
+    if row.provider in clocks and clocks[row.provider] < (1 - NOTICEABLE) * max(clocks.values()):
+        causes.append(f"its clock was lower: {number(clocks[row.provider], 4)} MHz")
+    if factor is not None and factor <= 1 / ENOUGH:
+        return causes or ["at the limit"]
+    if row.device_us is not None and row.device_us < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
+        causes.append("at the floor of what can be measured")
+    return causes or ["cannot tell: " + ("its ledger is lean" if ledger else "no ledger of its traffic")]
+
+
+def _of_row(stage: Json, row: Row) -> bool:
+    """Stages may be of one group, or of the provider as such."""
+    mine: Mapping[str, Any] = {"op": row.op, "case": row.case, "dtype": row.dtype, "pass": row.pass_}
+    return all(stage.get(name, value) == value for name, value in mine.items())
+
+
+def _count(stage: Json, word: str) -> float:
+    """The sum of the counts whose name has `word` in it."""
+    found = (v for name, v in stage.get("counts", {}).items() if word in name)
+    return sum(v for v in found if isinstance(v, (int, float)))
+
+
+def _worth(
+    key: tuple[str, str, str, str], timed: Sequence[Row], bound: Bound, minimum: float | None, record: Record
+) -> tuple[Worth, str | None, str]:
+    """Is a hand-written kernel worth it here, which one, and why. The first rule that applies decides."""
+    if not timed:
+        return "cannot tell", None, "no provider was right and has a time"
+    if minimum is None:
+        return "cannot tell", None, "no limit is known; add floor-copy to the providers, or run `fusewise limits`"
+    noise = next(
+        (c["noise"] for c in record.comparisons if _belongs(c, key) and c["provider"].endswith(TWIN)),
+        None,
+    )
+    if noise is None:
+        return "cannot tell", None, "no A/A pair was measured, so no noise is known"
+    compilers = [row for row in timed if is_compiler(row.provider)]
+    if not compilers:
+        return "cannot tell", None, "no compiler was measured beside"
+    best = compilers[0]
+    reach = minimum / _time(best)
+    if bound == "launch":
+        return "no", None, "starting anything takes as long; fuse it with its neighbours or capture a CUDA graph"
+    if reach >= ENOUGH:
+        return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
+    by_hand = [row for row in timed if not is_compiler(row.provider)]
+    words = {row.provider: _against(row, best, noise, record) for row in by_hand}
+    better = [row for row in by_hand if words[row.provider][1] == "faster"]
+    if better:
+        chosen = next((row for row in better if is_ours(row.provider)), better[0])
+        ratio = words[chosen.provider][0]
+        assert ratio is not None
+        why = f"{chosen.provider} takes {_interval(ratio)} of the time of {best.provider}"
+        if chosen is not better[0]:
+            why += f", {better[0].provider} {number(_time(better[0]) / _time(best))}"
+        return "yes", chosen.provider, why
+    if 1 / reach - 1 <= noise:
+        return "cannot tell", None, f"what is left is within the noise of this run, {percent(noise)}"
+    if any(word == "ambiguous" for _, word in words.values()):
+        named = next(name for name, (_, word) in words.items() if word == "ambiguous")
+        return "cannot tell", None, f"{named} against {best.provider} is ambiguous; measure more rounds"
+    room = f"{best.provider} is at {percent(reach)} of the limit"
+    if not by_hand:
+        return "try", None, f"{room} and no hand-written kernel was measured"
+    return "try", None, f"{room}, and no hand-written kernel measured here is faster"
+
+
+def _against(row: Row, other: Row, noise: float, record: Record) -> tuple[Ratio | None, str]:
+    """The ratio of two providers of one group from the raw samples, and the word for it."""
+    rounds = {m.provider: analysis.round_medians(m) for m in record.measurements if m.key == row.key and m.rounds}
+    if row.provider not in rounds or other.provider not in rounds:
+        return None, "ambiguous"
+    ratio = analysis.paired_ratio(rounds[row.provider], rounds[other.provider])
+    return ratio, analysis.verdict(ratio, noise)
+
+
+def _interval(ratio: Ratio) -> str:
+    return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+WORTH_WORDS: dict[Worth, str] = {
+    "yes": "A hand-written kernel is worth it",
+    "no": "A hand-written kernel is not worth it",
+    "try": "A hand-written kernel may be worth trying",
+    "cannot tell": "Whether a hand-written kernel is worth it cannot be told",
+}
+
+
+def sentences(verdict: Verdict) -> list[str]:
+    """The verdict on one group as a reader wants it, a thought a sentence."""
+    said = [f"It is {DOING[verdict.bound]}."]
+    if verdict.minimum_us is not None:
+        said.append(f"It takes {number(verdict.minimum_us)} µs at least.")
+    if verdict.gaps:
+        first = verdict.gaps[0]
+        share = "" if first.factor is None else f", {number(first.factor)} times the minimum"
+        said.append(f"Fastest is {first.provider} with {number(first.time_us)} µs{share}.")
+    if verdict.saved_bytes is not None:
+        said.append(f"Fusing saves {size(verdict.saved_bytes)} of memory traffic against eager.")
+    if verdict.left is not None:
+        said.append(f"Of the best compiler's time {percent(verdict.left)} is still to gain.")
+    named = f": {verdict.kernel}" if verdict.kernel else ""
+    return [*said, f"{WORTH_WORDS[verdict.worth]}{named} ({verdict.why})."]
+
+
+def summary(found: Sequence[Verdict]) -> list[str]:
+    """The whole study in a few sentences."""
+    if not found:
+        return ["Nothing was measured, so nothing can be told."]
+
+    def counted(values: Sequence[str]) -> str:
+        return ", ".join(f"{values.count(value)} {value}" for value in dict.fromkeys(values))
+
+    bounds = [v.bound if v.bound == "cannot tell" else f"{v.bound}-bound" for v in found]
+    said = [f"Of {len(found)} comparison{'s' if len(found) > 1 else ''}: {counted(bounds)}."]
+    for worth, words in WORTH_WORDS.items():
+        these = [v for v in found if v.worth == worth]
+        if these:
+            kernels = [v.kernel for v in these if v.kernel]
+            whys = counted(kernels) if kernels else "; ".join(list(dict.fromkeys(v.why for v in these))[:2])
+            said.append(f"{words} in {len(these)} ({whys}).")
+    return said

@@ -1,0 +1,170 @@
+"""Constructed records with known answers: each rule of docs/report.md once, and where it must stay silent."""
+
+import pytest
+from builders import measurement, row, study_record
+
+from fusewise.lab import analysis
+from fusewise.lab.verdict import Verdict, moved, sentences, summary, verdicts
+
+PLACE = {"op": "rope", "case": "cube-8", "dtype": "fp32", "pass": "fwd"}
+
+
+def record(times, pair="eager", noise=0.001, hosts=None, ledgers=(), limits=None, wrong=(), code=(), **fields):
+    """One group with these device times; the pair's second comes out `noise` slower."""
+    all_times = {**times, **({f"{pair}#2": times[pair] * (1 + noise)} if pair in times else {})}
+    measurements = [measurement(name, [[time]] * 6) for name, time in all_times.items()]
+    for m in measurements:
+        for turn in m.rounds:
+            turn["host_us"] = (hosts or {}).get(m.provider)
+    rows = [row(name, **fields) for name in times] + [row(name, "wrong", error=1.0, **fields) for name in wrong]
+    rows, comparisons = analysis.group_rows(rows, measurements, limits)
+    return study_record(rows, measurements, comparisons, ledgers=list(ledgers), code=list(code), limits=limits)
+
+
+def only(found) -> Verdict:
+    (one,) = verdicts(found)
+    return one
+
+
+def ledger(provider, *kernels):
+    return {**PLACE, "provider": provider, "kernels": [{"name": "k", "read": r, "written": w} for r, w in kernels]}
+
+
+LIMITS = {
+    "device": "test", "created": "", "copy_gb_s": 1000.0, "triad_gb_s": 900.0, "launch_us": 2.0,
+    "matmul_tflop_s": {"fp32": 1.0}, "clocks": None, "versions": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("floors", "bound", "minimum"),
+    [
+        ({"floor-copy": 10.0, "floor-launch": 2.0}, "memory", 10.0),
+        ({"floor-copy": 10.0, "floor-matmul": 40.0}, "compute", 40.0),
+        ({"floor-copy": 1.0, "floor-launch": 2.0}, "launch", 2.0),
+        ({}, "cannot tell", None),
+    ],
+)
+def test_what_binds_and_the_least_time(floors, bound, minimum):
+    found = only(record({**floors, "eager": 80.0}))
+    assert found.bound == bound
+    assert found.minimum_us == (None if minimum is None else pytest.approx(minimum))
+
+
+def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
+    memory = only(record({"eager": 80.0}, limits=LIMITS))  # 8 MB at 1000 GB/s
+    assert (memory.bound, memory.minimum_us) == ("memory", pytest.approx(8.0))
+    compute = only(record({"eager": 80.0, "floor-copy": 9.0}, limits=LIMITS, flops_min=20_000_000))
+    assert (compute.bound, compute.minimum_us) == ("compute", pytest.approx(20.0))
+    measured = only(record({"eager": 80.0, "floor-copy": 9.0}, limits=LIMITS))
+    assert measured.minimum_us == pytest.approx(9.0)
+
+
+def test_a_kernel_of_ours_that_beats_the_best_compiler_is_worth_it_and_named():
+    found = only(record({"floor-copy": 10.0, "eager": 90.0, "torch.compile": 20.0, "fusewise-cpu": 11.0}))
+    assert (found.worth, found.kernel) == ("yes", "fusewise-cpu")
+    assert found.why == "fusewise-cpu takes 0.550 [0.550, 0.550] of the time of torch.compile"
+    assert found.left == pytest.approx(0.5)
+    assert [gap.provider for gap in found.gaps] == ["fusewise-cpu", "torch.compile", "eager"]
+    assert found.gaps[0].causes == ("at the limit",)
+
+
+def test_a_faster_library_is_told_beside_ours():
+    found = only(record({"floor-copy": 10.0, "eager": 90.0, "fusewise-cpu": 20.0, "liger": 12.0}))
+    assert (found.worth, found.kernel) == ("yes", "fusewise-cpu")
+    assert found.why.endswith(", liger 0.133")
+    assert only(record({"floor-copy": 10.0, "eager": 90.0, "liger": 12.0})).kernel == "liger"
+
+
+@pytest.mark.parametrize(
+    ("times", "noise", "worth", "words"),
+    [
+        ({"floor-copy": 10.0, "eager": 10.5}, 0.001, "no", "eager is at 95.2 % of the limit"),
+        ({"floor-launch": 10.0, "eager": 90.0}, 0.001, "no", "capture a CUDA graph"),
+        ({"floor-copy": 10.0, "eager": 20.0}, 0.001, "try", "no hand-written kernel was measured"),
+        ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0}, 0.001, "try", "measured here is faster"),
+        ({"floor-copy": 10.0, "eager": 20.0, "liger": 17.0}, 0.3, "cannot tell", "ambiguous; measure more rounds"),
+        ({"floor-copy": 10.0, "eager": 12.0}, 0.3, "cannot tell", "within the noise of this run, 30 %"),
+        ({"floor-copy": 10.0, "liger": 20.0}, 0.001, "cannot tell", "no A/A pair"),
+        ({"eager": 20.0}, 0.001, "cannot tell", "no limit is known"),
+        ({"floor-copy": 10.0}, 0.001, "cannot tell", "no provider was right"),
+    ],
+)
+def test_not_worth_it_worth_trying_or_not_to_be_told(times, noise, worth, words):
+    found = only(record(times, noise=noise))
+    assert (found.worth, words in found.why) == (worth, True), found.why
+    assert found.kernel is None
+
+
+def test_without_a_compiler_nothing_is_said_of_a_kernel():
+    found = only(record({"floor-copy": 10.0, "liger": 20.0}, pair="liger"))
+    assert (found.worth, found.why) == ("cannot tell", "no compiler was measured beside")
+
+
+def test_a_wrong_provider_has_no_part_in_the_verdict():
+    found = only(record({"floor-copy": 10.0, "eager": 30.0}, wrong=["fusewise-cpu"]))
+    assert [gap.provider for gap in found.gaps] == ["eager"]
+    assert found.worth == "try"
+
+
+def test_causes_come_from_ledgers_hosts_clocks_and_counts():
+    found = record(
+        {"floor-copy": 10.0, "floor-launch": 2.0, "eager": 40.0, "torch.compile": 12.0, "jax": 30.0},
+        hosts={"torch.compile": 48.0},
+        ledgers=[ledger("eager", (8_000_000, 8_000_000), (8_000_000, 8_000_000)), ledger("torch.compile", (4_000_000, 4_000_000))],
+        code=[{"provider": "jax", "stage": "sass", "order": 1, "language": "sass", "text": "", "counts": {"spill_bytes": 8}}],
+    )  # fmt: skip
+    causes = {gap.provider: gap.causes for gap in only(found).gaps}
+    assert causes["eager"] == ("moves 4.00 times the bytes, in 2 kernels",)
+    assert causes["torch.compile"] == ("called from Python it waits for the host, 48.0 µs a call",)
+    assert causes["jax"] == ("spills registers (sass)",)
+    assert only(found).saved_bytes == 24_000_000
+    assert moved(found.ledgers[0]) == 32_000_000
+
+
+def test_many_launches_starved_queues_and_low_clocks_are_causes():
+    found = record(
+        {"floor-copy": 10.0, "floor-launch": 2.0, "eager": 40.0, "thunder": 50.0},
+        ledgers=[ledger("eager", *[(800_000, 800_000)] * 5)],
+    )
+    for m in found.measurements:
+        for turn in m.rounds:
+            turn["held"] = m.provider != "eager"
+    found.rows = [
+        r if r.provider not in ("eager", "thunder") else type(r)(**{**r.__dict__, "clocks": {"sm_mhz": mhz}})
+        for r, mhz in zip(found.rows, (0, 0, 1000, 1900), strict=True)
+    ]
+    causes = {gap.provider: gap.causes for gap in only(found).gaps}
+    assert causes["eager"] == (
+        "starts 5 kernels where one would do: 20 % of its time",
+        "its time includes waiting for the host: too many launches to queue",
+        "its clock was lower: 1,000 MHz",
+    )
+    assert causes["thunder"] == ("cannot tell: no ledger of its traffic",)
+
+
+def test_a_record_read_back_without_samples_gives_no_false_certainty():
+    found = record({"floor-copy": 10.0, "eager": 90.0, "fusewise-cpu": 11.0})
+    found.measurements = []
+    assert only(found).worth == "cannot tell"
+
+
+def test_sentences_say_it_all():
+    found = record(
+        {"floor-copy": 10.0, "eager": 90.0, "torch.compile": 20.0, "fusewise-cpu": 11.0},
+        ledgers=[ledger("eager", (16_777_216, 8_000_000))],
+    )
+    assert sentences(only(found)) == [
+        "It is memory-bound: moving its bytes takes longer than computing on them.",
+        "It takes 10.0 µs at least.",
+        "Fastest is fusewise-cpu with 11.0 µs, 1.10 times the minimum.",
+        "Fusing saves 16.0 MiB of memory traffic against eager.",
+        "Of the best compiler's time 50 % is still to gain.",
+        "A hand-written kernel is worth it: fusewise-cpu"
+        " (fusewise-cpu takes 0.550 [0.550, 0.550] of the time of torch.compile).",
+    ]
+    assert summary(verdicts(found)) == [
+        "Of 1 comparison: 1 memory-bound.",
+        "A hand-written kernel is worth it in 1 (1 fusewise-cpu).",
+    ]
+    assert summary([]) == ["Nothing was measured, so nothing can be told."]
