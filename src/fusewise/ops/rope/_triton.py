@@ -29,17 +29,11 @@ class Tile:
     block_h: int  # heads, or features of all heads together where `flat`
 
 
-def choose_tile(tokens: int, heads: int, lanes: int, processors: int) -> Tile:
-    """The tile for heads whose pairs take `lanes` threads, each with 16 bytes of both halves.
-
-    It shrinks only where there would not be enough programs for every multiprocessor.
-    """
+def choose_tiles(tokens: int, heads: tuple[int, ...], lanes: int, processors: int) -> list[Tile]:
+    """A tile for each tensor, of heads whose pairs take `lanes` threads, each with 16 bytes of both halves."""
     rows = max(1, THREADS // lanes)
-    block_h = min(rows, _divisor_power_of_2(heads))
-    block_t = rows // block_h
-    while block_t > 1 and triton.cdiv(tokens, block_t) * triton.cdiv(heads, block_h) < 4 * processors:
-        block_t //= 2
-    return Tile(block_t, block_h)
+    blocks = [min(rows, _divisor_power_of_2(count)) for count in heads]
+    return _enough([Tile(rows // block, block) for block in blocks], tokens, heads, 4 * processors)
 
 
 def _divisor_power_of_2(heads: int) -> int:
@@ -49,15 +43,27 @@ def _divisor_power_of_2(heads: int) -> int:
     return divisor if divisor >= 4 else min(8, triton.next_power_of_2(max(heads, 1)))
 
 
-def choose_flat_tile(tokens: int, features: int, itemsize: int, processors: int) -> Tile:
-    """The tile over all features of a token, a thread with 16 bytes of them."""
+def choose_flat_tiles(tokens: int, features: tuple[int, ...], itemsize: int, processors: int) -> list[Tile]:
+    """A tile for each tensor, over all features of a token, a thread with 16 bytes of them."""
     elements = THREADS * 16 // itemsize
-    divisor = features & -features
-    block = min(elements, divisor if divisor >= elements // 4 else triton.next_power_of_2(max(features, 1)))
-    block_t = elements // block
-    while block_t > 1 and triton.cdiv(tokens, block_t) * triton.cdiv(features, block) < 2 * processors:
-        block_t //= 2
-    return Tile(block_t, block)
+    tiles = []
+    for width in features:
+        divisor = width & -width
+        block = min(elements, divisor if divisor >= elements // 4 else triton.next_power_of_2(max(width, 1)))
+        tiles.append(Tile(elements // block, block))
+    return _enough(tiles, tokens, features, 2 * processors)
+
+
+def _enough(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: int) -> list[Tile]:
+    """The same tiles with fewer tokens where all tensors together would not make `programs` programs."""
+
+    def count(tile: Tile, width: int) -> int:
+        return triton.cdiv(tokens, tile.block_t) * triton.cdiv(width, tile.block_h)
+
+    while max(t.block_t for t in tiles) > 1 and sum(map(count, tiles, widths)) < programs:
+        longest = max(t.block_t for t in tiles)
+        tiles = [Tile(t.block_t // 2, t.block_h) if t.block_t == longest else t for t in tiles]
+    return tiles
 
 
 def unavailable(device_type: str) -> str | None:
@@ -82,11 +88,11 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     all_tokens = problem.batch * problem.tokens
     itemsize = q.x.element_size()
     block_p = triton.next_power_of_2(problem.pairs)
-    widths = [operand.heads * (operand.head_dim if flat else 1) for operand in operands]
+    widths = tuple(operand.heads * (operand.head_dim if flat else 1) for operand in operands)
     if flat:
-        tiles = [choose_flat_tile(all_tokens, width, itemsize, processors) for width in widths]
+        tiles = choose_flat_tiles(all_tokens, widths, itemsize, processors)
     else:
-        tiles = [choose_tile(all_tokens, width, triton.cdiv(block_p * itemsize, 16), processors) for width in widths]
+        tiles = choose_tiles(all_tokens, widths, triton.cdiv(block_p * itemsize, 16), processors)
     group = max(tile.block_t for tile in tiles)
     group_tiles = sum(group // t.block_t * triton.cdiv(w, t.block_h) for t, w in zip(tiles, widths, strict=True))
 
