@@ -7,7 +7,7 @@ problem as plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -71,10 +71,14 @@ class Problem:
         self.task = task
         self.device = torch.device(task.device)
         self.dtype = DTYPES[task.dtype]
-        #: Differentiable inputs; a cold measurement rotates over copies of these.
+        #: Inputs, the floating ones differentiable; a cold measurement rotates over copies of these.
         self.tensors: tuple[Tensor, ...] = ()
-        #: One random gradient for each output.
-        self.upstream: tuple[Tensor, ...] = ()
+        #: One random gradient for each output; None for an output that has none.
+        self.upstream: tuple[Tensor | None, ...] = ()
+        #: What `program`'s function holds by itself, a module's parameters, differentiated besides the tensors; and the
+        #: same in float64, as `truth` uses them.
+        self.parameters: tuple[Tensor, ...] = ()
+        self.wide_parameters: tuple[Tensor, ...] = ()
 
     @property
     def op(self) -> str:
@@ -86,7 +90,29 @@ class Problem:
         raise NotImplementedError
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(g.shape) for g in self.upstream)
+        return tuple(tuple(g.shape) for g in self.upstream if g is not None)
+
+    def leaves(self, gradient: bool, wide: bool = False) -> tuple[Tensor, ...]:
+        """Copies of the tensors, in float64 if `wide`; the floating ones want a gradient if `gradient` says so."""
+
+        def leaf(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
+                return x.clone()
+            # a clone keeps the strides of a tensor without holes; double() of a float64 tensor is no copy
+            return (x.to(torch.float64, copy=True) if wide else x.clone()).requires_grad_(gradient)
+
+        return tuple(map(leaf, self.tensors))
+
+    def gradients(
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None], wide: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The gradients of all leaves and parameters that have one; zero where nothing depends on them."""
+        pairs = [(y, g.to(y.dtype)) for y, g in zip(outputs, upstream, strict=True) if g is not None]
+        wanted = [x for x in leaves if x.requires_grad]
+        wanted += self.wide_parameters if wide else self.parameters
+        return torch.autograd.grad(
+            [y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True, materialize_grads=True
+        )
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The mathematics on float64 tensors, differentiable."""

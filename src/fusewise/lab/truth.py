@@ -70,23 +70,18 @@ def within(found: Errors, eager: Errors, dtype: torch.dtype) -> bool:
     return found.max <= 2 * eager.max + band(dtype) and found.rms <= 2 * eager.rms + band(dtype)
 
 
-def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(tuple(outputs), tuple(inputs), tuple(upstream))
-
-
 def expected(problem: Problem) -> tuple[list[Tensor], Errors]:
     """The float64 results of the task's pass, and eager's errors against them."""
     backward = problem.task.pass_ != "fwd"
     forward = problem.task.pass_ != "bwd"
-    upstream = problem.upstream if backward else ()
 
     def results(of: str) -> list[Tensor]:
         wide = of == "truth"
-        leaves = tuple((x.double() if wide else x.clone()).requires_grad_(backward) for x in problem.tensors)
+        leaves = problem.leaves(backward, wide)
         outputs = problem.truth(leaves) if wide else problem.eager(leaves)
         found = [y.detach() for y in outputs] if forward else []
         if backward:
-            found += gradients(outputs, leaves, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)])
+            found += problem.gradients(outputs, leaves, problem.upstream, wide)
         return found
 
     truths = results("truth")
@@ -104,7 +99,7 @@ def check(problem: Problem, run: Run) -> Verdict:
     truths, eager = expected(problem)
     backward = problem.task.pass_ != "fwd"
     forward = problem.task.pass_ != "bwd"
-    leaves = tuple(x.clone().requires_grad_(backward) for x in problem.tensors)
+    leaves = problem.leaves(backward)
     arguments = run.enter(*leaves)
     poison(problem)
     outputs = run.leave(run.call(*arguments))
@@ -116,9 +111,7 @@ def check(problem: Problem, run: Run) -> Verdict:
     found = [y.detach().clone() for y in outputs] if forward else []
     if backward:
         # A provider may overwrite the gradients it is given.
-        found += gradients(
-            outputs, leaves, [g.to(y.dtype).clone() for g, y in zip(problem.upstream, outputs, strict=True)]
-        )
+        found += problem.gradients(outputs, leaves, [None if g is None else g.clone() for g in problem.upstream])
     measured = errors(found, truths)
     changed = any(not torch.equal(leaf, x) for leaf, x in zip(leaves, problem.tensors, strict=True))
     reason = ""

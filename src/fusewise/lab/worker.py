@@ -147,7 +147,7 @@ class Server:
             return {"peak_bytes": None, "held_bytes": None}
         held = None
         if problem.task.pass_ != "fwd":
-            leaves = tuple(x.clone().requires_grad_() for x in problem.tensors)
+            leaves = problem.leaves(True)
             held = memory.held_bytes(lambda: run.leave(run.call(*run.enter(*leaves))), leaves, self.device)
         return {"peak_bytes": memory.peak_bytes(work, self.device), "held_bytes": held}
 
@@ -166,22 +166,18 @@ def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
     """The pass to be timed, over `copies` sets of the problem's tensors so that each call finds its own cold."""
     backward = problem.task.pass_ != "fwd" and run.checked
 
-    def copy(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.clone().requires_grad_(backward) for x in xs)
-
-    sets = [copy(problem.tensors) for _ in range(copies)]
+    sets = [problem.leaves(backward) for _ in range(copies)]
     call: Callable[..., Any] = run.call
     if not backward:
         arguments = [run.enter(*xs) for xs in sets]
         return Work(lambda i: arguments[i % copies], lambda xs: call(*xs))
-    upstream = [tuple(g.clone() for g in problem.upstream) for _ in range(copies)]
+    upstream = [tuple(None if g is None else g.clone() for g in problem.upstream) for _ in range(copies)]
 
     def forward(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run.leave(call(*run.enter(*xs)))
 
     def gradients(state: tuple[Any, ...]) -> Any:
-        outputs, xs, gs = state
-        return torch.autograd.grad(outputs, xs, gs)
+        return problem.gradients(*state)
 
     if problem.task.pass_ == "bwd":
         return Work(lambda i: (forward(sets[i % copies]), sets[i % copies], upstream[i % copies]), gradients)

@@ -14,6 +14,7 @@ from .rope_peers import rope_problem
 class _Fusewise(Provider):
     impl: ClassVar[str]
     in_place: ClassVar[bool] = False
+    ops: ClassVar[tuple[str, ...]] = ("rope",)
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
