@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._problem import Halves, Spec, split_preact
-from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gated_linear_kernel
+from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
 
@@ -255,6 +255,31 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     _launch(gate_gradient_kernel, grid, config, arguments, device)
     if dbias is not None and sums is not None:
         torch.sum(sums, 0, out=dbias)
+
+
+def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
+    """The gate alone, and its gradient; see `_gate.py`."""
+    rows, hidden = u.shape
+    if rows == 0:
+        return
+    device = u.get_device()
+    config = choose_gate(rows, hidden, _processors(device))
+    grid = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
+    arguments = {
+        "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden, "stride_u": u.stride(0), "stride_y": y.stride(0),
+        "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+    }  # fmt: skip
+    _launch(gate_kernel, grid, config, arguments, device)
+
+
+def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
+    rows, hidden = u.shape
+    if rows == 0:
+        return
+    device = u.get_device()
+    config = choose_gate(rows, hidden, _processors(device))
+    grid, arguments = gate_arguments(dy, (u, g), (du, dg), config, activation, None)
+    _launch(gate_gradient_kernel, grid, config, arguments, device)
 
 
 def down_arguments(

@@ -258,6 +258,22 @@ def gate_gradient_kernel(
         _store_sums(dbias_ptr, tile_m, offs_f, F, sum_u, sum_g)
 
 
+@triton.jit(do_not_specialize=["M"])
+def gate_kernel(
+    u_ptr, g_ptr, y_ptr, M, F, stride_u, stride_y, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+):  # fmt: skip
+    """y = u · act(g), BLOCK_M rows and BLOCK_F columns a program."""
+    tiles_f = tl.cdiv(F, BLOCK_F)
+    offs_m = tl.program_id(0) // tiles_f * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_f = tl.program_id(0) % tiles_f * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = (offs_m < M)[:, None] & (offs_f < F)[None, :]
+    row = offs_m.to(tl.int64)[:, None]
+    u = tl.load(u_ptr + row * stride_u + offs_f[None, :], mask, 0.0).to(tl.float32)
+    g = tl.load(g_ptr + row * stride_u + offs_f[None, :], mask, 0.0).to(tl.float32)
+    a, _ = _activate(g, ACTIVATION)
+    tl.store(y_ptr + row * stride_y + offs_f[None, :], (u * a).to(y_ptr.dtype.element_ty), mask)
+
+
 def _down_name(proxy: Any) -> str:
     c = proxy.constants
     return f"_gated_linear_down_gradient_{c['ACTIVATION']}_{c['BLOCK_M']}x{c['BLOCK_F']}x{c['BLOCK_O']}"

@@ -120,6 +120,17 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     _write(dy, u, g, dpreact, spec, dbias)
 
 
+def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
+    to = compute_dtype(u)
+    y.copy_(u.to(to) * ACTIVATE[activation](g.to(to)))
+
+
+def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
+    to = compute_dtype(u)
+    for out, part in zip((du, dg), gate_gradient(dy.to(to), u.to(to), g.to(to), activation), strict=True):
+        out.copy_(part)
+
+
 def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:

@@ -165,21 +165,37 @@ def _add_up(sums: Tensor | None, dbias: Tensor | None) -> None:
         torch.sum(sums, 0, out=dbias)
 
 
+def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
+    """The gate alone, and its gradient; see `_gate.py`."""
+    _run(u, g, activation, y=y)
+
+
+def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
+    _run(u, g, activation, dy=dy, du=du, dg=dg)
+
+
 def _gate(
     preact: Tensor, spec: Spec, *, y: Tensor | None = None, dy: Tensor | None = None, dpreact: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     u, g = split_preact(preact, spec)
+    du, dg = (None, None) if dpreact is None else split_preact(dpreact, spec)
+    _run(u, g, spec.activation, y=y, dy=dy, du=du, dg=dg, sums=sums)
+
+
+def _run(
+    u: Tensor, g: Tensor, activation: str, *, y: Tensor | None = None, dy: Tensor | None = None, du: Tensor | None = None,
+    dg: Tensor | None = None, sums: Tensor | None = None,
+) -> None:  # fmt: skip
     rows, columns = u.shape
     if rows == 0:
         return
-    du, dg = (None, None) if dpreact is None else split_preact(dpreact, spec)
     kernel = _kernel()
     kernel.run(
         _CALL.pack(
             u.data_ptr(), g.data_ptr(), _pointer(dy), _pointer(y), _pointer(du), _pointer(dg), _pointer(sums),
             u.stride(0), _row_stride(dy), _row_stride(y), _row_stride(du),
-            rows, columns, _KINDS[preact.dtype], ACTIVATIONS.index(spec.activation), torch.get_num_threads(),
+            rows, columns, _KINDS[u.dtype], ACTIVATIONS.index(activation), torch.get_num_threads(),
             kernel.parallel,
         )
     )  # fmt: skip

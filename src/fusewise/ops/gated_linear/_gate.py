@@ -1,0 +1,182 @@
+"""The gate alone, y = u · act(g) elementwise, for products that are made elsewhere: quantised or adapted projections, and
+the functions of other libraries. Torch only.
+
+    du = dy · act(g),   dg = dy · u · act'(g)
+
+u and g are two tensors, or the halves of the last dimension of one. Held for backward are these inputs and nothing else;
+they are never written to. Everything else is as in `api.gated_linear`: float32 in between, one rounding, derivatives of
+every order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._choice import Choice
+from . import _autograd, reference
+from ._problem import ACTIVATIONS, Spec, compute_dtype, split_preact
+from ._validate import FLOATS, fail
+
+# Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with contiguous
+# columns; u and g have their rows at the same distance, and so have du and dg.
+choice = Choice("gated_linear", ("triton", "cpu", "reference"))
+
+
+def gate(value: Tensor, gate: Tensor, activation: str, *, op: str = "gate", impl: str = "auto") -> Tensor:
+    """value · act(gate), (..., F) each, in their dtype; `op` is the name in errors."""
+    _check(op, "value", value, activation)
+    _check(op, "gate", gate, activation)
+    for what in ("shape", "dtype", "device"):
+        if getattr(gate, what) != getattr(value, what):
+            fail(op, "gate", f"have the {what} of value, {getattr(value, what)}", getattr(gate, what), "match the two")
+    return _apply(value, gate, Spec(activation, "separate"), impl)
+
+
+def stacked_gate(
+    x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto"
+) -> Tensor:
+    """The gate of x (..., 2F), which holds value and gate side by side: y (..., F)."""
+    _check(op, "x", x, activation)
+    if x.shape[-1] % 2:
+        fail(op, "x", "have an even last dimension, 2F", tuple(x.shape), "stack the value and the gate")
+    return _apply(x, None, Spec(activation, "stacked", gate_first), impl)
+
+
+def stacked_gradient(
+    dy: Tensor, x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gradient", impl: str = "auto"
+) -> Tensor:
+    """The gradient of `stacked_gate` for dy (..., F): (..., 2F), as x."""
+    _check(op, "x", x, activation)
+    if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype:
+        wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
+        fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
+    spec = Spec(activation, "stacked", gate_first)
+    dx: Tensor = _op_gate_grad(_autograd.rows(dy), _autograd.rows(x), None, spec.encode(), impl)[0]
+    return dx.view(x.shape)
+
+
+def _check(op: str, name: str, x: Any, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        fail(op, "activation", f"be one of {', '.join(ACTIVATIONS)}", repr(activation), "choose one of them")
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        fail(op, name, "be a strided torch.Tensor", type(x).__name__, "pass a dense tensor", TypeError)
+    if x.dtype not in FLOATS:
+        fail(op, name, "have dtype float32, bfloat16, float16 or float64", x.dtype, f"convert {name} first", TypeError)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        fail(op, name, "have at least one feature, (..., F)", tuple(x.shape), "pass the features in the last dimension")
+
+
+def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tensor:
+    if _autograd.transforms_active():
+        u, g = _halves(first, second, spec)
+        return _formula(u, g, spec)
+    text = spec.encode()
+    if _autograd.needs_autograd(first, second):
+        return _autograd.apply_function(_Gate, first, second, text, impl)
+    return _shaped(_op_gate(_autograd.rows(first), _rows(second), text, impl), first)
+
+
+class _Gate(torch.autograd.Function):
+    """y of u and g, or of both in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
+        ctx.save_for_backward(first, second)
+        ctx.rest = text, impl
+        return _shaped(_op_gate(_autograd.rows(first), _rows(second), text, impl), first)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        first, second = ctx.saved_tensors
+        text, impl = ctx.rest
+        if _autograd.wants_graph():
+            return *_differentiable(dy, first, second, Spec.decode(text)), None, None
+        dfirst, dsecond = _op_gate_grad(_autograd.rows(dy), _autograd.rows(first), _rows(second), text, impl)
+        return dfirst.view(first.shape), None if second is None else dsecond.view(second.shape), None, None
+
+
+def _formula(u: Tensor, g: Tensor, spec: Spec) -> Tensor:
+    to = compute_dtype(u)
+    return (u.to(to) * reference.ACTIVATE[spec.activation](g.to(to))).to(u.dtype)
+
+
+def _differentiable(dy: Tensor, first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """The gradients as a function that can itself be differentiated."""
+    to = compute_dtype(first)
+    u, g = (half.to(to) for half in _halves(first, second, spec))
+    du, dg = (part.to(first.dtype) for part in reference.gate_gradient(dy.to(to), u, g, spec.activation))
+    if second is not None:
+        return du, dg
+    return torch.cat((dg, du) if spec.gate_first else (du, dg), -1), None
+
+
+def _halves(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+    """u and g."""
+    if second is not None:
+        return first, second
+    left, right = first.chunk(2, -1)
+    return (right, left) if spec.gate_first else (left, right)
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _autograd.rows(x)
+
+
+def _shaped(y: Tensor, first: Tensor) -> Tensor:
+    return y.view(*first.shape[:-1], y.shape[-1])
+
+
+def _matrices(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+    """u and g with their rows at the same distance."""
+    if second is None:
+        return split_preact(first, spec)
+    if first.stride(0) == second.stride(0):
+        return first, second
+    return first.contiguous(), second.contiguous()
+
+
+def _gate_op(first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
+    spec = Spec.decode(text)
+    u, g = _matrices(first, second, spec)
+    y = u.new_empty(u.shape)
+    choice.serving(impl, u.device.type, u.dtype).gate(u, g, y, spec.activation)
+    return y
+
+
+def _new_gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of both halves in one matrix, and nothing; or of u and of g."""
+    return first.new_empty(first.shape), first.new_empty((0,) if second is None else second.shape)
+
+
+def _gate_grad_op(dy: Tensor, first: Tensor, second: Tensor | None, text: str, impl: str) -> tuple[Tensor, Tensor]:
+    spec = Spec.decode(text)
+    u, g = _matrices(first, second, spec)
+    gradients = _new_gradients(first, second)
+    du, dg = split_preact(gradients[0], spec) if second is None else gradients
+    choice.serving(impl, u.device.type, u.dtype).gate_gradient_into(dy, u, g, du, dg, spec.activation)
+    return gradients
+
+
+def _fake_gate(first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
+    return first.new_empty(first.shape if second is not None else (first.shape[0], first.shape[1] // 2))
+
+
+def _fake_gate_grad(dy: Tensor, first: Tensor, second: Tensor | None, text: str, impl: str) -> tuple[Tensor, Tensor]:
+    return _new_gradients(first, second)
+
+
+_ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
+_library = torch.library.Library("fusewise", "FRAGMENT")
+for _schema, _impl, _fake in (
+    (f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate),
+    (f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad),
+):
+    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusewise::{_name}", _fake, lib=_library)
+
+_op_gate = torch.ops.fusewise.gate.default
+_op_gate_grad = torch.ops.fusewise.gate_grad.default

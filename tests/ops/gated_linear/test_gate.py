@@ -1,0 +1,164 @@
+"""The gate alone, elementwise: values and gradients against float64, and what autograd expects of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusewise.ops.gated_linear import _gate
+from fusewise.ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
+from fusewise.ops.gated_linear._problem import ACTIVATIONS
+
+# Of numpy, in the interpreter: exponentials that overflow are meant.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+NAMES = ["triton"] if INTERPRETER else list(_gate.choice.names)
+MARKS = [pytest.mark.interpreter] if INTERPRETER else []
+IMPLS = [
+    pytest.param(name, marks=MARKS) for name in NAMES if _gate.choice.unavailable(name, DEVICE, torch.float32) is None
+]
+
+ACT: dict[str, Any] = {
+    "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"), "gelu": functional.gelu, "silu": functional.silu,
+    "relu": functional.relu, "sigmoid": torch.sigmoid, "identity": lambda g: g,
+}  # fmt: skip
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (3 * torch.randn(shape)).to(DEVICE, dtype)
+
+
+def outcome(of: Any, leaves: Any, dy: Tensor) -> list[Tensor]:
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    y = of(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def assert_rounded_once(found: list[Tensor], truth: list[Tensor], u: Tensor, g: Tensor, dy: Tensor) -> None:
+    """y, du and dg are those of float64 within one rounding to their dtype (which Triton's interpreter does by cutting
+    off) and eight units of float32 of the product that each is, with a gate or a slope of size one or more."""
+    gates = g.double().abs().clamp(min=1)
+    sizes = (u.double() * gates, dy.double() * gates, dy.double() * u.double() * gates)
+    for result, true, size in zip(found, truth, sizes, strict=True):
+        info = torch.finfo(result.dtype)
+        unit = info.eps * (2 if INTERPRETER and result.dtype == torch.bfloat16 else 1)
+        allowed = 0.51 * unit * true.abs() + 8 * torch.finfo(torch.float32).eps * size.abs() + info.tiny * info.eps
+        excess = ((result.double() - true).abs() / allowed).max()
+        assert excess <= 1, f"{float(excess)} of what is allowed"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_values_and_gradients_match_float64(impl: str, activation: str) -> None:
+    def eager(u: Tensor, g: Tensor) -> Tensor:
+        return u * ACT[activation](g)
+
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, shape in itertools.product(dtypes, ((1, 1), (37,), (2, 13), (3, 2, 300), (70, 64))):
+        u, g, dy = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+        truth = outcome(eager, (u.double(), g.double()), dy.double())
+        assert_rounded_once(outcome(lambda u, g: gate(u, g, activation, impl=impl), (u, g), dy), truth, u, g, dy)
+        for gate_first in (False, True):
+            x = torch.cat((g, u) if gate_first else (u, g), -1)
+            y, dx = outcome(lambda x, f=gate_first: stacked_gate(x, activation, gate_first=f, impl=impl), (x,), dy)
+            halves = dx.chunk(2, -1)
+            assert_rounded_once([y, *(reversed(halves) if gate_first else halves)], truth, u, g, dy)
+            assert torch.equal(stacked_gradient(dy, x, activation, gate_first=gate_first, impl=impl), dx)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_any_strides_and_no_rows(impl: str) -> None:
+    wide = randn(6, 5, 3 * 16)
+    views = [
+        (wide[..., :16], wide[..., 16:32]),  # rows at the same distance
+        (wide[..., :16], randn(6, 5, 16)),  # at two
+        (randn(16, 6).T, randn(6, 16)),  # features at a distance
+        (randn(1, 16).expand(6, 16), randn(6, 16)),
+        (randn(0, 16), randn(0, 16)),
+        (randn(16), randn(16)),
+    ]
+    for u, g in views:
+        for dy in (randn(*u.shape), torch.ones((), device=DEVICE).expand(u.shape)):
+            found = outcome(lambda *a: gate(*a, "silu", impl=impl), (u, g), dy)
+            torch.testing.assert_close(found, outcome(lambda u, g: u * functional.silu(g), (u, g), dy))
+    x, dy = wide[:, :3, 8:40], randn(6, 3, 16)
+    found = outcome(lambda x: stacked_gate(x, "silu", gate_first=True, impl=impl), (x,), dy)
+    torch.testing.assert_close(found, outcome(lambda x: functional.silu(x[..., :16]) * x[..., 16:], (x,), dy))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
+    u, g = (t.double().requires_grad_() for t in (randn(3, 4), randn(3, 4)))
+    x = randn(3, 8).double().requires_grad_()
+
+    def both(u: Tensor, g: Tensor) -> Tensor:
+        return gate(u, g, activation)
+
+    assert torch.autograd.gradcheck(both, (u, g)) and torch.autograd.gradgradcheck(both, (u, g))
+    assert torch.autograd.gradgradcheck(lambda x: stacked_gate(x, activation, gate_first=True), (x,))
+    if not INTERPRETER:
+        each = torch.func.vmap(lambda u, g: gate(u, g, activation))(u.detach(), g.detach())
+        torch.testing.assert_close(each, both(u, g).detach())
+
+
+def test_inputs_are_saved_as_they_are_and_never_written_to() -> None:
+    u, g = randn(6, 16).requires_grad_(), randn(6, 16).requires_grad_()
+    before, kept = [u.clone(), g.clone()], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        y = gate(u, g, "gelu_tanh")
+    assert set(kept) == {u.data_ptr(), g.data_ptr()}
+    dy = torch.randn_like(y)
+    runs = [torch.autograd.grad(y, (u, g), dy, retain_graph=keep) for keep in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert torch.equal(u, before[0]) and torch.equal(g, before[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_compiles_whole_and_once_for_all_row_counts() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda u, x: gate(u, stacked_gate(x, "silu", gate_first=True), "gelu").sum(), fullgraph=True,
+        backend="aot_eager", dynamic=True,
+    )  # fmt: skip
+    torch._dynamo.utils.counters.clear()
+    for rows in (5, 6, 40):
+        u, x = randn(2, rows, 16).requires_grad_(), randn(2, rows, 32).requires_grad_()
+        inner = functional.silu(x[..., :16]) * x[..., 16:]
+        usual = torch.autograd.grad((u * functional.gelu(inner)).sum(), (u, x))
+        torch.testing.assert_close(torch.autograd.grad(compiled(u, x), (u, x)), usual, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("text", ["silu/separate/value_first", "relu/stacked/gate_first"])
+def test_opcheck(text: str) -> None:
+    pair = (randn(5, 8), randn(5, 8)) if "separate" in text else (randn(5, 16), None)
+    for op, args in (
+        (torch.ops.fusewise.gate.default, (*pair, text, "auto")),
+        (torch.ops.fusewise.gate_grad.default, (randn(5, 8), *pair, text, "auto")),
+    ):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_mistakes() -> None:
+    u = randn(3, 4)
+    for call, error, match in (
+        (lambda: gate(u, u.half(), "silu"), ValueError, "gate: gate must have the dtype of value, torch.float32, got"),
+        (lambda: gate(u, u[:2], "silu", op="f"), ValueError, r"f: gate must have the shape of value, .*got .*\[2, 4\]"),
+        (lambda: gate(u, u, "swish"), ValueError, "gate: activation must be one of gelu_tanh, .*, got 'swish'"),
+        (lambda: gate(u.int(), u, "silu"), TypeError, "gate: value must have dtype float32, .*, got torch.int32"),
+        (lambda: gate(None, u, "silu"), TypeError, "gate: value must be a strided torch.Tensor, got NoneType"),
+        (lambda: gate(u[:, :0], u, "silu"), ValueError, r"gate: value must have at least one feature"),
+        (lambda: stacked_gate(randn(3, 5), "silu", gate_first=True), ValueError, "x must have an even last dimension"),
+        (lambda: stacked_gradient(u, u, "silu", gate_first=True), ValueError, r"dy must have shape \(3, 2\)"),
+        (lambda: gate(u.double(), u.double(), "silu", impl="cpu"), ValueError, "impl must be able to serve the tensors"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            call()
