@@ -95,12 +95,12 @@ def test_a_whole_small_study(tmp_path):
     assert all(r["limit"] in ("copy", "launch") and r["share_of_limit"] > 0 for r in ok)
     reference = [r for r in ok if r["provider"] == "fusewise-reference"]
     assert {r["pass"]: r["held_bytes"] for r in reference} == {"fwd": None, "bwd": 0}
-    assert {p.name for p in out.iterdir()} >= {"record.json", "rows.jsonl", "report.md", "logs"}
+    assert {p.name for p in out.iterdir()} >= {"record.json", "rows.jsonl", "report.md", "report.html", "logs"}
     report = (out / "report.md").read_text()
     assert "cube-8 · fp32 · bwd" in report
     assert "runs on cuda only" in report
     assert [json.loads(line) for line in published.read_text().splitlines()] == rows
-    assert f"report: {out / 'report.md'}" in result.stderr
+    assert f"report: {out / 'report.html'}" in result.stderr
 
 
 def test_without_the_extra_one_line_says_what_to_install():

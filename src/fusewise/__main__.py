@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 #: What `fusewise[lab]` brings and the command needs.
-LAB_EXTRA = frozenset({"click", "rich", "matplotlib", "numpy"})
+LAB_EXTRA = frozenset({"click", "jinja2", "rich", "matplotlib", "numpy"})
 
 
 def main() -> None:

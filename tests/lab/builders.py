@@ -1,5 +1,6 @@
 """Constructed rows, measurements and records."""
 
+from fusewise.lab import analysis
 from fusewise.lab.record import Measurement, Record, Row
 
 KEY = {"op": "rope", "case": "cube-8", "dtype": "fp32", "pass_": "fwd"}
@@ -40,3 +41,46 @@ def study_record(rows, measurements=(), comparisons=(), **fields):
     }
     return Record(**{**defaults, "rows": list(rows), "measurements": list(measurements), **fields,
                      "comparisons": list(comparisons)})  # fmt: skip
+
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'\"`${1}&amp;"
+
+
+def full_record(cases=3, hostile=""):
+    """A record with everything that a report can show: floors, a wrong one, a missing one, ledgers, code, limits."""
+    rows, measurements, comparisons, ledgers = [], [], [], []
+    factors = {"floor-copy": 1.0, "floor-launch": 0.2, "eager": 5.1, "torchscript": 5.0, "torch.compile": 1.9,
+               "thunder": 2.5, "jax": 2.2, "tvm": 6.0, "liger": 1.3, "fusewise-cpu": 1.1, "fusewise-cpu#2": 1.1}  # fmt: skip
+    for n in range(cases):
+        for pass_ in ("fwd", "bwd"):
+            key = {"case": f"cube-{2**n}{hostile}", "pass_": pass_}
+            place = {"op": "rope", "case": key["case"], "dtype": "fp32", "pass": pass_}
+            sizes = {"bytes_min": 8_000_000 * 2**n, "flops_min": 3_000_000 * 2**n}
+            some = [
+                measurement(name, [[f * 10 * 2**n * (1 + i / 500)] * 4 for i in range(6)], **key)
+                for name, f in factors.items()
+            ]
+            group = [row(f"{name}{hostile}" if name == "liger" else name, **key, **sizes, peak_bytes=4_000_000 * 2**n)
+                     for name in factors if not name.endswith("#2")]  # fmt: skip
+            some[list(factors).index("liger")].provider += hostile
+            group.append(row(f"unsloth{hostile}", "missing", **key, reason=f"no unsloth {hostile}"))
+            group.append(row("bad", "wrong", **key, error=0.5, reason=f"error 0.5 {hostile}"))
+            group, compared = analysis.group_rows(group, some)
+            rows, measurements, comparisons = rows + group, measurements + some, comparisons + compared
+            for name, count in (("eager", 5), ("torch.compile", 2), ("fusewise-cpu", 1)):
+                kernels = [
+                    {"name": f"kernel_{i}{hostile}", "read": 4_000_000 * 2**n, "written": 4_000_000 * 2**n}
+                    for i in range(count)
+                ]
+                ledgers.append({**place, "provider": name, "kernels": kernels})
+    source = [f"line_{i} = {i}{hostile}" for i in range(1, 41)]
+    code = [
+        {"provider": "torch.compile", "stage": "triton", "order": 1, "language": "python", "text": "\n".join(f"tl_{i} {hostile}" for i in range(1, 81)),
+         "lines": {str(i): f"f.py:{(i + 1) // 2}" for i in range(1, 81)}, "counts": {"registers": 40}},
+        {"provider": "torch.compile", "stage": f"source{hostile}", "order": 0, "language": "python", "text": "\n".join(source),
+         "lines": {str(i): f"f.py:{i}" for i in range(1, 41)}, "counts": {}},
+        {"provider": "jax", "stage": "hlo", "order": 0, "language": "hlo", "text": "HloModule m\n" * 30},
+    ]  # fmt: skip
+    limits = {"device": "test", "created": "2026-01-01", "copy_gb_s": 800.0, "triad_gb_s": 750.0, "launch_us": 2.0,
+              "matmul_tflop_s": {"fp32": 0.5, "bf16": None}, "clocks": None, "versions": {}}  # fmt: skip
+    return study_record(rows, measurements, comparisons, ledgers=ledgers, code=code, limits=limits)

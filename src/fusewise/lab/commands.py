@@ -9,7 +9,7 @@ from rich.console import Console
 
 from . import machine, plugin, record, targets, verdict
 from .record import Record
-from .render import markdown, plots, size, terminal
+from .render import html, markdown, plots, size, terminal
 from .study import Options, Study
 
 
@@ -29,10 +29,11 @@ def run(options: Options, append_rows: Path | None = None) -> tuple[Record, Path
 
 
 def render(found: Record, directory: Path) -> Path:
-    """Draw and write everything that follows from a record."""
+    """Draw and write everything that follows from a record; the path of the report for a browser."""
     names = plots.draw(found, directory)
-    path = directory / "report.md"
-    record.write_atomically(path, markdown.report(found, names))
+    record.write_atomically(directory / "report.md", markdown.report(found, names))
+    path = directory / "report.html"
+    record.write_atomically(path, html.report(found))
     return path
 
 
@@ -90,7 +91,8 @@ def provider_states(device: str | None) -> list[dict[str, Any]]:
                 state, note = "missing", str(error)
             if state == "here" and not entry.provider.default:
                 note = "measured when named with --providers"
-        found.append({"provider": entry.name, "state": state, "versions": versions, "note": note, "where": entry.where})
+        ops = list(entry.provider.ops) if entry.provider is not None else []
+        found.append({"provider": entry.name, "targets": ops, "state": state, "versions": versions, "note": note, "where": entry.where})
     return found
 
 

@@ -23,8 +23,8 @@ EXCESS = 1.1
 NOTICEABLE = 0.1
 #: Shorter than this, microseconds, events and kernels are measured together.
 MEASUREMENT_FLOOR = 5.0
-#: Providers that take the user's own code: what there is without a hand-written kernel.
-COMPILERS = ("eager", "torchscript", "torch.compile", "thunder", "jax", "xla", "tvm")
+#: Providers that take the user's own code, and ours in plain torch: what there is without a hand-written kernel.
+COMPILERS = ("eager", "torchscript", "torch.compile", "thunder", "jax", "xla", "tvm", "fusewise-reference")
 
 Bound = Literal["memory", "compute", "launch", "cannot tell"]
 Worth = Literal["yes", "no", "try", "cannot tell"]

@@ -1,0 +1,242 @@
+"""`report.html`: the whole study in one file that needs no network, on any screen.
+
+The page is a template filled by jinja2 with everything escaped; a content security policy forbids it to load or send
+anything, and to run any script but its own. It is readable without the script, which adds sorting, filtering and the
+code browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from ..analysis import TWIN, is_floor, is_ours
+from ..record import Json, Record, Row
+from ..verdict import Verdict, sentences, summary, verdicts
+from . import charts, gigabytes_per_second, groups, measured, number, percent, script, size, svg
+
+#: Without a colon or a slash: what a table's cell sorts by when it is no number.
+Cell = tuple[str, float | None]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a sortable table."""
+
+    name: str
+    title: str = ""  # the long form, on hovering
+
+
+ROW_COLUMNS = (
+    Column("case"),
+    Column("dtype"),
+    Column("pass"),
+    Column("provider"),
+    Column("status"),
+    Column("time µs", "median over rounds, device time of one call"),
+    Column("± µs", "interquartile range of all samples"),
+    Column("of limit", "time of the binding limit over the time"),
+    Column("limit"),
+    Column("GB/s", "bytes that the mathematics must move over the time"),
+    Column("against the best other", "faster, slower, same or ambiguous"),
+    Column("error", "largest error against float64, relative"),
+    Column("eager's error"),
+    Column("host µs", "what a call keeps the host"),
+    Column("first call s"),
+    Column("peak", "bytes allocated during the call"),
+    Column("held", "bytes kept for the backward"),
+)
+
+
+def report(record: Record) -> str:
+    """The record as one HTML file."""
+    anchors = {row.id: f"row-{i}" for i, row in enumerate(record.rows)}
+    judged = verdicts(record)
+    looks = charts.look(measured(record.rows))
+    css, js = _resource("report.css"), _resource("report.js")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"number": number, "size": size, "percent": percent, "json": embedded}
+    template = environment.from_string(_resource("report.html.j2"))
+    return template.render(
+        record=record,
+        css=Markup(css),
+        js=Markup(js),
+        css_hash=_hash(css),
+        js_hash=_hash(js),
+        summary=summary(judged),
+        judged=judged,
+        groups=[_group(v, rows, record, anchors) for v, rows in zip(judged, groups(record).values(), strict=True)],
+        charts=charts.charts(record, anchors),
+        legend=[_legend(name, looks[name]) for name in measured(record.rows)],
+        glances=_glances(record, anchors),
+        row_columns=ROW_COLUMNS,
+        rows=[_line(record, row, anchors[row.id]) for row in record.rows],
+        stages=_stages(record.code),
+        code=[{"lines": stage.get("lines", {}), "counts": stage.get("counts", {})} for stage in _ordered(record.code)],
+        facts=_facts(record),
+        request=json.dumps(record.request, indent=1, ensure_ascii=False),
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """What the content security policy knows our own script and style by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def embedded(data: Any) -> Markup:
+    """JSON that may stand inside a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(data)  # ASCII: U+2028 and its kin are escaped already
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _legend(name: str, look: tuple[int, str]) -> dict[str, Any]:
+    mark = svg.el("svg", svg.marker(*look), viewBox="-6 -6 12 12", width=12, height=12, aria_hidden="true")
+    return {"name": name, "mark": mark}
+
+
+def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mapping[str, str]) -> dict[str, Any]:
+    """What the section of one group shows."""
+    key = judged.key
+    mine = [c for c in record.comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
+    entries = [e for e in record.ledgers if (e["op"], e["case"], e["dtype"], e["pass"]) == key]
+    return {
+        "anchor": f"case-{anchors[rows[0].id]}",
+        "name": " · ".join(key[1:]),
+        "shape": rows[0].shape,
+        "bytes_min": rows[0].bytes_min,
+        "flops_min": rows[0].flops_min,
+        "verdict": judged,
+        "sentences": sentences(judged),
+        "gaps": [(gap, anchors[gap.row]) for gap in judged.gaps],
+        "pair": next((c for c in mine if c["provider"].endswith(TWIN)), None),
+        "comparisons": [c for c in mine if not c["provider"].endswith(TWIN)],
+        "ledger": charts.ledger(entries, rows[0].bytes_min) if entries else None,
+        "entries": entries,
+    }
+
+
+def _glances(record: Record, anchors: Mapping[str, str]) -> list[dict[str, Any]]:
+    """For each dtype and pass a table: a line a case, a column a provider."""
+    kinds: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+    for row in record.rows:
+        kinds.setdefault((row.dtype, row.pass_), {}).setdefault(row.case, {})[row.provider] = row
+    found = []
+    for (dtype, pass_), cases in kinds.items():
+        names = measured(row for members in cases.values() for row in members.values())
+        lines = []
+        for case, members in cases.items():
+            rivals = [r.device_us for r in members.values() if r.device_us is not None and not is_floor(r.provider)]
+            cells: list[dict[str, Any]] = []
+            for name in names:
+                mine = members.get(name)
+                if mine is None:
+                    cells.append({"text": "–", "value": None, "anchor": None, "best": False})
+                    continue
+                time = mine.device_us
+                cells.append(
+                    {
+                        "text": mine.status if time is None else number(time),
+                        "value": time,
+                        "anchor": anchors[mine.id],
+                        "best": bool(rivals) and time == min(rivals),
+                    }
+                )
+            lines.append({"case": case, "cells": cells})
+        found.append({"title": f"{dtype} {pass_}", "names": names, "lines": lines})
+    return found
+
+
+def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
+    """One row with all that belongs to it: its cells, its samples and the program that measures it again."""
+    samples = next((m.rounds for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider)), [])
+    rate = gigabytes_per_second(row)
+    share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
+    cells: list[Cell] = [
+        *((text, None) for text in (row.case, row.dtype, row.pass_, row.provider, row.status)),
+        (number(row.device_us), row.device_us),
+        (number(row.device_us_iqr), row.device_us_iqr),
+        (percent(share), share),
+        (row.limit or "–", None),
+        (number(rate), rate),
+        (row.verdict_vs_best_other or "–", None),
+        ("–" if row.error is None else f"{row.error:.2e}", row.error),
+        ("–" if row.error_eager is None else f"{row.error_eager:.2e}", row.error_eager),
+        (number(row.host_us), row.host_us),
+        (number(row.first_call_s), row.first_call_s),
+        (size(row.peak_bytes), row.peak_bytes),
+        (size(row.held_bytes), row.held_bytes),
+    ]
+    return {
+        "anchor": anchor,
+        "row": row,
+        "cells": cells,
+        "ours": is_ours(row.provider),
+        "rounds": len(samples),
+        "samples": sum(len(turn["device_us"]) for turn in samples),
+        "versions": " ".join(f"{name} {version}" for name, version in row.versions.items()),
+        "clocks": " ".join(f"{name} {value}" for name, value in (row.clocks or {}).items()),
+        "program": script.program(record, row) if row.status == "ok" else None,
+    }
+
+
+def _ordered(code: Sequence[Json]) -> list[Json]:
+    providers = list(dict.fromkeys(stage["provider"] for stage in code))
+    return sorted(code, key=lambda stage: (providers.index(stage["provider"]), stage["order"]))
+
+
+def _stages(code: Sequence[Json]) -> list[dict[str, str]]:
+    """Name and text of every stage, in the order of the browser."""
+    found = []
+    for stage in _ordered(code):
+        of = [str(stage[name]) for name in ("case", "dtype", "pass", "part", "target") if stage.get(name)]
+        where = f" ({' '.join(of)})" if of else ""
+        found.append(
+            {
+                "name": f"{stage['provider']} · {stage['stage']}{where}",
+                **{k: str(stage[k]) for k in ("language", "text")},
+            }
+        )
+    return found
+
+
+def _facts(record: Record) -> list[tuple[str, str]]:
+    """Where and how the record was made, a line a fact."""
+    environment = dict(record.environment)
+    versions = environment.pop("versions", {})
+    facts = [
+        ("run", record.run),
+        ("created", record.created),
+        ("finished", "yes" if record.finished else "no: cut short"),
+    ]
+    facts += [("resumed", ", ".join(record.resumed))] if record.resumed else []
+    facts += [("seconds", number(record.seconds))] if record.seconds is not None else []
+    facts += [
+        (name.replace("_", " "), size(value) if name.endswith("_bytes") and isinstance(value, int) else str(value))
+        for name, value in environment.items()
+        if value is not None
+    ]
+    facts += [(name, str(version)) for name, version in versions.items()]
+    if record.limits is not None:
+        matmul = ", ".join(f"{name} {number(rate)}" for name, rate in record.limits["matmul_tflop_s"].items())
+        facts += [
+            ("limits measured", record.limits["created"]),
+            ("copy GB/s", number(record.limits["copy_gb_s"])),
+            ("triad GB/s", number(record.limits["triad_gb_s"])),
+            ("matmul TFLOP/s", matmul or "–"),
+            ("launch µs", number(record.limits["launch_us"])),
+        ]
+    return facts

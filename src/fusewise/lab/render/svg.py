@@ -1,0 +1,231 @@
+"""Charts as inline SVG: text that is escaped, colours that follow the page, every mark a link to its row.
+
+No style attributes, since the page's content security policy refuses them; marks carry classes instead: `s0` … `s7` are
+the series' colours, `ours` and `floor` what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH = 720
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 44
+SERIES = 8
+#: Outlines of the marks in a 10 × 10 box around 0, told apart without colour, too.
+SHAPES = (
+    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
+    "M-3.6,-3.6h7.2v7.2h-7.2z",
+    "M0,-4.8L4.4,3.4L-4.4,3.4z",
+    "M0,-5L5,0L0,5L-5,0z",
+    "M0,4.8L4.4,-3.4L-4.4,-3.4z",
+    "M-4.4,-1.6h2.8v-2.8h3.2v2.8h2.8v3.2h-2.8v2.8h-3.2v-2.8h-2.8z",
+)
+
+
+def el(tag: str, *children: Markup | str, **attributes: object) -> Markup:
+    """An element; `_` in an attribute's name becomes `-`, a trailing one is dropped (class_). Everything is escaped."""
+    named = Markup("").join(
+        Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), value)
+        for name, value in attributes.items()
+        if value is not None
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(tag), named, Markup("").join(escape(child) for child in children))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A value of one provider: where it is, what it says, and the anchor of its row."""
+
+    x: float
+    y: float
+    label: str
+    anchor: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight limit between two points, with its name at the end."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its label, its span, and whether it is logarithmic."""
+
+    label: str
+    low: float
+    high: float
+    log: bool = True
+
+    def at(self, value: float) -> float:
+        """Where `value` lies between the ends, 0 to 1."""
+        if self.log:
+            return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        if not self.log:
+            step = _step(self.high - self.low)
+            return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        factors = (1, 2, 5) if high - low <= 3 else (1,)
+        found = [f * 10.0**e for e in range(low, high + 1) for f in factors]
+        return [t for t in found if self.low <= t * (1 + 1e-9) and t <= self.high * (1 + 1e-9)]
+
+
+def _step(span: float) -> float:
+    """A round step that gives about five ticks."""
+    rough = span / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
+
+
+def span(values: Sequence[float], label: str, log: bool = True) -> Axis:
+    """An axis that holds all values: with room at both ends if logarithmic, from zero if not."""
+    if not log:
+        return Axis(label, 0.0, max(values) * 1.08, False)
+    low, high = min(values), max(values)
+    return Axis(label, low / 1.25, high * 1.25)
+
+
+def short(value: float) -> str:
+    """A tick's label: 1000 as 1k, 2e6 as 2M."""
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:g}{letter}"
+    return f"{value:g}"
+
+
+def frame(title: str, height: float, *parts: Markup) -> Markup:
+    return el(
+        "svg",
+        el("title", title),
+        el("text", title, x=LEFT, y=16, class_="title"),
+        *parts,
+        viewBox=f"0 0 {WIDTH} {height:g}",
+        role="img",
+        aria_label=title,
+        class_="chart",
+    )
+
+
+def grid(x: Axis, y: Axis | None, height: float, x_tick: Callable[[float], str] = short, left: float = LEFT) -> Markup:
+    """Grid lines with labels; without a `y` only the upright ones."""
+    bottom, right = height - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for tick in x.ticks():
+        at = left + x.at(tick) * (right - left)
+        parts.append(el("line", x1=_n(at), x2=_n(at), y1=TOP, y2=_n(bottom), class_="grid"))
+        parts.append(el("text", x_tick(tick), x=_n(at), y=_n(bottom + 16), text_anchor="middle"))
+    parts.append(el("text", x.label, x=_n((left + right) / 2), y=_n(bottom + 36), text_anchor="middle", class_="axis"))
+    for tick in y.ticks() if y else ():
+        at = bottom - (y.at(tick) if y else 0) * (bottom - TOP)
+        parts.append(el("line", x1=_n(left), x2=_n(right), y1=_n(at), y2=_n(at), class_="grid"))
+        parts.append(el("text", short(tick), x=_n(left - 6), y=_n(at + 4), text_anchor="end"))
+    if y:
+        middle = (TOP + bottom) / 2
+        turned = f"rotate(-90 14 {_n(middle)})"
+        parts.append(el("text", y.label, x=14, y=_n(middle), text_anchor="middle", transform=turned, class_="axis"))
+    return Markup("").join(parts)
+
+
+def marker(series: int, classes: str = "") -> Markup:
+    """A series' mark, drawn around the origin."""
+    shape = SHAPES[(series + series // SERIES) % len(SHAPES)]
+    return el("path", d=shape, class_=f"s{series % SERIES} {classes}".strip())
+
+
+def linked(mark: Mark, x: float, y: float, series: int, classes: str) -> Markup:
+    dot = el("g", marker(series, classes), transform=f"translate({_n(x)} {_n(y)})")
+    return el("a", el("title", mark.label), dot, href=f"#{mark.anchor}", aria_label=mark.label)
+
+
+def scatter(
+    title: str,
+    x: Axis,
+    y: Axis,
+    series: Mapping[str, Sequence[Mark]],
+    look: Mapping[str, tuple[int, str]],
+    *,
+    joined: bool = False,
+    lines: Sequence[Line] = (),
+    x_tick: Callable[[float], str] = short,
+) -> Markup:
+    """Marks over two axes, each series joined to a line if asked; `look` gives a series its number and classes."""
+    height = 360.0
+    bottom, right = height - BOTTOM, WIDTH - RIGHT
+
+    def place(px: float, py: float) -> tuple[float, float]:
+        return LEFT + x.at(px) * (right - LEFT), bottom - y.at(py) * (bottom - TOP)
+
+    parts = [grid(x, y, height, x_tick)]
+    for line in lines:
+        (x0, y0), (x1, y1) = place(line.x0, line.y0), place(line.x1, line.y1)
+        parts.append(el("line", x1=_n(x0), y1=_n(y0), x2=_n(x1), y2=_n(y1), class_="limit"))
+        parts.append(el("text", line.label, x=_n(x1 - 4), y=_n(y1 - 5), text_anchor="end", class_="limit"))
+    for name, marks in series.items():
+        number, classes = look[name]
+        if joined and len(marks) > 1:
+            path = " ".join(f"{_n(a)},{_n(b)}" for a, b in (place(m.x, m.y) for m in marks))
+            parts.append(el("polyline", points=path, class_=f"s{number % SERIES} {classes}".strip()))
+        parts += [linked(m, *place(m.x, m.y), number, classes) for m in marks]
+    return frame(title, height, *parts)
+
+
+def dots(
+    title: str,
+    x: Axis,
+    lines: Mapping[str, Mapping[str, Mark]],
+    look: Mapping[str, tuple[int, str]],
+) -> Markup:
+    """A line a case, a mark a provider: whatever is farther left is faster."""
+    left = min(260.0, 24 + 6.6 * max(len(name) for name in lines))
+    height = TOP + BOTTOM + 22.0 * len(lines)
+    parts = [grid(x, None, height, left=left)]
+    for i, (name, marks) in enumerate(lines.items()):
+        at = TOP + 22.0 * (i + 0.5)
+        parts.append(el("text", clipped(name, 36), x=_n(left - 8), y=_n(at + 4), text_anchor="end"))
+        parts.append(el("line", x1=_n(left), x2=WIDTH - RIGHT, y1=_n(at), y2=_n(at), class_="grid"))
+        for provider, mark in marks.items():
+            number, classes = look[provider]
+            parts.append(linked(mark, left + x.at(mark.x) * (WIDTH - RIGHT - left), at, number, classes))
+    return frame(title, height, *parts)
+
+
+def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]]], minimum: float | None) -> Markup:
+    """A bar a provider, a piece a kernel; the upright line is the least there must be."""
+    left = min(260.0, 24 + 6.6 * max(len(name) for name in bars))
+    height = TOP + BOTTOM + 26.0 * len(bars)
+    wide = WIDTH - RIGHT - left
+    parts = [grid(axis, None, height, left=left)]
+    for i, (name, pieces) in enumerate(bars.items()):
+        top, reached = TOP + 26.0 * i + 4, 0.0
+        parts.append(el("text", clipped(name, 36), x=_n(left - 8), y=_n(top + 13), text_anchor="end"))
+        for j, (label, value) in enumerate(pieces):
+            start, end = left + axis.at(reached) * wide, left + axis.at(reached + value) * wide
+            box = el("rect", el("title", label), x=_n(start), y=_n(top), width=_n(max(0.5, end - start - 1)), height=18,
+                     class_=f"piece{j % 2}")  # fmt: skip
+            parts.append(box)
+            reached += value
+    if minimum is not None:
+        at = left + axis.at(minimum) * wide
+        parts.append(el("line", x1=_n(at), x2=_n(at), y1=TOP, y2=_n(height - BOTTOM), class_="limit"))
+    return frame(title, height, *parts)
+
+
+def clipped(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _n(value: float) -> str:
+    """A coordinate with one decimal: a pixel's tenth."""
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,158 @@
+"""The report in a real browser: it renders, sorts, filters, browses code, by mouse and by keyboard, and says no error."""
+
+import time
+
+import browser
+import pytest
+from builders import HOSTILE, full_record
+
+from fusewise.lab.render import html
+
+pytestmark = pytest.mark.skipif(browser.path() is None, reason="no Chromium on this machine (Debian: chromium)")
+
+
+@pytest.fixture(scope="module")
+def tab():
+    with browser.Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    for name, made in {
+        "plain": full_record(),
+        "hostile": full_record(hostile=HOSTILE),
+        "large": full_record(10),
+    }.items():
+        (folder / f"{name}.html").write_text(html.report(made), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def page(tab, files):
+    tab.errors.clear()
+    tab.open(files / "plain.html")
+    yield tab
+    assert tab.errors == []
+
+
+def column(page, table, index):
+    return page.run(f"[...document.querySelectorAll('{table} tbody tr')].map(r => r.cells[{index}].textContent.trim())")
+
+
+def test_it_renders_and_the_charts_have_marks(page):
+    assert page.run("document.title") == "fusewise study: rope-cube"
+    assert page.run("document.querySelectorAll('svg.chart').length") == 13
+    boxes = page.run("[...document.querySelectorAll('#charts svg a path')].map(p => p.getBoundingClientRect().width)")
+    assert len(boxes) > 100
+    assert all(5 < width < 30 for width in boxes)
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_twenty_cases_render_within_a_second(tab, files):
+    tab.errors.clear()
+    tab.open(files / "large.html")
+    assert tab.run("document.querySelectorAll('#verdict tbody tr').length") == 20
+    took = tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    assert took < 1000
+    assert tab.errors == []
+
+
+def test_tables_sort_by_number_and_by_text_by_click_and_by_key(page):
+    click = "document.querySelectorAll('#all thead button')[5].click()"
+    page.run(click)
+    times = [float(t.replace(",", "")) for t in column(page, "#all", 5) if t != "–"]
+    assert times == sorted(times)
+    assert column(page, "#all", 5)[-1] == "–"
+    page.run("document.querySelectorAll('#all thead button')[5].focus()")
+    page.press("Enter")
+    times = [float(t.replace(",", "")) for t in column(page, "#all", 5) if t != "–"]
+    assert times == sorted(times, reverse=True)
+    assert column(page, "#all", 5)[-1] == "–"
+    assert page.run("document.querySelectorAll('#all th')[5].getAttribute('aria-sort')") == "descending"
+    page.run("document.querySelectorAll('#all thead button')[3].click()")
+    names = column(page, "#all", 3)
+    assert names == sorted(names, key=str.lower)
+
+
+def test_rows_are_filtered_and_a_link_shows_its_row_again(page):
+    page.run(
+        "filter = document.getElementById('filter'); filter.value = 'cube-2 EAGER'; filter.dispatchEvent(new Event('input'))"
+    )
+    assert page.run("document.getElementById('shown').textContent").startswith("2 of ")
+    assert page.run("document.getElementById('row-0').hidden")
+    page.run("document.querySelector('#glance a[href=\"#row-0\"]').click()")
+    time.sleep(0.1)
+    assert not page.run("document.getElementById('row-0').hidden")
+    assert page.run("document.activeElement.id") == "row-0"
+
+
+def stage(page, side):
+    return page.run(f"document.getElementById('{side}-text').textContent")
+
+
+def test_stages_are_chosen_searched_and_lit_up(page):
+    assert page.run("[...document.querySelectorAll('#left-stage option')].map(o => o.textContent)") == [
+        "torch.compile · source", "torch.compile · triton", "jax · hlo",
+    ]  # fmt: skip
+    assert stage(page, "left").startswith("line_1 = 1\n")
+    assert stage(page, "right").startswith("tl_1 ")
+    assert page.run("document.getElementById('right-counts').textContent") == "registers 40"
+    page.run("document.querySelectorAll('#left-text .l')[9].click()")
+    lit = "[...document.querySelectorAll('#{}-text .lit')].map(l => l.dataset.n)"
+    assert page.run(lit.format("left")) == ["10"]
+    assert page.run(lit.format("right")) == ["19", "20"]
+    page.run("document.getElementById('left-text').focus()")
+    page.press("ArrowDown")
+    page.press("Enter")
+    assert page.run(lit.format("right")) == ["21", "22"]
+    page.run("find = document.getElementById('find'); find.value = 'TL_7'; find.dispatchEvent(new Event('input'))")
+    assert page.run("document.getElementById('found').textContent") == "1 of 11"
+    page.run("document.getElementById('previous').click()")
+    assert page.run("document.getElementById('found').textContent") == "11 of 11"
+    page.run("s = document.getElementById('right-stage'); s.value = '2'; s.dispatchEvent(new Event('change'))")
+    assert stage(page, "right").startswith("HloModule m")
+    assert page.run("document.getElementById('found').textContent") == "not found"
+
+
+def test_everything_can_be_reached_by_keyboard(page):
+    page.run("document.body.focus()")
+    seen = set()
+    for _ in range(25):
+        page.press("Tab")
+        seen.add(page.run("document.activeElement.tagName + ' ' + (document.activeElement.textContent || '').trim()"))
+    assert {"A to the content", "A Verdict", "A Rows", "A Code", "BUTTON case", "BUTTON worth a kernel"} <= seen
+
+
+def test_it_fits_a_phone_and_follows_the_dark(tab, files):
+    tab.errors.clear()
+    tab.open(files / "plain.html", width=375, height=700, dark=True)
+    assert tab.run("document.documentElement.scrollWidth") <= 375
+    assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
+    assert tab.run("getComputedStyle(document.querySelector('.panes')).gridTemplateColumns.split(' ').length") == 1
+    assert tab.errors == []
+
+
+def test_a_hostile_record_runs_nothing_and_loads_nothing(tab, files):
+    tab.errors.clear()
+    tab.open(files / "hostile.html")
+    tab.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+    tab.run("document.querySelectorAll('#left-text .l')[9].click()")
+    time.sleep(0.1)
+    assert tab.run("document.title") == "fusewise study: rope-cube"
+    assert tab.run("document.images.length") == 0
+    requests = [e["params"]["request"]["url"] for e in tab.events if e["method"] == "Network.requestWillBeSent"]
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+    assert HOSTILE in stage(tab, "left")
+    assert tab.errors == []
+
+
+def test_the_policy_refuses_a_script_that_got_in_all_the_same(tab, files, tmp_path):
+    """The second wall: were an escape missing, the browser would still run nothing."""
+    broken = (files / "plain.html").read_text().replace("<h2>Charts</h2>", "<h2>Charts</h2>" + HOSTILE)
+    (tmp_path / "broken.html").write_text(broken)
+    tab.errors.clear()
+    tab.open(tmp_path / "broken.html")
+    assert tab.run("document.title") == "fusewise study: rope-cube"
+    assert any("Content Security Policy" in str(error) for error in tab.errors)

@@ -1,0 +1,170 @@
+"""The report as a text: complete, self-contained, and harmless whatever the record says."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from builders import HOSTILE, full_record, row, study_record
+
+from fusewise.lab import record
+from fusewise.lab.render import html, script, svg
+
+VOID = {"meta", "link", "input", "br", "img"}
+
+
+class Page(HTMLParser):
+    """Elements, their attributes, ids and text; fails on elements that are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.ids, self.links, self.open, self.text = [], [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.ids += [v for k, v in attributes if k == "id"]
+        self.links += [v for k, v in attributes if k in ("href", "src", "xlink:href", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    text = html.report(full_record())
+    return text, Page(text)
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    text = html.report(full_record(hostile=HOSTILE))
+    return text, Page(text)
+
+
+def test_everything_is_there(plain):
+    text, page = plain
+    for part in ("verdict", "charts", "glance", "cases", "rows", "code", "where", "help"):
+        assert part in page.ids
+    said = " ".join("".join(page.text).split())
+    assert "A hand-written kernel is worth it in 6 (6 fusewise-cpu)." in said
+    assert "moves 5.00 times the bytes, in 5 kernels" in said
+    assert "cut short" not in said
+    for title in ("Time, fp32 fwd", "Bandwidth over size, fp32 bwd", "Roofline, fp32 fwd", "Memory", "Memory traffic"):
+        assert f'aria-label="{title}"' in text
+    assert "copy 796 GB/s" in text
+    assert "matmul 0.500 TFLOP/s" in text
+
+
+def test_every_number_leads_to_a_row_that_is_there(plain):
+    text, page = plain
+    made = full_record()
+    rows = [i for i in page.ids if i.startswith("row-")]
+    assert len(rows) == len(made.rows) == len(set(rows))
+    assert all(link[1:] in page.ids for link in page.links if link.startswith("#"))
+    wanted = made.rows[7]
+    assert re.search(rf'id="row-7".*?<code>{re.escape(wanted.id)}</code>', text, re.DOTALL)
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_nothing_is_loaded_and_only_our_own_script_may_run(plain):
+    text, page = plain
+    assert {link for link in page.links if not link.startswith("#")} == {"data:,"}
+    policy = next(a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+    assert not [a for _, a in page.tags if any(k == "style" or k.startswith("on") for k in a)]
+
+
+def test_hostile_names_stay_text(plain, hostile):
+    text, page = hostile
+    assert [t for t, _ in page.tags] == [t for t, _ in plain[1].tags]
+    assert sorted(set(page.ids)) == sorted(set(plain[1].ids))
+    assert "<script>document" not in text
+    assert "<img" not in text
+    assert HOSTILE in "".join(page.text)
+
+
+def test_a_scheme_in_a_name_becomes_no_link():
+    made = study_record([row("javascript:alert(1)", device_us=1.0), row("eager", device_us=2.0, case="javascript:x")])
+    page = Page(html.report(made))
+    assert all(link.startswith(("#row-", "#case-", "data:,")) or link[1:] in page.ids for link in page.links)
+    assert "javascript:alert(1)" in "".join(page.text)
+
+
+def test_data_inside_the_script_element_cannot_end_it(hostile):
+    data = {"</script>": ["<!--", "\u2028", "&lt;", '"', "]]>"]}
+    text = str(html.embedded(data))
+    assert json.loads(text) == data
+    assert not set("<>&\u2028") & set(text)
+
+
+def test_a_record_of_little_renders():
+    assert "Nothing has a time." in html.report(study_record([row("liger", "missing")]))
+    assert "Nothing was measured" in html.report(study_record([], finished=False, seconds=None))
+
+
+def test_a_typical_report_is_far_below_five_megabytes():
+    assert len(html.report(full_record(cases=10)).encode()) < 2_000_000
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("values", [[1e-3], [1.0, 1.0], [0.2, 3e9], [5, 7, 9]])
+def test_axes_hold_their_values_and_have_ticks(values, log):
+    axis = svg.span(values, "x", log)
+    assert all(0 <= axis.at(v) <= 1 for v in values)
+    assert all(-1e-9 <= axis.at(t) <= 1 + 1e-9 for t in axis.ticks())
+    assert len(axis.ticks()) <= 14
+    if not log or max(values) / min(values) > 10:
+        assert len(axis.ticks()) >= 3
+
+
+def test_an_element_escapes_text_and_attributes():
+    assert str(svg.el("text", "<&", x=1, class_="a", data_x='"')) == (
+        '<text x="1" class="a" data-x="&#34;">&lt;&amp;</text>'
+    )
+
+
+def test_a_row_prints_itself_as_a_program_that_measures_it_again(tmp_path):
+    made = study_record([row("eager", case="cube-4", device_us=3.0)])
+    made.request |= {"rounds": [3, 3], "cache": "warm"}
+    program = tmp_path / "again.py"
+    program.write_text(script.program(made, made.rows[0]))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, timeout=120)
+    assert "'status': 'ok'" in done.stdout
+    assert "us a call here; the record has 3.0 on test" in done.stdout
+
+
+def test_a_hostile_row_is_only_literals_in_its_program():
+    import ast
+
+    nasty = "'''\"\"\"\n__import__('os').system('touch owned') #{x}" + HOSTILE
+    made = study_record([row(nasty, case=nasty, device=nasty, device_us=1.0)])
+    tree = ast.parse(script.program(made, made.rows[0]))
+    values = {n.targets[0].id: ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign)}
+    assert values["PROVIDER"] == nasty
+    assert values["TASK"]["case"] == nasty
+    assert not [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "__import__"]
+
+
+def test_an_old_record_renders(tmp_path):
+    old = full_record().to_json()
+    for name in ("code", "ledgers", "limits", "resumed"):
+        del old[name]
+    old["schema"] = 1
+    (tmp_path / "record.json").write_text(json.dumps(old))
+    assert "cube-4" in html.report(record.read(tmp_path))
