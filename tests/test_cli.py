@@ -49,7 +49,7 @@ def test_providers_lists_what_is_missing():
     ("arguments", "words"),
     [
         (("study",), "Missing argument 'TARGET'"),
-        (("study", "tango"), "study: target must be one of rope, got 'tango'; try `study rope`"),
+        (("study", "tango"), "study: target must be one of rope, geglu, gelu, got 'tango'; try `study rope`"),
         (("study", "rope", "--preset", "nope"), "preset must be one of rope-cube"),
         (("study", "rope", "--case", "nope"), "name must be that of a case"),
         (("study", "rope", "--preset", "rope-cube", "--case", "cube-4"), "give --preset or --case, got both"),

@@ -1,14 +1,16 @@
 import pytest
 from lab_fakes import Right
 
-from fusewise.lab import Missing, plugin
+from fusewise.lab import Missing, plugin, targets
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.rope import RopeProblem
 
 
 def test_built_in_providers_are_known_and_named_once():
     names = [entry.name for entry in plugin.known()]
-    assert len(names) == len(set(names))
+    for op in targets.names():
+        of_op = [e.name for e in plugin.known() if not e.provider.ops or op in e.provider.ops]
+        assert len(of_op) == len(set(of_op))
     assert {"eager", "torchscript", "torch.compile", "fusewise-cpu", "fusewise-reference", "fusewise-triton"} <= set(
         names
     )

@@ -91,13 +91,20 @@ def provider_states(device: str | None) -> list[dict[str, Any]]:
                 state, note = "missing", str(error)
             if state == "here" and not entry.provider.default:
                 note = "measured when named with --providers"
-        ops = list(entry.provider.ops) if entry.provider is not None else []
-        found.append({"provider": entry.name, "targets": ops, "state": state, "versions": versions, "note": note, "where": entry.where})
+        targets_of = list(entry.provider.ops) if entry.provider is not None else []
+        place = {"provider": entry.name, "targets": targets_of, "where": entry.where}
+        found.append({**place, "state": state, "versions": versions, "note": note})
     return found
 
 
 def show_providers(found: list[dict[str, Any]]) -> None:
     lines = [
-        (e["provider"], e["state"], " ".join(f"{k} {v}" for k, v in e["versions"].items()), e["note"]) for e in found
+        (
+            "  ".join([e["provider"], *e["targets"]]),
+            e["state"],
+            " ".join(f"{k} {v}" for k, v in e["versions"].items()),
+            e["note"],
+        )
+        for e in found
     ]
     Console().print(terminal.provider_table(lines))

@@ -26,15 +26,23 @@ ENTRY_POINTS = "fusewise.providers"
 #: Our own providers, in the order in which tables show them.
 BUILT_IN = (
     "fusewise.lab.providers.floors:Copy",
+    "fusewise.lab.providers.floors:MatMul",
     "fusewise.lab.providers.floors:Launch",
     "fusewise.lab.providers.pytorch:Eager",
     "fusewise.lab.providers.pytorch:TorchScript",
     "fusewise.lab.providers.pytorch:TorchCompile",
+    "fusewise.lab.providers.pytorch:TorchCompileTuned",
+    "fusewise.lab.providers.pytorch:TorchCompileGraphs",
     "fusewise.lab.providers.ours:Reference",
     "fusewise.lab.providers.ours:Cpu",
     "fusewise.lab.providers.ours:CpuInPlace",
     "fusewise.lab.providers.ours:Triton",
     "fusewise.lab.providers.ours:TritonInPlace",
+    "fusewise.lab.providers.ours:GatedReference",
+    "fusewise.lab.providers.ours:GatedCpu",
+    "fusewise.lab.providers.ours:GatedCpuRecompute",
+    "fusewise.lab.providers.ours:GatedTriton",
+    "fusewise.lab.providers.ours:GatedTritonRecompute",
     "fusewise.lab.providers.rope_peers:TransformerEngineUnfused",
     "fusewise.lab.providers.rope_peers:TransformerEngineFused",
     "fusewise.lab.providers.rope_peers:Liger",
@@ -43,6 +51,11 @@ BUILT_IN = (
     "fusewise.lab.providers.rope_peers:FlashInfer",
     "fusewise.lab.providers.rope_peers:Quack",
     "fusewise.lab.providers.rope_peers:Unsloth",
+    "fusewise.lab.providers.gated_peers:Liger",
+    "fusewise.lab.providers.gated_peers:QuackInterleaved",
+    "fusewise.lab.providers.gated_peers:QuackStacked",
+    "fusewise.lab.providers.gated_peers:Unsloth",
+    "fusewise.lab.providers.gated_peers:TransformerEngine",
 )
 
 
@@ -55,14 +68,40 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One problem made callable: `call(*enter(*problem.tensors))` is timed in `call` alone.
+class Vjp:
+    """A backward outside of torch's autograd. Arguments are those of `Run.call`.
 
-    enter: the problem's tensors -> the arguments of call (views and re-layouts that a user would not pay in a step).
+    forward: arguments -> (what call returns, what is kept for backward).
+    backward: (what was kept, entered upstream gradients) -> gradients; timed.
+    both: (arguments, entered upstream gradients) -> (what call returns, gradients), in one; timed.
+    enter: upstream gradients of the outputs -> their own form.
+    leave: gradients -> torch tensors, those of the problem's floating tensors in their order.
+    """
+
+    forward: Callable[[tuple[Any, ...]], tuple[Any, Any]]
+    backward: Callable[[Any, Any], Any]
+    both: Callable[[tuple[Any, ...], Any], tuple[Any, Any]]
+    enter: Callable[[tuple[Tensor, ...]], Any]
+    leave: Callable[[Any], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One problem made callable: `call(*enter(*own(*problem.tensors)))` is timed in `call` alone; with a backward, where
+    gradients flow through them, in `enter` and `leave` too.
+
+    own: the problem's tensors -> the tensors that a user of the provider would keep (weights in its order), of which
+        gradients are taken.
+    enter: those -> the arguments of call (views and tables).
     leave: what call returned -> the outputs in the problem's own form, for the check against float64.
+    restore: gradients of what own returned -> gradients of the problem's tensors.
+    vjp: a backward of its own, for what torch's autograd does not see.
     in_place: call overwrites its arguments.
     backward: the outputs are differentiable with respect to the problem's tensors.
     checked: the outputs are to be held against the truth (floors compute nothing and say False).
+    form: how it is computed, for problems with a model of their memory: for geglu eager, two-kernels, fused or
+        fused-recompute.
+    torch_memory: every tensor it makes is torch's, so that torch knows how much memory it takes.
     """
 
     call: Callable[..., Any]
@@ -71,6 +110,11 @@ class Run:
     in_place: bool = False
     backward: bool = True
     checked: bool = True
+    own: Callable[..., tuple[Tensor, ...]] = same
+    restore: Callable[..., tuple[Tensor, ...]] = same
+    vjp: Vjp | None = None
+    form: str = ""
+    torch_memory: bool = True
 
 
 class Provider:

@@ -123,6 +123,20 @@ class Problem:
         program = self.program()
         return program.leave(program.function(*program.enter(*tensors)))
 
+    def jax(self) -> Callable[..., Any] | None:
+        """`program`'s function in jax.numpy, taking the same arguments; None where nobody wrote it. Called in a process
+        that has JAX."""
+        return None
+
+    def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+        """The bare matrix products that the pass needs at least, each two matrices; none for most problems."""
+        return []
+
+    def memory(self, form: str) -> dict[str, Any]:
+        """What a model of the problem's memory says of a provider that computes it like `form` (see `Run.form`): plain
+        JSON for the record, such as predicted_peak_bytes and predicted_held_bytes."""
+        return {}
+
     def shape(self) -> str:
         """The shape as people write it, e.g. `b4 s4096 h32 kv8 d128`."""
         raise NotImplementedError

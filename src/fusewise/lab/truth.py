@@ -94,15 +94,30 @@ def poison(problem: Problem) -> None:
         torch.full(shape, math.nan, device=problem.device, dtype=problem.dtype)
 
 
+def own_leaves(problem: Problem, run: Run, gradient: bool) -> tuple[Tensor, ...]:
+    """Copies of the problem's tensors as the provider keeps them; the floating ones want a gradient if so said."""
+    kept = run.own(*problem.leaves(False))
+    return tuple(x.detach().requires_grad_(gradient and x.is_floating_point()) for x in kept)
+
+
 def check(problem: Problem, run: Run) -> Verdict:
     """Hold one provider against the truth in the task's pass."""
     truths, eager = expected(problem)
     backward = problem.task.pass_ != "fwd"
     forward = problem.task.pass_ != "bwd"
-    leaves = problem.leaves(backward)
+    given = own_leaves(problem, run, False)
+    leaves = own_leaves(problem, run, backward and run.vjp is None)
     arguments = run.enter(*leaves)
     poison(problem)
-    outputs = run.leave(run.call(*arguments))
+    gradients: tuple[Tensor, ...] = ()
+    # A provider may overwrite the gradients it is given.
+    upstream = tuple(None if g is None else g.clone() for g in problem.upstream)
+    if backward and run.vjp is not None:
+        result, kept = run.vjp.forward(arguments)
+        outputs = run.leave(result)
+        gradients = run.vjp.leave(run.vjp.backward(kept, run.vjp.enter(tuple(g for g in upstream if g is not None))))
+    else:
+        outputs = run.leave(run.call(*arguments))
     shapes = tuple(tuple(y.shape) for y in outputs)
     if shapes != problem.output_shapes():
         return Verdict(
@@ -110,10 +125,13 @@ def check(problem: Problem, run: Run) -> Verdict:
         )
     found = [y.detach().clone() for y in outputs] if forward else []
     if backward:
-        # A provider may overwrite the gradients it is given.
-        found += problem.gradients(outputs, leaves, [None if g is None else g.clone() for g in problem.upstream])
+        if run.vjp is None:
+            held = len(problem.parameters)
+            gradients = problem.gradients(outputs, leaves, upstream)
+            gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
+        found += gradients
     measured = errors(found, truths)
-    changed = any(not torch.equal(leaf, x) for leaf, x in zip(leaves, problem.tensors, strict=True))
+    changed = any(not torch.equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
     reason = ""
     if not within(measured, eager, problem.dtype):
         reason = (

@@ -129,7 +129,7 @@ class Server:
             }
             if verdict.reason:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
-        reply |= self.measure_memory(problem, run, work)
+        reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
         work = make_work(problem, run, calls)
         seconds, warm = math.inf, time.perf_counter()
         for _ in range(WARM_UP_CALLS):
@@ -143,11 +143,11 @@ class Server:
         return reply | {"estimate_us": seconds * 1e6, "samples": samples, "prepare_s": prepared}
 
     def measure_memory(self, problem: Problem, run: plugin.Run, work: Work) -> Reply:
-        if not run.checked:
+        if not run.checked or not run.torch_memory:
             return {"peak_bytes": None, "held_bytes": None}
         held = None
-        if problem.task.pass_ != "fwd":
-            leaves = problem.leaves(True)
+        if problem.task.pass_ != "fwd" and run.vjp is None:
+            leaves = truth.own_leaves(problem, run, True)
             held = memory.held_bytes(lambda: run.leave(run.call(*run.enter(*leaves))), leaves, self.device)
         return {"peak_bytes": memory.peak_bytes(work, self.device), "held_bytes": held}
 
@@ -166,12 +166,24 @@ def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
     """The pass to be timed, over `copies` sets of the problem's tensors so that each call finds its own cold."""
     backward = problem.task.pass_ != "fwd" and run.checked
 
-    sets = [problem.leaves(backward) for _ in range(copies)]
+    sets = [truth.own_leaves(problem, run, backward and run.vjp is None) for _ in range(copies)]
     call: Callable[..., Any] = run.call
     if not backward:
         arguments = [run.enter(*xs) for xs in sets]
         return Work(lambda i: arguments[i % copies], lambda xs: call(*xs))
     upstream = [tuple(None if g is None else g.clone() for g in problem.upstream) for _ in range(copies)]
+
+    if run.vjp is not None:
+        vjp = run.vjp
+        own = [
+            (run.enter(*xs), vjp.enter(tuple(g for g in gs if g is not None)))
+            for xs, gs in zip(sets, upstream, strict=True)
+        ]
+        if problem.task.pass_ == "fwd+bwd":
+            return Work(lambda i: own[i % copies], lambda pair: vjp.both(*pair))
+        return Work(
+            lambda i: (vjp.forward(own[i % copies][0])[1], own[i % copies][1]), lambda state: vjp.backward(*state)
+        )
 
     def forward(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run.leave(call(*run.enter(*xs)))

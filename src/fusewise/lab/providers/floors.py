@@ -27,6 +27,23 @@ class Copy(Provider):
         return Run(torch.Tensor.copy_, enter, backward=False, checked=False)
 
 
+class MatMul(Provider):
+    """The bare matrix products of the problem's own tensors, nothing added: what a fused epilogue is measured by."""
+
+    name = "floor-matmul"
+    ops = ("geglu",)
+    packages = ("torch",)
+
+    def build(self, problem: Problem) -> Run:
+        def enter(*xs: Tensor) -> tuple[Any, ...]:
+            return tuple(problem.products(xs))
+
+        def call(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+            return [torch.mm(a, b) for a, b in pairs]
+
+        return Run(call, enter, backward=False, checked=False)
+
+
 class Launch(Provider):
     """What it costs to start anything. On a GPU with Triton: a kernel that does nothing, started by a bare
     `kernel[grid](…)` with the arguments of a RoPE launch; no operator, no autograd, no allocation. Elsewhere `zero_` of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import fusewise
 
 from ..plugin import Provider, Run, Unsupported
 from ..problem import Problem
+from .gated_peers import gated_problem
 from .rope_peers import rope_problem
 
 
@@ -55,3 +56,55 @@ class Triton(_Fusewise):
 
 class TritonInPlace(Triton):
     name, in_place, default = "fusewise-triton-inplace", True, False
+
+
+class _Gated(Provider):
+    """The gated linear unit, with pre-activations saved for backward."""
+
+    impl: ClassVar[str]
+    save: ClassVar[Literal["preact", "input"]] = "preact"
+    ops: ClassVar[tuple[str, ...]] = ("geglu",)
+    packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
+
+    def build(self, problem: Problem) -> Run:
+        gated = gated_problem(self, problem)
+        if self.save == "input" and problem.task.pass_ == "fwd":
+            raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
+        arguments = {**gated.inputs.kwargs, "save": self.save, "impl": self.impl}
+        form = "fused" if self.save == "preact" else "fused-recompute"
+        return Run(lambda *xs: fusewise.gated_linear(*xs, **arguments), form=form)
+
+    def versions(self) -> dict[str, str]:
+        return super().versions() | {"fusewise": fusewise.__version__}
+
+
+class GatedReference(_Gated):
+    """The specification in plain torch."""
+
+    name, impl = "fusewise-reference", "reference"
+
+
+class GatedCpu(_Gated):
+    """The platform's matrix product and a native gate."""
+
+    name, impl, devices = "fusewise-cpu", "cpu", ("cpu",)
+
+
+class GatedCpuRecompute(GatedCpu):
+    """Nothing held for backward but the inputs."""
+
+    name, save = "fusewise-cpu-recompute", "input"
+
+
+class GatedTriton(_Gated):
+    """Both products and the gate in one Triton kernel."""
+
+    name, impl, devices, module = "fusewise-triton", "triton", ("cuda",), "triton"
+    install = "pip install triton"
+    packages = ("torch", "triton", "fusewise")
+
+
+class GatedTritonRecompute(GatedTriton):
+    """Nothing held for backward but the inputs."""
+
+    name, save = "fusewise-triton-recompute", "input"

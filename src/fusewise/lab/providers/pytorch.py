@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,7 +19,7 @@ class Eager(Provider):
 
     def build(self, problem: Problem) -> Run:
         program = problem.program()
-        return Run(program.function, program.enter, program.leave)
+        return Run(program.function, program.enter, program.leave, form="eager")
 
 
 class TorchScript(Provider):
@@ -33,7 +34,7 @@ class TorchScript(Provider):
             # Deprecated since torch 2.9, and still what many deployments run.
             warnings.simplefilter("ignore", DeprecationWarning)
             scripted = torch.jit.script(program.function)
-        return Run(scripted, program.enter, program.leave)
+        return Run(scripted, program.enter, program.leave, form="eager")
 
 
 class TorchCompile(Provider):
@@ -41,8 +42,30 @@ class TorchCompile(Provider):
 
     name = "torch.compile"
     packages = ("torch", "triton")
+    options: ClassVar[dict[str, Any]] = {}
 
     def build(self, problem: Problem) -> Run:
         program = problem.program()
         torch.compiler.reset()  # a worker serves many shapes; without this the recompile limit ends in eager code
-        return Run(torch.compile(program.function, fullgraph=True, dynamic=False), program.enter, program.leave)
+        compiled = torch.compile(program.function, fullgraph=True, dynamic=False, **self.options)
+        return Run(compiled, program.enter, program.leave, form="two-kernels")
+
+
+class TorchCompileTuned(TorchCompile):
+    """`torch.compile` with mode="max-autotune-no-cudagraphs": products as templates, the best of them measured."""
+
+    name = "torch.compile-max-autotune"
+    options: ClassVar[dict[str, Any]] = {"mode": "max-autotune-no-cudagraphs"}
+
+    def chosen(self, op: str, device: str) -> bool:
+        """Where a product can be tuned, and where that takes seconds instead of minutes."""
+        return op == "geglu" and device.startswith("cuda")
+
+
+class TorchCompileGraphs(TorchCompile):
+    """`torch.compile` with mode="reduce-overhead": CUDA graphs, which copy their inputs and own their outputs."""
+
+    name = "torch.compile-reduce-overhead"
+    options: ClassVar[dict[str, Any]] = {"mode": "reduce-overhead"}
+    devices = ("cuda",)
+    default = False

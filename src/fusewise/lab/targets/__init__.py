@@ -23,6 +23,7 @@ ENTRY_POINTS = "fusewise.targets"
 
 BUILT_IN = {
     "rope": "fusewise.lab.targets.rope:Rope",
+    "geglu": "fusewise.lab.targets.geglu:Geglu",
     "gelu": "fusewise.lab.targets.gelu:Gelu",
 }
 

@@ -1,0 +1,173 @@
+"""The libraries that people use for gated linear units today, each called as its own documentation says.
+
+Weights are brought into each library's form in `own`, which is not timed: a user of the library would keep them so.
+Imports happen in the provider's own worker process, since some of these packages patch others when imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..plugin import Provider, Run, Unsupported, require
+from ..problem import Problem
+from ..targets.geglu import GatedProblem
+
+
+def gated_problem(provider: Provider, problem: Problem) -> GatedProblem:
+    """The problem as a gated linear unit, for providers that know nothing else."""
+    if not isinstance(problem, GatedProblem):
+        raise Unsupported(f"{provider.name} runs geglu only, not {problem.op}")
+    return problem
+
+
+class _Peer(Provider):
+    """A library's gated unit, or the gate behind PyTorch's product."""
+
+    ops: ClassVar[tuple[str, ...]] = ("geglu",)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    activations: ClassVar[tuple[str, ...]] = ("gelu_tanh", "silu")
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    backward: ClassVar[bool] = True
+
+    def build(self, problem: Problem) -> Run:
+        gated = gated_problem(self, problem)
+        if gated.case.activation not in self.activations:
+            raise Unsupported(f"has {' and '.join(self.activations)}, not {gated.case.activation}")
+        if gated.dtype not in self.dtypes:
+            raise Unsupported(f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only")
+        if problem.task.pass_ != "fwd" and not self.backward:
+            raise Unsupported("has no gradient of its own for this product")
+        return self.unit(gated)
+
+    def unit(self, problem: GatedProblem) -> Run:
+        raise NotImplementedError
+
+
+def _projections(problem: GatedProblem, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """gate and value (M, F), each a product of its own, as transformers' MLPs compute them."""
+    x, *rest = tensors
+    value, gate, value_bias, gate_bias = problem.halves(*rest)
+    return functional.linear(x, gate, gate_bias), functional.linear(x, value, value_bias)
+
+
+class Liger(_Peer):
+    """liger-kernel: two products of PyTorch, and the gate as one kernel (`LigerGEGLUMLP`, `LigerSwiGLUMLP`)."""
+
+    name, module, packages = "liger", "liger_kernel", ("liger-kernel",)
+    install = "pip install liger-kernel"
+
+    def unit(self, problem: GatedProblem) -> Run:
+        if problem.case.activation == "silu":
+            gate = require("liger_kernel.ops.swiglu", self.install).LigerSiLUMulFunction
+        else:
+            gate = require("liger_kernel.ops.geglu", self.install).LigerGELUMulFunction
+        return Run(lambda *xs: gate.apply(*_projections(problem, xs)), form="two-kernels")
+
+
+class Unsloth(_Peer):
+    """unsloth: two products of PyTorch, and its gate kernels, whose backward overwrites what was saved."""
+
+    name, module, packages = "unsloth", "unsloth", ("unsloth",)
+    install = "pip install unsloth"
+    activations = ("gelu_tanh", "gelu", "silu")
+
+    def unit(self, problem: GatedProblem) -> Run:
+        if problem.case.activation == "silu":
+            kernels = require("unsloth.kernels.swiglu", self.install)
+            forward, backward = kernels.swiglu_fg_kernel, kernels.swiglu_DWf_DW_dfg_kernel
+        else:
+            kernels = require("unsloth.kernels.geglu", self.install)
+            form = "approx" if problem.case.activation == "gelu_tanh" else "exact"
+            forward = getattr(kernels, f"geglu_{form}_forward_kernel")
+            backward = getattr(kernels, f"geglu_{form}_backward_kernel")
+
+        class Gate(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+                ctx.save_for_backward(gate, value)
+                return forward(gate[None], value[None])[0]  # type: ignore[no-any-return]
+
+            @staticmethod
+            def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+                _, dvalue, dgate = backward(dy.contiguous(), *ctx.saved_tensors)
+                return dgate, dvalue
+
+        return Run(lambda *xs: Gate.apply(*_projections(problem, xs)), form="two-kernels")  # type: ignore[no-untyped-call]
+
+
+class TransformerEngine(_Peer):
+    """TransformerEngine: one product of PyTorch with the gate's half first, and its CUDA gate."""
+
+    name, module = "transformer_engine", "transformer_engine"
+    packages = ("transformer_engine", "transformer_engine_torch")
+    install = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+
+    def unit(self, problem: GatedProblem) -> Run:
+        require("transformer_engine.pytorch", self.install)  # loads the libraries that the next one needs
+        kernels = require("transformer_engine_torch", self.install)
+        name = "swiglu" if problem.case.activation == "silu" else "geglu"
+        forward, backward = getattr(kernels, name), getattr(kernels, f"d{name}")
+
+        class Gate(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, z: Tensor) -> Tensor:
+                ctx.save_for_backward(z)
+                return forward(z, None)  # type: ignore[no-any-return]
+
+            @staticmethod
+            def backward(ctx: Any, dy: Tensor) -> Tensor:
+                return backward(dy, *ctx.saved_tensors, None)  # type: ignore[no-any-return]
+
+        own: Any = (lambda *xs: xs) if problem.case.gate_first else (lambda *xs: problem.swapped(xs))
+        return Run(
+            lambda *xs: Gate.apply(functional.linear(*xs)),  # type: ignore[no-untyped-call]
+            own=own,
+            restore=lambda *gradients: own(*gradients),  # swapping twice is no swap
+            form="two-kernels",
+        )
+
+
+class _Quack(_Peer):
+    """QuACK's product with the gate in its epilogue, tuned; no pre-activations stored."""
+
+    module, packages = "quack", ("quack-kernels", "nvidia-cutlass-dsl")
+    install = "pip install quack-kernels"
+    activations = ("gelu_tanh", "silu", "relu", "sigmoid")
+    dtypes = (torch.bfloat16, torch.float16)
+    backward = False
+    stacked: ClassVar[bool]
+
+    def unit(self, problem: GatedProblem) -> Run:
+        gemm = require("quack.gemm_interface", self.install).gemm_gated
+        activation = {"gelu_tanh": "geglu", "silu": "swiglu", "relu": "reglu", "sigmoid": "glu"}[
+            problem.case.activation
+        ]
+        options: dict[str, Any] = {"activation": activation, "store_preact": False}
+        if self.stacked:
+            options["concat_layout"] = ("B", "bias") if problem.case.bias else ("B",)
+
+        def own(*xs: Tensor) -> tuple[Tensor, ...]:
+            if not self.stacked:
+                return problem.interleaved(xs)
+            return xs if problem.case.gate_first else problem.swapped(xs)
+
+        def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return gemm(x, weight.T, bias=bias, **options)[1]  # type: ignore[no-any-return]
+
+        return Run(call, own=own, backward=False, form="fused")
+
+
+class QuackInterleaved(_Quack):
+    """Rows of gate and value in turn, as QuACK wants them."""
+
+    name, stacked = "quack-interleaved", False
+
+
+class QuackStacked(_Quack):
+    """The gate's half before the value's, read by a view of its own."""
+
+    name, stacked = "quack-stacked", True
