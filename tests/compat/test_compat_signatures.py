@@ -35,6 +35,10 @@ SIGNATURES = {
         "RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
     },
     "transformer_engine": {
+        **dict.fromkeys(("glu", "geglu", "reglu", "swiglu"), "input, quantizer"),
+        **dict.fromkeys(("dglu", "dgeglu", "dreglu", "dswiglu"), "grad, fwd_input, quantizer"),
+        **dict.fromkeys(("GLU", "GEGLU", "ReGLU"), "*, cache_quantized_input=False"),
+        "SwiGLU": "*, cache_quantized_input=False, glu_interleave_size=None",
         "apply_rotary_pos_emb": (
             "t, freqs, tensor_format='sbhd', start_positions=None, interleaved=False, fused=False, " + CP
         ),
@@ -68,6 +72,30 @@ SIGNATURES = {
         "liger_multimodal_rotary_pos_emb": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
         "LigerQwen2VLMRopeFunction.apply": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
         "liger_llama4_text_rotary_pos_emb": "xq, xk, freqs_cis",
+        "liger_geglu": "a, b",
+        "liger_swiglu": "a, b",
+        "LigerGELUMulFunction.apply": "a, b",
+        "LigerSiLUMulFunction.apply": "a, b, gate_multiplier=1.0, down_multiplier=1.0",
+        "LigerFusedGateUpSiLUMulFunction.apply": "y, in_place=False",
+        "LigerMLPFunction.apply": (
+            "input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0"
+        ),
+        **dict.fromkeys(
+            (
+                "LigerGEGLUMLP",
+                "LigerSwiGLUMLP",
+                "LigerMLP",
+                "LigerPhi3SwiGLUMLP",
+                "LigerBlockSparseTop2MLP",
+                "LigerFalconH1SwiGLUMLP",
+                "LigerFalconH1MLP",
+            ),
+            "config",
+        ),
+        "LigerGEGLUMLPForGemma4": "config, layer_idx=None",
+        "LigerQwen3MoeSwiGLUMLP": "config, intermediate_size=None",
+        "LigerHunyuanV1SwiGLUMLP": "config, layer_idx=None, is_shared_mlp=False",
+        "LigerSwiGLUMLP.forward": "self, x",
     },
     "transformers": {
         "apply_rotary_pos_emb": HF,
@@ -83,6 +111,23 @@ SIGNATURES = {
         "apply_multimodal_rotary_pos_emb": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
         "apply_rotary_emb_llama4": "xq, xk, freqs_cis",
         "apply_rotary_emb_deepseek_v2": "xq, xk, freqs_cis",
+        **dict.fromkeys(("GemmaMLP", "Gemma2MLP", "LlamaMLP", "Phi3MLP"), "config"),
+        "DeepseekV3MLP": "config, intermediate_size=None",
+        "LlamaMLP.forward": "self, x",
+        "Phi3MLP.forward": "self, hidden_states",
+    },
+    "diffusers": {
+        "GEGLU": "dim_in, dim_out, bias=True",
+        "GEGLU.forward": "self, hidden_states, *args, **kwargs",
+        "SwiGLU": "dim_in, dim_out, bias=True",
+        "SwiGLU.forward": "self, hidden_states",
+        "FeedForward": (
+            "dim, dim_out=None, mult=4, dropout=0.0, activation_fn='geglu', final_dropout=False, inner_dim=None, bias=True"
+        ),
+        "FeedForward.forward": "self, hidden_states, *args, **kwargs",
+        "Flux2SwiGLU.forward": "self, x",
+        "Flux2FeedForward": "dim, dim_out=None, mult=3.0, inner_dim=None, bias=False",
+        "Flux2FeedForward.forward": "self, x",
     },
 }
 
@@ -112,7 +157,9 @@ def test_every_public_function_has_its_signature_here(module: str) -> None:
 
 
 def test_importing_a_module_imports_nothing_of_its_library() -> None:
-    libraries = ["flash_attn", "transformer_engine", "vllm", "flashinfer", "liger_kernel", "transformers", "triton"]
+    libraries = [
+        "flash_attn", "transformer_engine", "vllm", "flashinfer", "liger_kernel", "transformers", "diffusers", "triton",
+    ]  # fmt: skip
     code = (
         "import sys, torch; before = set(sys.modules)\n"
         + "".join(f"import fusewise.compat.{module}\n" for module in SIGNATURES)

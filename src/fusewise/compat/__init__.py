@@ -1,4 +1,6 @@
-"""The RoPE functions of the libraries in use today, with their signatures, on fusewise's operator: change one import.
+"""The RoPE and GLU functions of the libraries in use today, with their signatures, on fusewise's operators.
+
+Change one import:
 
     from flash_attn.layers.rotary import apply_rotary_emb            # before
     from fusewise.compat.flash_attn import apply_rotary_emb          # after
@@ -6,16 +8,21 @@
 One module a library, imported by name; importing one imports nothing of that library:
 
     flash_attn           apply_rotary_emb, apply_rotary_emb_qkv_, apply_rotary_emb_kv_, apply_rotary, RotaryEmbedding
-    transformer_engine   apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb, RotaryPositionEmbedding
+    transformer_engine   apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb, RotaryPositionEmbedding, geglu, dgeglu
+                         and their relatives, GEGLU, GLU, ReGLU, SwiGLU
     vllm                 rotary_embedding
     flashinfer           apply_rope*, apply_llama31_rope*, apply_rope_with_cos_sin_cache*
-    liger                liger_rotary_pos_emb and its relatives, LigerRopeFunction
-    transformers         apply_rotary_pos_emb and one function for each other convention among its models
+    liger                liger_rotary_pos_emb and its relatives, LigerRopeFunction, LigerGELUMulFunction,
+                         LigerSiLUMulFunction, LigerGEGLUMLP, LigerSwiGLUMLP and the MLPs of other models
+    transformers         apply_rotary_pos_emb and one function for each other convention among its models, GemmaMLP,
+                         LlamaMLP, Phi3MLP and the other forms of a gated MLP
+    diffusers            GEGLU, SwiGLU, FeedForward, Flux2FeedForward
 
 What holds for all of them:
 
-- Angles and rotation are computed in float32 and rounded once, whatever the library rounds in between, so that results
-  are at least as close to the truth as the library's; they have the dtype of the rotated tensor.
+- Angles, rotation and gates are computed in float32 and rounded once, whatever the library rounds in between, so that
+  results are at least as close to the truth as the library's; they have the dtype of the rotated or gated tensor.
+- A gated MLP keeps the library's parameters and is one operation, `fusewise.gated_mlp`.
 - One launch rotates q and k together. Nothing is copied, but for a tensor whose last dimension is not contiguous where
   the library takes such tensors. Device kernels beyond the one launch are named in the function's docstring.
 - A position without a table row gives NaN (see `fusewise.rope`) where libraries read out of bounds or skip the token.

@@ -1,20 +1,29 @@
-"""`liger_kernel.transformers.rope`, `….qwen2vl_mrope`, `….llama4_rope`, and `liger_kernel.ops.LigerRopeFunction`.
+"""The rotary functions, gates and gated MLPs of `liger_kernel.transformers` and `liger_kernel.ops`.
 
     from liger_kernel.transformers.rope import liger_rotary_pos_emb    # before
+    from liger_kernel.transformers import LigerSwiGLUMLP
     from fusewise.compat.liger import liger_rotary_pos_emb             # after
+    from fusewise.compat.liger import LigerSwiGLUMLP
 
-Theirs overwrites q and k where their memory is (B, T, H, D), and the incoming gradients; these return the same values
-and gradients as new tensors and overwrite nothing.
-Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim.
+Theirs overwrite q and k where their memory is (B, T, H, D), the inputs of a gate in its backward, and incoming
+gradients; these return the same values and gradients as new tensors and overwrite nothing. The MLPs have the
+parameters of theirs and compute the two projections with the gate, and the gradient of all three, as `gated_mlp` does.
+Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, F features of a gate.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from ._shared import rotate_multimodal, rotate_pair
+from ..ops.gated_linear import gated_mlp
+from ..ops.gated_linear._gate import gate, stacked_gate
+from ..ops.gated_linear._problem import Activation
+from ..ops.gated_linear._validate import fail
+from ..ops.gated_linear.projections import mlp, stacked_mlp
+from ._shared import rotate_multimodal, rotate_pair, unit_stride
 
 
 def liger_rotary_pos_emb(
@@ -82,3 +91,186 @@ class LigerQwen2VLMRopeFunction:
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis ((1 | B,) R, D / 2), R >= T."""
     return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bshd", pairing="interleaved")
+
+
+def _multiplied(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """gelu_tanh(a) · b, (..., F) each, in their dtype."""
+    return gate(b, a, "gelu_tanh", op="liger_geglu")
+
+
+class LigerGELUMulFunction:
+    """For callers of `LigerGELUMulFunction.apply`; a and b are saved and never written to."""
+
+    apply = staticmethod(liger_geglu)
+
+
+def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+    """silu(a · gate_multiplier) · b · down_multiplier; each factor that is not 1 is a kernel besides."""
+    y = gate(b, _multiplied(a, gate_multiplier), "silu", op="liger_swiglu")
+    return _multiplied(y, down_multiplier)
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) · b, (..., F) each, in their dtype."""
+    return _silu_mul(a, b)
+
+
+class LigerSiLUMulFunction:
+    """For callers of `LigerSiLUMulFunction.apply`."""
+
+    apply = staticmethod(_silu_mul)
+
+
+def _stacked_silu_mul(y: Tensor, in_place: bool = False) -> Tensor:
+    """silu of the first half of y (..., 2F), times the second; in_place is without effect: y is never overwritten."""
+    return stacked_gate(y, "silu", gate_first=True, op="liger_swiglu")
+
+
+class LigerFusedGateUpSiLUMulFunction:
+    """For callers of `LigerFusedGateUpSiLUMulFunction.apply`."""
+
+    apply = staticmethod(_stacked_silu_mul)
+
+
+def _mlp(
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
+    """The SwiGLU MLP of (..., D), both multipliers as in `LigerSiLUMulFunction`; that of the gate undoes the fusion."""
+    gate_weight, up_weight, down_weight = (unit_stride(w) for w in (gate_weight, up_weight, down_weight))
+    if gate_multiplier == 1.0:
+        z = gated_mlp(input, gate_weight, up_weight, down_weight, activation="silu")
+    else:
+        a, b = functional.linear(input, gate_weight), functional.linear(input, up_weight)
+        z = functional.linear(_silu_mul(a, b, gate_multiplier), down_weight)
+    return _multiplied(z, down_multiplier)
+
+
+class LigerMLPFunction:
+    """For callers of `LigerMLPFunction.apply`."""
+
+    apply = staticmethod(_mlp)
+
+
+class LigerGEGLUMLP(nn.Module):
+    """The MLP of Gemma, with the tanh form whatever `config` says, as there; the whole of it one operation."""
+
+    activation: Activation = "gelu_tanh"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._build(config, config.intermediate_size)
+
+    def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
+        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """The same, twice as wide in layers that share keys and values, where the configuration wants that."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
+        nn.Module.__init__(self)
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        first = getattr(config, "num_hidden_layers", 0) - shared
+        shares = layer_idx is not None and shared > 0 and layer_idx >= first
+        wide = shares and getattr(config, "use_double_wide_mlp", False)
+        self._build(config, config.intermediate_size * (2 if wide else 1))
+
+
+class LigerSwiGLUMLP(LigerGEGLUMLP):
+    """The MLP of Llama and most others, without biases; one operation."""
+
+    activation = "silu"
+
+    def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
+        _check_silu(type(self).__name__, config)
+        super()._build(config, intermediate_size, bias)
+
+
+class LigerMLP(LigerSwiGLUMLP):
+    """The same: what Liger fuses in this class alone is fused in all of these."""
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """The same, of a width of its own."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self._build(config, config.intermediate_size if intermediate_size is None else intermediate_size)
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """The same, with Hunyuan's arguments."""
+
+    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """The MLP of Falcon-H1: `mlp_multipliers` scale the gate before its activation, which undoes the fusion, and the
+    result, its bias included."""
+
+    def __init__(self, config: Any) -> None:
+        nn.Module.__init__(self)
+        self._build(config, config.intermediate_size, getattr(config, "mlp_bias", False))
+        self.gate_multiplier, self.down_multiplier = (float(factor) for factor in config.mlp_multipliers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_multiplier == 1.0:
+            z = super().forward(x)
+        else:
+            z = self.down_proj(_silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier))
+        return _multiplied(z, self.down_multiplier)
+
+
+class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
+    """The same."""
+
+
+class LigerPhi3SwiGLUMLP(nn.Module):
+    """The MLP of Phi-3, whose gate_up_proj holds the gate and then the value; one operation."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu("LigerPhi3SwiGLUMLP", config)
+        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return stacked_mlp(x, self.gate_up_proj, self.down_proj, activation="silu", gate_first=True)
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """An expert of Mixtral in transformers 4: w1 the gate, w3 the value, w2 down; one operation."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check_silu("LigerBlockSparseTop2MLP", config)
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(x, self.w1, self.w3, self.w2, activation="silu")
+
+
+def _check_silu(op: str, config: Any) -> None:
+    if config.hidden_act not in ("silu", "swish"):
+        fail(op, "config", "have hidden_act silu or swish", repr(config.hidden_act), "use the model's own MLP")

@@ -1,7 +1,10 @@
-"""`transformer_engine.pytorch.attention.rope`.
+"""`transformer_engine.pytorch.attention.rope`, and the gates of `transformer_engine_torch` and `….pytorch.ops`.
 
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb      # before
-    from fusewise.compat.transformer_engine import apply_rotary_pos_emb             # after
+    from transformer_engine.pytorch.ops import GEGLU
+    import transformer_engine_torch as tex
+    from fusewise.compat.transformer_engine import GEGLU, apply_rotary_pos_emb      # after
+    from fusewise.compat import transformer_engine as tex
 
 `freqs` are angles in radians (R, 1, 1, rotary_dim), each twice, as `RotaryPositionEmbedding` makes them: `cat(f, f)`, or
 `repeat_interleave(f, 2)` for `interleaved`; row r is position r. Shape legend: B batch, T tokens, H heads, D head_dim.
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
+from ..ops.gated_linear._problem import Activation
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import DEFAULTS, fail, validated
 from ._shared import pairing, unit_stride
@@ -260,3 +265,109 @@ class RotaryPositionEmbedding(nn.Module):
         angles = positions[:, None] * self.inv_freq  # no matmul: autocast would round it
         twice = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return twice[:, None, None]
+
+
+def _activated(op: str, input: Tensor, quantizer: None, activation: Activation) -> Tensor:
+    if quantizer is not None:
+        fail(op, "quantizer", "be None: the result is not quantised here", quantizer, "quantise the result")
+    return stacked_gate(input, activation, gate_first=True, op=op)
+
+
+def _gradient(op: str, grad: Tensor, fwd_input: Tensor, quantizer: None, activation: Activation) -> Tensor:
+    if quantizer is not None:
+        fail(op, "quantizer", "be None: the result is not quantised here", quantizer, "quantise the result")
+    return stacked_gradient(grad, fwd_input, activation, gate_first=True, op=op)
+
+
+def glu(input: Tensor, quantizer: None) -> Tensor:
+    """sigmoid of the first half of input (..., 2F), times the second."""
+    return _activated("glu", input, quantizer, "sigmoid")
+
+
+def geglu(input: Tensor, quantizer: None) -> Tensor:
+    """GELU, the tanh form, of the first half of input (..., 2F), times the second."""
+    return _activated("geglu", input, quantizer, "gelu_tanh")
+
+
+def reglu(input: Tensor, quantizer: None) -> Tensor:
+    """ReLU of the first half of input (..., 2F), times the second."""
+    return _activated("reglu", input, quantizer, "relu")
+
+
+def swiglu(input: Tensor, quantizer: None) -> Tensor:
+    """SiLU of the first half of input (..., 2F), times the second."""
+    return _activated("swiglu", input, quantizer, "silu")
+
+
+def dglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
+    """The gradient of `glu` for grad (..., F): (..., 2F)."""
+    return _gradient("dglu", grad, fwd_input, quantizer, "sigmoid")
+
+
+def dgeglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
+    """The gradient of `geglu` for grad (..., F): (..., 2F)."""
+    return _gradient("dgeglu", grad, fwd_input, quantizer, "gelu_tanh")
+
+
+def dreglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
+    """The gradient of `reglu` for grad (..., F): (..., 2F)."""
+    return _gradient("dreglu", grad, fwd_input, quantizer, "relu")
+
+
+def dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
+    """The gradient of `swiglu` for grad (..., F): (..., 2F)."""
+    return _gradient("dswiglu", grad, fwd_input, quantizer, "silu")
+
+
+class _GateModule(nn.Module):
+    """A gate of the last dimension, its first half activated; in the autocast dtype under autocast, as there."""
+
+    activation: Activation
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        if cache_quantized_input:
+            op = type(self).__name__
+            fail(op, "cache_quantized_input", "be False: nothing is quantised here", True, "leave it out")
+
+    def forward(self, input: Tensor) -> Tensor:
+        return stacked_gate(_autocast(input), self.activation, gate_first=True, op=type(self).__name__)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class GLU(_GateModule):
+    """`glu`."""
+
+    activation = "sigmoid"
+
+
+class GEGLU(_GateModule):
+    """`geglu`."""
+
+    activation = "gelu_tanh"
+
+
+class ReGLU(_GateModule):
+    """`reglu`."""
+
+    activation = "relu"
+
+
+class SwiGLU(_GateModule):
+    """`swiglu`; with glu_interleave_size n, blocks of n gates and of n values alternate in the last dimension."""
+
+    activation = "silu"
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.glu_interleave_size is None:
+            return super().forward(input)
+        blocks = _autocast(input).unflatten(-1, (-1, 2, self.glu_interleave_size))
+        return gate(blocks[..., 1, :], blocks[..., 0, :], self.activation, op="SwiGLU").flatten(-2)

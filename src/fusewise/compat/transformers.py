@@ -1,7 +1,7 @@
-"""`apply_rotary_pos_emb` of the models of Hugging Face transformers.
+"""`apply_rotary_pos_emb` and the gated MLPs of the models of Hugging Face transformers.
 
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb    # before
-    from fusewise.compat.transformers import apply_rotary_pos_emb                # after
+    from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb    # before
+    from fusewise.compat.transformers import LlamaMLP, apply_rotary_pos_emb                # after
 
 Each model file defines its own; they fall into the conventions below, one function each, for transformers 4 and 5.
 Where their tables come in another dtype than q, theirs return the promoted dtype in some models; here it is that of q.
@@ -19,14 +19,26 @@ Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may di
     apply_rotary_pos_emb_vision         the towers of qwen2_vl, glm4v and others: no batch, heads after tokens
     apply_multimodal_rotary_pos_emb     qwen2_vl and qwen2_5_vl of transformers 4
     apply_rotary_emb_llama4, apply_rotary_emb_deepseek_v2    complex tables
+
+Their MLPs have the five forms below, each under the name of its best-known model. The parameters and their names are
+theirs; the whole MLP is one operation, `gated_mlp`, unless a projection is no longer a plain `nn.Linear`, which is then
+called and only the gate fused. An activation that is none of `gated_linear`'s is refused when the module is built.
+
+    GemmaMLP         gate_proj, up_proj, down_proj without biases: mistral, qwen2, qwen3, olmo, cohere, stablelm
+    Gemma2MLP        the same with `hidden_activation`: vaultgemma; gemma3 with this signature
+    LlamaMLP         the same with biases where `mlp_bias` says so: granite, smollm3, helium, chameleon
+    DeepseekV3MLP    the same of a width of its own: qwen2_moe, qwen3_moe, glm4_moe, dots1, longcat_flash
+    Phi3MLP          gate_up_proj, the gate first, and down_proj: glm, glm4, dia, phi4_multimodal
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..ops.gated_linear._problem import Activation
+from ..ops.gated_linear.projections import mlp, stacked_mlp
 from ..ops.rope._validate import fail
 from ._shared import rotate_multimodal, rotate_pair
 
@@ -152,3 +164,80 @@ def _rotate(
             "check unsqueeze_dim, or select the rows of the tokens",
         )  # fmt: skip
     return rotate_pair(q, k, cos=cos, sin=sin, layout=layout, **arguments)
+
+
+# The activations of transformers that are one of ours; several names of GELU differ in how they write it.
+_ACTIVATIONS: dict[str, Activation] = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"
+    ),
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    "relu": "relu", "sigmoid": "sigmoid", "linear": "identity",
+}  # fmt: skip
+
+
+def _activation(op: str, name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        fail(op, "config", f"name an activation of {', '.join(_ACTIVATIONS)}", repr(name), "use the model's own MLP")
+    return _ACTIVATIONS[name]
+
+
+class _SeparateMLP(nn.Module):
+    """down_proj(up_proj(x) · act(gate_proj(x)))."""
+
+    def __init__(self, config: Any, intermediate_size: int, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.activation = _activation(type(self).__name__, activation)
+        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
+
+
+class GemmaMLP(_SeparateMLP):
+    """Without biases, `config.hidden_act`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.intermediate_size, config.hidden_act, False)
+
+
+class Gemma2MLP(_SeparateMLP):
+    """Without biases, `config.hidden_activation`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.intermediate_size, config.hidden_activation, False)
+
+
+class LlamaMLP(_SeparateMLP):
+    """With biases if `config.mlp_bias`, `config.hidden_act`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.intermediate_size, config.hidden_act, config.mlp_bias)
+
+
+class DeepseekV3MLP(_SeparateMLP):
+    """Without biases, `config.hidden_act`, and a width of its own where one is given."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        width = config.intermediate_size if intermediate_size is None else intermediate_size
+        super().__init__(config, width, config.hidden_act, False)
+
+
+class Phi3MLP(nn.Module):
+    """gate_up_proj holds the gate and then the value; without biases, `config.hidden_act`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.activation = _activation("Phi3MLP", config.hidden_act)
+        self.config = config
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return stacked_mlp(
+            hidden_states, self.gate_up_proj, self.down_proj, activation=self.activation, gate_first=True
+        )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.gated_linear import gated_linear, gated_mlp
+from ..ops.gated_linear import gated_linear
 from ..ops.gated_linear._problem import ACTIVATIONS, Activation, Save
+from ..ops.gated_linear.projections import mlp
 
 
 class GatedLinear(nn.Module):
@@ -76,7 +77,8 @@ class GatedMLP(nn.Module):
         device, dtype: of the parameters.
 
     The parameters are those of three `nn.Linear` of the names that transformers gives them, gate_proj and up_proj (F, D)
-    and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP loads.
+    and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP loads. One that is replaced by another
+    kind of module (LoRA, quantised) or gets hooks is called as it is, and of the unit only the gate is fused.
 
     Example:
         >>> z = GatedMLP(64, 128, activation="silu")(torch.randn(4, 16, 64))  # (4, 16, 64)
@@ -102,11 +104,9 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, features, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        return gated_mlp(
-            x, gate.weight, up.weight, down.weight, b_gate=gate.bias, b_up=up.bias, b_down=down.bias,
-            activation=self.activation, save=self.save, impl=self.impl,
-        )  # fmt: skip
+        return mlp(
+            x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation, save=self.save, impl=self.impl
+        )
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, save={self.save}"

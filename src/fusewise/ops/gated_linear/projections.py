@@ -1,0 +1,77 @@
+"""The gated MLP of projections that are kept in modules: fused where they are plain, called where they are not.
+
+A quantised, adapted, sharded or parametrised projection, one with hooks or with a forward of its own, is more than its
+weight: it is called, and of the unit only the gate is fused. So a model can be changed after it was built (PEFT,
+bitsandbytes, accelerate, tensor parallelism) and still computes what its modules say.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ._gate import gate as gate_of_both
+from ._gate import stacked_gate
+from ._problem import Activation, Save
+from .api import gated_linear, gated_mlp
+
+
+def is_plain(*projections: nn.Module) -> bool:
+    """Whether calling each is `F.linear` with its weight and bias and nothing else."""
+    return all(type(projection) is nn.Linear and is_untouched(projection) for projection in projections)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether calling it is its class's forward: no hook, and no forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in vars(module)
+
+
+def mlp(
+    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, activation: Activation, save: Save = "preact",
+    impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """down(up(x) · act(gate(x))) of `nn.Linear` modules."""
+    if is_plain(gate, up, down):
+        return gated_mlp(
+            x, _weight(gate), _weight(up), _weight(down), b_gate=gate.bias, b_up=up.bias, b_down=down.bias,
+            activation=activation, save=save, impl=impl,
+        )  # fmt: skip
+    if is_plain(gate, up):
+        y = gated_linear(
+            x, _weight(up), up.bias, w_gate=_weight(gate), b_gate=gate.bias, activation=activation, save=save, impl=impl
+        )
+    else:
+        y = gate_of_both(up(x), gate(x), activation, impl=impl)
+    z: Tensor = down(y)
+    return z
+
+
+def stacked_mlp(
+    x: Tensor, both: nn.Module, down: nn.Module, *, activation: Activation, gate_first: bool, save: Save = "preact",
+    impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """The same of one projection that makes value and gate side by side."""
+    if is_plain(both, down):
+        return gated_mlp(
+            x, _weight(both), None, _weight(down), b_gate=both.bias, b_down=down.bias, gate_first=gate_first,
+            activation=activation, save=save, impl=impl,
+        )  # fmt: skip
+    z: Tensor = down(stacked(x, both, activation=activation, gate_first=gate_first, save=save, impl=impl))
+    return z
+
+
+def stacked(
+    x: Tensor, both: nn.Module, *, activation: Activation, gate_first: bool, save: Save = "preact", impl: str = "auto"
+) -> Tensor:
+    """Both halves of one projection and the gate, without a projection down."""
+    if is_plain(both):
+        return gated_linear(
+            x, _weight(both), both.bias, activation=activation, gate_first=gate_first, save=save, impl=impl
+        )
+    return stacked_gate(both(x), activation, gate_first=gate_first, impl=impl)
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    """Its weight with contiguous features: the one copy, of a weight that was put there transposed."""
+    weight: Tensor = linear.weight
+    return weight if weight.stride(-1) == 1 or weight.shape[-1] == 1 else weight.contiguous()
