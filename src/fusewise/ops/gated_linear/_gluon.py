@@ -1,0 +1,251 @@
+"""The gated linear unit in Gluon, for Hopper: configurations, the arguments of the kernels in `_gluon_kernel.py`, their
+launch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ._gluon_kernel import gate_gradient_kernel, gated_linear_kernel
+from ._problem import Halves, Spec, split_preact
+
+ROWS = 128  # of a tile
+PIECE = (64, 64)  # of what the epilogue reads and writes
+GROUP_ROWS = 64  # of a tile, that one group of warps multiplies and sums
+NUM_WARPS = 4
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile is 128 rows by BLOCK_F features of the output, BLOCK_D of the product at a time."""
+
+    block_f: int
+    block_d: int
+    stages: int
+    slots: int  # of each group's epilogue
+    group_m: int = 8
+    lead: int = 2  # blocks that one group of warps is ahead of the other
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """The elementwise kernel: `rows` rows a program, block_m of them at a time."""
+
+    rows: int
+    block_m: int
+    block_f: int
+    num_warps: int = 4
+
+
+def configurations(epilogue: str) -> list[Config]:
+    """All that are worth trying."""
+    stages, slots = (3, 5) if epilogue == "down" else (4, 2)
+    block_f = 256 if epilogue == "down" else 128
+    return [Config(block_f, 64, stages, slots, group_m, lead) for group_m in (8, 16) for lead in (1, 2)]
+
+
+def choose(rows: int, hidden: int, features: int, *, epilogue: str) -> Config:
+    """The configuration of the product kernel, from the shape alone."""
+    stages, slots = (3, 5) if epilogue == "down" else (4, 2)
+    return Config(256 if epilogue == "down" else 128, 64, stages, slots)
+
+
+def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
+    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
+    programs for every multiprocessor."""
+    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
+    block_m = 1024 // block_f
+    per_program = 128
+    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
+        per_program //= 2
+    return GateConfig(max(per_program, block_m), block_m, block_f)
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why Gluon cannot serve tensors of this device type, or None if it can."""
+    if device_type != "cuda":
+        return "gluon has kernels for NVIDIA's Hopper only"
+    if triton.knobs.runtime.interpret:
+        return "gluon has no interpreter of its asynchronous products, and TRITON_INTERPRET=1 is set"
+    major, minor = torch.cuda.get_device_capability()
+    return None if major == 9 else f"gluon has kernels for compute capability 9 (Hopper), not {major}.{minor}"
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
+    rows, columns = x.stride()
+    return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
+
+
+@functools.cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype])
+
+
+def _map(x: Tensor | None, block: tuple[int, int]) -> Any:
+    """The TMA descriptor of x in blocks."""
+    return None if x is None else TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
+
+
+def arguments(
+    x: Tensor, value: Tensor, gate: Tensor | None, config: Config, processors: int, *, epilogue: str, activation: str,
+    hidden: int, y: Tensor | None, outputs: tuple[Tensor, Tensor] | None, inputs: tuple[Tensor | None, Tensor | None],
+    bias: tuple[Tensor | None, Tensor | None], sums: Tensor | None,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` what
+    the epilogue reads: dy, or u and g."""
+    rows, features = x.shape
+    block_w = (config.block_d, config.block_f) if epilogue == "down" else (config.block_f, config.block_d)
+    u, g = outputs or (None, None)
+    return min(triton.cdiv(rows, ROWS) * triton.cdiv(hidden, config.block_f), processors), {
+        "x_map": _map(x, (ROWS, config.block_d)), "w_value_map": _map(value, block_w), "w_gate_map": _map(gate, block_w),
+        "y_map": _map(y, PIECE), "u_map": _map(u, PIECE), "g_map": _map(g, PIECE),
+        "first_map": _map(inputs[0], PIECE), "second_map": _map(inputs[1], PIECE),
+        "b_value_ptr": bias[0], "b_gate_ptr": bias[1], "dbias_ptr": sums, "M": rows, "F": hidden, "D": features,
+        "stride_b_value": 0 if bias[0] is None else bias[0].stride(0),
+        "stride_b_gate": 0 if bias[1] is None else bias[1].stride(0),
+        "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "BIAS_GRAD": sums is not None,
+        "BLOCK_F": config.block_f, "BLOCK_D": config.block_d, "STAGES": config.stages, "SLOTS": config.slots,
+        "GROUP_M": config.group_m, "LEAD": config.lead,
+    }  # fmt: skip
+
+
+MATRICES = ("x_map", "w_value_map", "w_gate_map", "y_map", "u_map", "g_map", "first_map", "second_map")
+
+# A launch that has run before: the compiled kernel bound to its grid, its descriptors without their addresses, and the
+# arguments behind them. Keyed by all that these depend on.
+_PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+_PLANS_MAX = 1024
+
+
+def _launch(
+    epilogue: str, activation: str, x: Tensor, value: Tensor, gate: Tensor | None, hidden: int, *, y: Tensor | None = None,
+    outputs: tuple[Tensor, Tensor] | None = None, inputs: tuple[Tensor | None, Tensor | None] = (None, None),
+    bias: tuple[Tensor | None, Tensor | None] = (None, None), dbias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Triton's own launch specialises all arguments anew at each call. A repeated call finds them bound, which leaves
+    the addresses and the stream."""
+    rows = x.shape[0]
+    sums = None
+    if dbias is not None:
+        if rows == 0:
+            dbias.zero_()
+        else:
+            sums = torch.empty((2 * triton.cdiv(rows, ROWS), *dbias.shape), dtype=dbias.dtype, device=x.device)
+    if rows == 0:
+        return
+    device = x.get_device()
+    matrices = (x, value, gate, y, *(outputs or (None, None)), *inputs)
+    vectors = (*bias, sums)
+    key = (
+        epilogue, activation, device, x.dtype,
+        *[None if t is None else (t.shape, t.stride()) for t in matrices],
+        *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in vectors],
+    )  # fmt: skip
+    with torch.cuda.device(device):
+        plan = _PLANS.get(key) if _direct() else None
+        if plan is not None:
+            run, maps, rest = plan
+            bound = []
+            for template, tensor in zip(maps, matrices, strict=True):
+                if template is not None:
+                    template = copy.copy(template)
+                    template.base = tensor
+                bound.append(template)
+            run(*bound, *vectors, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
+        else:
+            config = choose(rows, hidden, x.shape[1], epilogue=epilogue)
+            grid, called = arguments(
+                x, value, gate, config, _processors(device), epilogue=epilogue, activation=activation, hidden=hidden, y=y,
+                outputs=outputs, inputs=inputs, bias=bias, sums=sums,
+            )  # fmt: skip
+            compiled = gated_linear_kernel[(grid,)](**called, num_warps=NUM_WARPS)
+            if len(_PLANS) >= _PLANS_MAX:
+                _PLANS.clear()
+            templates = [copy.copy(called[name]) for name in MATRICES]
+            for template in templates:
+                if template is not None:
+                    template.base = None
+            _PLANS[key] = compiled[(grid, 1, 1)], tuple(templates), tuple(called.values())[len(MATRICES) + 3 :]
+    if dbias is not None and sums is not None:
+        torch.sum(sums, 0, out=dbias)
+
+
+def _direct() -> bool:
+    """Whether a compiled kernel may be launched past Triton's dispatcher: no profiler hook waits for its arguments."""
+    runtime = triton.knobs.runtime
+    return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+    """The implementation `impl="gluon"`; these four as in `reference.py`."""
+    _launch(
+        "y" if preact is None else "preact", spec.activation, x, halves.value, halves.gate, halves.value.shape[0], y=y,
+        outputs=None if preact is None else split_preact(preact, spec), bias=(halves.value_bias, halves.gate_bias),
+    )  # fmt: skip
+
+
+def recompute_gradient(
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    _launch(
+        "gradient", spec.activation, x, halves.value, halves.gate, halves.value.shape[0], inputs=(dy, None),
+        outputs=split_preact(dpreact, spec), bias=(halves.value_bias, halves.gate_bias), dbias=dbias,
+    )  # fmt: skip
+
+
+def down_gradient(
+    dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    _launch(
+        "down", spec.activation, dz, w_down, None, w_down.shape[1], y=y, outputs=split_preact(dpreact, spec),
+        inputs=split_preact(preact, spec), dbias=dbias,
+    )  # fmt: skip
+
+
+def gate_arguments(
+    dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
+    sums: Tensor | None,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `gate_gradient_kernel`."""
+    rows, hidden = dy.shape
+    return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
+        "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
+        "M": rows, "F": hidden, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
+        "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation, "BIAS_GRAD": sums is not None,
+        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+    }  # fmt: skip
+
+
+def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+    rows, hidden = dy.shape
+    if rows == 0:
+        if dbias is not None:
+            dbias.zero_()
+        return
+    device = dy.get_device()
+    config = choose_gate(rows, hidden, _processors(device))
+    sums = None
+    if dbias is not None:
+        sums = torch.empty((triton.cdiv(rows, config.rows), *dbias.shape), dtype=dbias.dtype, device=dy.device)
+    grid, called = gate_arguments(
+        dy, split_preact(preact, spec), split_preact(dpreact, spec), config, spec.activation, sums
+    )
+    with torch.cuda.device(device):
+        gate_gradient_kernel[(grid,)](**called, num_warps=config.num_warps)
+    if dbias is not None and sums is not None:
+        torch.sum(sums, 0, out=dbias)
