@@ -73,7 +73,7 @@ def rope(
         scale: factor of the cos and sin made from angles or frequencies (YaRN's attention scaling).
         inverse: rotate by −θ.
         out: tensors to write to, like q and k in shape, dtype and device; not with autograd.
-        impl: "auto", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells what auto
+        impl: "auto", "cuda", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells what auto
             takes.
 
     Returns:

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "../plan.h"
 #include "memory.h"
 #include "vectors.h"
 
@@ -33,6 +34,8 @@
 
 namespace {
 
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
 constexpr int64_t MAX_HEAD_DIM = 512, MAX_PAIRS = MAX_HEAD_DIM / 2;
 constexpr int64_t BLOCK = 32;                // tokens
 constexpr int64_t TABLE_FLOATS = 4096;       // of a block's cos or sin: 16 KiB
@@ -40,37 +43,6 @@ constexpr int64_t RUN_BYTES = 256 << 10;     // of x that a thread takes at a ti
 constexpr int64_t THREAD_BYTES = 128 << 10;  // of x for which another thread is worth waking
 constexpr int64_t AHEAD_BYTES = 8 << 10;     // of x between what is worked on and what is prefetched
 constexpr int64_t STREAM_BYTES = 32 << 20;   // of y from which on it is written past the cache
-
-enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
-enum Table : int64_t { COS_SIN, ANGLES, INV_FREQ };
-
-}  // namespace
-
-// What a call signature fixes; the order is that of `_PLAN` in __init__.py. Strides in elements, flags 0 or 1.
-struct Plan {
-  int64_t operands, batch, tokens, pairs;
-  int64_t heads[2], head_dim[2], start[2];  // of q and k; start is the first rotated feature
-  int64_t x_strides[2][3], y_strides[2][3];  // batch, token, head
-  int64_t kind, table_kind;                  // Kind of x and y, Kind of the table
-  int64_t interleaved_in, interleaved_out, inverse, in_place;
-  int64_t table, table_strides[3], rows;  // batch, row, pair
-  int64_t position_strides[3];            // axis, batch, token
-  int64_t wide_positions, wide_offsets, wide_bounds;  // int64 rather than int32
-  int64_t sequences;                                  // bounds has one entry more
-  int64_t has_sections, sections[3], sections_interleaved, cp_rank, cp_size;
-  double scale;
-};
-
-// What changes from call to call. Absent tensors are null.
-struct Call {
-  const void* x[2];
-  void* y[2];
-  const void *cos, *sin, *positions, *offsets, *bounds;
-  int64_t offset, threads;
-  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
-};
-
-namespace {
 
 // --- One head -------------------------------------------------------------------------------------------------------
 
@@ -364,15 +336,16 @@ void run_thread(void* work) { Thread(*static_cast<Work*>(work)).run(); }
 
 }  // namespace
 
-// Rotate every x of the call into its y.
-extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call) noexcept {
+// Rotate every x of the call into its y, with `most` threads, started by `parallel` (GOMP_parallel) or, where it is null, here.
+extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call, int64_t most,
+                                                                     Parallel parallel) noexcept {
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2;
   const int64_t features[2] = {plan->heads[0] * plan->head_dim[0],
                                plan->operands > 1 ? plan->heads[1] * plan->head_dim[1] : 0};
   const int64_t token_bytes = (features[0] + features[1]) * size;
   const int64_t all_tokens = plan->batch * plan->tokens, bytes = all_tokens * token_bytes;
   if (bytes == 0) return;
-  const int64_t threads = std::clamp<int64_t>(bytes / THREAD_BYTES, 1, std::max<int64_t>(1, call->threads));
+  const int64_t threads = std::clamp<int64_t>(bytes / THREAD_BYTES, 1, std::max<int64_t>(1, most));
   // Blocks as large as the table buffer allows and runs as long as is useful, but several for each thread.
   int64_t block = std::min(BLOCK, TABLE_FLOATS / plan->pairs);
   if (threads > 1) block = std::clamp<int64_t>(all_tokens / (8 * threads), 1, block);
@@ -385,7 +358,7 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
     streamed &= !untouched(call->y[o], features[o] * all_tokens * size);
   Work work{*plan, *call, block, blocks, run, streamed};
   if (threads == 1) return run_thread(&work);
-  if (call->parallel) return call->parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
+  if (parallel) return parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
   std::vector<std::thread> others;
   try {
     for (int64_t i = 1; i < threads; ++i) others.emplace_back(run_thread, &work);

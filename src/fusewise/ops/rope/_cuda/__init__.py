@@ -1,0 +1,92 @@
+"""RoPE in CUDA C++: the kernels in `rope.cu`, compiled on first use with the user's nvcc, and their launcher.
+
+The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch. It
+has machine code for the GPUs of this machine only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...._shared import build
+from .._native import packed
+
+SOURCES = tuple(Path(__file__).parent / name for name in ("rope.cu", "../plan.h"))
+OLDEST = (8, 0)  # compute capability
+
+
+def flags(capabilities: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
+    """How nvcc is to compile for the given compute capabilities."""
+    codes = [f"{major}{minor}" for major, minor in capabilities]
+    targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
+    return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", *targets
+
+
+class _Kernel:
+    """The loaded library."""
+
+    def __init__(self) -> None:
+        capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+        library = build.library("rope-cuda", SOURCES, build.nvcc(), flags(tuple(sorted(capabilities))))
+        self.run = library.fusewise_rope
+        self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        self._explain = library.fusewise_error
+        self._explain.restype = ctypes.c_char_p
+        if code := library.fusewise_rope_probe():
+            raise build.BuildError(f"the CUDA kernels do not run here: {self.error(code)}; update the driver")
+
+    def error(self, code: int) -> str:
+        text: bytes = self._explain(code)
+        return text.decode()
+
+
+@functools.cache
+def _kernel() -> _Kernel:
+    return _Kernel()
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds them if need be."""
+    if device_type != "cuda":
+        return f"cuda runs on NVIDIA GPUs, not on device type {device_type}"
+    if torch.version.hip is not None:
+        return "cuda runs on NVIDIA GPUs, and this build of torch is for AMD's"
+    if torch.cuda.device_count() == 0:
+        return "there is no GPU"
+    oldest = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    if oldest < OLDEST:
+        return f"cuda needs compute capability {OLDEST[0]}.{OLDEST[1]}, and a GPU here has {oldest[0]}.{oldest[1]}"
+    try:
+        _kernel()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def launch(
+    xs: tuple[Tensor, ...],
+    ys: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    spec: str,
+) -> None:
+    """The implementation `impl="cuda"`: rotate every x into its y on the current stream of their device."""
+    plan, call = packed(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    kernel, device = _kernel(), xs[0].get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if device == torch._C._cuda_getDevice():
+        code = kernel.run(plan, call, stream)
+    else:
+        with torch.cuda.device(device):
+            code = kernel.run(plan, call, stream)
+    if code:
+        raise RuntimeError(f"rope: the CUDA launch must succeed, got {kernel.error(code)}; use impl=\"triton\"")
