@@ -7,21 +7,27 @@ from typing import Any
 
 from rich.console import Console
 
-from . import machine, plugin, record, targets, verdict
-from .record import Record
-from .render import html, markdown, plots, size, terminal
+from . import folder, machine, plugin, record, targets, verdict
+from .compare import Comparison
+from .record import Json, Record
+from .render import groups, html, markdown, plots, size, terminal
 from .study import Options, Study
 
 
-def run(options: Options, append_rows: Path | None = None) -> tuple[Record, Path]:
-    """Measure, write the run directory, return the record and the report's path."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    with terminal.Live(Console(stderr=True)) as live:
-        study = Study(options, live)
-        try:
-            study.run()
-        finally:
-            report = render(study.record, options.out)
+def run(options: Options, append_rows: Path | None = None, resume: bool = False) -> tuple[Record, Path]:
+    """Measure, write the run directory, return the record and the report's path. `resume`: go on with what is there.
+
+    OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
+    rows measured so far are on disk and in the report.
+    """
+    with folder.claimed(options.out):
+        before = folder.interrupted(options.out, resume)
+        with terminal.Live(Console(stderr=True)) as live:
+            study = Study(options, live, before)
+            try:
+                study.run()
+            finally:
+                report = render(study.record, options.out)
     if append_rows is not None:
         append_rows.parent.mkdir(parents=True, exist_ok=True)
         record.append_rows(append_rows, study.record.rows)
@@ -46,6 +52,29 @@ def show(found: Record) -> None:
     console.print(terminal.summary(found))
     console.print(terminal.verdict_table(judged))
     console.print(" ".join(verdict.summary(judged)), markup=False, highlight=False)
+
+
+def as_json(found: Record) -> list[dict[str, Any]]:
+    """What a record says, for a program: each group's verdict with its rows."""
+    members = groups(found).values()
+    return [
+        {**verdict.to_json(judged), "rows": [{"id": row.id, **row.to_json()} for row in rows]}
+        for judged, rows in zip(verdict.verdicts(found), members, strict=True)
+    ]
+
+
+def show_comparison(found: Comparison) -> None:
+    """What changed between two runs, on standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(terminal.comparison_table(found))
+    for line in terminal.comparison_summary(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_limits(found: Json) -> None:
+    Console().print(terminal.limits_table(found))
 
 
 def case_listing(target: str) -> list[dict[str, Any]]:

@@ -176,11 +176,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to a JSON-lines file, one a line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(dumps(row.to_json()) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
+    """Add rows to a JSON-lines file, one a line: all of them or, on a full disk, none."""
+    data = "".join(dumps(row.to_json()) + "\n" for row in rows).encode()
+    with path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def save(record: Record, directory: Path) -> None:

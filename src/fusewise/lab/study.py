@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import analysis, machine, plugin, record
+from . import analysis, folder, limits, machine, plugin, record
 from .problem import Task
 from .process import WorkerFailed, WorkerProcess
 from .record import Measurement, Record, Row
@@ -54,6 +54,30 @@ class Options:
     timeout: float = 300.0  # of one request to a worker
     memory_limit: int | None = None  # resident bytes of one worker
     twin: bool = True  # measure one provider twice
+    run: str | None = None  # its id; by default made from the time
+
+
+def request(options: Options) -> dict[str, Any]:
+    """What was asked for, as the record has it."""
+    o = options
+    return {
+        "op": o.op,
+        "title": o.title,
+        "cases": list(dict.fromkeys(t.case for t in o.tasks)),
+        "dtypes": list(dict.fromkeys(t.dtype for t in o.tasks)),
+        "passes": list(dict.fromkeys(t.pass_ for t in o.tasks)),
+        "tasks": [t.to_json() for t in o.tasks],
+        "providers": [e.name for e in o.providers],
+        "places": {e.name: e.where for e in o.providers},
+        "cache": "warm" if o.warm else "cold",
+        "seed": o.seed,
+        "rounds": [o.min_rounds, o.max_rounds],
+        "precision": o.precision,
+        "group_seconds": o.group_seconds,
+        "time_limit": o.time_limit,
+        "timeout": o.timeout,
+        "memory_limit": o.memory_limit,
+    }
 
 
 class Listener(Protocol):
@@ -85,17 +109,27 @@ class Seat:
 class Study:
     """One run. `run()` returns the record; the directory has it, too, after every group."""
 
-    def __init__(self, options: Options, listener: Listener) -> None:
+    def __init__(self, options: Options, listener: Listener, before: Record | None = None) -> None:
+        """`before`: the record of an interrupted run of the same request on the same machine, to go on with."""
         self.options = options
         self.listener = listener
         self.device_name = machine.device_name(options.device)
         created = datetime.datetime.now(datetime.timezone.utc)
+        now = created.isoformat(timespec="seconds")
         self.record = Record(
-            run=f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}",
-            created=created.isoformat(timespec="seconds"),
-            request=self._request(),
+            run=options.run or f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}",
+            created=now,
+            request=request(options),
             environment=machine.environment(options.device),
+            limits=limits.kept(options.device),
         )
+        if before is not None:
+            folder.check_same(before, self.record.request, self.record.environment)
+            before.resumed.append(now)
+            before.request, before.finished = self.record.request, False
+            self.record = before
+        done = {row.key for row in self.record.rows}
+        self.tasks = [task for task in options.tasks if task.key not in done]
         self.random = random.Random(options.seed)
         self.seats = self._seats()
         self.twin: Seat | None = None
@@ -107,42 +141,26 @@ class Study:
         if options.time_limit is not None:
             self.deadline = started + options.time_limit
         (options.out / "logs").mkdir(parents=True, exist_ok=True)
+        before = self.record.seconds or 0.0
         (options.out / "rows.jsonl").write_text("", encoding="utf-8")
+        record.append_rows(options.out / "rows.jsonl", self.record.rows)
+        record.save(self.record, options.out)  # what cannot be written is better known now than after an hour
         # Compilers start with empty caches, so that a first call means what it says whoever measured before.
         self.caches = Path(tempfile.mkdtemp(prefix="fusewise-study-"))
         try:
-            for seat in self.seats:
+            for seat in self.seats if self.tasks else []:
                 self._start(seat)
-            for index, task in enumerate(options.tasks):
-                self.listener.group(index, len(options.tasks), task)
-                self._group(task, len(options.tasks) - index)
+            for index, task in enumerate(self.tasks):
+                self.listener.group(index, len(self.tasks), task)
+                self._group(task, len(self.tasks) - index)
             self.record.finished = True
         finally:
             for seat in [*self.seats, *([self.twin] if self.twin else [])]:
                 self._stop(seat)
             shutil.rmtree(self.caches, ignore_errors=True)
-            self.record.seconds = time.monotonic() - started
+            self.record.seconds = before + time.monotonic() - started
             record.save(self.record, options.out)
         return self.record
-
-    def _request(self) -> dict[str, Any]:
-        o = self.options
-        return {
-            "op": o.op,
-            "title": o.title,
-            "cases": list(dict.fromkeys(t.case for t in o.tasks)),
-            "dtypes": list(dict.fromkeys(t.dtype for t in o.tasks)),
-            "passes": list(dict.fromkeys(t.pass_ for t in o.tasks)),
-            "providers": [e.name for e in o.providers],
-            "cache": "warm" if o.warm else "cold",
-            "seed": o.seed,
-            "rounds": [o.min_rounds, o.max_rounds],
-            "precision": o.precision,
-            "group_seconds": o.group_seconds,
-            "time_limit": o.time_limit,
-            "timeout": o.timeout,
-            "memory_limit": o.memory_limit,
-        }
 
     def _seats(self) -> list[Seat]:
         seats = []
@@ -269,7 +287,7 @@ class Study:
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
         rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats]
         kept = [m for m in measurements.values() if m.rounds or m.prepared["status"] != "missing"]
-        rows, comparisons = analysis.group_rows(rows, kept)
+        rows, comparisons = analysis.group_rows(rows, kept, self.record.limits)
         self.record.rows += rows
         self.record.measurements += kept
         self.record.comparisons += comparisons

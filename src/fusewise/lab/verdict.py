@@ -7,7 +7,7 @@ constant here. Where the data do not carry a statement the answer is "cannot tel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from . import analysis
@@ -61,6 +61,13 @@ class Verdict:
     worth: Worth
     kernel: str | None  # a hand-written one that is worth it
     why: str
+
+
+def to_json(verdict: Verdict) -> Json:
+    """The verdict as plain JSON, with its sentences."""
+    plain = asdict(verdict)
+    op, case, dtype, pass_ = plain.pop("key")
+    return {"op": op, "case": case, "dtype": dtype, "pass": pass_, **plain, "sentences": sentences(verdict)}
 
 
 def verdicts(record: Record) -> list[Verdict]:

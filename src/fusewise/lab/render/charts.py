@@ -120,9 +120,9 @@ def roofline(
 def memory(record: Record, looks: Look, anchors: Mapping[str, str]) -> Markup | None:
     """Peak bytes measured over predicted; where the target predicts none, over the bytes that must be moved."""
     predicted = {
-        (*m.key, m.provider): m.prepared["predicted_bytes"]
+        (*m.key, m.provider): m.prepared["predicted_peak_bytes"]
         for m in record.measurements
-        if isinstance(m.prepared.get("predicted_bytes"), int) and m.prepared["predicted_bytes"] > 0
+        if isinstance(m.prepared.get("predicted_peak_bytes"), int) and m.prepared["predicted_peak_bytes"] > 0
     }
     points = {}
     for row in record.rows:

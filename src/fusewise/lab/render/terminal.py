@@ -10,8 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..analysis import is_floor, is_ours
+from ..compare import Comparison
 from ..problem import Task
-from ..record import Record, Row
+from ..record import Json, Record, Row
 from ..verdict import Verdict
 from . import measured, number, percent
 
@@ -103,6 +104,46 @@ def verdict_table(found: Sequence[Verdict]) -> Table:
         worth = v.worth + (f": {v.kernel}" if v.kernel else "")
         cells = (" ".join(v.key[1:]), v.bound, number(v.minimum_us), fastest, percent(v.left), worth)
         table.add_row(*(escape(cell) for cell in cells))
+    return table
+
+
+STYLES = {"slower": "red", "broken": "red", "faster": "green", "mended": "green", "ambiguous": "yellow"}
+
+
+def comparison_table(found: Comparison) -> Table:
+    """A line a row that both runs have, the regressions first."""
+    table = Table(title=escape(f"{found.before} → {found.after}"))
+    for column in ("case", "provider", "before µs", "after µs", "ratio", "noise", "verdict"):
+        table.add_column(column, overflow="fold")
+    order = list(STYLES)
+    lines = sorted(found.changes, key=lambda c: order.index(c.verdict) if c.verdict in order else len(order))
+    for c in lines:
+        ratio = "–" if c.ratio is None else f"{c.ratio:.3f} [{c.low:.3f}, {c.high:.3f}]"
+        said = c.verdict + (f": {c.note}" if c.note else "")
+        cells = (f"{c.case} {c.dtype} {c.pass_}", c.provider, number(c.before_us), number(c.after_us), ratio)
+        table.add_row(*(escape(x) for x in (*cells, percent(c.noise), said)), style=STYLES.get(c.verdict, ""))
+    return table
+
+
+def comparison_summary(found: Comparison) -> list[str]:
+    words = [c.verdict for c in found.changes]
+    counted = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+    alone = f"; {found.only_before} rows only before, {found.only_after} only after"
+    return [f"{len(words)} compared: {counted}{alone}", *found.notes]
+
+
+def limits_table(found: Json) -> Table:
+    """What the machine can do, as measured."""
+    table = Table(title=escape(f"limits of {found['device']}, measured {found['created']}"))
+    for column in ("limit", "measured"):
+        table.add_column(column)
+    table.add_row("copy", f"{number(found['copy_gb_s'])} GB/s")
+    table.add_row("triad", f"{number(found['triad_gb_s'])} GB/s")
+    for name, rate in found["matmul_tflop_s"].items():
+        table.add_row(escape(f"matmul {name}"), f"{number(rate)} TFLOP/s")
+    table.add_row("launch", f"{number(found['launch_us'])} µs")
+    for name, value in (found["clocks"] or {}).items():
+        table.add_row(escape(name.replace("_", " ")), escape(str(value)))
     return table
 
 

@@ -1,0 +1,148 @@
+"""The verbs on records: show one again, compare two, and the limits of this machine. Parses and calls, nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+EXISTING = click.Path(exists=True, path_type=Path)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fusewise report fusewise-runs/rope-quick-20260101-120000
+  fusewise report RUN --script rope/cube-8/fp32/fwd/eager > again.py
+  fusewise report RUN --json | jq '.[] | select(.status == "wrong")'
+
+\b
+Exit codes:
+  0  done
+  1  the report could not be written
+  2  there is no record, or no such row
+"""
+)
+@click.argument("run", type=EXISTING)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Where the report goes. Default: the run directory."
+)
+@click.option("--script", "row_id", metavar="ROW", help="Print the program that measures this row again, by its id.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts and rows as JSON, write nothing.")
+def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> None:
+    """Write report.html, report.md and the plots of RUN (a run directory or its record.json) anew."""
+    from fusewise.lab import commands, record
+    from fusewise.lab.render import script
+
+    try:
+        found = record.read(run)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from None
+    if row_id is not None:
+        row = next((row for row in found.rows if row.id == row_id), None)
+        if row is None:
+            some = ", ".join(r.id for r in found.rows[:3])
+            raise click.UsageError(
+                f"report: --script must be the id of a row, such as {some}, got {row_id!r}; choose one"
+            )
+        click.echo(script.program(found, row), nl=False)
+        return
+    if as_json:
+        click.echo(json.dumps(commands.as_json(found)))
+        return
+    folder = out or (run if run.is_dir() else run.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = commands.render(found, folder)
+    except OSError as error:
+        raise click.ClickException(f"report: --out must be writable, got {error}; choose another") from None
+    commands.show(found)
+    click.echo(f"report: {path}")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fusewise compare runs/before runs/after
+  fusewise compare benchmarks/baselines/h200.jsonl fusewise-runs/rope-models-20260101-120000
+  fusewise compare A B --json --tolerance 0.05
+
+\b
+Exit codes:
+  0  nothing became slower
+  1  something became slower beyond the noise, or broke (with --strict: or is ambiguous)
+  2  they cannot be compared: a file is no record, or they have no row in common
+"""
+)
+@click.argument("before", type=EXISTING)
+@click.argument("after", type=EXISTING)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, max=1),
+    default=None,
+    help="Share of the time below which nothing is told, however quiet the runs. Default: 0.02.",
+)
+@click.option("--strict", is_flag=True, help="Exit 1 for ambiguous rows, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def compare(before: Path, after: Path, tolerance: float | None, strict: bool, as_json: bool) -> None:
+    """Say what became slower from BEFORE to AFTER: run directories, record.json files, or .jsonl files of rows."""
+    from fusewise.lab import commands
+    from fusewise.lab import compare as comparing
+
+    try:
+        sides = comparing.read(before), comparing.read(after)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from None
+    found = comparing.compare(*sides, comparing.TOLERANCE if tolerance is None else tolerance)
+    code = found.exit_code(strict)
+    if as_json:
+        click.echo(json.dumps({**found.to_json(), "exit_code": code}))
+    elif not found.changes:
+        raise click.UsageError(f"compare: the runs must share rows, got no row in common of {before} and {after}")
+    else:
+        commands.show_comparison(found)
+    sys.exit(code)
+
+
+@click.command(
+    epilog="""\b
+Exit codes:
+  0  done
+  1  with --kept: none are kept, or the device cannot be measured
+"""
+)
+@click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
+@click.option("--kept", is_flag=True, help="Print what was measured earlier, measure nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def limits(device: str | None, kept: bool, as_json: bool) -> None:
+    """Measure what this machine can do: copy, triad, products by dtype, starting anything; and keep it for studies."""
+    from fusewise.lab import commands, plan
+    from fusewise.lab import limits as measuring
+
+    try:
+        where = plan._device(device)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if kept:
+        found = measuring.kept(where)
+        if found is None:
+            raise click.ClickException(f"limits: none are kept for {where}; run `fusewise limits`")
+        file = measuring.path(where)
+    else:
+        found = measuring.measure(where)
+        try:
+            file = measuring.keep(found, where)
+        except OSError as error:
+            raise click.ClickException(
+                f"limits: the cache folder must be writable, got {error}; set FUSEWISE_CACHE_DIR"
+            ) from None
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        commands.show_limits(found)
+    click.echo(f"kept in {file}", err=True)
+
+
+VERBS = (report, compare, limits)

@@ -1,0 +1,199 @@
+"""Two runs, or files of published rows, side by side: what became slower, beyond the noise of both.
+
+Rows meet by op, case, dtype, pass and provider. Runs are made at different times, so rounds cannot be paired: the
+interval of a ratio comes from resampling the rounds of each side by itself, or, where a file has rows without samples,
+from their interquartile ranges. The noise is the larger of the two runs' A/A pairs and the tolerance. A difference that
+the clocks explain is ambiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import analysis, record
+from .analysis import BOOTSTRAP_DRAWS, CONFIDENCE, TWIN, Ratio, is_floor
+from .record import Measurement, Record, Row
+
+#: Two runs of one program differ by this much for reasons that no A/A pair sees: memory placement, temperature.
+TOLERANCE = 0.02
+#: SM clocks that differ by more than this between the runs are looked at.
+CLOCKS_DIFFER = 0.02
+REGRESSIONS = ("slower", "broken")
+
+Key = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run: its rows, and for those of a record the medians of rounds and the noise of their groups."""
+
+    name: str
+    rows: Mapping[Key, Row]
+    rounds: Mapping[Key, Sequence[float]]
+    noise: Mapping[tuple[str, str, str, str], float]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row in both runs. verdict: faster | slower | same | ambiguous | broken (it was ok) | mended (it was not) |
+    still broken."""
+
+    op: str
+    case: str
+    dtype: str
+    pass_: str
+    provider: str
+    before_us: float | None
+    after_us: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+    noise: float | None
+    verdict: str
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {("pass" if name == "pass_" else name): value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows that both runs have, and how many only one has."""
+
+    before: str
+    after: str
+    changes: tuple[Change, ...]
+    only_before: int
+    only_after: int
+    notes: tuple[str, ...]
+
+    def exit_code(self, strict: bool = False) -> int:
+        """0: nothing became slower. 1: something did, or broke; if strict, or cannot be told. 2: nothing to compare."""
+        if not self.changes:
+            return 2
+        bad = {*REGRESSIONS, "ambiguous"} if strict else set(REGRESSIONS)
+        return int(any(change.verdict in bad for change in self.changes))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "changes": [change.to_json() for change in self.changes], "notes": list(self.notes)}
+
+
+def read(path: Path) -> Side:
+    """A run directory, its record.json, or a .jsonl file of rows; of rows with one key the last counts."""
+    if path.suffix == ".jsonl":
+        return Side(str(path), {_key(row): row for row in record.read_rows(path)}, {}, {})
+    return side(record.read(path), str(path))
+
+
+def side(found: Record, name: str) -> Side:
+    noise = {
+        (c["op"], c["case"], c["dtype"], c["pass"]): c["noise"]
+        for c in found.comparisons
+        if c["provider"].endswith(TWIN) and c["noise"] is not None
+    }
+    rounds = {_measured(m): list(analysis.round_medians(m).values()) for m in found.measurements if m.rounds}
+    return Side(name, {_key(row): row for row in found.rows}, rounds, noise)
+
+
+def _key(row: Row) -> Key:
+    return (*row.key, row.provider)
+
+
+def _measured(m: Measurement) -> Key:
+    return (*m.key, m.provider)
+
+
+def compare(before: Side, after: Side, tolerance: float = TOLERANCE) -> Comparison:
+    """Every row that both have, floors left out: they say what became of the machine, in the notes."""
+    shared = [key for key in before.rows if key in after.rows]
+    changes = [_change(key, before, after, tolerance) for key in shared if not is_floor(key[-1])]
+    return Comparison(
+        before.name,
+        after.name,
+        tuple(c for c in changes if c is not None),
+        len(before.rows.keys() - after.rows.keys()),
+        len(after.rows.keys() - before.rows.keys()),
+        tuple(_notes(shared, before, after)),
+    )
+
+
+def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | None:
+    """What became of one row; None where it was missing on both sides, or for want of an installation on one."""
+    old, new = before.rows[key], after.rows[key]
+    if "missing" in (old.status, new.status):
+        return None
+    if old.device_us is None or new.device_us is None:
+        words = {(True, False): "broken", (False, True): "mended", (False, False): "still broken"}
+        word = words[old.device_us is not None, new.device_us is not None]
+        note = new.reason if new.device_us is None else ""
+        return Change(*key, old.device_us, new.device_us, None, None, None, None, word, note)
+    ratio = _ratio(key, before, after, old, new)
+    noise = max(tolerance, before.noise.get(key[:4], 0.0), after.noise.get(key[:4], 0.0))
+    word, note = analysis.verdict(ratio, noise), ""
+    clocks = [row.clocks["sm_mhz"] for row in (old, new) if row.clocks and "sm_mhz" in row.clocks]
+    if word in ("faster", "slower") and len(clocks) == 2 and abs(clocks[1] / clocks[0] - 1) > CLOCKS_DIFFER:
+        factor = clocks[1] / clocks[0]
+        cycles = Ratio(ratio.value * factor, ratio.low * factor, ratio.high * factor)
+        if analysis.verdict(cycles, noise) != word:
+            word, note = (
+                "ambiguous",
+                f"the clock was {clocks[0]:.0f} MHz, then {clocks[1]:.0f}; in cycles it is not {word}",
+            )
+    return Change(*key, old.device_us, new.device_us, ratio.value, ratio.low, ratio.high, noise, word, note)
+
+
+def _ratio(key: Key, before: Side, after: Side, old: Row, new: Row) -> Ratio:
+    """after / before with its interval."""
+    assert old.device_us is not None and new.device_us is not None
+    value = new.device_us / old.device_us
+    if len(before.rounds.get(key, ())) >= 3 and len(after.rounds.get(key, ())) >= 3:
+        draws = _medians(after.rounds[key], 1) / _medians(before.rounds[key], 0)
+        low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        return Ratio(value, float(low), float(high))
+    spread = sum(((row.device_us_iqr or 0.0) / row.device_us) ** 2 for row in (old, new) if row.device_us) ** 0.5 / 2
+    return Ratio(value, value / (1 + spread), value * (1 + spread))
+
+
+def _medians(values: Sequence[float], seed: int) -> Any:
+    """Medians of resampled rounds; the same for the same values."""
+    generator = np.random.default_rng([seed, len(values)])
+    samples = np.array(values)
+    return np.median(samples[generator.integers(0, len(samples), (BOOTSTRAP_DRAWS, len(samples)))], axis=1)
+
+
+def _notes(shared: Sequence[Key], before: Side, after: Side) -> list[str]:
+    """What else differs: the device, versions, the machine's own speed."""
+    found = []
+    rows = [[one.rows[key] for key in shared] for one in (before, after)]
+    devices, versions = [_devices(r) for r in rows], [_versions(r) for r in rows]
+    for name in sorted({"device", *versions[0], *versions[1]}):
+        old, new = devices if name == "device" else [v.get(name, set()) for v in versions]
+        if old != new:
+            found.append(f"{name}: {', '.join(sorted(old)) or 'none'} before, {', '.join(sorted(new)) or 'none'} after")
+    floors = [
+        after.rows[key].device_us / before.rows[key].device_us  # type: ignore[operator]
+        for key in shared
+        if key[-1] == "floor-copy" and before.rows[key].device_us and after.rows[key].device_us
+    ]
+    if floors and abs(float(np.median(floors)) - 1) > TOLERANCE:
+        found.append(f"the machine itself changed: copying takes {np.median(floors):.3f} times as long (median)")
+    if not before.noise or not after.noise:
+        found.append("no A/A pair on both sides: the tolerance stands for the noise")
+    return found
+
+
+def _devices(rows: Iterable[Row]) -> set[str]:
+    return {row.device for row in rows}
+
+
+def _versions(rows: Iterable[Row]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        for name, version in row.versions.items():
+            found.setdefault(name, set()).add(version)
+    return found

@@ -1,0 +1,79 @@
+"""The run directory: one study at a time writes in it, and an interrupted one can be gone on with."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import record
+from .record import Record
+
+#: What must be the same for an interrupted run to go on: the rows of one record are made in one way.
+SAME_REQUEST = ("op", "cache", "seed", "providers", "tasks")
+SAME_MACHINE = ("device_name", "cpu", "cores", "python")
+
+
+class Refused(ValueError):
+    """The run directory cannot be used for this study; the message says why and what to do."""
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """`out`, made where it is not there, for this process alone until the end, which may be a SIGKILL. OSError where
+    nothing can be written, Refused where another process has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise Refused(
+                f"study: the run directory must be free, got {out}, where {owner} is at work; choose another --out"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        yield
+
+
+def interrupted(out: Path, resume: bool) -> Record | None:
+    """The record in `out` that is to go on, or None for a new one. Refused where there is one and it was not asked for,
+    and where it was asked for and there is none."""
+    if (out / "record.json").exists():
+        if resume:
+            return record.read(out)
+        raise Refused(
+            f"study: the run directory must be new, got {out}, which has a run; add --resume or choose another --out"
+        )
+    if resume:
+        raise Refused(f"study: --resume must find a record.json in {out}, got none; leave --resume out")
+    return None
+
+
+def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    """Refuse to go on with a record of another request or another machine."""
+    request = json.loads(record.dumps(request))  # as it reads once it was written
+    for kind, names, then, now in (
+        ("request", SAME_REQUEST, before.request, request),
+        ("machine", SAME_MACHINE, before.environment, environment),
+    ):
+        for name in names:
+            if then.get(name) != now.get(name):
+                raise Refused(
+                    f"study: --resume must keep the {kind}'s {name}, got {_short(now.get(name))} after"
+                    f" {_short(then.get(name))}; choose another --out"
+                )
+    torches = before.environment.get("versions", {}).get("torch"), environment["versions"]["torch"]
+    if torches[0] != torches[1]:
+        raise Refused(f"study: --resume must keep torch {torches[0]}, got {torches[1]}; choose another --out")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,136 @@
+"""The limits of this machine: copy, triad, products, starting anything; measured on random data, kept for the user.
+
+A study measures floors of its own beside every group. What is kept here stands in where a group has none of a kind, and
+draws the roofs of the roofline. A kept file is data, read as JSON, and belongs to one device, driver and build of torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fusewise._shared import build
+
+from . import machine, record
+from .problem import DTYPES
+from .record import Json
+from .timing import CpuTimer, CudaTimer, Timer, Work
+
+#: Bytes of each vector of copy and triad: many times any cache.
+VECTOR_BYTES = {"cuda": 2**30, "cpu": 2**28}
+#: Rows and columns of the products: enough to fill the device.
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+SAMPLES = 10
+#: A dtype whose product takes longer than this, seconds, is measured once.
+SLOW = 0.5
+
+
+def measure(device: str) -> Json:
+    """Measure the limits of `device`: GB/s, TFLOP/s by dtype, microseconds. A minute at most."""
+    where = torch.device(device)
+    kind = where.type
+    read_clocks = machine.clock_reader(where)
+    flush = 2 * machine.cache_bytes(device)
+    timer: Timer = CudaTimer(where, flush, read_clocks) if kind == "cuda" else CpuTimer(flush)
+    generator = torch.Generator(where).manual_seed(0)
+    copy, triad = _vectors(timer, where, generator)
+    clocks = read_clocks()  # while the device is still at work's temperature
+    return {
+        "device": machine.device_name(device),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "copy_gb_s": copy,
+        "triad_gb_s": triad,
+        "launch_us": _launch(timer, where),
+        "matmul_tflop_s": {name: _matmul(timer, where, dtype, generator) for name, dtype in DTYPES.items()},
+        "clocks": clocks,
+        "versions": machine.versions(("torch", "triton")),
+    }
+
+
+def _microseconds(timer: Timer, call: Callable[[], Any], calls: int = 1) -> float:
+    """Median microseconds a call after a warm-up, with a cold cache."""
+    work = Work(lambda i: None, lambda _: call())
+    slow = min(timer.once(work) for _ in range(3)) > SLOW
+    return median(timer.turn(work, 1 if slow else SAMPLES, calls).device_us)
+
+
+def _vectors(timer: Timer, device: torch.device, generator: torch.Generator) -> tuple[float, float]:
+    """GB/s read and written by `c = a` and by `c = a + s · b`."""
+    words = VECTOR_BYTES[device.type] // 4
+    a, b = (torch.randn(words, generator=generator, device=device) for _ in range(2))
+    c = torch.zeros_like(a)
+    copy = _microseconds(timer, lambda: c.copy_(a))
+    triad = _microseconds(timer, lambda: torch.add(a, b, alpha=0.5, out=c))
+    return 2 * 4 * words / copy / 1e3, 3 * 4 * words / triad / 1e3
+
+
+def _matmul(timer: Timer, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> float:
+    """TFLOP/s of a square product. Values are normal and random: products of zeros draw less power and run faster."""
+    n = MATMUL_SIZE[device.type]
+    a, b = (torch.randn(n, n, generator=generator, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return float(2 * n**3 / _microseconds(timer, lambda: torch.mm(a, b, out=out)) / 1e6)
+
+
+def _launch(timer: Timer, device: torch.device) -> float:
+    """Microseconds to start anything: as the provider `floor-launch` does it."""
+    x = torch.zeros(1, device=device)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from .providers._launch import bare_launch
+
+        return _microseconds(timer, lambda: bare_launch(x), 16)
+    return _microseconds(timer, x.zero_, 16)
+
+
+def path(device: str) -> Path:
+    """Where the limits of `device` are kept: by its name, the driver, the cores in use and the build of torch."""
+    environment = machine.environment(device)
+    identity = [environment[name] for name in ("device_name", "cpu", "cores", "torch_threads", "cuda")]
+    identity += [environment.get("driver"), environment["versions"]["torch"]]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    return build.cache_folder().parent / "limits" / f"{digest}.json"
+
+
+def keep(found: Json, device: str) -> Path:
+    """Write the limits where `kept` finds them, readable by the user alone."""
+    file = path(device)
+    file.parent.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    record.write_atomically(file, record.dumps(found) + "\n")
+    file.chmod(0o600)
+    return file
+
+
+def kept(device: str) -> Json | None:
+    """The limits measured earlier on this device; None where there are none, and for a file that others could have
+    written or that does not hold what `measure` gives."""
+    file = path(device)
+    try:
+        status = file.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if _complete(found) else None
+
+
+def _complete(found: Any) -> bool:
+    rates = ("copy_gb_s", "triad_gb_s", "launch_us")
+    return (
+        isinstance(found, dict)
+        and all(isinstance(found.get(name), float) and found[name] > 0 for name in rates)
+        and all(isinstance(found.get(name), str) for name in ("device", "created"))
+        and all(isinstance(found.get(name), dict) for name in ("matmul_tflop_s", "versions"))
+        and all(isinstance(rate, float) and rate > 0 for rate in found["matmul_tflop_s"].values())
+        and isinstance(found.get("clocks"), (dict, type(None)))
+    )

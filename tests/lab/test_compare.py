@@ -1,0 +1,151 @@
+"""Two runs side by side, from constructed records: what is a regression, what is noise, and what cannot be told."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+from builders import measurement, row, study_record
+from click.testing import CliRunner
+
+from fusewise.cli import cli
+from fusewise.lab import analysis, compare, record
+
+
+def run(times, noise=0.001, seed=0, spread=0.002, missing=(), broken=(), clocks=None, **fields):
+    generator = random.Random(seed)
+    times = {"floor-copy": 10.0, **times, "eager#2": times["eager"] * (1 + noise)}
+    measurements = [
+        measurement(name, [[time * (1 + generator.gauss(0, 0 if "#" in name or name == "eager" else spread))] for _ in range(12)])
+        for name, time in times.items()
+    ]  # fmt: skip
+    for m in measurements:
+        for turn in m.rounds:
+            turn["clocks"] = None if clocks is None else {"sm_mhz": clocks, "throttle": 0}
+    rows = [row(name, **fields) for name in times if "#" not in name]
+    rows += [row(name, "missing", **fields) for name in missing] + [row(name, "failed", **fields) for name in broken]
+    rows, comparisons = analysis.group_rows(rows, measurements)
+    return study_record(rows, measurements, comparisons)
+
+
+def compared(before, after, **options):
+    return compare.compare(compare.side(before, "a"), compare.side(after, "b"), **options)
+
+
+def words(found):
+    return {change.provider: change.verdict for change in found.changes}
+
+
+def test_slower_beyond_noise_is_a_regression_and_faster_is_none():
+    found = compared(
+        run({"eager": 50.0, "liger": 20.0, "jax": 30.0}), run({"eager": 50.0, "liger": 22.0, "jax": 27.0}, seed=1)
+    )
+    assert words(found) == {"eager": "same", "liger": "slower", "jax": "faster"}
+    assert found.exit_code() == 1
+    (change,) = [c for c in found.changes if c.provider == "liger"]
+    assert change.low < change.ratio < change.high
+    assert change.ratio == pytest.approx(1.1, rel=0.01)
+
+
+def test_a_difference_within_the_noise_of_either_run_is_none():
+    noisy = run({"eager": 50.0, "liger": 22.0}, noise=0.2, seed=1)
+    for pair in ((run({"eager": 50.0, "liger": 20.0}), noisy), (noisy, run({"eager": 50.0, "liger": 20.0}))):
+        found = compared(*pair)
+        assert words(found)["liger"] in ("same", "ambiguous")
+        assert found.exit_code() == 0
+    assert compared(run({"eager": 50.0}), run({"eager": 53.0}), tolerance=0.1).exit_code() == 0
+
+
+def test_identical_runs_are_the_same_in_95_of_100():
+    verdicts = []
+    for seed in range(100):
+        a, b = (run({"eager": 50.0, "liger": 20.0}, seed=2 * seed + i, spread=0.01) for i in (0, 1))
+        verdicts.append(words(compared(a, b))["liger"])
+    assert verdicts.count("same") >= 95
+    assert verdicts.count("slower") <= 1
+
+
+def test_ambiguous_is_a_failure_only_when_strict():
+    found = compared(
+        run({"eager": 50.0, "liger": 20.0}, spread=0.2), run({"eager": 50.0, "liger": 23.0}, spread=0.2, seed=3)
+    )
+    assert words(found)["liger"] == "ambiguous"
+    assert (found.exit_code(), found.exit_code(strict=True)) == (0, 1)
+
+
+def test_what_broke_is_a_regression_what_is_not_installed_is_none():
+    before = run({"eager": 50.0, "liger": 20.0, "quack": 30.0}, broken=["jax", "tvm"])
+    after = run({"eager": 50.0, "jax": 20.0}, missing=["quack"], broken=["liger", "tvm"])
+    found = compared(before, after)
+    assert words(found) == {"eager": "same", "liger": "broken", "jax": "mended", "tvm": "still broken"}
+    assert found.exit_code() == 1
+    assert next(c.note for c in found.changes if c.provider == "liger") == "because"
+
+
+def test_a_difference_that_the_clock_explains_is_ambiguous():
+    found = compared(run({"eager": 50.0}, clocks=1900), run({"eager": 60.0}, clocks=1583))
+    assert words(found) == {"eager": "ambiguous"}
+    assert found.changes[0].note == "the clock was 1900 MHz, then 1583; in cycles it is not slower"
+    assert words(compared(run({"eager": 50.0}, clocks=1900), run({"eager": 60.0}, clocks=1890))) == {"eager": "slower"}
+
+
+def test_notes_say_what_else_changed():
+    before, after = (
+        run({"eager": 50.0}, versions={"torch": "2.10"}),
+        run({"eager": 50.0}, versions={"torch": "2.11"}, device="other"),
+    )
+    for i, r in enumerate(after.rows):
+        after.rows[i] = dataclasses.replace(r, device_us=r.device_us * 1.5)
+    notes = compared(before, after).notes
+    assert "torch: 2.10 before, 2.11 after" in notes
+    assert "device: test before, other after" in notes
+    assert any(note.startswith("the machine itself changed: copying takes 1.5") for note in notes)
+
+
+def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
+    files = []
+    for name, time, spread in (("a", 20.0, 0.2), ("b", 23.0, 0.2), ("c", 23.0, 8.0)):
+        files.append(tmp_path / f"{name}.jsonl")
+        record.append_rows(
+            files[-1], [row("liger", device_us=999.0), row("liger", device_us=time, device_us_iqr=spread)]
+        )
+    a, b, c = map(compare.read, files)
+    assert words(compare.compare(a, b)) == {"liger": "slower"}
+    assert words(compare.compare(a, c)) == {"liger": "ambiguous"}
+    assert "no A/A pair on both sides: the tolerance stands for the noise" in compare.compare(a, b).notes
+
+
+def saved(folder, made):
+    folder.mkdir()
+    record.save(made, folder)
+    return str(folder)
+
+
+def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_verdict(tmp_path):
+    a = saved(tmp_path / "a", run({"eager": 50.0, "liger": 20.0}))
+    b = saved(tmp_path / "b", run({"eager": 50.0, "liger": 25.0}, seed=1))
+    result = CliRunner().invoke(cli, ["compare", a, b])
+    assert result.exit_code == 1
+    assert "slower" in result.output
+    assert "liger" in result.output
+    assert CliRunner().invoke(cli, ["compare", a, a]).exit_code == 0
+    assert CliRunner().invoke(cli, ["compare", a, b, "--tolerance", "0.5"]).exit_code == 0
+    found = json.loads(CliRunner().invoke(cli, ["compare", a, b, "--json"]).stdout)
+    assert {c["provider"]: c["verdict"] for c in found["changes"]} == {"eager": "same", "liger": "slower"}
+    assert found["exit_code"] == 1
+    assert {"op", "case", "dtype", "pass", "ratio", "low", "high", "noise"} <= found["changes"][0].keys()
+
+
+def test_what_cannot_be_compared_exits_2_with_words(tmp_path):
+    a = saved(tmp_path / "a", run({"eager": 50.0}))
+    other = saved(tmp_path / "b", study_record([row("eager", case="another", device_us=1.0)]))
+    garbage = tmp_path / "x.jsonl"
+    garbage.write_text("no json\n")
+    for arguments, said in (
+        ((a, str(tmp_path / "nowhere")), "nowhere"),
+        ((a, str(garbage)), "must be a row"),
+        ((a, other), "no row in common"),
+    ):
+        result = CliRunner().invoke(cli, ["compare", *arguments])
+        assert result.exit_code == 2, result.output
+        assert said in " ".join(result.output.split())
