@@ -11,6 +11,8 @@ import click
 
 import fusewise
 
+from . import cli_records
+
 EXIT_CODES = """\b
 Exit codes:
   0    done; a provider that is missing, wrong or failed is a row with its reason
@@ -46,6 +48,8 @@ Examples:
   fusewise study rope
   fusewise study rope --preset rope-models --out runs/models
   fusewise study rope --case llama-3-8b-train --providers torch.compile,fusewise-cpu --pass bwd
+  fusewise study gelu --preset gelu-sizes
+  fusewise study my_file.py:my_function --input "x=bf16[4096,4096]" --input "eps=1e-6"
   fusewise study rope --preset rope-seqlen --append-rows benchmarks/baselines/h200.jsonl
   fusewise study rope --list
 
@@ -53,7 +57,10 @@ Examples:
     + EXIT_CODES
 )
 @click.argument("target")
-@click.option("--preset", help="A named set of cases. Default: rope-quick.")
+@click.option(
+    "--input", "inputs", multiple=True, help='An argument of a function: "x=bf16[4096,4096]"; may be repeated.'
+)
+@click.option("--preset", help="A named set of cases. Default: the target's -quick one.")
 @click.option("--case", "cases", multiple=True, help="A single case by name; may be repeated.")
 @click.option(
     "--providers", callback=_names, help="Comma-separated names, or module:attribute. Default: all that are here."
@@ -85,6 +92,7 @@ Examples:
 @click.option("--list", "list_cases", is_flag=True, help="List presets and cases, measure nothing.")
 def study(
     target: str,
+    inputs: tuple[str, ...],
     preset: str | None,
     cases: tuple[str, ...],
     providers: list[str] | None,
@@ -102,11 +110,16 @@ def study(
     as_json: bool,
     list_cases: bool,
 ) -> None:
-    """Compare every way of running TARGET (rope) on this machine: right or wrong, how fast, how near the limits."""
+    """Compare every way of running TARGET on this machine: right or wrong, how fast, how near the limits.
+
+    TARGET is rope, geglu, gelu, one of their presets, or a function of yours: my_file.py:my_function or
+    my.module:my_function, with an --input for each argument.
+    """
     from fusewise.lab import commands, plan
 
     request = plan.Request(
         target=target,
+        inputs=inputs,
         preset=preset,
         cases=cases,
         providers=providers,
@@ -158,3 +171,7 @@ def providers(device: str | None, as_json: bool) -> None:
         click.echo(json.dumps(found))
     else:
         commands.show_providers(found)
+
+
+for verb in cli_records.VERBS:
+    cli.add_command(verb)

@@ -26,6 +26,7 @@ class Request:
     """The command line, or a caller, as it stands. None: the preset's or the machine's own."""
 
     target: str
+    inputs: Sequence[str] = ()  # of a user's function
     preset: str | None = None
     cases: Sequence[str] = ()
     providers: Sequence[str] | None = None
@@ -43,12 +44,12 @@ class Request:
 
 def options(request: Request, out: Path) -> Options:
     """Check the request and resolve it. ValueError with a fix for anything that cannot be measured."""
-    target, preset = targets.resolve(request.target)
+    target, preset = targets.resolve(request.target, request.inputs)
     if (request.preset or preset) is not None and request.cases:
         raise ValueError("study: give --preset or --case, got both; leave one out")
     preset = request.preset or preset or (None if request.cases else target.default_preset)
     device = _device(request.device)
-    chosen = target.cases(preset) if preset else [target.case(name) for name in request.cases]
+    chosen = [target.case(name) for name in request.cases] or target.cases(preset or "")
     for dtype in request.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
@@ -60,6 +61,7 @@ def options(request: Request, out: Path) -> Options:
         for dtype in (request.dtypes or case.dtypes)
         for pass_ in _passes(request.passes, case.passes)
     ]
+    target.verify()
     if not tasks:
         raise ValueError(f"study: pass must be one that the cases have, got {request.passes!r}; try --pass fwd")
     extra = dict(target.hurried.get(preset or "", {}))
@@ -76,7 +78,7 @@ def options(request: Request, out: Path) -> Options:
         providers=plugin.select(request.providers, target.name, device),
         device=device,
         out=out,
-        title=preset or ", ".join(request.cases),
+        title=preset or ", ".join(request.cases) or target.name,
         warm=request.warm,
         seed=request.seed,
         timeout=request.timeout,
@@ -126,6 +128,6 @@ def run_directory(request: Request, stamp: str) -> Path:
     """Where a run goes when no directory is named."""
     if request.out is not None:
         return request.out
-    target, preset = targets.resolve(request.target)
+    target, preset = targets.resolve(request.target, request.inputs)
     name = request.preset or preset or ("cases" if request.cases else target.default_preset or target.name)
-    return Path("fusewise-runs") / f"{name}-{stamp}"
+    return Path("fusewise-runs") / f"{name.replace(':', '-')}-{stamp}"

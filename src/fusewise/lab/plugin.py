@@ -13,12 +13,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .code.stage import Stage
+from .ledger import Kernel
 from .problem import Problem, as_tuple, same
 
 ENTRY_POINTS = "fusewise.providers"
@@ -91,7 +93,7 @@ class Run:
     gradients flow through them, in `enter` and `leave` too.
 
     own: the problem's tensors -> the tensors that a user of the provider would keep (weights in its order), of which
-        gradients are taken.
+        gradients are taken; as many, in the same order.
     enter: those -> the arguments of call (views and tables).
     leave: what call returned -> the outputs in the problem's own form, for the check against float64.
     restore: gradients of what own returned -> gradients of the problem's tensors.
@@ -143,6 +145,14 @@ class Provider:
     def build(self, problem: Problem) -> Run:
         """Make `problem` callable, or raise Unsupported (this problem) or Missing (this machine)."""
         raise NotImplementedError
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        """Every text that its compiler makes of `problem` for `target` (cpu, sm_90, …), first to last; see `code/`."""
+        raise Unsupported("does not show its code")
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        """The kernels of one pass over `problem`, with the bytes that each reads and writes; see `ledger.py`."""
+        raise Unsupported("does not tell what it reads and writes")
 
     def versions(self) -> dict[str, str]:
         """Versions of the distributions the provider stands on, those that are installed."""

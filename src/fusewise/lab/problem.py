@@ -73,6 +73,8 @@ class Problem:
         self.dtype = DTYPES[task.dtype]
         #: Inputs, the floating ones differentiable; a cold measurement rotates over copies of these.
         self.tensors: tuple[Tensor, ...] = ()
+        #: Which of them want no gradient though they are floating, by their index.
+        self.fixed: frozenset[int] = frozenset()
         #: One random gradient for each output; None for an output that has none.
         self.upstream: tuple[Tensor | None, ...] = ()
         #: What `program`'s function holds by itself, a module's parameters, differentiated besides the tensors; and the
@@ -96,12 +98,17 @@ class Problem:
         """Copies of the tensors, in float64 if `wide`; the floating ones want a gradient if `gradient` says so."""
 
         def leaf(x: Tensor) -> Tensor:
-            if not x.is_floating_point():
-                return x.clone()
             # a clone keeps the strides of a tensor without holes; double() of a float64 tensor is no copy
-            return (x.to(torch.float64, copy=True) if wide else x.clone()).requires_grad_(gradient)
+            return x.to(torch.float64, copy=True) if wide and x.is_floating_point() else x.clone()
 
-        return tuple(map(leaf, self.tensors))
+        return self.wanting(tuple(map(leaf, self.tensors)), gradient)
+
+    def wanting(self, tensors: Sequence[Tensor], gradient: bool) -> tuple[Tensor, ...]:
+        """The tensors as leaves of a graph; those that are differentiated want a gradient if `gradient` says so."""
+        return tuple(
+            x.detach().requires_grad_(gradient and x.is_floating_point() and i not in self.fixed)
+            for i, x in enumerate(tensors)
+        )
 
     def gradients(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None], wide: bool = False

@@ -50,6 +50,7 @@ def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
         chunk = CHUNK[truth.device.type]
         largest = largest_true = squares = squares_true = 0.0
         for found, true in zip(result.flatten().split(chunk), truth.flatten().split(chunk), strict=True):
+            true = true.double()
             difference = found.double() - true
             peaks = torch.stack((difference.abs().max(), true.abs().max(), difference.norm(), true.norm())).tolist()
             if not all(map(math.isfinite, peaks)):  # NaN and infinity pass through every one of them
@@ -96,8 +97,7 @@ def poison(problem: Problem) -> None:
 
 def own_leaves(problem: Problem, run: Run, gradient: bool) -> tuple[Tensor, ...]:
     """Copies of the problem's tensors as the provider keeps them; the floating ones want a gradient if so said."""
-    kept = run.own(*problem.leaves(False))
-    return tuple(x.detach().requires_grad_(gradient and x.is_floating_point()) for x in kept)
+    return problem.wanting(run.own(*problem.leaves(False)), gradient)
 
 
 def check(problem: Problem, run: Run) -> Verdict:

@@ -230,7 +230,8 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         send({"id": request["id"]} | server.answer(request))
 
 
-def main() -> None:
+def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:
+    """Talk over the process's own pipes; `serve` answers."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -62,6 +62,9 @@ class Target:
         """The tensors and the mathematics of a task; called in the provider's own process."""
         raise NotImplementedError
 
+    def verify(self) -> None:
+        """Raise ValueError for what would fail in every provider's process. Called once, before anything is measured."""
+
     def detail(self, case: Case) -> Mapping[str, Any]:
         """Plain JSON that `problem` needs beyond the case's name."""
         return {}
@@ -95,7 +98,9 @@ def find(name: str) -> Target:
     if where is None:
         where = next((p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS) if p.name == name), None)
     if where is None:
-        raise ValueError(f"study: target must be one of {', '.join(names())}, got {name!r}; try `study rope`")
+        raise ValueError(
+            f"study: target must be one of {', '.join(names())}, got {name!r}; try `study rope` or my_file.py:my_function"
+        )
     module, _, attribute = where.partition(":")
     target = getattr(importlib.import_module(module), attribute)()
     if not isinstance(target, Target):
@@ -103,8 +108,14 @@ def find(name: str) -> Target:
     return target
 
 
-def resolve(name: str) -> tuple[Target, str | None]:
-    """The target of a name, or of a preset's name together with that preset."""
+def resolve(name: str, inputs: Sequence[str] = ()) -> tuple[Target, str | None]:
+    """The target of a name, or of a preset's name together with that preset, or a user's function with its inputs."""
+    if ":" in name:
+        from .user import User
+
+        return User(name, inputs), None
+    if inputs:
+        raise ValueError(f"study: inputs must be those of a function, got target {name!r}; try my_file.py:my_function")
     if name not in names():
         for target in map(find, names()):
             if name in target.presets():
@@ -114,4 +125,8 @@ def resolve(name: str) -> tuple[Target, str | None]:
 
 def problem_for(task: Task) -> Problem:
     """The task's problem, made by its target."""
+    if ":" in task.op:
+        from .user import UserProblem
+
+        return UserProblem(task)
     return find(task.op).problem(task)

@@ -1,0 +1,229 @@
+"""The arguments of a user's function, written as text: `--input "x=bf16[4096,4096]"`.
+
+    [NAME=] DTYPE [ SIZES ] [strides(…)] [randn | randn(MEAN,DEVIATION) | uniform(LOW,HIGH) | randint(LOW,HIGH) | full(VALUE)] [fixed]
+    [NAME=] NUMBER | true | false | none | "text"
+
+DTYPE is fp32, f32 or float32, and so on for fp64, bf16, fp16, i64, i32, i16, i8, u8 and bool. SIZES may be empty: a tensor
+without dimensions. Floating tensors are standard normal unless told otherwise, integers lie in [0, 2), HIGH being excluded.
+strides(…) are in elements. `fixed` asks for no gradient. Without names arguments are taken in order.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+#: Other ways to write them: torch's own names, and letters with bits.
+ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()} | {
+    "f64": "fp64",
+    "f32": "fp32",
+    "f16": "fp16",
+    "float": "fp32",
+    "half": "fp16",
+    "int": "i32",
+    "long": "i64",
+}
+_TENSOR = re.compile(r"(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
+_WORD = re.compile(r"\s*(?P<word>[a-z]+)\s*(?:\(\s*(?P<values>[^)]*)\))?")
+_NAME = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
+_COUNTS = {"randn": (0, 2), "uniform": (2,), "randint": (2,), "full": (1,)}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor yet to be made."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    fill: str = ""  # randn, uniform, randint, full; "": the dtype's own
+    values: tuple[float, ...] = ()
+    fixed: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.dtype}[{','.join(map(str, self.sizes))}]"]
+        if self.strides:
+            words.append(f"strides({','.join(map(str, self.strides))})")
+        if self.fill:
+            words.append(f"{self.fill}({','.join(f'{v:g}' for v in self.values)})" if self.values else self.fill)
+        return " ".join([*words, "fixed"] if self.fixed else words)
+
+    @property
+    def floating(self) -> bool:
+        return DTYPES[self.dtype].is_floating_point
+
+    def make(self, device: torch.device, seed: str) -> Tensor:
+        """The tensor, drawn on `device` by a generator seeded from `seed`, in its strides."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(seed.encode()))
+        dtype = DTYPES[self.dtype]
+        fill = self.fill or ("randn" if self.floating else "randint")
+        values = self.values or {"randn": (0.0, 1.0), "randint": (0.0, 2.0)}.get(fill, ())
+        made = torch.empty(self.sizes, device=device, dtype=dtype)
+        if fill == "randn":
+            made = torch.randn(self.sizes, generator=generator, device=device, dtype=dtype).mul_(values[1])
+            made = made.add_(values[0])
+        elif fill == "uniform":
+            made.uniform_(*values, generator=generator)
+        elif fill == "randint":
+            low, high = (int(v) for v in values)
+            made = torch.randint(low, high, self.sizes, generator=generator, device=device).to(dtype)
+        else:
+            made.fill_(values[0])
+        if not self.strides:
+            return made
+        return torch.empty_strided(self.sizes, self.strides, device=device, dtype=dtype).copy_(made)
+
+
+Spec = TensorSpec | int | float | bool | str | None
+
+
+def parse(text: str) -> tuple[str, Spec]:
+    """`NAME=SPEC` or `SPEC`: the name ("" if there is none) and what it says. ValueError with the grammar's part."""
+    named = _NAME.fullmatch(text)
+    name, spec = (named["name"], named["spec"].strip()) if named else ("", text.strip())
+    tensor = _TENSOR.fullmatch(spec)
+    if tensor is None:
+        return name, _scalar(spec, text)
+    dtype = ALIASES.get(tensor["dtype"], tensor["dtype"])
+    if dtype not in DTYPES:
+        raise _bad(text, f"have a dtype of {', '.join(DTYPES)}", repr(tensor["dtype"]), "choose one")
+    found = TensorSpec(dtype, _integers(tensor["sizes"], text, "sizes"))
+    rest = tensor["rest"]
+    while rest.strip():
+        word = _WORD.match(rest)
+        if word is None:
+            raise _bad(text, "be a tensor with words behind it", repr(rest.strip()), 'try "x=fp32[8,8] uniform(-1,1)"')
+        found = _with(found, word["word"], word["values"], text)
+        rest = rest[word.end() :]
+    return name, found
+
+
+def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorSpec:
+    if word == "fixed" and values is None:
+        return replace(spec, fixed=True)
+    if word == "strides":
+        strides = _integers(values or "", text, "strides")
+        if len(strides) != len(spec.sizes):
+            raise _bad(text, f"have {len(spec.sizes)} strides", str(len(strides)), "give one for each size")
+        return replace(spec, strides=strides)
+    if word not in _COUNTS:
+        known = ", ".join(("strides", "fixed", *_COUNTS))
+        raise _bad(text, f"have words of {known}", repr(word), "choose one")
+    try:
+        numbers = tuple(float(v) for v in (values or "").split(",") if v.strip())
+    except ValueError:
+        raise _bad(text, f"have numbers in {word}", repr(values), "write them as 0.5 or 1e-3") from None
+    if len(numbers) not in _COUNTS[word]:
+        wanted = " or ".join(map(str, _COUNTS[word]))
+        raise _bad(text, f"have {wanted} numbers in {word}", str(len(numbers)), "give as many")
+    if word in ("randn", "uniform") and not spec.floating:
+        raise _bad(text, f"be floating for {word}", spec.dtype, "use randint(LOW,HIGH)")
+    if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
+        raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
+    return replace(spec, fill=word, values=numbers)
+
+
+def _integers(text: str, whole: str, what: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(v) for v in text.split(",") if v.strip())
+    except ValueError:
+        raise _bad(whole, f"have integers as {what}", repr(text), 'try "x=fp32[128,64]"') from None
+    if any(v < 0 for v in found):
+        raise _bad(whole, f"have {what} of at least 0", repr(text), "leave out the sign")
+    return found
+
+
+def _scalar(spec: str, text: str) -> Spec:
+    words: dict[str, Spec] = {"true": True, "false": False, "none": None}
+    if spec.lower() in words:
+        return words[spec.lower()]
+    if len(spec) >= 2 and spec[0] == spec[-1] and spec[0] in "\"'":
+        return spec[1:-1]
+    for number in (int, float):
+        try:
+            return number(spec)
+        except ValueError:
+            continue
+    raise _bad(text, "be a tensor, a number, true, false, none or a quoted text", repr(spec), 'try "x=fp32[1024,1024]"')
+
+
+def _bad(text: str, contract: str, got: str, fix: str) -> ValueError:
+    return ValueError(f"study: input {text!r} must {contract}, got {got}; {fix}")
+
+
+def spec_of(value: Any) -> Spec:
+    """What an argument looks like, so that one like it can be made elsewhere: never the values themselves.
+
+    Floating tensors: normal with the mean and deviation of the values, or uniform in their range where none is negative.
+    Integers: uniform in their range. Tensors that want no gradient and hold no floating numbers need no `fixed`.
+    """
+    if not isinstance(value, Tensor):
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(
+            f"study: arguments must be tensors, numbers, texts, bools or None, got {type(value).__name__}; "
+            "wrap the function in one that takes its tensors"
+        )
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    if value.dtype not in names:
+        raise TypeError(f"study: tensors must be of {', '.join(DTYPES)}, got {value.dtype}; convert it first")
+    strides = () if value.is_contiguous() else tuple(value.stride())
+    spec = TensorSpec(names[value.dtype], tuple(value.shape), strides)
+    if value.numel() == 0 or value.dtype == torch.bool:
+        return spec
+    wide = value.detach().double()
+    low, high = wide.min().item(), wide.max().item()
+    if not value.dtype.is_floating_point:
+        return replace(spec, fill="randint", values=(low, high + 1))
+    if low == high:
+        return replace(spec, fill="full", values=(low,))
+    if low >= 0:
+        return replace(spec, fill="uniform", values=(low, high))
+    deviation = wide.std(correction=0).item()
+    return replace(spec, fill="randn", values=(round(wide.mean().item(), 6), round(deviation, 6)))
+
+
+def written(name: str, spec: Spec) -> str:
+    """The text that `parse` reads back."""
+    if isinstance(spec, bool) or spec is None:
+        text = str(spec).lower()
+    elif isinstance(spec, str):
+        text = f'"{spec}"'
+    else:
+        text = str(spec) if isinstance(spec, TensorSpec) else repr(spec)
+    return f"{name}={text}" if name else text
+
+
+def bound(names: Sequence[str], texts: Sequence[str]) -> list[tuple[str, Spec]]:
+    """The specs in the order of the function's parameters, as far as there are names; ValueError for one too many."""
+    given = [parse(text) for text in texts]
+    free = [name for name in names if name not in {n for n, _ in given}]
+    found: dict[str, Spec] = {}
+    for (name, spec), text in zip(given, texts, strict=True):
+        if not name and free:
+            name = free.pop(0)
+        if name not in names or name in found:
+            raise ValueError(
+                f"study: inputs must be among the parameters ({', '.join(names)}), each once, got {text!r}; "
+                "name another or leave it out"
+            )
+        found[name] = spec
+    return [(name, found[name]) for name in names if name in found]

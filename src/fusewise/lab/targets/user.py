@@ -1,0 +1,293 @@
+"""A function of the user's own as a target: `path.py:function` or `package.module:function`, with inputs as text.
+
+Processes are told the place of the function and what its arguments look like, never code or values: each imports the file
+or module itself and draws the same arguments. The truth is the function itself in float64. Modules work as functions; a
+class of modules is made without arguments, under one seed, and its parameters get gradients, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..problem import DTYPES, Pass, Problem, Program, Task
+from . import Case, Target, inputs
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class UserCase:
+    """One set of arguments of one function."""
+
+    name: str  # the inputs, as text
+    dtypes: tuple[str, ...]
+    passes: tuple[Pass, ...]
+
+    @property
+    def shape(self) -> str:
+        return self.name
+
+    def bytes_min(self, direction: Pass, dtype: str) -> int:
+        """Known to the problem alone, once the function has run."""
+        return 0
+
+
+class User(Target):
+    """What `place` names, called with arguments like `texts`."""
+
+    def __init__(self, place: str, texts: Sequence[str] = ()) -> None:
+        self.place, self.texts = _absolute(place), tuple(texts)
+        path, _, attribute = self.place.rpartition(":")
+        self.name = f"{Path(path).name}:{attribute}"
+
+    def presets(self) -> Mapping[str, Sequence[Case]]:
+        return {self.default_preset: [self.case()]}
+
+    def case(self, name: str = "") -> Case:
+        """The one case: dtype of the first floating input, backward if there is one to be had."""
+        specs = [inputs.parse(text) for text in self.texts]
+        tensors = [spec for _, spec in specs if isinstance(spec, inputs.TensorSpec)]
+        floating = [spec for spec in tensors if spec.floating and spec.dtype in DTYPES]
+        if not floating:
+            raise ValueError(
+                f'study: {self.name} must have a floating tensor among its inputs, got {list(self.texts)}; add --input "x=fp32[1024,1024]"'
+            )
+        passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in floating) else ("fwd",)
+        text = " ".join(inputs.written(*spec) for spec in specs)
+        return UserCase(text, (floating[0].dtype,), passes)
+
+    def detail(self, case: Case) -> Mapping[str, Any]:
+        return {"place": self.place, "inputs": list(self.texts)}
+
+    def problem(self, task: Task) -> Problem:
+        return UserProblem(task)
+
+    def verify(self) -> None:
+        """Import the function in a process of its own and bind its arguments."""
+        command = [sys.executable, "-m", __spec__.name, self.place, *self.texts]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode == 0:
+            return
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        told = last.removeprefix("ValueError: ")
+        raise ValueError(told if told.startswith("study: ") else f"study: {self.name} must be importable, got {last}")
+
+
+def _absolute(place: str) -> str:
+    """`place` with the file's absolute path, which holds in every process; a module's name as it is."""
+    path, _, attribute = place.rpartition(":")
+    if not attribute or not path:
+        raise ValueError(
+            f"study: target must be FILE.py:NAME or MODULE:NAME, got {place!r}; try my_file.py:my_function"
+        )
+    if not path.endswith(".py"):
+        return place
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"study: target must be in a file that exists, got {path!r}; check the path")
+    return f"{file}:{attribute}"
+
+
+def load(place: str, seed: int = 0) -> Callable[..., Any]:
+    """The function or module at `place`. ValueError where there is none; whatever importing it raises comes through."""
+    path, _, attribute = place.rpartition(":")
+    torch.manual_seed(seed)  # for parameters that are drawn while importing, or below
+    if path.endswith(".py"):
+        file = Path(path)
+        name = f"_fusewise_study_{file.stem}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(file.parent))  # as if the file were run
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        module = importlib.import_module(path)
+    try:
+        found = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        raise ValueError(f"study: {attribute} must be defined at the top of {path}; check its name") from None
+    made: Any = found() if isinstance(found, type) and issubclass(found, nn.Module) else found
+    if not callable(made):
+        raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
+    return made  # type: ignore[no-any-return]
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that can be given by position."""
+    of = function.forward if isinstance(function, nn.Module) else function
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(of).parameters.values() if p.kind in kinds]
+
+
+def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
+    """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
+    names = parameters(function)
+    specs = inputs.bound(names, texts)
+    given = [name for name, _ in specs]
+    if given != names[: len(given)]:
+        raise ValueError(
+            f"study: inputs must leave out no parameter before the last one given, got {given} of {names}; add it"
+        )
+    return specs
+
+
+class UserProblem(Problem):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.function = load(task.detail["place"], task.seed)
+        specs = [(name, self._of_task(spec)) for name, spec in arguments(self.function, task.detail["inputs"])]
+        #: Arguments, with None where a tensor of `tensors` belongs.
+        self.arguments: list[Any] = [None if isinstance(s, inputs.TensorSpec) else s for _, s in specs]
+        made = {n: self._make(n, s) for n, s in specs if isinstance(s, inputs.TensorSpec)}
+        self.where = [i for i, (n, _) in enumerate(specs) if n in made]
+        tensors = [s for _, s in specs if isinstance(s, inputs.TensorSpec)]
+        self.fixed = frozenset(i for i, spec in enumerate(tensors) if spec.fixed)
+        self.tensors = tuple(made.values())
+        self.text = " ".join(inputs.written(*spec) for spec in specs)
+        self.wide = self.function
+        if isinstance(self.function, nn.Module):
+            self.function = self.function.to(self.device)
+            if self.dtype != torch.float32:
+                self.function = self.function.to(self.dtype)
+            self.wide = copy.deepcopy(self.function).double()
+            self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
+            self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
+        self._look()
+
+    def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
+        """The spec in the task's dtype, if it has that of the first floating input: `--dtype` changes those."""
+        texts = map(inputs.parse, self.task.detail["inputs"])
+        first = next(s.dtype for _, s in texts if isinstance(s, inputs.TensorSpec) and s.floating)
+        if isinstance(spec, inputs.TensorSpec) and spec.dtype == first:
+            return replace(spec, dtype=self.task.dtype)
+        return spec
+
+    def _make(self, name: str, spec: inputs.TensorSpec) -> Tensor:
+        return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
+
+    def _look(self) -> None:
+        """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
+        gradient = self.task.pass_ != "fwd"
+        leaves = self.leaves(gradient)
+        with FlopCounterMode(display=False) as counter:
+            outputs = self.eager(leaves)
+        self.flops = int(counter.get_total_flops())
+        if not outputs:
+            raise ValueError(f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict; return one")
+        again = self.eager(leaves)
+        for first, second in zip(outputs, again, strict=True):
+            if not torch.allclose(first.double(), second.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
+                raise ValueError(f"study: {self.op} must give the same result when called again; take randomness out")
+        self.shapes = tuple(tuple(y.shape) for y in outputs)
+        self.output_bytes = sum(y.numel() * y.element_size() for y in outputs)
+        generator = torch.Generator(self.device).manual_seed(self.task.seed)
+        self.upstream = tuple(
+            torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
+            if y.is_floating_point() and (y.requires_grad or not gradient)
+            else None
+            for y in outputs
+        )
+        if gradient and not any(g is not None for g in self.upstream):
+            raise ValueError(f"study: {self.op} must be differentiable for a backward pass; use --pass fwd")
+        # Errors are judged by the coarsest dtype that the function takes or gives.
+        coarse = [x.dtype for x in (*self.tensors, *outputs) if x.is_floating_point()]
+        self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps)
+        self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
+
+    def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
+        """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
+        moved = tuple(
+            (x.detach() * 1.5 + 0.25).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in leaves
+        )
+        here = self.gradients(outputs, leaves, self.upstream)
+        there = self.gradients(self.eager(moved), moved, self.upstream)
+        return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        found = list(self.arguments)
+        for i, x in zip(self.where, tensors, strict=True):
+            found[i] = x
+        return tuple(found)
+
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.shapes
+
+    def program(self) -> Program:
+        return Program(self.function, lambda *xs: self._arguments(xs), tensors_of)
+
+    def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with in_float64():
+            return tensors_of(self.wide(*self._arguments(tensors)))
+
+    def shape(self) -> str:
+        count = sum(p.numel() for p in self.parameters)
+        return self.text + (f" parameters[{count}]" if count else "")
+
+    def bytes_min(self) -> int:
+        """Forward: inputs and parameters read, outputs written. Backward: gradients of the outputs read, those of floating
+        inputs and parameters written, and inputs and parameters read where the gradient depends on them."""
+        held = (*self.tensors, *self.parameters)
+        read = sum(x.numel() * x.element_size() for x in held)
+        forward = read + self.output_bytes
+        upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
+        moving = [x for i, x in enumerate(self.tensors) if x.is_floating_point() and i not in self.fixed]
+        written = sum(x.numel() * x.element_size() for x in (*moving, *self.parameters))
+        backward = upstream + written + (read if self.reads_inputs else 0)
+        return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
+
+    def flops_min(self) -> int:
+        """Those of matrix products and convolutions, twice as many in backward; elementwise operations are not counted."""
+        return self.flops * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[self.task.pass_]
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """The tensors in whatever a function returns, in the order of its structure."""
+    return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
+
+
+class _Widen(TorchDispatchMode):
+    """Operations that ask for a narrow floating dtype get float64 instead."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in NARROW:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Casts and new tensors of narrower floating dtypes come out in float64, so that a function computes in it throughout
+    whatever it says."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+if __name__ == "__main__":
+    arguments(load(sys.argv[1]), sys.argv[2:])
