@@ -43,6 +43,7 @@ class WorkerProcess:
         timeout: float,
         memory_limit: int | None,
         env: Mapping[str, str] | None = None,
+        module: str = "fusewise.lab.worker",
     ) -> None:
         self.log = log
         self.timeout = timeout
@@ -55,7 +56,7 @@ class WorkerProcess:
         with log.open("ab") as sink:
             self.log_start = sink.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fusewise.lab.worker"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,

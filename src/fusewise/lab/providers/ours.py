@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import fusewise
 
+from ..code.stage import Stage
+from ..ledger import Kernel
 from ..plugin import Provider, Run, Unsupported
 from ..problem import Problem
 from .gated_peers import gated_problem
 from .rope_peers import rope_problem
 
 
-class _Fusewise(Provider):
+class _Ours(Provider):
+    """What our implementations have in common: they show their code."""
+
     impl: ClassVar[str]
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import ours
+
+        return ours.stages(problem, self.build(problem), self.impl, target)
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import ours
+
+        return ours.traffic(problem, self.build(problem), self.impl, target)
+
+    def versions(self) -> dict[str, str]:
+        return super().versions() | {"fusewise": fusewise.__version__}
+
+
+class _Fusewise(_Ours):
     in_place: ClassVar[bool] = False
     ops: ClassVar[tuple[str, ...]] = ("rope",)
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
@@ -25,9 +46,6 @@ class _Fusewise(Provider):
         function = fusewise.rope_ if self.in_place else fusewise.rope
         arguments = {**rope.inputs.kwargs, "impl": self.impl}
         return Run(lambda *xs: function(*xs, **arguments), in_place=self.in_place)
-
-    def versions(self) -> dict[str, str]:
-        return super().versions() | {"fusewise": fusewise.__version__}
 
 
 class Reference(_Fusewise):
@@ -58,10 +76,9 @@ class TritonInPlace(Triton):
     name, in_place, default = "fusewise-triton-inplace", True, False
 
 
-class _Gated(Provider):
+class _Gated(_Ours):
     """The gated linear unit, with pre-activations saved for backward."""
 
-    impl: ClassVar[str]
     save: ClassVar[Literal["preact", "input"]] = "preact"
     ops: ClassVar[tuple[str, ...]] = ("geglu",)
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
@@ -73,9 +90,6 @@ class _Gated(Provider):
         arguments = {**gated.inputs.kwargs, "save": self.save, "impl": self.impl}
         form = "fused" if self.save == "preact" else "fused-recompute"
         return Run(lambda *xs: fusewise.gated_linear(*xs, **arguments), form=form)
-
-    def versions(self) -> dict[str, str]:
-        return super().versions() | {"fusewise": fusewise.__version__}
 
 
 class GatedReference(_Gated):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from ..code.stage import Stage
+from ..ledger import Kernel
 from ..plugin import Provider, Run
 from ..problem import Problem
 
@@ -20,6 +23,16 @@ class Eager(Provider):
     def build(self, problem: Problem) -> Run:
         program = problem.program()
         return Run(program.function, program.enter, program.leave, form="eager")
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import pytorch
+
+        return pytorch.eager_stages(problem, self.build(problem))
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import pytorch
+
+        return pytorch.operators(problem, self.build(problem)).kernels
 
 
 class TorchScript(Provider):
@@ -36,6 +49,16 @@ class TorchScript(Provider):
             scripted = torch.jit.script(program.function)
         return Run(scripted, program.enter, program.leave, form="eager")
 
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import pytorch
+
+        return pytorch.script_stages(problem, self.build(problem))
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import pytorch
+
+        return pytorch.operators(problem, self.build(problem)).kernels
+
 
 class TorchCompile(Provider):
     """`torch.compile` of the eager form, compiled for each shape: its best, not its most flexible."""
@@ -49,6 +72,16 @@ class TorchCompile(Provider):
         torch.compiler.reset()  # a worker serves many shapes; without this the recompile limit ends in eager code
         compiled = torch.compile(program.function, fullgraph=True, dynamic=False, **self.options)
         return Run(compiled, program.enter, program.leave, form="two-kernels")
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import pytorch
+
+        return pytorch.compile_stages(problem, self.build(problem), target)
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import pytorch
+
+        return pytorch.compile_traffic(problem, self.build(problem), target)
 
 
 class TorchCompileTuned(TorchCompile):

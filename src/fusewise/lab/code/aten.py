@@ -1,0 +1,132 @@
+"""ATen: the operators that a call dispatches, one by one, and the bytes that each reads and writes.
+
+This is what eager PyTorch runs, and TorchScript where it fuses nothing. fusewise's own operators are looked into: what
+they start in turn is what counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import ledger
+from .stage import Stage, foreign, short
+
+#: Operators that overwrite their first argument without reading it.
+OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "bernoulli_", "random_", "exponential_"}
+#: Operators that read of their first argument no more than they return.
+LOOK_UP = {"index", "index_select", "gather", "embedding", "take"}
+#: Operators that touch no element: they reserve memory, or change what a tensor says of itself.
+RESERVE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
+    "detach_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_",
+}  # fmt: skip
+SHORT_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+}  # fmt: skip
+
+
+def brief(x: Any) -> str:
+    """An argument as it is written in a list of operators: `bf16[4, 8]`, a number, a list of them."""
+    if isinstance(x, Tensor):
+        return f"{SHORT_DTYPES.get(x.dtype, str(x.dtype))}{list(x.shape)}"
+    if isinstance(x, (list, tuple)):
+        return "[" + ", ".join(map(brief, x)) + "]"
+    return repr(x)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the operators that run while it is entered, and charges each with its bytes."""
+
+    def __init__(self, within: str = "", used: Mapping[int, int] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.within = within  # a namespace of operators to look into
+        self.used = used or {}  # address of a tensor -> the bytes of it that a call can need at most
+        self.kernels: list[ledger.Kernel] = []
+        self.text: list[str] = []
+        self.lines: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.within and func.namespace == self.within:
+            with self:  # its kernel, called directly: through the dispatcher it would come back here
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        result = func(*args, **kwargs)
+        self.text.append(f"{brief_result(result)} = {func}({', '.join(map(brief, (*args, *kwargs.values())))})")
+        if (place := _place()) is not None:
+            self.lines[len(self.text)] = place
+        if (kernel := self.charge(func, args, kwargs, result)) is not None:
+            self.kernels.append(kernel)
+        return result
+
+    def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> ledger.Kernel | None:
+        """The bytes of one operator; None for a view, or one that only reserves memory."""
+        name = func._schema.name.partition("::")[2]
+        if name in RESERVE:
+            return None
+        formal = func._schema.arguments
+        actual = [*args, *(kwargs.get(a.name) for a in formal[len(args) :])]
+        mutated: list[Tensor] = []
+        inputs: list[Tensor] = []
+        for argument, value in zip(formal, actual, strict=False):
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            mutated += tensors if written else []
+            inputs += [] if written and (name in OVERWRITE or argument.is_out) else tensors
+        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        sources = {_storage(x) for x in [*inputs, *mutated]}
+        fresh = [x for x in outputs if _storage(x) not in sources]
+        if not mutated and not fresh and outputs:
+            return None
+        written_bytes = self._bytes([*fresh, *mutated])
+        read_bytes = self._bytes(inputs)
+        if name in LOOK_UP and inputs:
+            read_bytes -= max(0, self._bytes(inputs[:1]) - written_bytes)
+        if name in ("index_put_", "scatter_", "scatter") and len(inputs) > 1:
+            written_bytes = min(written_bytes, self._bytes(inputs[-1:]))
+        note = ", ".join(map(brief, inputs)) + " → " + ", ".join(map(brief, outputs))
+        return ledger.Kernel(name=str(func), read=read_bytes, written=written_bytes, note=note)
+
+    def _bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of the distinct tensors among these."""
+        distinct = {(_storage(x), x.storage_offset(), x.shape, x.stride()): x for x in tensors}
+        return sum(min(ledger.extent(x), self.used.get(_address(x), 2**63)) for x in distinct.values())
+
+    def stage(self, part: str = "") -> Stage:
+        """The operators as a text, an operator a line."""
+        text = "".join(f"{line}\n" for line in self.text)
+        counts = {"operators": len(self.text), "kernels": len(self.kernels)}
+        return Stage(stage="aten", language="python", part=part, text=text, lines=self.lines, counts=counts)
+
+
+def brief_result(result: Any) -> str:
+    leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    return ", ".join(map(brief, leaves)) or "()"
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _address(x: Tensor) -> int:
+    return 0 if isinstance(x, torch._subclasses.FakeTensor) else x.data_ptr()
+
+
+def _place() -> str | None:
+    """The innermost line on the stack that is no library's and not the lab's own machinery."""
+    frame = sys._getframe(2)
+    here = __file__.rpartition("/code/")[0]
+    while frame is not None:
+        path = frame.f_code.co_filename
+        machinery = path.startswith(here) and "/targets/" not in path
+        if not machinery and not foreign(short(path)) and "/torch/" not in path and not path.endswith("runpy.py"):
+            return f"{short(path)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,165 @@
+"""The coordinator's end: asks every provider for its code, one process each, and keeps the texts with their index.
+
+OUT/index.json                       kind, target, the case, versions, providers with their stages in order
+OUT/<provider>/NN-stage-part.suffix  the texts: nothing in them depends on the machine, the folder or the hour, as far
+                                     as the compilers allow it, so `diff -r` of two folders shows what changed
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import machine, plugin, record
+from ..ledger import Ledger
+from ..problem import Task
+from ..process import WorkerFailed, WorkerProcess
+
+KIND = "fusewise.code"
+SCHEMA_VERSION = 1
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a provider said: `found` is its reply, empty where it has none, with the reason."""
+
+    provider: str
+    status: str  # ok | missing | failed
+    reason: str
+    found: dict[str, Any]
+
+
+def folder_name(provider: str) -> str:
+    """A provider's name as that of a folder."""
+    return re.sub(r"[^\w.+-]", "_", provider)
+
+
+def ask(
+    entry: plugin.Entry, requests: Sequence[dict[str, Any]], log: Path, *, timeout: float = TIMEOUT_S
+) -> list[Answer]:
+    """Put requests to one provider in a process of its own. One that dies is started again for the next request."""
+
+    def failed(reason: str, status: str = "failed") -> Answer:
+        return Answer(entry.name, status, reason, {})
+
+    if entry.provider is None:
+        return [failed(f"could not be loaded: {entry.problem}") for _ in requests]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    answers: list[Answer] = []
+    worker: WorkerProcess | None = None
+    try:
+        for request in requests:
+            try:
+                if worker is None:
+                    worker = WorkerProcess(
+                        {"provider": entry.where}, log, timeout=timeout, memory_limit=_memory_limit(),
+                        module="fusewise.lab.code.worker",
+                    )  # fmt: skip
+                    greeting = worker.ready()
+                    if not greeting["ok"]:
+                        answers.append(failed(greeting["reason"]))
+                        continue
+                reply = worker.ask(request["do"], **{key: value for key, value in request.items() if key != "do"})
+            except (WorkerFailed, OSError) as error:
+                worker = None
+                answers.append(failed(str(error)))
+                continue
+            if reply["ok"]:
+                answers.append(Answer(entry.name, "ok", "", reply))
+            else:
+                answers.append(failed(reply["reason"], reply["status"]))
+    finally:
+        if worker is not None:
+            worker.stop()
+    return answers
+
+
+def _memory_limit() -> int | None:
+    total = machine.memory_bytes()
+    return None if total is None else total * 4 // 5
+
+
+def default_target(device: str) -> str:
+    """The GPU at hand, else Hopper."""
+    if device.startswith("cuda"):
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}"
+    return "sm_90"
+
+
+def stages(
+    entries: Sequence[plugin.Entry],
+    task: Task,
+    target: str,
+    out: Path,
+    told: Callable[[str], None] = lambda _: None,
+    timeout: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """Write every stage of every provider below `out`; returns the index, which is in `out/index.json`, too."""
+    out.mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {
+        "kind": KIND,
+        "schema": SCHEMA_VERSION,
+        "op": task.op,
+        "case": task.case,
+        "dtype": task.dtype,
+        "pass": task.pass_,
+        "device": task.device,
+        "target": target,
+        "environment": machine.environment(task.device),
+        "providers": [],
+    }
+    for entry in entries:
+        told(entry.name)
+        folder = out / folder_name(entry.name)
+        request = {"do": "stages", "task": task.to_json(), "target": target, "folder": str(folder)}
+        (answer,) = ask(entry, [request], out / "logs" / f"{folder.name}.log", timeout=timeout)
+        index["providers"].append(
+            {
+                "provider": answer.provider,
+                "status": answer.status,
+                "reason": answer.reason,
+                "versions": entry.provider.versions() if entry.provider else {},
+                "stages": answer.found.get("stages", []),
+            }
+        )
+        record.write_atomically(out / "index.json", record.dumps(index) + "\n")
+    return index
+
+
+def for_record(index: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """The stages of an index with their texts, as a study's record keeps them under `code`."""
+    return [
+        {**stage, "text": (out / stage["file"]).read_text(encoding="utf-8")}
+        for provider in index["providers"]
+        for stage in provider["stages"]
+    ]
+
+
+def ledgers(
+    entries: Sequence[plugin.Entry],
+    tasks: Sequence[Task],
+    target: str,
+    logs: Path,
+    told: Callable[[str], None] = lambda _: None,
+    timeout: float = TIMEOUT_S,
+) -> tuple[list[Ledger], list[Answer]]:
+    """The ledgers of every provider for every task, and the answers of those that have none."""
+    found: list[Ledger] = []
+    without: list[Answer] = []
+    for entry in entries:
+        told(entry.name)
+        requests = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
+        log = logs / f"{folder_name(entry.name)}.log"
+        for answer in ask(entry, requests, log, timeout=timeout):
+            if answer.status == "ok":
+                found.append(Ledger.from_json(answer.found["ledger"]))
+            else:
+                without.append(answer)
+    return found, without

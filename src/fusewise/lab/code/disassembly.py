@@ -1,0 +1,139 @@
+"""Machine code as text, and what can be counted in it: registers, spills, widths of loads, tensor-core instructions."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from . import locations
+from .stage import Stage
+
+TIMEOUT_S = 120
+_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+#: Tensor-core instructions: warp group (Hopper), warp (since Volta), and their integer and 8-bit kin.
+TENSOR_CORES = ("HGMMA", "QGMMA", "IGMMA", "BGMMA", "HMMA", "IMMA", "DMMA", "QMMA", "OMMA", "UTCHMMA", "UTCQMMA")
+#: Loads and stores of global and shared memory, counted by bits a thread: `LDG.128`.
+SIZED = ("LDG", "STG", "LDS", "STS", "LD", "ST", "LDGSTS")
+#: Counted by name: copies by TMA, matrix loads from shared memory, atomics, special functions, barriers.
+NAMED = ("UTMALDG", "UTMASTG", "UBLKCP", "LDSM", "STSM", "RED", "ATOM", "ATOMG", "MUFU", "BAR", "SYNCS")
+
+
+class NoDisassembler(RuntimeError):
+    """A tool is not installed; the message says which and what brings it."""
+
+
+def tool(name: str) -> str:
+    """The path of `cuobjdump` or `nvdisasm`: Triton's own, else the one on the PATH."""
+    try:
+        import triton
+
+        path = getattr(triton.knobs.nvidia, name).path
+    except (ImportError, AttributeError, RuntimeError):
+        path = shutil.which(name)
+    if path is None:
+        raise NoDisassembler(f"{name} is not installed; it comes with triton and with the CUDA toolkit")
+    return str(path)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{Path(command[0]).name} failed: {done.stderr.strip()[:500]}")
+    return done.stdout
+
+
+def sass(cubin: bytes, part: str, target: str) -> Stage:
+    """The machine code of a GPU binary, its lines mapped to the source, its instructions and resources counted."""
+    with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        text, lines = locations.sass(_run(tool("nvdisasm"), "-c", "-gi", str(path)))
+        usage = _run(tool("cuobjdump"), "-res-usage", str(path))
+    return Stage(
+        stage="sass", language="sass", text=text, part=part, target=target, lines=lines,
+        counts={**resources(usage), **count_sass(text)},
+    )  # fmt: skip
+
+
+def resources(usage: str) -> dict[str, int]:
+    """What `cuobjdump -res-usage` says of its kernels, the largest of each where there are several."""
+    names = {"REG": "registers", "STACK": "stack_bytes", "SHARED": "shared_bytes", "LOCAL": "local_bytes"}
+    found: dict[str, int] = {}
+    for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage):
+        found[names[key]] = max(found.get(names[key], 0), int(value))
+    return found
+
+
+def count_sass(text: str) -> dict[str, int]:
+    """Instructions of a SASS listing by what matters for speed. Spills are loads and stores of a thread's own memory."""
+    counts: Counter[str] = Counter(instructions=0, spill_loads=0, spill_stores=0)
+    for opcode in _SASS.findall(text):
+        name, *modifiers = opcode.split(".")
+        counts["instructions"] += name != "NOP"
+        counts["spill_loads"] += name == "LDL"
+        counts["spill_stores"] += name == "STL"
+        if name in SIZED:
+            counts[f"{name}.{_bits(modifiers)}"] += 1
+        elif name in TENSOR_CORES or name in NAMED:
+            counts[name] += 1
+    return dict(counts)
+
+
+def _bits(modifiers: list[str]) -> int:
+    for modifier in modifiers:
+        if modifier in ("64", "128", "256"):
+            return int(modifier)
+        if modifier in ("U8", "S8"):
+            return 8
+        if modifier in ("U16", "S16"):
+            return 16
+    return 32
+
+
+_FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
+_INSTRUCTION = re.compile(r"^\s*[0-9a-f]+:\s+(?:(?:lock|rep|repz|repnz|bnd|notrack)\s+)*(\S+)\s*(.*)$")
+#: What the compiler's start-up files put into every library.
+_RUNTIME = re.compile(
+    r"^(_init|_fini|\.plt.*|.*@plt|deregister_tm_clones|register_tm_clones|__do_global_dtors_aux|frame_dummy|_start)$"
+)
+
+
+def library(path: Path, other_than: str = "") -> Stage:
+    """The machine code of a shared library: its own functions, without those whose name matches `other_than`."""
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        raise NoDisassembler("objdump is not installed; it comes with binutils")
+    kept: list[str] = []
+    wanted = False
+    for line in _run(objdump, "-d", "-C", "--no-show-raw-insn", str(path)).splitlines():
+        if function := _FUNCTION.match(line):
+            name = function[1]
+            wanted = not (_RUNTIME.match(name) or name.startswith("std::"))
+            wanted = wanted and not (other_than and re.search(other_than, name))
+        elif line.startswith("Disassembly of section"):
+            wanted = False
+        if wanted and line.strip():
+            kept.append(line.rstrip())
+    text = "\n".join(kept) + "\n"
+    return Stage(stage="assembly", language="asm", text=text, target="cpu", counts=count_assembly(text))
+
+
+def count_assembly(text: str) -> dict[str, int]:
+    """Instructions of an objdump listing: all, calls, fused multiply-adds, and vector ones by width of register."""
+    counts: Counter[str] = Counter(instructions=0, fma=0, calls=0)
+    for line in text.splitlines():
+        if not (match := _INSTRUCTION.match(line)):
+            continue
+        name, operands = match.groups()
+        counts["instructions"] += 1
+        counts["fma"] += bool(re.match(r"vf(n?m(add|sub)|maddsub|msubadd)|fml[as]|fn?m(add|sub)", name))
+        counts["calls"] += name in ("call", "callq", "bl")
+        for bits, registers in ((512, r"%zmm"), (256, r"%ymm"), (128, r"%xmm|\bv\d+\.(16b|8h|4s|2d)")):
+            if re.search(registers, operands):
+                counts[f"vector_{bits}"] += 1
+                break
+    return dict(counts)

@@ -1,0 +1,145 @@
+"""Which source line each line of a stage comes from, read from what the compilers write beside it.
+
+Every function takes a text and gives it without its debug information, for reading, and {line of what is left, from 1:
+"file:line"}. Where a line was inlined through several
+functions it is the innermost one that is not the compiler's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from .stage import foreign, short
+
+Lines = dict[int, str]
+Place = tuple[str, int]
+
+
+def _chosen(chain: Sequence[Place]) -> str | None:
+    """Of a chain of inlined places, innermost first, the one to show."""
+    own = [place for place in chain if not foreign(short(place[0]))] or chain
+    return f"{short(own[0][0])}:{own[0][1]}" if own and own[0][1] > 0 else None
+
+
+def _collected(found: Iterable[tuple[int, Sequence[Place]]]) -> Lines:
+    return {line: place for line, chain in found if (place := _chosen(chain)) is not None}
+
+
+def mlir(text: str) -> tuple[str, Lines]:
+    """MLIR printed with debug information, without it; and it: `loc(#loc3)` ends a line, `#loc3 = loc(…)` explains."""
+    texts = text.splitlines()
+    aliases = {m[1]: m[2] for line in texts if (m := re.match(r"(#loc\d*) = loc\((.*)\)$", line.strip()))}
+
+    def chain(content: str, depth: int = 0) -> list[Place]:
+        content = content.strip()
+        if depth > 50:
+            return []
+        if content in aliases:
+            return chain(aliases[content], depth + 1)
+        if place := re.match(r'"([^"]+)":(\d+):\d+', content):
+            return [(place[1], int(place[2]))]
+        if site := re.match(r"callsite\((\S+) at (\S+)\)$", content):
+            return chain(site[1], depth + 1) + chain(site[2], depth + 1)
+        if fused := re.match(r"fused(?:<.*>)?\[([^,\]]+)", content):
+            return chain(fused[1], depth + 1)
+        if named := re.match(r'"[^"]*"\((.*)\)$', content):
+            return chain(named[1], depth + 1)
+        return []
+
+    kept: list[str] = []
+    found = []
+    for line in texts:
+        if line.lstrip().startswith("#loc"):
+            continue
+        at = re.search(r'\bloc\((#loc\d*|"[^"]+":\d+:\d+)\)\s*(\{?)$', line)
+        kept.append(re.sub(r'\s*\bloc\((#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\)|:\d+:\d+))\)', "", line))
+        if at and kept[-1].strip() not in ("}", "} else {"):
+            found.append((len(kept), chain(at[1])))
+    return "\n".join(kept) + "\n", _collected(found)
+
+
+def llvm(text: str) -> tuple[str, Lines]:
+    """LLVM IR without its debug information; and that: `!dbg !12` and the `!DILocation` with its scope, its file, and what it is inlined at."""
+    nodes = {
+        m[1]: m[2] for line in text.splitlines() if (m := re.match(r"(!\d+) = (?:distinct )?!(DI\w+\(.*\))", line))
+    }
+
+    def field(node: str, name: str) -> str:
+        match = re.search(rf'\b{name}: ("[^"]*"|[^,)]+)', node)
+        return match[1].strip('"') if match else ""
+
+    def file_of(reference: str) -> str:
+        node = nodes.get(reference, "")
+        if node.startswith("DIFile"):
+            return os.path.join(field(node, "directory"), field(node, "filename"))
+        outer = field(node, "file") or field(node, "scope")
+        return file_of(outer) if outer else ""
+
+    def chain(reference: str) -> list[Place]:
+        places: list[Place] = []
+        while reference in nodes and len(places) < 50:
+            node = nodes[reference]
+            places.append((file_of(field(node, "scope")), int(field(node, "line") or 0)))
+            reference = field(node, "inlinedAt")
+        return places
+
+    kept: list[str] = []
+    found = []
+    for line in text.splitlines():
+        if line.startswith("!") and re.match(r"!\d+ = (distinct )?!DI", line):
+            continue
+        at = re.search(r",? !dbg (!\d+)", line)
+        kept.append(line if at is None else line.replace(at[0], ""))
+        if at:
+            found.append((len(kept), chain(at[1])))
+    return "\n".join(kept).rstrip() + "\n", _collected(found)
+
+
+def ptx(text: str) -> tuple[str, Lines]:
+    """PTX without its debug information; and that: `.loc file line column` holds up to the next, `.file` names files."""
+    files: dict[str, str] = {}
+    for match in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
+        files[match[1]] = os.path.join(match[2], match[3]) if match[3] else match[2]
+    kept: list[str] = []
+    found = []
+    here: list[Place] = []
+    for line in text.splitlines():
+        if re.match(r"\s*\.(section|file)\s", line):
+            here = []
+            if ".section" in line:  # debug sections follow the code
+                break
+        elif at := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at (\d+) (\d+))?", line):
+            here = [(files.get(at[1], "?"), int(at[2]))]
+            if at[3]:
+                here.append((files.get(at[3], "?"), int(at[4])))
+        elif not re.match(r"\$L__(tmp|func)\w*:", line):
+            kept.append(line.rstrip())
+            if line.startswith("}"):
+                here = []
+            if here and line.strip() and not line.lstrip().startswith((".", "//")):
+                found.append((len(kept), here))
+    return "\n".join(kept).rstrip() + "\n", _collected(found)
+
+
+def sass(listing: str) -> tuple[str, Lines]:
+    """What `nvdisasm -c -gi` writes, without its comments on lines; and those comments as locations."""
+    kept: list[str] = []
+    found: list[tuple[int, Sequence[Place]]] = []
+    here: list[Place] = []
+    fresh = True
+    inside = False
+    for line in listing.splitlines():
+        if line.startswith("//-") or line.lstrip().startswith(".section"):
+            inside = ".text." in line
+            here = []
+        elif at := re.match(r'\s*//## File "([^"]*)", line (\d+)', line):
+            here = [*([] if fresh else here), (at[1], int(at[2]))]
+            fresh = False
+        elif inside and re.match(r"\s*(/\*[0-9a-f]{4,}\*/|\.L_x_\w+:|\w+:)", line):
+            kept.append(line.rstrip())
+            fresh = True
+            if here and "/*" in line:
+                found.append((len(kept), here))
+    return "\n".join(kept) + "\n", _collected(found)

@@ -1,0 +1,90 @@
+"""What PyTorch's own ways show: eager, TorchScript, torch.compile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ledger import Kernel
+from ..plugin import Run
+from ..problem import Problem
+from . import aten, graphs, inductor, passes, python
+from .stage import Stage, short, tidy
+
+
+def operators(problem: Problem, run: Run, **options: Any) -> aten.Operators:
+    """The operators that the timed part of a pass dispatches."""
+    before, step = passes.steps(problem, run)
+    state = before()
+    seen = aten.Operators(**options)
+    with seen:
+        step(state)
+    return seen
+
+
+def eager_stages(problem: Problem, run: Run) -> list[Stage]:
+    """`source`, `bytecode`, and the operators that it comes down to (`aten`)."""
+    return [*python.stages(problem.program().function), operators(problem, run).stage()]
+
+
+def script_stages(problem: Problem, run: Run) -> list[Stage]:
+    """`source`; the graph of the scripted function; and the one that ran, after its types and shapes had been seen."""
+    jit: Any = torch.jit
+    scripted: Any = run.call
+    parts = python.functions(problem.program().function)
+    found = [python.source(parts), _script_graph(str(scripted.inlined_graph), "torchscript")]
+    passes.once(problem, run)
+    passes.once(problem, run)  # the second call is the first that the profile of the first has optimised
+    return [*found, _script_graph(str(jit.last_executed_optimized_graph()), "torchscript-optimised")]
+
+
+def _script_graph(text: str, stage: str) -> Stage:
+    """A TorchScript graph; it writes the source line of each node behind it."""
+    lines = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if place := re.search(r"# (\S+\.py):(\d+):\d+", line):
+            lines[number] = f"{short(place[1])}:{place[2]}"
+    counts = {"nodes": len(re.findall(r" = (?:aten|prim)::", text)), "fused": text.count("prim::TensorExprGroup")}
+    return Stage(stage=stage, language="torchscript", text=tidy(text), lines=lines, counts=counts)
+
+
+def compile_stages(problem: Problem, run: Run, target: str) -> list[Stage]:
+    """`source`, `bytecode`, Dynamo's and autograd's graphs, Inductor's kernels for the device at hand, and for `target`
+    where that is another one."""
+    function = problem.program().function
+    call = passes.runner(problem, run)
+    found = [*python.stages(function), *graphs.stages(call, function)]
+    on_gpu = problem.device.type == "cuda"
+    with inductor.watched() as generated:
+        _compiled(call, function)
+    found += inductor.stages(generated, target if on_gpu else "cpu", target if on_gpu else "")
+    if not on_gpu and target != "cpu":
+        found += inductor.stages(inductor.cross_compiled(inductor.lowered(call, function), target), target, target)
+    return found
+
+
+def compile_traffic(problem: Problem, run: Run, target: str) -> list[Kernel]:
+    """The kernels that Inductor schedules, for `target` where that is another device than the one at hand."""
+    function = problem.program().function
+    call = passes.runner(problem, run)
+    if problem.device.type == "cuda" or target == "cpu":
+        with inductor.watched() as generated:
+            _compiled(call, function)
+    else:
+        generated = inductor.cross_compiled(inductor.lowered(call, function), target)
+    return kernels_of_pass(problem, generated)
+
+
+def _compiled(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: Callable[..., Any]) -> None:
+    torch.compiler.reset()
+    call(torch.compile(function, fullgraph=True, dynamic=False))()
+    torch.compiler.reset()
+
+
+def kernels_of_pass(problem: Problem, generated: Sequence[inductor.Generated]) -> list[Kernel]:
+    """The kernels of the graphs that belong to the problem's pass."""
+    wanted = {"fwd": (False,), "bwd": (True,), "fwd+bwd": (False, True)}[problem.task.pass_]
+    return [kernel for graph in generated if graph.backward in wanted for kernel in graph.kernels]

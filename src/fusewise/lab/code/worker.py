@@ -1,0 +1,95 @@
+"""A provider's process for looking, not for timing: its code stage by stage, what its kernels read and write, a profile.
+
+The protocol is that of `lab/worker.py`; requests are `stages`, `traffic` and `profile`. Texts go into files in the folder
+that a request names, the reply has their index. Compilers are mocked, watched and made to believe in absent devices here,
+so nothing else may run in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from .. import plugin, targets, worker
+from ..ledger import Ledger
+from ..problem import Problem, Task
+from .stage import SUFFIXES, Stage
+
+
+class Server:
+    """Answers for one provider."""
+
+    def __init__(self, provider: plugin.Provider) -> None:
+        self.provider = provider
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked; whatever goes wrong in a compiler becomes a status and a reason."""
+        try:
+            problem = targets.problem_for(Task(**request["task"]))
+            if request["do"] == "stages":
+                stages = self.provider.stages(problem, request["target"])
+                return {"ok": True, "stages": write(stages, self.provider.name, Path(request["folder"]))}
+            if request["do"] == "traffic":
+                return {"ok": True, "ledger": self.ledger(problem, request["target"]).to_json()}
+            if request["do"] == "profile":
+                from .. import profile
+
+                return {"ok": True, **profile.capture(problem, self.provider.build(problem), Path(request["folder"]))}
+            raise ValueError(f"unknown request {request['do']!r}")
+        except (plugin.Missing, plugin.Unsupported) as error:
+            return {"ok": False, "status": "missing", "reason": str(error)}
+        except Exception as error:  # compilers raise anything; the index says what
+            traceback.print_exc()
+            lines = str(error).strip().splitlines()
+            return {
+                "ok": False,
+                "status": "failed",
+                "reason": f"{type(error).__name__}: {lines[0][:500] if lines else ''}",
+            }
+
+    def ledger(self, problem: Problem, target: str) -> Ledger:
+        kernels = tuple(self.provider.traffic(problem, target))
+        op, case, dtype, pass_ = problem.task.key
+        return Ledger(
+            op=op, case=case, dtype=dtype, pass_=pass_, provider=self.provider.name, kernels=kernels,
+            bytes_min=problem.bytes_min(),
+        )  # fmt: skip
+
+
+def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str, Any]]:
+    """Each stage as a file `NN-stage-part.suffix`; their entries for the index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for order, stage in enumerate(stages):
+        words = [stage.stage, *([stage.target] if stage.stage == "wrapper" else []), stage.part]
+        name = "-".join(filter(None, words)).replace(" ", "-").replace("/", "_")[:120]
+        path = folder / f"{order:02d}-{name}{SUFFIXES[stage.language]}"
+        path.write_text(stage.text, encoding="utf-8")
+        entries.append({**stage.entry(provider, order), "file": f"{folder.name}/{path.name}"})
+    return entries
+
+
+def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
+    """Load the provider named in `start`, then answer until the requests end."""
+
+    def send(reply: dict[str, Any]) -> None:
+        replies.write(json.dumps(reply, allow_nan=False) + "\n")
+        replies.flush()
+
+    try:
+        server = Server(plugin.load(start["provider"]))
+    except Exception as error:  # a provider's module may raise anything
+        traceback.print_exc()
+        send({"id": 0, "ok": False, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
+        return
+    send({"id": 0, "ok": True, "versions": server.provider.versions()})
+    for line in requests:
+        request = json.loads(line)
+        send({"id": request["id"]} | server.answer(request))
+
+
+if __name__ == "__main__":
+    worker.main(serve)
