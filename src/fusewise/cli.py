@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 
 import fusewise
 
-from . import cli_records
+from . import cli_code, cli_records
 
 EXIT_CODES = """\b
 Exit codes:
@@ -51,6 +52,8 @@ Examples:
   fusewise study gelu --preset gelu-sizes
   fusewise study my_file.py:my_function --input "x=bf16[4096,4096]" --input "eps=1e-6"
   fusewise study rope --preset rope-seqlen --append-rows benchmarks/baselines/h200.jsonl
+  fusewise study rope --preset rope-models --out runs/models --resume
+  torchrun --nproc-per-node 8 -m fusewise study rope --preset rope-models --out runs/models
   fusewise study rope --list
 
 """
@@ -84,6 +87,7 @@ Examples:
     "--memory-limit", type=click.FloatRange(min=0.01), help="GiB a provider may use. Default: 4/5 of the machine's."
 )
 @click.option("--warm", is_flag=True, help="Measure with a warm cache instead of a cold one.")
+@click.option("--resume", is_flag=True, help="Go on with the interrupted run in --out.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs and of the order of rounds.")
 @click.option(
     "--append-rows", type=click.Path(dir_okay=False, path_type=Path), help="Add the rows to this JSON-lines file."
@@ -105,6 +109,7 @@ def study(
     timeout: float,
     memory_limit: float | None,
     warm: bool,
+    resume: bool,
     seed: int,
     append_rows: Path | None,
     as_json: bool,
@@ -115,7 +120,7 @@ def study(
     TARGET is rope, geglu, gelu, one of their presets, or a function of yours: my_file.py:my_function or
     my.module:my_function, with an --input for each argument.
     """
-    from fusewise.lab import commands, plan
+    from fusewise.lab import commands, plan, ranks
 
     request = plan.Request(
         target=target,
@@ -144,14 +149,24 @@ def study(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     try:
-        record, report = commands.run(options, append_rows)
+        rank = ranks.from_environment()
+        done = (
+            commands.run_shared(rank, options, append_rows, resume)
+            if rank
+            else commands.run(options, append_rows, resume)
+        )
+    except ValueError as error:  # the run directory has another run
+        raise click.ClickException(str(error)) from None
     except OSError as error:
-        raise click.ClickException(
-            f"study: the run directory must be writable, got {error}; choose another --out"
-        ) from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        fix = "make room and add --resume" if full else "choose another --out"
+        raise click.ClickException(f"study: the run directory must be writable, got {error}; {fix}") from None
     except KeyboardInterrupt:
-        click.echo(f"interrupted; the rows measured so far are in {options.out}", err=True)
+        click.echo(f"interrupted; the rows measured so far are in {options.out}, --resume goes on", err=True)
         sys.exit(130)
+    if done is None:  # a rank whose rows rank 0 has
+        return
+    record, report = done
     if as_json:
         click.echo(json.dumps([row.to_json() for row in record.rows]))
     else:
@@ -173,5 +188,5 @@ def providers(device: str | None, as_json: bool) -> None:
         commands.show_providers(found)
 
 
-for verb in cli_records.VERBS:
+for verb in (*cli_records.VERBS, *cli_code.VERBS):
     cli.add_command(verb)

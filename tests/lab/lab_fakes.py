@@ -134,6 +134,15 @@ class SlowLater(Right):
         return super().build(problem)
 
 
+class SlowIfAsked(SlowLater):
+    """SlowLater where the environment says so, else Right."""
+
+    name = "slow-if-asked"
+
+    def build(self, problem):
+        return super().build(problem) if os.environ.get("FAKES_ARE_SLOW") else Right.build(self, problem)
+
+
 class Hungry(Right):
     """Grows to 3 GiB of resident memory, then waits."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ from rich.console import Console
 
 from . import folder, machine, plugin, record, targets, verdict
 from .compare import Comparison
+from .ranks import Rank
 from .record import Json, Record
 from .render import groups, html, markdown, plots, size, terminal
 from .study import Options, Study
@@ -20,7 +25,7 @@ def run(options: Options, append_rows: Path | None = None, resume: bool = False)
     OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
     rows measured so far are on disk and in the report.
     """
-    with folder.claimed(options.out):
+    with folder.claimed(options.out), _interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(Console(stderr=True)) as live:
             study = Study(options, live, before)
@@ -32,6 +37,47 @@ def run(options: Options, append_rows: Path | None = None, resume: bool = False)
         append_rows.parent.mkdir(parents=True, exist_ok=True)
         record.append_rows(append_rows, study.record.rows)
     return study.record, report
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """A SIGTERM ends a study as a Ctrl-C does: workers stopped, temporary files removed, the report written."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_shared(rank: Rank, options: Options, append_rows: Path | None, resume: bool) -> tuple[Record, Path] | None:
+    """This rank's part of a study, and in rank 0 the whole: gathered, written, rendered. The other ranks get None."""
+    if rank.number == 0:
+        folder.interrupted(options.out, resume and (options.out / "record.json").exists())
+    mine = rank.share(options)
+    try:
+        part, _ = run(mine, resume=resume and (mine.out / "record.json").exists())
+    except BaseException:
+        rank.store.set(f"record/{rank.number}", "")  # nobody waits for what does not come
+        raise
+    whole = rank.gather(part, options)
+    if whole is None:
+        return None
+    with folder.claimed(options.out):
+        (options.out / "rows.jsonl").unlink(missing_ok=True)
+        record.append_rows(options.out / "rows.jsonl", whole.rows)
+        record.save(whole, options.out)
+        report = render(whole, options.out)
+    if append_rows is not None:
+        append_rows.parent.mkdir(parents=True, exist_ok=True)
+        record.append_rows(append_rows, whole.rows)
+    return whole, report
 
 
 def render(found: Record, directory: Path) -> Path:

@@ -58,7 +58,10 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def default_device() -> str:
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    """The GPU, if there is one; under torchrun the one of this process's local rank."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
 
 def device_name(device: str) -> str:

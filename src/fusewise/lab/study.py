@@ -57,6 +57,11 @@ class Options:
     run: str | None = None  # its id; by default made from the time
 
 
+def new_id(created: datetime.datetime) -> str:
+    """A run's id: when it began, and something that no other run has."""
+    return f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}"
+
+
 def request(options: Options) -> dict[str, Any]:
     """What was asked for, as the record has it."""
     o = options
@@ -117,7 +122,7 @@ class Study:
         created = datetime.datetime.now(datetime.timezone.utc)
         now = created.isoformat(timespec="seconds")
         self.record = Record(
-            run=options.run or f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}",
+            run=options.run or new_id(created),
             created=now,
             request=request(options),
             environment=machine.environment(options.device),

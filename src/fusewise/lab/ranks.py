@@ -1,0 +1,102 @@
+"""One study over many processes: `torchrun --nproc-per-node 8 -m fusewise study …` shares the cases out.
+
+Each rank studies every `size`-th task on its own device in a folder of its own, which survives and resumes like any run;
+then rank 0 gathers one record. What the ranks tell each other goes through the store that torchrun's environment names,
+as JSON: no collective library, no shared file system, nothing unpickled.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from . import record, study
+from .record import Record
+from .study import Options
+
+#: How long rank 0 waits for the slowest rank.
+PATIENCE = datetime.timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among `size`, with the store that all of them see."""
+
+    number: int
+    size: int
+    store: Any
+
+    def agreed(self, key: str, mine: str) -> str:
+        """Rank 0's value, in every rank."""
+        if self.number == 0:
+            self.store.set(key, mine)
+        return str(self.store.get(key).decode())
+
+    def share(self, options: Options) -> Options:
+        """This rank's part of a study: every `size`-th task, in a folder of its own."""
+        out = Path(self.agreed("out", str(options.out.absolute())))
+        tasks = options.tasks[self.number :: self.size]
+        run = self.agreed("run", study.new_id(datetime.datetime.now(datetime.timezone.utc)))
+        return replace(options, out=out / f"rank-{self.number}", tasks=tasks, run=run)
+
+    def gather(self, mine: Record | None, options: Options) -> Record | None:
+        """Rank 0: the one record of all ranks. The others: None. `mine` is None where this rank's study failed."""
+        self.store.set(f"record/{self.number}", "" if mine is None else record.dumps(mine.to_json()))
+        if self.number != 0:
+            return None
+        texts = []
+        for number in range(self.size):
+            self.store.wait([f"record/{number}"], PATIENCE)
+            texts.append(self.store.get(f"record/{number}").decode())
+        records = [Record.from_json(json.loads(text)) for text in texts if text]
+        if not records:
+            raise RuntimeError("study: no rank has a record; the messages above say why")
+        return merged(records, options, complete=len(records) == self.size)
+
+
+def from_environment() -> Rank | None:
+    """This process's rank where torchrun, or whoever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, started more
+    than one; else None."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
+        return None
+    store, number, size = next(iter(rendezvous("env://", timeout=datetime.timedelta(minutes=5))))
+    return Rank(number, size, PrefixStore("fusewise", store))
+
+
+def merged(records: Sequence[Record], options: Options, complete: bool) -> Record:
+    """One record: the rows of all in the order of the tasks, and where each rank ran."""
+    first = records[0]
+    order = {task.key: i for i, task in enumerate(options.tasks)}
+
+    def sorted_by_task(parts: list[Any], key: Callable[[Any], tuple[str, str, str, str]]) -> list[Any]:
+        return sorted(parts, key=lambda part: order[key(part)])  # stable: within a task as measured
+
+    def key_of(entry: dict[str, Any]) -> tuple[str, str, str, str]:
+        return (entry["op"], entry["case"], entry["dtype"], entry["pass"])
+
+    places = [{"device": r.environment["device"], "device_name": r.environment["device_name"]} for r in records]
+    return Record(
+        run=first.run,
+        created=min(r.created for r in records),
+        request=study.request(options),
+        environment={**first.environment, "ranks": places, "host": socket.gethostname()},
+        finished=complete and all(r.finished for r in records),
+        seconds=max((r.seconds or 0.0 for r in records), default=None),
+        rows=sorted_by_task([x for r in records for x in r.rows], lambda row: row.key),
+        measurements=sorted_by_task([x for r in records for x in r.measurements], lambda m: m.key),
+        comparisons=sorted_by_task([x for r in records for x in r.comparisons], key_of),
+        code=first.code,
+        ledgers=sorted_by_task([x for r in records for x in r.ledgers], key_of),
+        limits=first.limits,
+        resumed=sorted({x for r in records for x in r.resumed}),
+    )

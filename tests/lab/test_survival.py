@@ -1,0 +1,175 @@
+"""What a run directory survives, with real processes, real signals, a real full disk, and real ranks."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from builders import row, study_record
+
+from fusewise.lab import folder, record
+
+SMALL = ["study", "rope", "--device", "cpu", "--warm", "--pass", "fwd", "--rounds", "3:3"]
+
+
+def command(out, *arguments, cases=("cube-4",), providers="eager", limit=None, **environment):
+    """A study in a process of its own; `limit`: bytes that a file may have."""
+    named = [word for case in cases for word in ("--case", case)]
+
+    def small_files():
+        if limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusewise", *SMALL, *named, "--providers", providers, "--out", str(out), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=small_files,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def finished(process, timeout=120):
+    with process:
+        said, errors = process.communicate(timeout=timeout)
+    return process.returncode, said, errors
+
+
+def until_rows(out, process, count=1):
+    for _ in range(600):
+        time.sleep(0.1)
+        assert process.poll() is None, process.stderr.read()
+        with contextlib.suppress(OSError):
+            if len((out / "rows.jsonl").read_text().splitlines()) >= count:
+                return
+    raise AssertionError("no row within a minute")
+
+
+TWO = {"cases": ("cube-4", "cube-10"), "providers": "lab_fakes:Right,lab_fakes:SlowIfAsked"}
+SLOW = {**TWO, "FAKES_ARE_SLOW": "1"}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, end):
+    out = tmp_path / "run"
+    with command(out, **SLOW) as process:
+        until_rows(out, process, 2)
+        time.sleep(0.3)
+        process.send_signal(end)
+        process.communicate(timeout=60)
+    assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130)
+    before = record.read(out)
+    assert (before.finished, len(before.rows)) == (False, 2)
+    code, _, said = finished(command(out, "--resume", **TWO))
+    assert code == 0, said
+    after = record.read(out)
+    assert after.finished
+    assert after.run == before.run
+    assert after.rows[:2] == before.rows
+    assert [(r.case, r.provider, r.status) for r in after.rows[2:]] == [
+        ("cube-10", "right", "ok"), ("cube-10", "slow-if-asked", "ok"),
+    ]  # fmt: skip
+    assert len(after.resumed) == 1
+    assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == [
+        r.to_json() for r in after.rows
+    ]
+    pytest.importorskip("jsonschema").validate(after.to_json(), record.schema())
+    assert "resumed" in (out / "report.html").read_text()
+
+
+def test_a_full_disk_keeps_the_rows_and_says_so(tmp_path):
+    """A file may have 12 KiB: the record outgrows that after a few groups."""
+    out, cases = tmp_path / "run", [f"cube-{n}" for n in range(4, 16, 2)]
+    code, _, said = finished(command(out, cases=cases, limit=12 * 2**10))
+    assert code == 1
+    assert "study: the run directory must be writable" in " ".join(said.split())
+    assert "make room and add --resume" in " ".join(said.split())
+    kept = record.read(out)
+    assert 0 < len(kept.rows) < len(cases)
+    assert not kept.finished
+    lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert lines[: len(kept.rows)] == [r.to_json() for r in kept.rows]
+    assert not list(out.glob(".record.json.*"))
+    code, _, said = finished(command(out, "--resume", cases=cases))
+    assert code == 0, said
+    assert [r.case for r in record.read(out).rows] == cases
+
+
+def test_two_studies_do_not_share_a_folder(tmp_path):
+    out = tmp_path / "run"
+    with command(out, **SLOW) as first:
+        until_rows(out, first)
+        code, _, said = finished(command(out))
+        assert code == 1
+        assert f"must be free, got {out}, where process {first.pid} is at work" in " ".join(said.split())
+        first.kill()
+        first.communicate()
+    with folder.claimed(out):  # the lock went with its process
+        assert record.read(out).rows
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    record.save(study_record([row("eager", device_us=1.0)]), tmp_path)
+    before = (tmp_path / "record.json").read_bytes()
+    code, _, said = finished(command(tmp_path))
+    assert code == 1
+    assert "which has a run; add --resume or choose another --out" in " ".join(said.split())
+    code, _, said = finished(command(tmp_path, "--resume"))
+    assert code == 1
+    assert "--resume must keep the request's" in " ".join(said.split())
+    assert (tmp_path / "record.json").read_bytes() == before
+
+
+def test_nothing_to_resume_is_told(tmp_path):
+    code, _, said = finished(command(tmp_path / "new", "--resume"))
+    assert code == 1
+    assert "--resume must find a record.json" in " ".join(said.split())
+
+
+def test_another_request_or_machine_is_no_resumption():
+    made = study_record([])
+    made.environment |= {"cores": 2}
+    same = dict(made.environment)
+    folder.check_same(made, made.request, same)
+    for request, environment, words in (
+        ({**made.request, "seed": 1}, same, "the request's seed, got 1 after 0"),
+        (made.request, {**same, "device_name": "other"}, "the machine's device_name, got 'other' after"),
+        (made.request, {**same, "versions": {"torch": "9"}}, "must keep torch 2.13.0, got 9"),
+    ):
+        with pytest.raises(folder.Refused, match=words):
+            folder.check_same(made, request, environment)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_ranks_share_the_cases_and_gather_one_record(tmp_path):
+    out, cases = tmp_path / "run", ("cube-4", "cube-6", "cube-8")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    both = [
+        command(out if rank == 0 else tmp_path / "elsewhere", "--json", cases=cases, providers="eager,lab_fakes:Right", RANK=str(rank), **place)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    (code, said, errors), (other_code, other_said, other_errors) = map(finished, both)
+    assert (code, other_code) == (0, 0), errors + other_errors
+    assert other_said == ""
+    rows = json.loads(said)
+    whole = record.read(out)
+    assert [r.to_json() for r in whole.rows] == rows
+    assert [(r.case, r.provider) for r in whole.rows] == [(c, p) for c in cases for p in ("eager", "right")]
+    assert {r.run for r in whole.rows} == {whole.run}
+    assert whole.finished
+    assert len(whole.environment["ranks"]) == 2
+    parts = [record.read(out / f"rank-{rank}") for rank in (0, 1)]
+    assert [{r.case for r in part.rows} for part in parts] == [{"cube-4", "cube-8"}, {"cube-6"}]
+    assert (out / "report.html").exists()
+    assert not (tmp_path / "elsewhere").exists()
+    pytest.importorskip("jsonschema").validate(whole.to_json(), record.schema())
