@@ -35,9 +35,9 @@ class Server:
             if request["do"] == "traffic":
                 return {"ok": True, "ledger": self.ledger(problem, request["target"]).to_json()}
             if request["do"] == "profile":
-                from .. import profile
+                from ..profile import capture
 
-                return {"ok": True, **profile.capture(problem, self.provider.build(problem), Path(request["folder"]))}
+                return {"ok": True, **capture(problem, self.provider.build(problem), Path(request["folder"]))}
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}

@@ -1,0 +1,101 @@
+"""What `fusewise code` and `fusewise profile` do, for the command line and for callers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import plan, plugin
+from ..problem import Task
+from ..render import ledgers as render_ledgers
+from . import capture
+
+
+def the_task(request: plan.Request) -> tuple[Task, list[plugin.Entry]]:
+    """The one problem that a request is about, its first where it names several, and the providers."""
+    options = plan.options(request, Path())
+    return options.tasks[0], list(options.providers)
+
+
+def code(
+    task: Task,
+    entries: Sequence[plugin.Entry],
+    *,
+    target: str | None = None,
+    stage: str | None = None,
+    out: Path | None = None,
+    timeout: float = capture.TIMEOUT_S,
+    told: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """The index of every stage, each with its text; `stage` keeps those of that name. The files stay where `out` says."""
+    with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
+        where = out or Path(folder)
+        index = capture.stages(entries, task, target or capture.default_target(task.device), where, told, timeout)
+        for provider in index["providers"]:
+            kept = [s for s in provider["stages"] if stage is None or stage in (s["stage"], s["part"])]
+            provider["stages"] = [{**s, "text": (where / s["file"]).read_text(encoding="utf-8")} for s in kept]
+    return index
+
+
+def stage_names(index: dict[str, Any]) -> list[str]:
+    """The names of the stages in an index, in the order in which they occur."""
+    return list(dict.fromkeys(s["stage"] for provider in index["providers"] for s in provider["stages"]))
+
+
+def listing(index: dict[str, Any]) -> str:
+    """A line a stage: provider, file or stage, length, and what was counted in it."""
+    lines = []
+    for provider in index["providers"]:
+        state = provider["status"] + (f": {provider['reason']}" if provider["reason"] else "")
+        lines.append(f"{provider['provider']} ({state})")
+        for s in provider["stages"]:
+            counts = ", ".join(f"{name} {value}" for name, value in s["counts"].items())
+            words = " ".join(filter(None, (s["stage"], s["part"], s["target"] and f"[{s['target']}]")))
+            lines.append(
+                f"  {s['order']:>3}  {words}  ({len(s['text'].splitlines())} lines{'; ' + counts if counts else ''})"
+            )
+    return "\n".join(lines)
+
+
+def texts(index: dict[str, Any]) -> str:
+    """Every stage's text below a line that names it."""
+    parts = []
+    for provider in index["providers"]:
+        if not provider["stages"]:
+            parts.append(f"===== {provider['provider']}: {provider['status']}: {provider['reason']}\n")
+        for s in provider["stages"]:
+            words = " ".join(filter(None, (provider["provider"], s["stage"], s["part"], s["target"])))
+            parts.append(f"===== {words}\n{s['text']}")
+    return "\n".join(parts)
+
+
+def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture.TIMEOUT_S) -> dict[str, Any]:
+    """Profile one provider into `out`; {"status", "reason", "rows", "table", "files", "ledger"}."""
+    out.mkdir(parents=True, exist_ok=True)
+    target = capture.default_target(task.device) if task.device.startswith("cuda") else "cpu"
+    log = out / "log.txt"
+    # The profile comes first, in a process that nothing has been made to believe otherwise.
+    (seen,) = capture.ask(
+        entry, [{"do": "profile", "task": task.to_json(), "folder": str(out.resolve())}], log, timeout=timeout
+    )
+    (traffic,) = capture.ask(entry, [{"do": "traffic", "task": task.to_json(), "target": target}], log, timeout=timeout)
+    found = {"provider": entry.name, "status": seen.status, "reason": seen.reason, **seen.found}
+    found.pop("ok", None)
+    found.pop("id", None)
+    return {**found, "ledger": traffic.found.get("ledger"), "ledger_reason": traffic.reason}
+
+
+def profile_text(found: dict[str, Any]) -> str:
+    """The tables of a profile for a terminal."""
+    from ..ledger import Ledger
+
+    if found["status"] != "ok":
+        return f"{found['provider']} {found['status']}: {found['reason']}"
+    parts = [found["table"], ""]
+    if found["ledger"] is None:
+        parts.append(f"no traffic ledger: {found['ledger_reason']}")
+    else:
+        parts += ["bytes that one call reads and writes:", render_ledgers.text(Ledger.from_json(found["ledger"]))]
+    return "\n".join(parts)

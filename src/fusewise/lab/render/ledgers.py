@@ -1,0 +1,58 @@
+"""Ledgers as text: for a terminal, and as a section of a Markdown report. The picture is the report's (`charts.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ..ledger import Ledger, merged
+from . import size
+
+HEADER = ("kernel", "times", "read", "written", "bytes", "of minimum")
+
+
+def table(found: Ledger) -> list[tuple[str, ...]]:
+    """A ledger's lines as text, below HEADER: a kernel a line, its bytes those of all times together; the sum last."""
+    lines = []
+    for kernel, times in merged(found.kernels):
+        lines.append((kernel.name, str(times), *_sizes(times * kernel.read, times * kernel.written), ""))
+    read = sum(kernel.read for kernel in found.kernels)
+    written = sum(kernel.written for kernel in found.kernels)
+    excess = "–" if found.excess is None else f"{found.excess:.2f} ×"
+    return [*lines, ("sum", str(len(found.kernels)), *_sizes(read, written), excess)]
+
+
+def _sizes(read: int, written: int) -> tuple[str, str, str]:
+    return size(read), size(written), size(read + written)
+
+
+def text(found: Ledger) -> str:
+    """A ledger for a terminal."""
+    lines = [HEADER, *table(found)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    shown = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return "\n".join(line.rstrip() for line in shown)
+
+
+def markdown(ledgers: Sequence[Ledger]) -> str:
+    """Ledgers as a section of a report: a table a group and provider, the providers of a group together."""
+    parts = ["## Where the memory traffic goes", ""]
+    by_group: dict[tuple[str, ...], list[Ledger]] = {}
+    for found in ledgers:
+        by_group.setdefault((found.op, found.case, found.dtype, found.pass_), []).append(found)
+    for key, members in by_group.items():
+        least = size(members[0].bytes_min) if members[0].bytes_min else "unknown"
+        parts += [f"### {_cell(' '.join(key))}", "", f"The mathematics needs {least}.", ""]
+        for found in members:
+            parts += [f"**{_cell(found.provider)}**", "", "| " + " | ".join(HEADER) + " |"]
+            parts.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+            parts += ["| " + " | ".join(map(_cell, line)) + " |" for line in table(found)]
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _cell(value: str) -> str:
+    return escape(value, quote=False).replace("|", "\\|")
