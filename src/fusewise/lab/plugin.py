@@ -35,6 +35,11 @@ BUILT_IN = (
     "fusewise.lab.providers.pytorch:TorchCompile",
     "fusewise.lab.providers.pytorch:TorchCompileTuned",
     "fusewise.lab.providers.pytorch:TorchCompileGraphs",
+    "fusewise.lab.providers.thunder:Thunder",
+    "fusewise.lab.providers.thunder:ThunderTorchCompile",
+    "fusewise.lab.providers.thunder:ThunderNvFuser",
+    "fusewise.lab.providers.xla:Jax",
+    "fusewise.lab.providers.relax:Tvm",
     "fusewise.lab.providers.ours:Reference",
     "fusewise.lab.providers.ours:Cpu",
     "fusewise.lab.providers.ours:CpuInPlace",
@@ -104,6 +109,7 @@ class Run:
     form: how it is computed, for problems with a model of their memory: for geglu eager, two-kernels, fused or
         fused-recompute.
     torch_memory: every tensor it makes is torch's, so that torch knows how much memory it takes.
+    foreign: on a GPU it works on streams that torch does not know, and every call waits for its results.
     """
 
     call: Callable[..., Any]
@@ -117,6 +123,7 @@ class Run:
     vjp: Vjp | None = None
     form: str = ""
     torch_memory: bool = True
+    foreign: bool = False
 
 
 class Provider:

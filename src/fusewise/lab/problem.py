@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Pass = Literal["fwd", "bwd", "fwd+bwd"]
@@ -64,6 +64,22 @@ class Program:
     leave: Callable[[Any], tuple[Tensor, ...]] = as_tuple
 
 
+class Exportable(nn.Module):
+    """A program's function over its tensor arguments alone, for torch.export; other arguments are fixed."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        super().__init__()
+        self.function = function  # a module's parameters are this module's, too
+        self.arguments = [None if isinstance(a, Tensor) else a for a in arguments]
+        self.where = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        given = list(self.arguments)
+        for i, x in zip(self.where, tensors, strict=True):
+            given[i] = x
+        return self.function(*given)
+
+
 class Problem:
     """Tensors, the mathematics on them, and the bytes and flops it needs at least."""
 
@@ -90,6 +106,11 @@ class Problem:
     def program(self) -> Program:
         """The usual eager code as a function of tensors: what compilers compile and the yardstick for errors."""
         raise NotImplementedError
+
+    def parameter_names(self) -> list[str]:
+        """The names of `parameters` in the function's module."""
+        function = self.program().function
+        return [n for n, p in function.named_parameters() if p.requires_grad] if self.parameters else []  # type: ignore[attr-defined]
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(g.shape) for g in self.upstream if g is not None)

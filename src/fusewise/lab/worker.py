@@ -47,6 +47,7 @@ class Prepared:
     work: Work
     samples: int
     calls: int
+    timer: Timer
 
 
 class Server:
@@ -86,6 +87,11 @@ class Server:
             leaving = isinstance(error, getattr(torch, "AcceleratorError", ()))
             reason = f"{type(error).__name__}: {_first_line(error)}"
             return {"ok": False, "status": "failed", "reason": reason, "leaving": leaving}
+
+    def foreign_timer(self) -> Timer:
+        from .foreign import ProfiledTimer
+
+        return ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
 
     def forget(self) -> None:
         """Free the problem before the next one is made."""
@@ -131,14 +137,15 @@ class Server:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
         reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
         work = make_work(problem, run, calls)
+        timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
         seconds, warm = math.inf, time.perf_counter()
         for _ in range(WARM_UP_CALLS):
-            seconds = min(seconds, self.timer.once(work))
+            seconds = min(seconds, timer.once(work))
             if time.perf_counter() - warm > WARM_UP_SECONDS:
                 break
         flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
         samples = min(SAMPLES[1], max(SAMPLES[0], int(TURN_SECONDS / (seconds * calls + flush))))
-        self.prepared = Prepared(work, samples, calls)
+        self.prepared = Prepared(work, samples, calls, timer)
         prepared = time.perf_counter() - start
         return reply | {"estimate_us": seconds * 1e6, "samples": samples, "prepare_s": prepared}
 
@@ -154,7 +161,7 @@ class Server:
     def round(self) -> Reply:
         if self.prepared is None:
             raise RuntimeError("a round was asked for without a prepared problem")
-        turn: Turn = self.timer.turn(self.prepared.work, self.prepared.samples, self.prepared.calls)
+        turn: Turn = self.prepared.timer.turn(self.prepared.work, self.prepared.samples, self.prepared.calls)
         return {"ok": True, "status": "ok"} | turn.to_json()
 
     def synchronize(self) -> None:

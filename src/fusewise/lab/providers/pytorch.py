@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..code.stage import Stage
 from ..ledger import Kernel
-from ..plugin import Provider, Run
-from ..problem import Problem
+from ..plugin import Provider, Run, Unsupported
+from ..problem import Exportable, Problem, Program
 
 
 class Eager(Provider):
@@ -36,7 +37,7 @@ class Eager(Provider):
 
 
 class TorchScript(Provider):
-    """`torch.jit.script` of the eager form."""
+    """`torch.jit.script` of the eager form, or `torch.jit.trace` of what cannot be scripted."""
 
     name = "torchscript"
     packages = ("torch",)
@@ -45,8 +46,11 @@ class TorchScript(Provider):
         program = problem.program()
         with warnings.catch_warnings():
             # Deprecated since torch 2.9, and still what many deployments run.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            scripted = torch.jit.script(program.function)
+            warnings.simplefilter("ignore")
+            try:
+                scripted = torch.jit.script(program.function)
+            except Exception as error:  # its front end raises anything at Python that it does not know
+                scripted = traced(problem, program, error)
         return Run(scripted, program.enter, program.leave, form="eager")
 
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
@@ -58,6 +62,22 @@ class TorchScript(Provider):
         from ..code import pytorch
 
         return pytorch.operators(problem, self.build(problem)).kernels
+
+
+def traced(problem: Problem, program: Program, cause: Exception) -> Any:
+    """`torch.jit.trace` of a function that cannot be scripted; arguments other than tensors become constants."""
+    arguments = program.enter(*problem.leaves(False))
+    tensors = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
+    example = tuple(arguments[i] for i in tensors)
+    over_tensors = program.function if len(example) == len(arguments) else Exportable(program.function, arguments)
+    try:
+        compiled = torch.jit.trace(over_tensors, example, strict=False)
+    except Exception as error:  # as above
+        first = (str(cause).strip().splitlines() or ["no message"])[0]
+        raise Unsupported(f"can be neither scripted ({first}) nor traced ({error})") from error
+    if len(example) == len(arguments):
+        return compiled
+    return lambda *given: compiled(*(given[i] for i in tensors))
 
 
 class TorchCompile(Provider):

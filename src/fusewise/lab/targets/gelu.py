@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +64,13 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def jax_gelu() -> Callable[..., Any]:
+    """The same in jax.numpy; called in a process that has JAX."""
+    import jax.numpy as jnp
+
+    return lambda x: 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 class Gelu(Target):
     """The tanh form of GELU on one tensor."""
 
@@ -95,6 +102,9 @@ class GeluProblem(Problem):
 
     def program(self) -> Program:
         return Program(gelu)
+
+    def jax(self) -> Callable[..., Any]:
+        return jax_gelu()
 
     def shape(self) -> str:
         return self.case.shape

@@ -59,6 +59,9 @@ class RopeProblem(Problem):
             lambda ys: tuple(self.from_bshd(y) for y in as_tuple(ys)),
         )
 
+    def jax(self) -> Callable[..., Any]:
+        return jax_rope(self.case.pairing, len(self.tensors))
+
     def shape(self) -> str:
         return self.case.shape
 
@@ -172,3 +175,34 @@ def two(rotate: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 EAGER = {"half": half, "interleaved": interleaved, "interleaved_to_half": interleaved_to_half}
+
+
+def jax_rope(pairing: str, count: int) -> Callable[..., Any]:
+    """The same in jax.numpy, for q or q and k; called in a process that has JAX."""
+    import jax.numpy as jnp
+
+    def turned(x: Any) -> Any:
+        if pairing == "interleaved":
+            return jnp.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)
+        middle = x.shape[-1] // 2
+        return jnp.concatenate((-x[..., middle:], x[..., :middle]), axis=-1)
+
+    def rotate(x: Any, cos: Any, sin: Any, start: int, width: int) -> Any:
+        part = x[..., start : start + width]
+        if pairing == "interleaved_to_half":
+            part = jnp.concatenate((part[..., ::2], part[..., 1::2]), axis=-1)
+        rotated = part * cos + turned(part) * sin
+        if width == x.shape[-1]:
+            return rotated
+        return jnp.concatenate((x[..., :start], rotated, x[..., start + width :]), axis=-1)
+
+    def rope(*arguments: Any) -> Any:
+        xs, (cos, sin), starts, width = (
+            arguments[:count],
+            arguments[count : count + 2],
+            arguments[count + 2 : -1],
+            arguments[-1],
+        )
+        return tuple(rotate(x, cos, sin, start, width) for x, start in zip(xs, starts, strict=True))
+
+    return rope

@@ -1,0 +1,87 @@
+"""Apache TVM on the problem's program: torch.export to Relax, its default pipeline and schedules, no tuning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plugin import Missing, Provider, Run, Unsupported, require
+from ..problem import Exportable, Problem
+
+INSTALL = "pip install 'fusewise[compilers]'"
+
+
+class Tvm(Provider):
+    """Relax's virtual machine, forward only."""
+
+    name, module = "tvm", "tvm"
+    packages = ("apache-tvm",)
+    install = INSTALL
+
+    def build(self, problem: Problem) -> Run:
+        if problem.task.pass_ != "fwd":
+            raise Unsupported("its default pipeline has no backward")
+        tvm = require("tvm", INSTALL)
+        relax = require("tvm.relax", INSTALL)
+        device = tvm.cpu() if problem.device.type == "cpu" else tvm.cuda(problem.device.index or 0)
+        if not device.exist:
+            raise Missing("this TVM has no CUDA; build one with USE_CUDA")
+        program = problem.program()
+        function = lowered(problem, relax)
+        machine = relax.VirtualMachine(
+            tvm.compile(scheduled(function, tvm, relax, device), target_of(tvm, device)), device
+        )
+        main = machine["main"]
+        wait = device.sync if problem.device.type == "cpu" else None
+
+        def enter(*xs: Tensor) -> tuple[Any, ...]:
+            return tuple(
+                tvm.runtime.from_dlpack(a.detach().contiguous()) for a in program.enter(*xs) if isinstance(a, Tensor)
+            )
+
+        def call(*arrays: Any) -> Any:
+            results = main(*arrays)
+            if wait is not None:
+                wait()
+            return results
+
+        def leave(results: Any) -> tuple[Tensor, ...]:
+            several = results if not hasattr(results, "__dlpack__") else [results]
+            return program.leave(tuple(torch.utils.dlpack.from_dlpack(y) for y in several))
+
+        return Run(call, enter, leave, backward=False, torch_memory=False)
+
+
+def lowered(problem: Problem, relax: Any) -> Any:
+    """The program as a Relax module."""
+    importer = require("tvm.relax.frontend.torch", INSTALL).from_exported_program
+    example = problem.program().enter(*problem.leaves(False))
+    given = tuple(a for a in example if isinstance(a, Tensor))
+    try:
+        exported = torch.export.export(Exportable(problem.program().function, example), given)
+        return importer(exported, keep_params_as_input=False, unwrap_unit_return_tuple=True)
+    except Exception as error:  # exporters raise anything
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        raise Unsupported(f"torch.export or TVM's importer cannot take it: {type(error).__name__}: {first}") from error
+
+
+def target_of(tvm: Any, device: Any) -> Any:
+    """This processor with all its instructions, or this GPU."""
+    if device.dlpack_device_type() == tvm.cpu().dlpack_device_type():
+        cpu = tvm.target.codegen.llvm_get_system_cpu()
+        return tvm.target.Target({"kind": "llvm", "mcpu": cpu})
+    return tvm.target.Target.from_device(device)
+
+
+def scheduled(module: Any, tvm: Any, relax: Any, device: Any) -> Any:
+    """Relax's standard passes, and on a GPU dlight's schedules, without which nothing there would be parallel."""
+    target = target_of(tvm, device)
+    with target:
+        module = relax.get_pipeline("zero")(module)
+        if target.kind.name != "cuda":
+            return module
+        gpu = require("tvm.s_tir.dlight", INSTALL).gpu
+        rules = (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Transpose(), gpu.Fallback())
+        return require("tvm.s_tir.dlight", INSTALL).ApplyDefaultSchedule(*rules)(module)

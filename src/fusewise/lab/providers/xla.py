@@ -1,0 +1,178 @@
+"""JAX and its compiler XLA on the problem's own tensors, shared through DLPack, not copied.
+
+Our targets are written in jax.numpy (`Problem.jax`). A user's function comes through torch.export and torchax. Gradients
+are `jax.vjp`'s: in bwd the kept state is made outside of what is timed; fwd+bwd is one compiled function.
+
+XLA works on a stream of its own, so every call waits for its results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plugin import Missing, Provider, Run, Unsupported, Vjp, require
+from ..problem import Exportable, Problem
+
+INSTALL = "pip install 'fusewise[compilers]'"
+
+
+class Jax(Provider):
+    """`jax.jit`, compiled for each shape."""
+
+    name, module = "jax", "jax"
+    packages = ("jax", "jaxlib", "torchax")
+    install = INSTALL
+
+    def build(self, problem: Problem) -> Run:
+        jax = _jax(problem)
+        program = problem.program()
+        with torch.enable_grad():
+            leaves = problem.leaves(True)
+            example = program.enter(*leaves)
+        tensors = [i for i, a in enumerate(example) if isinstance(a, Tensor)]
+        moving = [i for i, a in enumerate(example) if isinstance(a, Tensor) and a.requires_grad]
+        own = problem.jax()
+        held: tuple[Any, ...] = ()  # parameters, which are arguments here
+        if own is None:
+            function, held, names = _bridged(problem, example)
+        else:
+            constants = {i: a for i, a in enumerate(example) if i not in tensors}
+            function = _over_arrays(own, constants, tensors)
+        forward = jax.jit(function)
+
+        def gradients(arrays: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
+            """Results and the function of upstream gradients that gives those of moving arguments and parameters."""
+            rest = [a for i, a in zip(tensors, arrays, strict=True) if i not in moving]
+
+            def of_moving(wanted: Sequence[Any], held: Sequence[Any]) -> Any:
+                mine, others = iter(wanted), iter(rest)
+                return function(tuple(next(mine if i in moving else others) for i in tensors), tuple(held))
+
+            return jax.vjp(of_moving, [a for i, a in zip(tensors, arrays, strict=True) if i in moving], list(held))
+
+        def both(arrays: tuple[Any, ...], held: tuple[Any, ...], upstream: Any) -> Any:
+            results, backward = gradients(arrays, held)
+            return results, backward(_like(results, upstream))
+
+        kept, joint = jax.jit(gradients), jax.jit(both)
+        backward = jax.jit(lambda function, results, upstream: function(_like(results, upstream)))
+
+        def leave_gradients(found: Any) -> tuple[Tensor, ...]:
+            """Through the views of `enter`, by torch's autograd."""
+            arguments, of_held = found
+            with torch.enable_grad():
+                leaves = problem.leaves(True)
+                entered = program.enter(*leaves)
+            wanted = [x for x in leaves if x.requires_grad]
+            back = torch.autograd.grad(
+                [entered[i] for i in moving], wanted, [torch.utils.dlpack.from_dlpack(g) for g in arguments]
+            )
+            if not held:
+                return back
+            mine = dict(zip(names, of_held, strict=True))
+            return (*back, *(torch.utils.dlpack.from_dlpack(mine[name]) for name in problem.parameter_names()))
+
+        def forward_kept(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+            results, function = jax.block_until_ready(kept(arguments, held))
+            return results, (function, results)
+
+        vjp = Vjp(
+            forward=forward_kept,
+            backward=lambda state, upstream: jax.block_until_ready(backward(*state, upstream)),
+            both=lambda arguments, upstream: jax.block_until_ready(joint(arguments, held, upstream)),
+            enter=lambda upstream: tuple(_array(jax, g) for g in upstream),
+            leave=leave_gradients,
+        )
+        return Run(
+            lambda *arrays: jax.block_until_ready(forward(arrays, held)),
+            lambda *xs: tuple(_array(jax, a) for a in program.enter(*xs) if isinstance(a, Tensor)),
+            lambda results: program.leave(_torch(jax, results)),
+            vjp=None if problem.task.pass_ == "fwd" else vjp,
+            torch_memory=False,
+            foreign=True,
+        )
+
+
+def _jax(problem: Problem) -> Any:
+    """JAX as this process is to have it: on the problem's device, without taking all its memory, and with products of
+    float32 as exact as torch's."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if problem.device.type == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax = require("jax", INSTALL)
+    jax.config.update("jax_default_matmul_precision", torch.get_float32_matmul_precision())
+    if problem.device.type == "cuda" and jax.default_backend() != "gpu":
+        raise Missing("this jax has no CUDA; pip install 'jax[cuda13]'")
+    return jax
+
+
+def _array(jax: Any, x: Tensor) -> Any:
+    """The tensor's memory as an array. JAX has no 64-bit integers unless told, so those are made 32-bit."""
+    x = x.detach().to(torch.int32) if x.dtype == torch.int64 else x.detach()
+    return jax.dlpack.from_dlpack(x.contiguous())
+
+
+def _torch(jax: Any, results: Any) -> Any:
+    """The same structure with tensors in place of arrays."""
+    return jax.tree_util.tree_map(torch.utils.dlpack.from_dlpack, results)
+
+
+def _like(results: Any, upstream: Sequence[Any]) -> Any:
+    """Upstream gradients in the structure of the results."""
+    import jax
+
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(results), list(upstream))
+
+
+def _over_arrays(function: Callable[..., Any], constants: dict[int, Any], tensors: Sequence[int]) -> Callable[..., Any]:
+    def over(arrays: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
+        given = constants | dict(zip(tensors, arrays, strict=True))
+        return function(*(given[i] for i in range(len(given))))
+
+    return over
+
+
+def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...], list[str]]:
+    """The program through torch.export and torchax: a function of arrays and parameters, those, and their names."""
+    with _named_tensor_overloads():
+        bridge = require("torchax.export", INSTALL)
+    if any(g is None for g in problem.upstream):
+        raise Unsupported("the bridge through torchax takes floating outputs only")
+    module = Exportable(problem.program().function, example)
+    given = tuple(a.detach() for a in example if isinstance(a, Tensor))
+    try:
+        exported = torch.export.export(module, given)
+        weights, function = bridge.exported_program_to_jax(exported)
+    except Exception as error:  # exporters raise anything
+        raise Unsupported(f"torch.export or torchax cannot take it: {type(error).__name__}: {error}") from error
+    names = [n.removeprefix("function.") for n in (*exported.graph_signature.parameters,)]
+    held, rest = tuple(weights[: len(names)]), list(weights[len(names) :])
+    return (lambda arrays, held: function([*held, *rest], arrays)), held, names
+
+
+@contextmanager
+def _named_tensor_overloads() -> Iterator[None]:
+    """torchax 0.0.13 makes a table of overloads that torch 2.12 removed with its named tensors; it gets names without
+    meaning for them."""
+    packet: Any = torch._ops.OpOverloadPacket
+    original = packet.__getattr__
+
+    def found(self: Any, key: str) -> Any:
+        try:
+            return original(self, key)
+        except AttributeError:
+            if "names" not in key and "dimname" not in key.lower():
+                raise
+            return object()
+
+    packet.__getattr__ = found
+    try:
+        yield
+    finally:
+        packet.__getattr__ = original
