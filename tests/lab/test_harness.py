@@ -1,0 +1,135 @@
+"""The harness proved on a device whose truth is known: real studies, whose workers are played by a simulated machine.
+
+The machine drifts by ten percent within a few rounds, every sample has noise, and one in fifty takes three times as long.
+What the study says of it must be what was put in.
+"""
+
+import math
+import random
+
+import pytest
+
+from fusewise.lab import plugin, study
+from fusewise.lab.problem import Task
+from fusewise.lab.verdict import verdicts
+
+
+class Machine:
+    """Virtual time goes on with every call; how fast the machine is depends on it."""
+
+    def __init__(self, times, spread, drift=0.1, seed=0):
+        self.times, self.spread, self.drift = times, spread, drift
+        self.random, self.now = random.Random(seed), 0.0
+
+    def sample(self, provider):
+        pace = 1 + self.drift * math.sin(self.now / 40_000) + self.drift * min(1.0, self.now / 1e7)
+        stumble = 3.0 if self.random.random() < 0.02 else 1.0
+        time = self.times[provider] * pace * stumble * math.exp(self.random.gauss(0, self.spread))
+        self.now += 500 + time
+        return time
+
+
+class Fake(plugin.Provider):
+    def __init__(self, name):
+        self.name = name
+
+
+class Quiet:
+    def __getattr__(self, _):
+        return lambda *_: None
+
+
+def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, **machine):
+    """A study of the machine; `order` keeps providers in this order in every round."""
+    device = kind(times, **machine)
+
+    class Worker:
+        def __init__(self, start, *_, **__):
+            self.provider = start["provider"]
+
+        def ready(self):
+            return {"ok": True, "versions": {}}
+
+        def ask(self, do, **_):
+            if do == "prepare":
+                return {"ok": True, "status": "ok", "shape": "", "bytes_min": 10**6, "flops_min": 10**5}
+            return {
+                "ok": True,
+                "status": "ok",
+                "device_us": [device.sample(self.provider) for _ in range(5)],
+                "host_us": None,
+            }
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(study, "WorkerProcess", Worker)
+    monkeypatch.setattr(study.limits, "kept", lambda _: None)
+    options = study.Options(
+        op="rope",
+        tasks=[Task("rope", f"cube-{i}", "fp32", "fwd", "cpu", 0) for i in range(groups)],
+        providers=[plugin.Entry(name, name, Fake(name)) for name in times],
+        device="cpu", out=out, min_rounds=12, max_rounds=12, seed=5,
+    )  # fmt: skip
+    made = study.Study(options, Quiet())
+    if order:
+        made.random.sample = lambda seats, _: sorted(seats, key=lambda s: order.index(s.name))
+    return made.run()
+
+
+@pytest.mark.parametrize("spread", [0.002, 0.01, 0.05])
+def test_identical_providers_are_the_same_in_95_of_100(monkeypatch, tmp_path, spread):
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 100.0}, groups=100, spread=spread)
+    words = [row.verdict_vs_best_other for row in made.rows if row.provider == "liger"]
+    assert words.count("same") >= 95, words
+    assert words.count("faster") + words.count("slower") <= 2
+
+
+@pytest.mark.parametrize(("factor", "word"), [(0.9, "faster"), (0.95, "faster"), (1.05, "slower"), (1.5, "slower")])
+def test_known_differences_are_found_under_drift_and_noise(monkeypatch, tmp_path, factor, word):
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 100.0 * factor}, groups=50, spread=0.004)
+    words = [row.verdict_vs_best_other for row in made.rows if row.provider == "liger"]
+    assert words.count(word) >= 48, words
+
+
+def test_a_difference_of_half_the_noise_is_not_told(monkeypatch, tmp_path):
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 101.0}, groups=50, spread=0.15)
+    words = [row.verdict_vs_best_other for row in made.rows if row.provider == "liger"]
+    assert words.count("faster") + words.count("slower") <= 2
+
+
+def test_the_verdict_is_what_was_put_in(monkeypatch, tmp_path):
+    times = {"floor-copy": 100.0, "floor-launch": 5.0, "eager": 400.0, "torch.compile": 150.0, "fusewise-cpu": 110.0}
+    made = studied(monkeypatch, tmp_path, times, spread=0.004)
+    shares = {row.provider: row.share_of_limit for row in made.rows}
+    for name, time in times.items():
+        assert shares[name] == pytest.approx(100 / time, rel=0.03)
+    (found,) = verdicts(made)
+    assert (found.bound, found.worth, found.kernel) == ("memory", "yes", "fusewise-cpu")
+    assert found.left == pytest.approx(1 / 3, abs=0.02)
+    assert [gap.provider for gap in found.gaps] == ["fusewise-cpu", "torch.compile", "eager"]
+
+
+def test_rounds_are_drawn_anew_because_a_fixed_order_is_misled(monkeypatch, tmp_path):
+    """A machine that is quick after a rest and slow after a heavy neighbour: in a fixed order the same one always pays."""
+
+    class Heated(Machine):
+        def sample(self, provider):
+            time = self.times[provider] * (1.15 if self.last == "heavy" and provider != "heavy" else 1.0)
+            self.last = provider if provider == "heavy" or self.count % 5 == 4 else self.last
+            self.count += 1
+            return time * math.exp(self.random.gauss(0, self.spread))
+
+        last, count = "", 0
+
+    times = {"eager": 100.0, "liger": 100.0, "heavy": 900.0}
+    fixed = studied(
+        monkeypatch, tmp_path / "a", times, kind=Heated, order=["heavy", "liger", "eager", "eager#2"], spread=0.002
+    )
+    drawn = studied(monkeypatch, tmp_path / "b", times, kind=Heated, spread=0.002)
+    word = {
+        name: {r.provider: r.verdict_vs_best_other for r in made.rows}["liger"]
+        for name, made in (("fixed", fixed), ("drawn", drawn))
+    }
+    assert word["fixed"] == "slower"
+    assert word["drawn"] != "slower"
