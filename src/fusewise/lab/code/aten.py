@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -121,12 +122,10 @@ def _address(x: Tensor) -> int:
 
 def _place() -> str | None:
     """The innermost line on the stack that is no library's and not the lab's own machinery."""
-    frame = sys._getframe(2)
-    here = __file__.rpartition("/code/")[0]
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        machinery = path.startswith(here) and "/targets/" not in path
-        if not machinery and not foreign(short(path)) and "/torch/" not in path and not path.endswith("runpy.py"):
-            return f"{short(path)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        path = short(frame.f_code.co_filename)
+        if not foreign(path) and not path.endswith("runpy.py"):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
     return None

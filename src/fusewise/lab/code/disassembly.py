@@ -122,6 +122,11 @@ def library(path: Path, other_than: str = "") -> Stage:
     return Stage(stage="assembly", language="asm", text=text, target="cpu", counts=count_assembly(text))
 
 
+def count_assembler(text: str) -> dict[str, int]:
+    """The same of assembler source: instructions stand behind a tab, directives begin with a dot."""
+    return count_assembly(re.sub(r"^\t(?=[a-z])", "0:\t", text, flags=re.MULTILINE))
+
+
 def count_assembly(text: str) -> dict[str, int]:
     """Instructions of an objdump listing: all, calls, fused multiply-adds, and vector ones by width of register."""
     counts: Counter[str] = Counter(instructions=0, fma=0, calls=0)

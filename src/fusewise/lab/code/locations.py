@@ -23,7 +23,8 @@ def _chosen(chain: Sequence[Place]) -> str | None:
     return f"{short(own[0][0])}:{own[0][1]}" if own and own[0][1] > 0 else None
 
 
-def _collected(found: Iterable[tuple[int, Sequence[Place]]]) -> Lines:
+def collected(found: Iterable[tuple[int, Sequence[Place]]]) -> Lines:
+    """Lines with their chains of places -> lines with the one to show."""
     return {line: place for line, chain in found if (place := _chosen(chain)) is not None}
 
 
@@ -38,7 +39,7 @@ def mlir(text: str) -> tuple[str, Lines]:
             return []
         if content in aliases:
             return chain(aliases[content], depth + 1)
-        if place := re.match(r'"([^"]+)":(\d+):\d+', content):
+        if place := re.match(r'"([^"]+)":(\d+)(?::\d+)?', content):
             return [(place[1], int(place[2]))]
         if site := re.match(r"callsite\((\S+) at (\S+)\)$", content):
             return chain(site[1], depth + 1) + chain(site[2], depth + 1)
@@ -54,10 +55,10 @@ def mlir(text: str) -> tuple[str, Lines]:
         if line.lstrip().startswith("#loc"):
             continue
         at = re.search(r'\bloc\((#loc\d*|"[^"]+":\d+:\d+)\)\s*(\{?)$', line)
-        kept.append(re.sub(r'\s*\bloc\((#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\)|:\d+:\d+))\)', "", line))
+        kept.append(re.sub(r'\s*\bloc\((#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\)|:\d+:\d+)?)\)', "", line))
         if at and kept[-1].strip() not in ("}", "} else {"):
             found.append((len(kept), chain(at[1])))
-    return "\n".join(kept) + "\n", _collected(found)
+    return "\n".join(kept) + "\n", collected(found)
 
 
 def llvm(text: str) -> tuple[str, Lines]:
@@ -94,7 +95,7 @@ def llvm(text: str) -> tuple[str, Lines]:
         kept.append(line if at is None else line.replace(at[0], ""))
         if at:
             found.append((len(kept), chain(at[1])))
-    return "\n".join(kept).rstrip() + "\n", _collected(found)
+    return "\n".join(kept).rstrip() + "\n", collected(found)
 
 
 def ptx(text: str) -> tuple[str, Lines]:
@@ -120,7 +121,7 @@ def ptx(text: str) -> tuple[str, Lines]:
                 here = []
             if here and line.strip() and not line.lstrip().startswith((".", "//")):
                 found.append((len(kept), here))
-    return "\n".join(kept).rstrip() + "\n", _collected(found)
+    return "\n".join(kept).rstrip() + "\n", collected(found)
 
 
 def sass(listing: str) -> tuple[str, Lines]:
@@ -142,4 +143,4 @@ def sass(listing: str) -> tuple[str, Lines]:
             fresh = True
             if here and "/*" in line:
                 found.append((len(kept), here))
-    return "\n".join(kept) + "\n", _collected(found)
+    return "\n".join(kept) + "\n", collected(found)

@@ -90,6 +90,8 @@ def tidy(text: str) -> str:
 
 
 def foreign(path: str) -> bool:
-    """Whether `path` is a compiler's own file, not one of the code that was compiled."""
+    """Whether a short path is a compiler's own file or the lab's, not one of the code that was compiled."""
     parts = Path(path).parts
+    if parts[:2] == ("fusewise", "lab"):
+        return "targets" not in parts
     return not {"triton", "torch", "thunder", "jax", "tvm"}.isdisjoint(parts) or path.startswith("<")

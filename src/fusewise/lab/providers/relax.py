@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..code.stage import Stage
+from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, require
 from ..problem import Exportable, Problem
 
@@ -52,6 +55,16 @@ class Tvm(Provider):
             return program.leave(tuple(torch.utils.dlpack.from_dlpack(y) for y in several))
 
         return Run(call, enter, leave, backward=False, torch_memory=False)
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import relax
+
+        return relax.stages(problem, target)
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import relax
+
+        return relax.traffic(problem, target)
 
 
 def lowered(problem: Problem, relax: Any) -> Any:

@@ -5,12 +5,14 @@ Without nvFuser the default executors fuse nothing, so they show what Thunder's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 
+from ..code.stage import Stage
+from ..ledger import Kernel
 from ..plugin import Provider, Run, require
 from ..problem import Problem
 
@@ -60,6 +62,16 @@ class Thunder(Provider):
         jit = imported().jit
         compiled = jit(program.function, executors=list(self.executors)) if self.executors else jit(program.function)
         return Run(compiled, program.enter, program.leave, form="two-kernels" if self.executors else "eager")
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import thunder
+
+        return thunder.stages(problem, self.build(problem))
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import thunder
+
+        return thunder.traffic(problem, self.build(problem))
 
 
 class ThunderTorchCompile(Thunder):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..code.stage import Stage
+from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, Vjp, require
 from ..problem import Exportable, Problem
 
@@ -97,6 +99,18 @@ class Jax(Provider):
             torch_memory=False,
             foreign=True,
         )
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import xla
+
+        _jax(problem)
+        return xla.stages(problem, self.build)
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import xla
+
+        _jax(problem)
+        return xla.traffic(problem, self.build)
 
 
 def _jax(problem: Problem) -> Any:

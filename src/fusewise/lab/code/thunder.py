@@ -1,0 +1,88 @@
+"""Lightning Thunder: a trace after every one of its passes, and the traffic of the last."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..ledger import Kernel
+from ..plugin import Run
+from ..problem import Problem
+from . import graphs, inductor, passes, python
+from .stage import Stage, tidy
+
+#: Symbols that make another view of a tensor, or no tensor at all.
+VIEWS = {
+    "view", "reshape", "permute", "transpose", "t", "mT", "expand", "unsqueeze", "squeeze", "flatten", "unflatten",
+    "getitem", "select", "slice", "narrow", "chunk", "split", "unbind", "broadcast_in_dim", "expand_as", "detach",
+    "movedim", "stride_order", "shallow_copy",
+}  # fmt: skip
+
+
+def stages(problem: Problem, run: Run) -> list[Stage]:
+    """`source`; the traces of the forward and, with gradients, of the backward; what Inductor makes of their regions."""
+    import thunder
+
+    with inductor.watched() as generated:
+        passes.once(problem, run)
+    found = [python.source(python.functions(problem.program().function))]
+    for part, traces in (
+        ("", thunder.last_traces(run.call)),
+        ("backward", thunder.last_backward_traces(run.call) if problem.task.pass_ != "fwd" else []),
+    ):
+        for number, trace in enumerate(traces):
+            stage = _trace(trace, number, part)
+            if stage.text != found[-1].text:  # a pass that changed nothing
+                found.append(stage)
+    return [*found, *inductor.stages(generated, problem.device.type)]
+
+
+def _trace(trace: Any, number: int, part: str) -> Stage:
+    """A trace as Python; above its operations it writes the lines that they come from."""
+    provenance = trace.get_provenance()
+    name = getattr(provenance, "pss", "") if provenance is not None else "as traced"
+    name = re.sub(r"\s*\(took .*?\)", "", name).strip() or f"pass {number}"
+    text = re.sub(r"\(took [^)]*\)", "", trace.python()).strip() + "\n"
+    return Stage(
+        stage="thunder", language="python", part=" ".join(filter(None, (part, name))), text=tidy(text),
+        lines=graphs.comments(text), counts={"operations": sum(_counts(b) for b in trace.bound_symbols)},
+    )  # fmt: skip
+
+
+def traffic(problem: Problem, run: Run) -> list[Kernel]:
+    """The operations of the final traces; a region that an executor fused is one kernel."""
+    import thunder
+
+    passes.once(problem, run)
+    traces = []
+    if problem.task.pass_ != "bwd":
+        traces.append(thunder.last_traces(run.call)[-1])
+    if problem.task.pass_ != "fwd":
+        traces.append(thunder.last_backward_traces(run.call)[-1])
+    return [kernel for trace in traces for symbol in trace.bound_symbols if (kernel := _kernel(symbol)) is not None]
+
+
+def _counts(symbol: Any) -> bool:
+    return not symbol.sym.name.startswith(("python_", "unpack_", "check_", "comment", "start_", "clear_"))
+
+
+def _kernel(symbol: Any) -> Kernel | None:
+    """A bound symbol's tensors; None for what moves nothing."""
+    inputs, outputs = _tensors(symbol.flat_args), _tensors(symbol.flat_outs)
+    known = {proxy.name for proxy in inputs}
+    outputs = [proxy for proxy in outputs if proxy.name not in known]
+    if not _counts(symbol) or symbol.sym.name in VIEWS or not outputs:
+        return None
+    return Kernel(name=symbol.sym.name, read=_bytes(inputs), written=_bytes(outputs))
+
+
+def _tensors(values: Sequence[Any]) -> list[Any]:
+    """The tensors among the values, each once."""
+    proxies = {v.name: v for v in values if hasattr(v, "shape") and hasattr(v, "dtype") and hasattr(v, "name")}
+    return list(proxies.values())
+
+
+def _bytes(proxies: Sequence[Any]) -> int:
+    return sum(math.prod(map(int, p.shape)) * int(p.dtype.bytes) for p in proxies)
