@@ -30,7 +30,7 @@ _COMMON = (
 
 # In order of preference. Each has `launch(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)`, which writes
 # the rotation of every x into its y; where y is x it works in place.
-IMPLEMENTATIONS = ("cuda", "triton", "cpu", "reference")
+IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 unavailable, choose, serving = choice.unavailable, choice.choose, choice.serving
 

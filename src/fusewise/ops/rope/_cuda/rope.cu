@@ -2,13 +2,16 @@
 //
 //     (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
 //
-// Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs. A head is cut into chunks: first those
-// of NP pairs that rotate, up to 16 bytes of both halves, then those that are copied (not in place). A thread has one
-// chunk of HEADS · steps heads of one token: it finds cos θ and sin θ once, float32 in registers, and uses them for all.
-// Neighbouring threads have neighbouring chunks, then heads, then tokens, so that whole lines are read and written and
-// no thread idles whatever the widths. x is read once, y written once, arithmetic in float32, one rounding. The kernel is
-// bound by memory; at a few tokens by the two reads that follow one another, position and table row, which is why x is
-// asked for before either.
+// Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs. A head is cut into chunks of 2 · NP
+// elements, two accesses of up to 16 bytes or one: first the chunks of NP pairs that rotate, then those that are copied
+// (not in place). Threads of a block: x a chunk, y a head, z a token; a thread has its chunk of several heads, for which
+// it finds cos θ and sin θ once, float32 in registers. Neighbouring threads have neighbouring chunks, then heads, then
+// tokens, so that whole lines are read and written, and no thread idles whatever the widths. x is read once, y written
+// once, arithmetic in float32, one rounding.
+//
+// The kernel is bound by memory: all reads of a thread are under way before the first is needed, and what is the same
+// for a block is computed once for it. At a few tokens it is bound by latency: x is asked for before the position and
+// the table row, which have to follow one another.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,7 +23,8 @@
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 128;  // of a block, at most
+constexpr int HEADS = 2;      // that a thread reads at once where there is enough to do
 
 // --- What the kernel receives ----------------------------------------------------------------------------------------
 
@@ -40,10 +44,9 @@ struct Tensor {
   const char* x;
   char* y;
   int64_t x_strides[3], y_strides[3];  // bytes: batch, token, head
-  int32_t heads, groups;               // a thread takes heads g, g + groups, g + 2 · groups, ...
-  int32_t start;                       // bytes before the rotated features
-  int32_t copied;                      // chunks to copy in a head
-  Divisor chunks;                      // in a head
+  uint32_t heads;
+  uint32_t start, copied;  // bytes before the rotated features; chunks to copy in a head
+  uint32_t packs;          // accesses that these take, where the two of a chunk are apart
 };
 
 // How a row of the table is read.
@@ -53,12 +56,9 @@ enum Axes : int32_t { ONE, BY_CHUNK, BY_PAIR };
 
 struct Params {
   Tensor tensors[2];
-  int32_t pairs, rotated;  // rotated: chunks of NP pairs in a head
-  int32_t copy_bytes;      // of a copied chunk
-  int32_t steps;
-  int32_t tokens, tile_tokens, q_units;  // units: threads for a token
-  int32_t block_units;                   // units of a block, at most its threads
-  Divisor units, parts, batches;         // parts: blocks for a tile of tokens
+  uint32_t pairs, rotated;          // rotated: chunks of NP pairs in a head
+  uint32_t tokens, steps, q_parts;  // a block has HEADS · steps · blockDim.y heads of its tensor: a part
+  Divisor parts, batches;
   bool inverse, in_place, alone, wide_positions, wide_offsets, wide_bounds, sections_interleaved;
   Read read;
   Axes axes;
@@ -227,98 +227,106 @@ __device__ void angles(const Params& p, uint32_t batch, uint32_t token, int firs
 
 // --- The kernel ------------------------------------------------------------------------------------------------------
 
-// NP pairs of one head: where they are read from, and written to.
+// A chunk of one head: NP pairs, neighbours or halves apart, or 2 · NP elements to copy.
 template <class T, bool INTERLEAVED, int NP>
-struct Pairs {
-  static constexpr bool TOGETHER = INTERLEAVED && NP > 1;  // a single pair need not be aligned as a whole
-  Pack<T, TOGETHER ? 2 * NP : NP> first;
+struct Chunk {
+  static constexpr bool WHOLE = INTERLEAVED && NP > 1;  // one access; a single pair need not be aligned as a whole
+  Pack<T, WHOLE ? 2 * NP : NP> first;
   Pack<T, NP> second;
-  __device__ void read(const char* from, int half_bytes) {
+  __device__ void read(const char* from, uint32_t apart, bool both) {
     first.read(from);
-    if (!TOGETHER) second.read(from + (INTERLEAVED ? int(sizeof(T)) : half_bytes));
+    if (!WHOLE && both) second.read(from + apart);
   }
-  __device__ void write(char* to, int half_bytes) const {
+  __device__ void write(char* to, uint32_t apart, bool both) const {
     first.write(to);
-    if (!TOGETHER) second.write(to + (INTERLEAVED ? int(sizeof(T)) : half_bytes));
+    if (!WHOLE && both) second.write(to + apart);
   }
-  __device__ T& a(int i) { return first.values[TOGETHER ? 2 * i : i]; }
-  __device__ T& b(int i) { return TOGETHER ? first.values[(2 * i + 1) % (2 * NP)] : second.values[i]; }
+  __device__ T& a(int i) { return first.values[WHOLE ? 2 * i : i]; }
+  __device__ T& b(int i) { return WHOLE ? first.values[(2 * i + 1) % (2 * NP)] : second.values[i]; }
+  __device__ T& element(int i) { return WHOLE || i < NP ? first.values[i % (WHOLE ? 2 * NP : NP)] : second.values[i % NP]; }
 };
 
-template <int HEADS, int BYTES>
-__device__ void copy(const char* x, char* y, int64_t x_step, int64_t y_step, int heads) {
-  typename Word<BYTES>::type words[HEADS];
-#pragma unroll
-  for (int i = 0; i < HEADS; ++i)
-    if (i < heads) words[i] = *reinterpret_cast<const typename Word<BYTES>::type*>(x + i * x_step);
-#pragma unroll
-  for (int i = 0; i < HEADS; ++i)
-    if (i < heads) *reinterpret_cast<typename Word<BYTES>::type*>(y + i * y_step) = words[i];
-}
-
+// The work of a thread on tensor `t`: a constant for the compiler, so that what a block shares stays in uniform registers.
 template <class T, bool IN, bool OUT, int NP, int HEADS>
-__global__ void __launch_bounds__(THREADS) rope_kernel(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");  // the next kernel may take its place, and wait there as this one
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  const uint32_t tile = p.parts(blockIdx.x), part = blockIdx.x - tile * p.parts.d;
-  const uint32_t group = p.batches(tile), batch = tile - group * p.batches.d;
-  const uint32_t unit = part * p.block_units + threadIdx.x;
-  const uint32_t in_tile = p.units(unit), token = group * p.tile_tokens + in_tile;
-  const bool active = threadIdx.x < p.block_units && in_tile < p.tile_tokens && token < p.tokens;
-  uint32_t r = unit - in_tile * p.units.d;
-  const int which = r >= p.q_units;
-  if (which) r -= p.q_units;
-  const Tensor& t = p.tensors[which];
-  const int first_head = t.chunks(r), chunk = r - first_head * t.chunks.d;
-  const int64_t x_step = t.groups * t.x_strides[2], y_step = t.groups * t.y_strides[2];
-  const char* x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + first_head * t.x_strides[2];
-  char* y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + first_head * t.y_strides[2];
-  int heads = active ? (t.heads - first_head + t.groups - 1) / t.groups : 0;  // of this thread
+__device__ __forceinline__ void rotate(const Params& p, const Tensor& t, uint32_t part, uint32_t batch, uint32_t tile) {
+  constexpr uint32_t SIZE = sizeof(T), PACK = NP * SIZE;
+  constexpr bool BOTH_APART = !Chunk<T, IN, NP>::WHOLE && !Chunk<T, OUT, NP>::WHOLE;
+  const uint32_t first_head = part * (HEADS * p.steps * blockDim.y), first_token = tile * blockDim.z;
+  const char* block_x = t.x + batch * t.x_strides[0] + first_token * t.x_strides[1] + first_head * t.x_strides[2];
+  char* block_y = t.y + batch * t.y_strides[0] + first_token * t.y_strides[1] + first_head * t.y_strides[2];
+  const int64_t x_step = blockDim.y * t.x_strides[2], y_step = blockDim.y * t.y_strides[2];
 
-  if (chunk >= p.rotated) {
-    int at = (chunk - p.rotated) * p.copy_bytes;
-    if (at >= t.start) at += 2 * p.pairs * int(sizeof(T));
-    x += at, y += at;
-    for (; heads > 0; heads -= HEADS, x += HEADS * x_step, y += HEADS * y_step) {
-      if (p.copy_bytes == 16) copy<HEADS, 16>(x, y, x_step, y_step, heads);
-      if (p.copy_bytes == 8) copy<HEADS, 8>(x, y, x_step, y_step, heads);
-      if (p.copy_bytes == 4) copy<HEADS, 4>(x, y, x_step, y_step, heads);
-      if (p.copy_bytes == 2) copy<HEADS, 2>(x, y, x_step, y_step, heads);
-    }
-    return;
+  // Where the thread's chunk lies in a head, and its second access from the first.
+  const uint32_t token = first_token + threadIdx.z, chunk = threadIdx.x;
+  bool rotates = chunk < p.rotated, both = true;
+  const bool active = token < p.tokens && chunk < p.rotated + t.copied;
+  uint32_t x_at = t.start + chunk * (IN ? 2 : 1) * PACK, y_at = t.start + chunk * (OUT ? 2 : 1) * PACK;
+  uint32_t x_apart = IN ? SIZE : p.pairs * SIZE, y_apart = OUT ? SIZE : p.pairs * SIZE;
+  if (!rotates) {
+    const uint32_t skipped = 2 * p.pairs * SIZE, copy = chunk - p.rotated;
+    // Two accesses have all first ones, then all second ones, unless one of the sides has a single one.
+    const uint32_t one = BOTH_APART ? copy : 2 * copy, other = BOTH_APART ? copy + t.copied : 2 * copy + 1;
+    uint32_t one_at = one * PACK, other_at = other * PACK;
+    if (one_at >= t.start) one_at += skipped;
+    if (other_at >= t.start) other_at += skipped;
+    x_at = y_at = one_at;
+    x_apart = y_apart = other_at - one_at;
+    both = other < t.packs;
   }
-  const int half_bytes = p.pairs * int(sizeof(T));
-  x += t.start + chunk * NP * (IN ? 2 : 1) * int(sizeof(T));
-  y += t.start + chunk * NP * (OUT ? 2 : 1) * int(sizeof(T));
-  Pairs<T, IN, NP> from[HEADS];
+  const char* x = block_x + threadIdx.z * t.x_strides[1] + threadIdx.y * t.x_strides[2] + x_at;
+  char* y = block_y + threadIdx.z * t.y_strides[1] + threadIdx.y * t.y_strides[2] + y_at;
+  int heads = active ? int(t.heads - first_head - threadIdx.y) : 0;  // from this thread's first on
+
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+#endif
+  Chunk<T, IN, NP> from[HEADS];
 #pragma unroll
   for (int i = 0; i < HEADS; ++i)
-    if (i < heads) from[i].read(x + i * x_step, half_bytes);
+    if (i * int(blockDim.y) < heads) from[i].read(x + i * x_step, x_apart, both);
   float cos[NP], sin[NP];
   bool passes = false;
-  if (active) angles(p, batch, token, chunk * NP, cos, sin, passes);
-  for (int step = 0; step < p.steps; ++step) {
+  if (active && rotates) angles(p, batch, token, chunk * NP, cos, sin, passes);
+  if (IN == OUT && passes) rotates = false;
+  for (uint32_t step = 0; step < p.steps; ++step) {
     if (step > 0) {
-      x += HEADS * x_step, y += HEADS * y_step, heads -= HEADS;
+      x += HEADS * x_step, y += HEADS * y_step, heads -= HEADS * blockDim.y;
 #pragma unroll
       for (int i = 0; i < HEADS; ++i)
-        if (i < heads) from[i].read(x + i * x_step, half_bytes);
+        if (i * int(blockDim.y) < heads) from[i].read(x + i * x_step, x_apart, both);
     }
     if (IN != OUT && p.in_place) __syncthreads();  // a head is read whole before another thread writes into it
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
-      if (i >= heads) continue;
-      Pairs<T, OUT, NP> to;
+      if (i * int(blockDim.y) >= heads) continue;
+      Chunk<T, OUT, NP> to;
+      if (rotates) {
 #pragma unroll
-      for (int j = 0; j < NP; ++j) {
-        const float a = to_float(from[i].a(j)), b = to_float(from[i].b(j));
-        to.a(j) = passes ? from[i].a(j) : from_float<T>(fmaf(a, cos[j], -(b * sin[j])));
-        to.b(j) = passes ? from[i].b(j) : from_float<T>(fmaf(b, cos[j], a * sin[j]));
+        for (int j = 0; j < NP; ++j) {
+          const T a = from[i].a(j), b = from[i].b(j);
+          const float x_a = to_float(a), x_b = to_float(b);
+          to.a(j) = IN != OUT && passes ? a : from_float<T>(fmaf(x_a, cos[j], -(x_b * sin[j])));
+          to.b(j) = IN != OUT && passes ? b : from_float<T>(fmaf(x_b, cos[j], x_a * sin[j]));
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 2 * NP; ++j) to.element(j) = from[i].element(j);
       }
-      to.write(y + i * y_step, half_bytes);
+      to.write(y + i * y_step, y_apart, both);
     }
+  }
+}
+
+// A block has blockDim.z tokens of one batch entry, and of those a part of the heads of one tensor.
+template <class T, bool IN, bool OUT, int NP, int HEADS>
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS) rope_kernel(const __grid_constant__ Params p) {
+  const uint32_t tile_and_batch = p.parts(blockIdx.x), tile = p.batches(tile_and_batch);
+  const uint32_t batch = tile_and_batch - tile * p.batches.d, part = blockIdx.x - tile_and_batch * p.parts.d;
+  if (part < p.q_parts) {
+    rotate<T, IN, OUT, NP, HEADS>(p, p.tensors[0], part, batch, tile);
+  } else {
+    rotate<T, IN, OUT, NP, HEADS>(p, p.tensors[1], part - p.q_parts, batch, tile);
   }
 }
 
@@ -327,14 +335,14 @@ __global__ void __launch_bounds__(THREADS) rope_kernel(const __grid_constant__ P
 using Kernel = void (*)(Params);
 
 template <class T, bool IN, bool OUT, int NP>
-Kernel with_heads(int heads) {
-  if constexpr (NP * sizeof(T) * (IN || OUT ? 2 : 1) == 16)
-    if (heads > 1) return rope_kernel<T, IN, OUT, NP, 2>;
+Kernel with_heads(int64_t heads) {
+  if constexpr (NP * sizeof(T) * (IN || OUT ? 2 : 1) >= 8)
+    if (heads > 1) return rope_kernel<T, IN, OUT, NP, HEADS>;
   return rope_kernel<T, IN, OUT, NP, 1>;
 }
 
 template <class T, bool IN, bool OUT>
-Kernel with_pairs(int np, int heads) {
+Kernel with_pairs(int64_t np, int64_t heads) {
   constexpr int MOST = 16 / sizeof(T) / (IN || OUT ? 2 : 1);
   if constexpr (MOST >= 8) if (np == 8) return with_heads<T, IN, OUT, 8>(heads);
   if constexpr (MOST >= 4) if (np == 4) return with_heads<T, IN, OUT, 4>(heads);
@@ -343,12 +351,12 @@ Kernel with_pairs(int np, int heads) {
 }
 
 template <class T>
-Kernel with_pairing(const Plan& plan, int np, int heads) {
+Kernel with_pairing(const Plan& plan, int64_t np, int64_t heads) {
   if (plan.interleaved_in) return (plan.interleaved_out ? with_pairs<T, true, true> : with_pairs<T, true, false>)(np, heads);
   return (plan.interleaved_out ? with_pairs<T, false, true> : with_pairs<T, false, false>)(np, heads);
 }
 
-Kernel kernel_for(const Plan& plan, int np, int heads) {
+Kernel kernel_for(const Plan& plan, int64_t np, int64_t heads) {
   if (plan.kind == FLOAT32) return with_pairing<float>(plan, np, heads);
   return (plan.kind == BFLOAT16 ? with_pairing<__nv_bfloat16> : with_pairing<__half>)(plan, np, heads);
 }
@@ -387,7 +395,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   p.alone = alone;
 
   // Widest accesses that every address allows.
-  Alignment data, copied;
+  Alignment data;
   const int64_t extents[2] = {batch, tokens};
   for (int o = 0; o < plan->operands; ++o) {
     Tensor& t = p.tensors[o];
@@ -398,19 +406,16 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
       t.x_strides[i] = plan->x_strides[o][from] * size, t.y_strides[i] = plan->y_strides[o][from] * size;
       if ((i == 2 ? plan->heads[o] : extents[i]) > 1) data.see(t.x_strides[i]), data.see(t.y_strides[i]);
     }
-    t.start = static_cast<int32_t>(plan->start[o] * size);
-    t.heads = static_cast<int32_t>(plan->heads[o]);
-    copied.see(t.start), copied.see((plan->head_dim[o] - plan->start[o] - 2 * pairs) * size);
+    t.start = static_cast<uint32_t>(plan->start[o] * size);
+    t.heads = static_cast<uint32_t>(plan->heads[o]);
+    if (!plan->in_place) data.see((plan->head_dim[o] - plan->start[o] - 2 * pairs) * size);
+    data.see(t.start);
   }
-  copied.see(static_cast<int64_t>(data.bits));
-  for (int o = 0; o < plan->operands; ++o) data.see(p.tensors[o].start);
   data.see(pairs * size * (halves ? 1 : 2));
-  int64_t np = std::max<int64_t>(1, data.bytes() / size / (halves ? 1 : 2));
-  while (pairs % np) np /= 2;
+  const int64_t np = std::max<int64_t>(1, data.bytes() / size / (halves ? 1 : 2));
 
-  p.pairs = static_cast<int32_t>(pairs);
-  p.rotated = static_cast<int32_t>(pairs / np);
-  p.copy_bytes = static_cast<int32_t>(copied.bytes());
+  p.pairs = static_cast<uint32_t>(pairs);
+  p.rotated = static_cast<uint32_t>(pairs / np);
   p.inverse = plan->inverse, p.in_place = plan->in_place;
 
   // The table.
@@ -445,46 +450,41 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
     p.read = plan->table_kind == FLOAT32 ? FLOATS : plan->table_kind == BFLOAT16 ? BFLOATS : HALVES;
   }
 
-  // Threads.
-  int64_t work = 0;  // threads if each had one head
+  // Threads: as many heads each as leaves enough of them to fill the device some times over.
+  uint32_t chunks = 0;
+  int64_t most_heads = 0, all = 0;
   for (int o = 0; o < plan->operands; ++o) {
     Tensor& t = p.tensors[o];
-    t.copied = p.in_place ? 0 : static_cast<int32_t>((plan->head_dim[o] - 2 * pairs) * size / p.copy_bytes);
-    t.chunks = Divisor(p.rotated + t.copied);
-    work += t.heads * int64_t(t.chunks.d);
+    t.packs = p.in_place ? 0 : static_cast<uint32_t>((plan->head_dim[o] - 2 * pairs) / np);
+    t.copied = (t.packs + 1) / 2;
+    chunks = std::max(chunks, p.rotated + t.copied);
+    most_heads = std::max<int64_t>(most_heads, t.heads);
+    all += int64_t(t.heads) * (p.rotated + t.copied) * tokens * batch;
   }
-  if (work == 0) return cudaSuccess;
-  const int64_t enough = int64_t(processors()) * 2048;  // threads that fill the device
-  const int64_t all = work * tokens * batch;
-  const int64_t unrolled = all >= 4 * enough ? 2 : 1;
-  // Angles that are computed are worth more heads a thread.
-  const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;
-  const int64_t steps = costly ? std::clamp<int64_t>(all / (2 * enough * unrolled), 1, 8) : 1;
-  int64_t units = 0;
-  p.steps = 0;
+  if (all == 0) return cudaSuccess;
+  const int64_t enough = int64_t(processors()) * 2048;
+  const int64_t unrolled = all >= 2 * HEADS * enough && np * size * (halves ? 1 : 2) >= 8 ? HEADS : 1;
+  const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
+  p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (2 * enough * unrolled), 1, 8) : 1);
+  const int64_t room = THREADS / chunks;
+  int64_t fewest = most_heads;
+  for (int o = 0; o < plan->operands; ++o)
+    if (p.tensors[o].heads) fewest = std::min(fewest, ceil_div(p.tensors[o].heads, unrolled * p.steps));
+  const int64_t most = std::clamp<int64_t>(fewest, 1, room);  // threads for heads in a block
+  int64_t block_tokens = std::clamp<int64_t>(room / most, 1, std::min<int64_t>(tokens, 64));
+  while (block_tokens > 1 && all / (chunks * most * block_tokens * unrolled * p.steps) < 4 * processors()) block_tokens /= 2;
+  int64_t parts = 0;
   for (int o = 0; o < plan->operands; ++o) {
-    Tensor& t = p.tensors[o];
-    t.groups = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(t.heads, unrolled * steps)));
-    const int64_t own = ceil_div(ceil_div(t.heads, t.groups), unrolled);
-    p.steps = std::max(p.steps, static_cast<int32_t>(own));
-    units += t.heads ? t.groups * int64_t(t.chunks.d) : 0;
-    if (o == 0) p.q_units = static_cast<int32_t>(units);
+    parts += ceil_div(p.tensors[o].heads, most * unrolled * p.steps);
+    if (o == 0) p.q_parts = static_cast<uint32_t>(parts);
   }
-  if (plan->operands == 1) p.q_units = static_cast<int32_t>(units);
-  p.tokens = static_cast<int32_t>(tokens);
-  int64_t tile_tokens = std::clamp<int64_t>(THREADS / units, 1, tokens);
-  while (tile_tokens > 1 && ceil_div(tokens, tile_tokens) * batch < 2 * processors()) tile_tokens /= 2;
-  p.tile_tokens = static_cast<int32_t>(tile_tokens);
-  int64_t block_units = std::min<int64_t>(THREADS, units * tile_tokens);
-  if (p.in_place && plan->interleaved_in != plan->interleaved_out) block_units = block_units / p.rotated * p.rotated;
-  p.block_units = static_cast<int32_t>(block_units);
-  p.units = Divisor(units);
-  p.parts = Divisor(ceil_div(units * tile_tokens, block_units));
+  p.tokens = static_cast<uint32_t>(tokens);
+  p.parts = Divisor(parts);
   p.batches = Divisor(batch);
 
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div(tokens, tile_tokens) * batch * p.parts.d));
-  config.blockDim = dim3(static_cast<unsigned>(ceil_div(block_units, 32) * 32));
+  config.gridDim = dim3(static_cast<unsigned>(ceil_div(tokens, block_tokens) * batch * parts));
+  config.blockDim = dim3(chunks, static_cast<unsigned>(most), static_cast<unsigned>(block_tokens));
   config.stream = static_cast<cudaStream_t>(stream);
   // The blocks of this kernel may take their places while the last ones of the kernel before are still at work.
   cudaLaunchAttribute early{};
@@ -492,7 +492,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel_for(*plan, static_cast<int>(np), static_cast<int>(unrolled)), p);
+  return cudaLaunchKernelEx(&config, kernel_for(*plan, np, unrolled), p);
 }
 
 // Why the kernels cannot run on the current device, as a cudaError_t.
