@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
+from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import DEFAULTS, fail, validated
 from ._shared import pairing, unit_stride
@@ -335,8 +336,7 @@ class _GateModule(nn.Module):
 
 
 def _autocast(x: Tensor) -> Tensor:
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if autocast_enabled(x) else x
 
 
 class GLU(_GateModule):

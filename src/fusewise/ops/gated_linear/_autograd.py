@@ -27,10 +27,11 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    """Whether a torch.func transform or a forward-mode level is at work; in a trace, where `requires_grad` is not to be
+    trusted under a transform, the former."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def may_overwrite() -> bool:
@@ -39,9 +40,14 @@ def may_overwrite() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def wants_graph() -> bool:
-    """Whether a backward is itself to be differentiated."""
-    return not torch.compiler.is_compiling() and torch.is_grad_enabled()
+def wants_formula(dy: Tensor) -> bool:
+    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
+    the formula in plain torch."""
+    if transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -117,7 +123,7 @@ class GatedLinear(torch.autograd.Function):
         x, weight, weight_gate, bias, bias_gate, preact = ctx.saved_tensors
         text, impl = ctx.rest
         spec = Spec.decode(text)
-        if wants_graph():
+        if wants_formula(dy):
             halves = Halves.of(spec, weight, weight_gate, bias, bias_gate)
             dx, *parts = reference.gradients(dy, x, halves, spec.activation)
             dweights = joined(parts[0], parts[1], weight, spec)

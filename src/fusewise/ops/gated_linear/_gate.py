@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._register import register
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, compute_dtype, split_preact
 from ._validate import FLOATS, fail
@@ -92,7 +93,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.saved_tensors
         text, impl = ctx.rest
-        if _autograd.wants_graph():
+        if _autograd.wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None
         dfirst, dsecond = _op_gate_grad(_autograd.rows(dy), _autograd.rows(first), _rows(second), text, impl)
         return dfirst.view(first.shape), None if second is None else dsecond.view(second.shape), None, None
@@ -169,14 +170,5 @@ def _fake_gate_grad(dy: Tensor, first: Tensor, second: Tensor | None, text: str,
 
 
 _ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
-_library = torch.library.Library("fusewise", "FRAGMENT")
-for _schema, _impl, _fake in (
-    (f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate),
-    (f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad),
-):
-    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusewise::{_name}", _fake, lib=_library)
-
-_op_gate = torch.ops.fusewise.gate.default
-_op_gate_grad = torch.ops.fusewise.gate_grad.default
+_op_gate = register(f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate)
+_op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)

@@ -42,7 +42,7 @@ class GatedMLP(torch.autograd.Function):
         text, impl = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad
-        if _autograd.wants_graph():
+        if _autograd.wants_formula(dz):
             return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
         x_MD, dz_MO = _autograd.rows(x), _autograd.rows(dz)
         if preact is None:

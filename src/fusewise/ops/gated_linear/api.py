@@ -179,7 +179,7 @@ def _check_transformable(op: str, impl: str) -> None:
 
 def _autocast(x: Any, *tensors: Any) -> tuple[Any, ...]:
     """The tensors as autocast hands them to `F.linear`: all floating ones but float64 in its dtype."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or not reference.autocast_enabled(x):
         return x, *tensors
     dtype = torch.get_autocast_dtype(x.device.type)
 

@@ -7,6 +7,8 @@ bitsandbytes, accelerate, tensor parallelism) and still computes what its module
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ._gate import gate as gate_of_both
@@ -27,10 +29,10 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def mlp(
-    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, activation: Activation, save: Save = "preact",
+    x: Tensor, gate: Any, up: Any, down: Any, *, activation: Activation, save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """down(up(x) · act(gate(x))) of `nn.Linear` modules."""
+    """down(up(x) · act(gate(x))) of three modules."""
     if is_plain(gate, up, down):
         return gated_mlp(
             x, _weight(gate), _weight(up), _weight(down), b_gate=gate.bias, b_up=up.bias, b_down=down.bias,
@@ -47,7 +49,7 @@ def mlp(
 
 
 def stacked_mlp(
-    x: Tensor, both: nn.Module, down: nn.Module, *, activation: Activation, gate_first: bool, save: Save = "preact",
+    x: Tensor, both: Any, down: Any, *, activation: Activation, gate_first: bool, save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """The same of one projection that makes value and gate side by side."""
@@ -61,7 +63,7 @@ def stacked_mlp(
 
 
 def stacked(
-    x: Tensor, both: nn.Module, *, activation: Activation, gate_first: bool, save: Save = "preact", impl: str = "auto"
+    x: Tensor, both: Any, *, activation: Activation, gate_first: bool, save: Save = "preact", impl: str = "auto"
 ) -> Tensor:
     """Both halves of one projection and the gate, without a projection down."""
     if is_plain(both):
@@ -71,7 +73,7 @@ def stacked(
     return stacked_gate(both(x), activation, gate_first=gate_first, impl=impl)
 
 
-def _weight(linear: nn.Module) -> Tensor:
+def _weight(linear: Any) -> Tensor:
     """Its weight with contiguous features: the one copy, of a weight that was put there transposed."""
     weight: Tensor = linear.weight
     return weight if weight.stride(-1) == 1 or weight.shape[-1] == 1 else weight.contiguous()

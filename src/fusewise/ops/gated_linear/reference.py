@@ -26,7 +26,8 @@ from ._problem import Halves, Spec, compute_dtype, split_preact
 #: act(g), by name.
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
-    "gelu": lambda g: 0.5 * g * (1 + torch.erf(g / math.sqrt(2))),  # functional.gelu gives NaN for +∞ on a CPU
+    # By erfc, which does not cancel for negative gates; functional.gelu may give NaN for +∞ on a CPU.
+    "gelu": lambda g: 0.5 * g * torch.erfc(g * -math.sqrt(0.5)),
     "silu": functional.silu,
     "relu": functional.relu,
     "sigmoid": torch.sigmoid,
@@ -59,7 +60,7 @@ def derivative(g: Tensor, activation: str) -> Tensor:
         tanh = torch.tanh(inner)
         return 0.5 * (1 + tanh) + 0.5 * g * (1 - tanh**2) * slope
     if activation == "gelu":
-        return 0.5 * (1 + torch.erf(g / math.sqrt(2))) + g * torch.exp(-0.5 * g**2) / math.sqrt(2 * math.pi)
+        return 0.5 * torch.erfc(g * -math.sqrt(0.5)) + g * torch.exp(-0.5 * g**2) / math.sqrt(2 * math.pi)
     if activation == "silu":
         s = torch.sigmoid(g)
         return s * (1 + g * (1 - s))
@@ -89,10 +90,15 @@ def gradients(dy: Tensor, x: Tensor, halves: Halves, activation: str) -> tuple[T
         return tuple(part.to(x.dtype) for part in (dx, du.mT @ rows, dg.mT @ rows, du.sum(0), dg.sum(0)))
 
 
+def autocast_enabled(x: Tensor) -> bool:
+    """Whether autocast is at work where x is; torch does not answer that for meta tensors."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 @contextlib.contextmanager
 def exact(x: Tensor) -> Iterator[None]:
     """No autocast: the dtypes above are meant."""
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_enabled(x):
         with torch.autocast(x.device.type, enabled=False):
             yield
     else:

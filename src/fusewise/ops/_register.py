@@ -1,0 +1,29 @@
+"""Operators of the library `fusewise`, as every operation registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("fusewise", "FRAGMENT")
+
+
+def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operator that looks at exact strides, with its function for every device and for fake tensors.
+
+    The function runs without recording gradients: autograd lies outside the operators, yet a compiled or exported graph
+    may call them with parameters that require gradients.
+    """
+
+    def below_autograd(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args)
+        with torch.no_grad():
+            return function(*args)
+
+    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(name, below_autograd, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusewise::{name}", fake, lib=_library)
+    return getattr(torch.ops.fusewise, name).default
