@@ -45,6 +45,8 @@ BUILT_IN = (
     "fusewise.lab.providers.ours:CpuInPlace",
     "fusewise.lab.providers.ours:Triton",
     "fusewise.lab.providers.ours:TritonInPlace",
+    "fusewise.lab.providers.ours:Cuda",
+    "fusewise.lab.providers.ours:CudaInPlace",
     "fusewise.lab.providers.ours:GatedReference",
     "fusewise.lab.providers.ours:GatedCpu",
     "fusewise.lab.providers.ours:GatedCpuRecompute",

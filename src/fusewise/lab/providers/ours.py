@@ -76,6 +76,16 @@ class TritonInPlace(Triton):
     name, in_place, default = "fusewise-triton-inplace", True, False
 
 
+class Cuda(_Fusewise):
+    """The CUDA kernel."""
+
+    name, impl, devices = "fusewise-cuda", "cuda", ("cuda",)
+
+
+class CudaInPlace(Cuda):
+    name, in_place, default = "fusewise-cuda-inplace", True, False
+
+
 class _Gated(_Ours):
     """The gated linear unit, with pre-activations saved for backward."""
 
