@@ -99,6 +99,10 @@ def test_a_whole_small_study(tmp_path):
     report = (out / "report.md").read_text()
     assert "cube-8 · fp32 · bwd" in report
     assert "runs on cuda only" in report
+    made = json.loads((out / "record.json").read_text())
+    assert {entry["provider"] for entry in made["ledgers"]} == {"eager", "torchscript", "fusewise-reference"}
+    assert {"eager", "torchscript"} <= {stage["provider"] for stage in made["code"]}
+    assert "of memory traffic against eager" in (out / "report.html").read_text()
     assert [json.loads(line) for line in published.read_text().splitlines()] == rows
     assert f"report: {out / 'report.html'}" in result.stderr
 

@@ -87,6 +87,7 @@ Examples:
     "--memory-limit", type=click.FloatRange(min=0.01), help="GiB a provider may use. Default: 4/5 of the machine's."
 )
 @click.option("--warm", is_flag=True, help="Measure with a warm cache instead of a cold one.")
+@click.option("--code/--no-code", default=True, help="Look for code and memory traffic, too. Default: yes.")
 @click.option("--resume", is_flag=True, help="Go on with the interrupted run in --out.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs and of the order of rounds.")
 @click.option(
@@ -109,6 +110,7 @@ def study(
     timeout: float,
     memory_limit: float | None,
     warm: bool,
+    code: bool,
     resume: bool,
     seed: int,
     append_rows: Path | None,
@@ -151,9 +153,9 @@ def study(
     try:
         rank = ranks.from_environment()
         done = (
-            commands.run_shared(rank, options, append_rows, resume)
+            commands.run_shared(rank, options, append_rows, resume, code)
             if rank
-            else commands.run(options, append_rows, resume)
+            else commands.run(options, append_rows, resume, code)
         )
     except ValueError as error:  # the run directory has another run
         raise click.ClickException(str(error)) from None

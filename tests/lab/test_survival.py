@@ -15,7 +15,7 @@ from builders import row, study_record
 
 from fusewise.lab import folder, record
 
-SMALL = ["study", "rope", "--device", "cpu", "--warm", "--pass", "fwd", "--rounds", "3:3"]
+SMALL = ["study", "rope", "--device", "cpu", "--warm", "--pass", "fwd", "--rounds", "3:3", "--no-code"]
 
 
 def command(out, *arguments, cases=("cube-4",), providers="eager", limit=None, **environment):

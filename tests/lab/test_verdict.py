@@ -80,6 +80,8 @@ def test_a_faster_library_is_told_beside_ours():
     ("times", "noise", "worth", "words"),
     [
         ({"floor-copy": 10.0, "eager": 10.5}, 0.001, "no", "eager is at 95.2 % of the limit"),
+        ({"floor-copy": 10.0, "eager": 9.0}, 0.001, "no", "eager is at 111 % of the limit"),
+        ({"floor-copy": 10.0, "eager": 6.0}, 0.001, "cannot tell", "eager is faster than the floor, 167 %"),
         ({"floor-launch": 10.0, "eager": 90.0}, 0.001, "no", "capture a CUDA graph"),
         ({"floor-copy": 10.0, "eager": 20.0}, 0.001, "try", "no hand-written kernel was measured"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0}, 0.001, "try", "measured here is faster"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import folder, machine, plugin, record, targets, verdict
+from . import folder, inside, machine, plugin, record, targets, verdict
 from .compare import Comparison
 from .ranks import Rank
 from .record import Json, Record
@@ -19,8 +19,11 @@ from .render import groups, html, markdown, plots, size, terminal
 from .study import Options, Study
 
 
-def run(options: Options, append_rows: Path | None = None, resume: bool = False) -> tuple[Record, Path]:
+def run(
+    options: Options, append_rows: Path | None = None, resume: bool = False, code: bool = True
+) -> tuple[Record, Path]:
     """Measure, write the run directory, return the record and the report's path. `resume`: go on with what is there.
+    `code`: then look inside the providers, for their code and their memory traffic.
 
     OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
     rows measured so far are on disk and in the report.
@@ -31,6 +34,9 @@ def run(options: Options, append_rows: Path | None = None, resume: bool = False)
             study = Study(options, live, before)
             try:
                 study.run()
+                if code:
+                    inside.look(options, study.record, live.looking)
+                    record.save(study.record, options.out)
             finally:
                 report = render(study.record, options.out)
     if append_rows is not None:
@@ -56,13 +62,16 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_shared(rank: Rank, options: Options, append_rows: Path | None, resume: bool) -> tuple[Record, Path] | None:
-    """This rank's part of a study, and in rank 0 the whole: gathered, written, rendered. The other ranks get None."""
+def run_shared(
+    rank: Rank, options: Options, append_rows: Path | None, resume: bool, code: bool
+) -> tuple[Record, Path] | None:
+    """This rank's part of a study, and in rank 0 the whole: gathered, written, rendered. The other ranks get None. Rank
+    0 alone looks inside the providers."""
     if rank.number == 0:
         folder.interrupted(options.out, resume and (options.out / "record.json").exists())
     mine = rank.share(options)
     try:
-        part, _ = run(mine, resume=resume and (mine.out / "record.json").exists())
+        part, _ = run(mine, resume=resume and (mine.out / "record.json").exists(), code=code and rank.number == 0)
     except BaseException:
         rank.store.set(f"record/{rank.number}", "")  # nobody waits for what does not come
         raise

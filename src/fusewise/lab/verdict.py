@@ -17,6 +17,8 @@ from .render import groups, number, percent, size
 
 #: A provider this near the limit leaves nothing that is worth a kernel.
 ENOUGH = 0.9
+#: And one this far below the limit says that the limit was none: a floor in other caches, or on a busier machine.
+BEYOND = 1.5
 #: Bytes beyond this many times the minimum are a cause.
 EXCESS = 1.1
 #: A share of the time from which launches, or a clock below the others', are a cause.
@@ -177,6 +179,8 @@ def _worth(
         return "cannot tell", None, "no compiler was measured beside"
     best = compilers[0]
     reach = minimum / _time(best)
+    if reach > BEYOND:
+        return "cannot tell", None, f"{best.provider} is faster than the floor, {percent(reach)}, so that was no limit"
     if bound == "launch":
         return "no", None, "starting anything takes as long; fuse it with its neighbours or capture a CUDA graph"
     if reach >= ENOUGH:

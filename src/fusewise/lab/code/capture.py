@@ -93,17 +93,9 @@ def default_target(device: str) -> str:
     return "sm_90"
 
 
-def stages(
-    entries: Sequence[plugin.Entry],
-    task: Task,
-    target: str,
-    out: Path,
-    told: Callable[[str], None] = lambda _: None,
-    timeout: float = TIMEOUT_S,
-) -> dict[str, Any]:
-    """Write every stage of every provider below `out`; returns the index, which is in `out/index.json`, too."""
-    out.mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {
+def new_index(task: Task, target: str) -> dict[str, Any]:
+    """The index of a folder before any provider is in it."""
+    return {
         "kind": KIND,
         "schema": SCHEMA_VERSION,
         "op": task.op,
@@ -115,20 +107,41 @@ def stages(
         "environment": machine.environment(task.device),
         "providers": [],
     }
+
+
+def wish(entry: plugin.Entry, task: Task, target: str, out: Path) -> dict[str, Any]:
+    """The request for one provider's stages, with their files below `out`."""
+    folder = out / folder_name(entry.name)
+    return {"do": "stages", "task": task.to_json(), "target": target, "folder": str(folder)}
+
+
+def indexed(entry: plugin.Entry, answer: Answer) -> dict[str, Any]:
+    """A provider's part of the index."""
+    return {
+        "provider": answer.provider,
+        "status": answer.status,
+        "reason": answer.reason,
+        "versions": entry.provider.versions() if entry.provider else {},
+        "stages": answer.found.get("stages", []),
+    }
+
+
+def stages(
+    entries: Sequence[plugin.Entry],
+    task: Task,
+    target: str,
+    out: Path,
+    told: Callable[[str], None] = lambda _: None,
+    timeout: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """Write every stage of every provider below `out`; returns the index, which is in `out/index.json`, too."""
+    out.mkdir(parents=True, exist_ok=True)
+    index = new_index(task, target)
     for entry in entries:
         told(entry.name)
-        folder = out / folder_name(entry.name)
-        request = {"do": "stages", "task": task.to_json(), "target": target, "folder": str(folder)}
-        (answer,) = ask(entry, [request], out / "logs" / f"{folder.name}.log", timeout=timeout)
-        index["providers"].append(
-            {
-                "provider": answer.provider,
-                "status": answer.status,
-                "reason": answer.reason,
-                "versions": entry.provider.versions() if entry.provider else {},
-                "stages": answer.found.get("stages", []),
-            }
-        )
+        log = out / "logs" / f"{folder_name(entry.name)}.log"
+        (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout)
+        index["providers"].append(indexed(entry, answer))
         record.write_atomically(out / "index.json", record.dumps(index) + "\n")
     return index
 

@@ -82,6 +82,9 @@ def report(record: Record) -> str:
         row_columns=ROW_COLUMNS,
         rows=[_line(record, row, anchors[row.id]) for row in record.rows],
         stages=_stages(record.code),
+        code_of=" ".join(str(record.code[0].get(name, "")) for name in ("case", "dtype", "pass")).strip()
+        if record.code
+        else "",
         code=[{"lines": stage.get("lines", {}), "counts": stage.get("counts", {})} for stage in _ordered(record.code)],
         facts=_facts(record),
         request=json.dumps(record.request, indent=1, ensure_ascii=False),
@@ -201,8 +204,9 @@ def _ordered(code: Sequence[Json]) -> list[Json]:
 def _stages(code: Sequence[Json]) -> list[dict[str, str]]:
     """Name and text of every stage, in the order of the browser."""
     found = []
+    telling = [n for n in ("case", "dtype", "pass") if len({stage.get(n) for stage in code}) > 1]
     for stage in _ordered(code):
-        of = [str(stage[name]) for name in ("case", "dtype", "pass", "part", "target") if stage.get(name)]
+        of = [str(stage[name]) for name in (*telling, "part", "target") if stage.get(name)]
         where = f" ({' '.join(of)})" if of else ""
         found.append(
             {

@@ -48,6 +48,9 @@ class Live:
             self.bar, description=f"{self.title}: first calls and checks", completed=index, total=total
         )
 
+    def looking(self, name: str) -> None:
+        self.progress.update(self.bar, description=f"code and traffic: {escape(name)}")
+
     def provider(self, name: str, status: str, reason: str) -> None:
         if status in ("wrong", "failed") and (name, reason) not in self.told:
             self.told.add((name, reason))

@@ -1,0 +1,60 @@
+"""After the times, a look inside: the code of every provider that was right, and what each reads and writes.
+
+The code is that of the study's first case; the ledgers are those of a few, since a ratio of traffic is the same for all
+sizes of a sweep. Both are made in processes of their own, after the last round, so that no time depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from . import analysis, machine, plugin, record
+from .code import capture
+from .problem import Task
+from .record import Record
+from .study import Options
+
+#: Groups that get ledgers: the first of each dtype and pass, then others in order.
+LEDGER_TASKS = 6
+#: A listing longer than this, characters, is cut in the record; the file beside it is whole.
+LONGEST_TEXT = 300_000
+
+
+def look(options: Options, found: Record, told: Callable[[str], None]) -> None:
+    """Add `code` and `ledgers` to a record. The texts are in `code/` beside it, too, with their index."""
+    right = {row.provider for row in found.rows if row.status == "ok" and not analysis.is_floor(row.provider)}
+    entries = [entry for entry in options.providers if entry.name in right]
+    if not entries:
+        return
+    target, folder = capture.default_target(options.device), options.out.resolve() / "code"
+    first, tasks = options.tasks[0], chosen(options.tasks)
+    traffic = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
+
+    def ask(entry: plugin.Entry) -> list[capture.Answer]:
+        told(entry.name)
+        log = folder / "logs" / f"{capture.folder_name(entry.name)}.log"
+        return capture.ask(entry, [capture.wish(entry, first, target, folder), *traffic], log, timeout=options.timeout)
+
+    with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # nothing is timed any more
+        answers = list(pool.map(ask, entries))
+    index = capture.new_index(first, target)
+    index["providers"] = [capture.indexed(entry, mine[0]) for entry, mine in zip(entries, answers, strict=True)]
+    record.write_atomically(folder / "index.json", record.dumps(index) + "\n")
+    place = {"op": first.op, "case": first.case, "dtype": first.dtype, "pass": first.pass_}
+    found.code = [{**stage, **place, "text": cut(stage["text"])} for stage in capture.for_record(index, folder)]
+    found.ledgers = [answer.found["ledger"] for mine in answers for answer in mine[1:] if answer.status == "ok"]
+
+
+def chosen(tasks: Sequence[Task]) -> list[Task]:
+    """At most LEDGER_TASKS of the tasks, in their order: one of each dtype and pass before a second of any."""
+    firsts = {(task.dtype, task.pass_): task for task in reversed(tasks)}
+    rest = [task for task in tasks if firsts[task.dtype, task.pass_] is not task]
+    kept = [*firsts.values(), *rest][:LEDGER_TASKS]
+    return [task for task in tasks if task in kept]
+
+
+def cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]}\n… {len(text) - LONGEST_TEXT} more characters in the file\n"
