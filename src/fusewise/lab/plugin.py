@@ -160,7 +160,8 @@ class Provider:
         raise Unsupported("does not show its code")
 
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
-        """The kernels of one pass over `problem`, with the bytes that each reads and writes; see `ledger.py`."""
+        """The kernels of one pass over `problem` on its device, with the bytes that each reads and writes; see `ledger.py`.
+        What cannot run there is told as it would run on `target`."""
         raise Unsupported("does not tell what it reads and writes")
 
     def versions(self) -> dict[str, str]:

@@ -21,6 +21,8 @@ from ..process import WorkerFailed, WorkerProcess
 KIND = "fusewise.code"
 SCHEMA_VERSION = 1
 TIMEOUT_S = 300.0
+#: Why a provider without the method has no answer.
+SILENT = {"stages": "does not show its code", "traffic": "does not tell what it reads and writes"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def ask(
 
     if entry.provider is None:
         return [failed(f"could not be loaded: {entry.problem}") for _ in requests]
+    silent = {
+        name for name in ("stages", "traffic") if getattr(type(entry.provider), name) is getattr(plugin.Provider, name)
+    }
+    if {request["do"] for request in requests} <= silent:
+        return [failed(SILENT[request["do"]], "missing") for request in requests]
     log.parent.mkdir(parents=True, exist_ok=True)
     answers: list[Answer] = []
     worker: WorkerProcess | None = None

@@ -74,7 +74,7 @@ def texts(index: dict[str, Any]) -> str:
 def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture.TIMEOUT_S) -> dict[str, Any]:
     """Profile one provider into `out`; {"status", "reason", "rows", "table", "files", "ledger"}."""
     out.mkdir(parents=True, exist_ok=True)
-    target = capture.default_target(task.device) if task.device.startswith("cuda") else "cpu"
+    target = capture.default_target(task.device)
     log = out / "log.txt"
     # The profile comes first, in a process that nothing has been made to believe otherwise.
     (seen,) = capture.ask(

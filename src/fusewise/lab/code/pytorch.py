@@ -66,15 +66,10 @@ def compile_stages(problem: Problem, run: Run, target: str) -> list[Stage]:
     return found
 
 
-def compile_traffic(problem: Problem, run: Run, target: str) -> list[Kernel]:
-    """The kernels that Inductor schedules, for `target` where that is another device than the one at hand."""
-    function = problem.program().function
-    call = passes.runner(problem, run)
-    if problem.device.type == "cuda" or target == "cpu":
-        with inductor.watched() as generated:
-            _compiled(call, function)
-    else:
-        generated = inductor.cross_compiled(inductor.lowered(call, function), target)
+def compile_traffic(problem: Problem, run: Run) -> list[Kernel]:
+    """The kernels that Inductor schedules for the device at hand."""
+    with inductor.watched() as generated:
+        _compiled(passes.runner(problem, run), problem.program().function)
     return kernels_of_pass(problem, generated)
 
 

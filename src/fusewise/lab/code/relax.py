@@ -56,9 +56,10 @@ def _compiled(module: Any, target: str, tvm: Any, relax: Any) -> list[Stage]:
 
 
 def traffic(problem: Problem, target: str) -> list[Kernel]:
-    """The primitive functions that the scheduled program calls, with the tensors of each."""
+    """The primitive functions that the scheduled program calls on the device at hand, with the tensors of each."""
     tvm, relax, module = _imported(problem)
-    return calls(schedule(module, tvm_target(tvm, target), relax).script())
+    where = "cpu" if problem.device.type == "cpu" else target
+    return calls(schedule(module, tvm_target(tvm, where), relax).script())
 
 
 def tvm_target(tvm: Any, target: str) -> Any:

@@ -16,7 +16,7 @@ from .stage import Stage, tidy
 #: Symbols that make another view of a tensor, or no tensor at all.
 VIEWS = {
     "view", "reshape", "permute", "transpose", "t", "mT", "expand", "unsqueeze", "squeeze", "flatten", "unflatten",
-    "getitem", "select", "slice", "narrow", "chunk", "split", "unbind", "broadcast_in_dim", "expand_as", "detach",
+    "getitem", "__getitem__", "select", "slice", "narrow", "chunk", "split", "unbind", "broadcast_in_dim", "expand_as", "detach",
     "movedim", "stride_order", "shallow_copy",
 }  # fmt: skip
 
@@ -52,16 +52,26 @@ def _trace(trace: Any, number: int, part: str) -> Stage:
 
 
 def traffic(problem: Problem, run: Run) -> list[Kernel]:
-    """The operations of the final traces; a region that an executor fused is one kernel."""
+    """The operations of the final traces; for a region that torch.compile compiled, the kernels that Inductor made of it;
+    a region of another executor is one kernel."""
     import thunder
 
-    passes.once(problem, run)
-    traces = []
-    if problem.task.pass_ != "bwd":
-        traces.append(thunder.last_traces(run.call)[-1])
+    with inductor.watched() as generated:
+        passes.once(problem, run)
+    traces = {"fwd": thunder.last_traces(run.call)}
     if problem.task.pass_ != "fwd":
-        traces.append(thunder.last_backward_traces(run.call)[-1])
-    return [kernel for trace in traces for symbol in trace.bound_symbols if (kernel := _kernel(symbol)) is not None]
+        traces["bwd"] = thunder.last_backward_traces(run.call)
+    compiled = iter(generated)  # in the order of the regions
+    found = []
+    for pass_, steps in traces.items():
+        for symbol in steps[-1].bound_symbols:
+            kernel = _kernel(symbol)
+            if kernel is None:
+                continue
+            region = next(compiled, None) if symbol.sym.name.startswith("TorchCompile") else None
+            if pass_ == problem.task.pass_ or problem.task.pass_ == "fwd+bwd":
+                found += [kernel] if region is None else region.kernels
+    return found
 
 
 def _counts(symbol: Any) -> bool:

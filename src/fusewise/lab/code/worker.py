@@ -28,6 +28,7 @@ class Server:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked; whatever goes wrong in a compiler becomes a status and a reason."""
         try:
+            self.provider.check(self.provider.devices[0])  # its library must be here; its device need not
             problem = targets.problem_for(Task(**request["task"]))
             if request["do"] == "stages":
                 stages = self.provider.stages(problem, request["target"])

@@ -101,7 +101,7 @@ class TorchCompile(Provider):
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
         from ..code import pytorch
 
-        return pytorch.compile_traffic(problem, self.build(problem), target)
+        return pytorch.compile_traffic(problem, self.build(problem))
 
 
 class TorchCompileTuned(TorchCompile):
