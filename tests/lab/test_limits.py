@@ -1,0 +1,99 @@
+"""The machine's limits: measured, kept for the user alone, and used where a group has no floor of its own."""
+
+import json
+import os
+
+import pytest
+import torch
+from builders import measurement, row
+from click.testing import CliRunner
+
+from fusewise.cli import cli
+from fusewise.lab import analysis, limits, record
+
+FOUND = {
+    "device": "test", "created": "2026-01-01T00:00:00+00:00", "copy_gb_s": 1000.0, "triad_gb_s": 900.0,
+    "launch_us": 2.0, "matmul_tflop_s": {"fp32": 1.0}, "clocks": None, "versions": {"torch": "2"},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_measured_limits_are_sane_and_kept(monkeypatch):
+    monkeypatch.setitem(limits.VECTOR_BYTES, "cpu", 2**22)
+    monkeypatch.setitem(limits.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setattr(limits.machine, "cache_bytes", lambda _: 2**20)
+    result = CliRunner().invoke(cli, ["limits", "--device", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert 0.05 < found["copy_gb_s"] < 1e4
+    assert 0.05 < found["triad_gb_s"] < 1e4
+    assert 0 < found["launch_us"] < 1e4
+    assert set(found["matmul_tflop_s"]) == {"fp32", "bf16", "fp16"}
+    assert all(0 < rate < 1e3 for rate in found["matmul_tflop_s"].values())
+    assert limits.kept("cpu") == found
+    file = limits.path("cpu")
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    shown = CliRunner().invoke(cli, ["limits", "--device", "cpu", "--kept"])
+    assert shown.exit_code == 0
+    assert "triad" in shown.stdout
+    schema = record.schema()
+    pytest.importorskip("jsonschema").validate(found, {**schema, **schema["$defs"]["limits"]})
+
+
+def test_nothing_kept_is_told():
+    assert limits.kept("cpu") is None
+    result = CliRunner().invoke(cli, ["limits", "--device", "cpu", "--kept"])
+    assert result.exit_code == 1
+    assert "none are kept for cpu; run `fusewise limits`" in result.output
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", "nonsense", json.dumps({**FOUND, "copy_gb_s": "fast"}), json.dumps({**FOUND, "launch_us": -1.0}),
+     json.dumps({**FOUND, "matmul_tflop_s": {"fp32": None}}), json.dumps({**FOUND, "matmul_tflop_s": 3})],
+)  # fmt: skip
+def test_a_file_that_is_not_ours_counts_as_none(content):
+    limits.keep(FOUND, "cpu")
+    assert limits.kept("cpu") == FOUND
+    limits.path("cpu").write_text(content)
+    assert limits.kept("cpu") is None
+
+
+def test_a_file_that_others_could_write_counts_as_none():
+    limits.keep(FOUND, "cpu")
+    os.chmod(limits.path("cpu"), 0o666)
+    assert limits.kept("cpu") is None
+
+
+def test_another_build_or_thread_count_has_limits_of_its_own(monkeypatch):
+    limits.keep(FOUND, "cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert limits.kept("cpu") is None
+
+
+def test_they_give_shares_where_a_run_has_no_floors():
+    rows, _ = analysis.group_rows([row("eager")], [measurement("eager", [[16.0]] * 4)], FOUND)
+    assert (rows[0].limit, rows[0].share_of_limit) == ("copy", pytest.approx(0.5))  # 8 MB at 1000 GB/s: 8 µs
+    rows, _ = analysis.group_rows([row("eager", flops_min=32_000_000)], [measurement("eager", [[64.0]] * 4)], FOUND)
+    assert (rows[0].limit, rows[0].share_of_limit) == ("matmul", pytest.approx(0.5))
+    small = [row("eager", bytes_min=1000)]
+    rows, _ = analysis.group_rows(small, [measurement("eager", [[4.0]] * 4)], FOUND)
+    assert (rows[0].limit, rows[0].share_of_limit) == ("launch", pytest.approx(0.5))
+
+
+def test_a_floor_of_the_run_counts_before_them():
+    pair = [measurement("eager", [[40.0]] * 4), measurement("floor-copy", [[20.0]] * 4)]
+    rows, _ = analysis.group_rows([row("eager"), row("floor-copy", error=None)], pair, FOUND)
+    assert (rows[0].limit, rows[0].share_of_limit) == ("copy", pytest.approx(0.5))
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_near_what_it_is_known_for():
+    found = limits.measure("cuda:0")
+    assert found["copy_gb_s"] > 200
+    assert found["matmul_tflop_s"]["bf16"] > 2 * found["matmul_tflop_s"]["fp32"]
+    assert 0.5 < found["launch_us"] < 20

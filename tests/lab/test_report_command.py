@@ -1,0 +1,66 @@
+"""`fusewise report`: everything that is shown is a function of the record on disk."""
+
+import ast
+import json
+
+import pytest
+from builders import full_record
+from click.testing import CliRunner
+
+from fusewise.cli import cli
+from fusewise.lab import record
+
+
+@pytest.fixture
+def run(tmp_path):
+    record.save(full_record(1), tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
+
+
+def test_it_renders_anew_and_the_same(run):
+    result = invoke(run)
+    assert result.exit_code == 0, result.output
+    assert f"report: {run / 'report.html'}" in result.output.replace("\n", "")
+    assert "yes: fusewise-cpu" in result.output
+    first = {name: (run / name).read_bytes() for name in ("report.html", "report.md")}
+    assert invoke(run / "record.json").exit_code == 0
+    assert first == {name: (run / name).read_bytes() for name in first}
+    assert invoke(run, "--out", run / "elsewhere").exit_code == 0
+    assert (run / "elsewhere" / "report.html").read_bytes() == first["report.html"]
+
+
+def test_it_gives_verdicts_and_rows_as_json(run):
+    found = json.loads(invoke(run, "--json").stdout)
+    assert [group["pass"] for group in found] == ["fwd", "bwd"]
+    assert (found[0]["worth"], found[0]["kernel"], found[0]["bound"]) == ("yes", "fusewise-cpu", "memory")
+    assert found[0]["rows"][0]["id"] == "rope/cube-1/fp32/fwd/floor-copy"
+    assert found[0]["sentences"][0].startswith("It is memory-bound")
+    assert not (run / "report.html").exists()
+
+
+def test_a_row_prints_its_program(run):
+    program = invoke(run, "--script", "rope/cube-1/fp32/bwd/jax").stdout
+    assert "'bwd'" in program
+    ast.parse(program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("nowhere",), 2, "does not exist"),
+        (("{run}", "--script", "nope"), 2, "--script must be the id of a row, such as rope/cube-1/fp32/fwd/floor-copy"),
+        (("{run}/garbage",), 2, "must be the record.json of a study"),
+        (("{run}/newer",), 2, "record: schema must be 1 to"),
+        (("{run}", "--out", "{run}/garbage/below"), 1, "--out must be writable"),
+    ],
+)
+def test_what_cannot_be_done_is_told(run, arguments, code, words):
+    (run / "garbage").write_text("no json")
+    (run / "newer").write_text(json.dumps({**full_record(1).to_json(), "schema": 99}))
+    result = invoke(*(a.format(run=run) for a in arguments))
+    assert result.exit_code == code, result.output
+    assert words in " ".join(result.output.replace("│", " ").split())
