@@ -28,6 +28,10 @@ LOOK_EVERY = 0.1
 LONGEST_LINE = 16 * 2**20
 
 
+#: Set in workers, so that a file of the user's that starts a study when imported does not start another one there.
+WORKER = "FUSEWISE_WORKER"
+
+
 class WorkerFailed(Exception):
     """The worker is gone; the message says what it did."""
 
@@ -60,7 +64,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
-                env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+                env={**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
                 start_new_session=True,  # a Ctrl-C is the coordinator's; its children die with it, together
             )
         self._send(start)

@@ -169,11 +169,11 @@ def _bad(text: str, contract: str, got: str, fix: str) -> ValueError:
     return ValueError(f"study: input {text!r} must {contract}, got {got}; {fix}")
 
 
-def spec_of(value: Any) -> Spec:
+def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     """What an argument looks like, so that one like it can be made elsewhere: never the values themselves.
 
-    Floating tensors: normal with the mean and deviation of the values, or uniform in their range where none is negative.
-    Integers: uniform in their range. Tensors that want no gradient and hold no floating numbers need no `fixed`.
+    Floating tensors: normal with the mean and deviation of the values, or uniform in their range where none is negative;
+    `fixed` if told so and they want no gradient. Integers: uniform in their range.
     """
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool | int | float | str):
@@ -186,7 +186,8 @@ def spec_of(value: Any) -> Spec:
     if value.dtype not in names:
         raise TypeError(f"study: tensors must be of {', '.join(DTYPES)}, got {value.dtype}; convert it first")
     strides = () if value.is_contiguous() else tuple(value.stride())
-    spec = TensorSpec(names[value.dtype], tuple(value.shape), strides)
+    fixed = fixed_unless_wanted and value.is_floating_point() and not value.requires_grad
+    spec = TensorSpec(names[value.dtype], tuple(value.shape), strides, fixed=fixed)
     if value.numel() == 0 or value.dtype == torch.bool:
         return spec
     wide = value.detach().double()
@@ -195,10 +196,12 @@ def spec_of(value: Any) -> Spec:
         return replace(spec, fill="randint", values=(low, high + 1))
     if low == high:
         return replace(spec, fill="full", values=(low,))
-    if low >= 0:
+    mean, deviation, low, high = (
+        float(f"{v:.3g}") for v in (wide.mean().item(), wide.std(correction=0).item(), low, high)
+    )
+    if 0 <= low < high:
         return replace(spec, fill="uniform", values=(low, high))
-    deviation = wide.std(correction=0).item()
-    return replace(spec, fill="randn", values=(round(wide.mean().item(), 6), round(deviation, 6)))
+    return replace(spec, fill="randn", values=(mean, deviation))
 
 
 def written(name: str, spec: Spec) -> str:

@@ -75,7 +75,7 @@ class User(Target):
         return UserCase(text, (floating[0].dtype,), passes)
 
     def detail(self, case: Case) -> Mapping[str, Any]:
-        return {"place": self.place, "inputs": list(self.texts)}
+        return {"place": self.place, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
 
     def problem(self, task: Task) -> Problem:
         return UserProblem(task)
@@ -107,12 +107,12 @@ def _absolute(place: str) -> str:
     return f"{file}:{attribute}"
 
 
-def load(place: str, seed: int = 0) -> Callable[..., Any]:
-    """The function or module at `place`. ValueError where there is none; whatever importing it raises comes through."""
-    path, _, attribute = place.rpartition(":")
+def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., Any]:
+    """The function or module at `place`, searched for in `path`, too. ValueError where there is none; whatever importing it raises comes through."""
+    where, _, attribute = place.rpartition(":")
     torch.manual_seed(seed)  # for parameters that are drawn while importing, or below
-    if path.endswith(".py"):
-        file = Path(path)
+    if where.endswith(".py"):
+        file = Path(where)
         name = f"_fusewise_study_{file.stem}"
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
@@ -121,12 +121,12 @@ def load(place: str, seed: int = 0) -> Callable[..., Any]:
         sys.path.insert(0, str(file.parent))  # as if the file were run
         spec.loader.exec_module(module)
     else:
-        sys.path.insert(0, "")
-        module = importlib.import_module(path)
+        sys.path[:] = dict.fromkeys(["", *sys.path, *path])
+        module = importlib.import_module(where)
     try:
         found = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise ValueError(f"study: {attribute} must be defined at the top of {path}; check its name") from None
+        raise ValueError(f"study: {attribute} must be defined at the top of {where}; check its name") from None
     made: Any = found() if isinstance(found, type) and issubclass(found, nn.Module) else found
     if not callable(made):
         raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
@@ -135,7 +135,12 @@ def load(place: str, seed: int = 0) -> Callable[..., Any]:
 
 def parameters(function: Callable[..., Any]) -> list[str]:
     """The names of the arguments that can be given by position."""
-    of = function.forward if isinstance(function, nn.Module) else function
+    of: Any = function
+    if isinstance(function, nn.Module):
+        of = function.forward
+    elif isinstance(function, type) and issubclass(function, nn.Module):
+        names = list(inspect.signature(function.forward).parameters)
+        return names[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(of).parameters.values() if p.kind in kinds]
 
@@ -155,7 +160,7 @@ def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[
 class UserProblem(Problem):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.function = load(task.detail["place"], task.seed)
+        self.function = load(task.detail["place"], task.seed, task.detail.get("path", ()))
         specs = [(name, self._of_task(spec)) for name, spec in arguments(self.function, task.detail["inputs"])]
         #: Arguments, with None where a tensor of `tensors` belongs.
         self.arguments: list[Any] = [None if isinstance(s, inputs.TensorSpec) else s for _, s in specs]

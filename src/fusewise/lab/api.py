@@ -1,0 +1,201 @@
+"""A study from Python: `fusewise.study(function, *arguments)`, and what it gives a notebook to show."""
+
+from __future__ import annotations
+
+import datetime
+import html
+import inspect
+import os
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import commands, plan
+from .process import WORKER
+from .record import Record, Row
+from .render import number, percent
+from .targets import inputs, user
+
+
+class Result:
+    """A finished study: the record, the rows in it, and the report's path. A notebook shows it as a table."""
+
+    def __init__(self, record: Record, report: Path) -> None:
+        self.record = record
+        self.report = report
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.record.rows
+
+    def _lines(self) -> list[list[str]]:
+        """A line for each row: what a reader looks for first."""
+        found = []
+        for row in sorted(self.rows, key=lambda r: (r.key, r.device_us is None, r.device_us or 0.0)):
+            time = number(row.device_us) if row.device_us is not None else f"{row.status}: {row.reason}"
+            error = "–" if row.error is None else f"{row.error:.2e}"
+            share = percent(row.share_of_limit)
+            found.append(
+                [row.case, row.dtype, row.pass_, row.provider, time, share, error, row.verdict_vs_best_other or "–"]
+            )
+        return found
+
+    columns = ("case", "dtype", "pass", "provider", "time µs", "of limit", "error", "against the best other")
+
+    def __repr__(self) -> str:
+        table = [list(self.columns), *self._lines()]
+        widths = [max(len(line[i]) for line in table) for i in range(len(self.columns))]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+        )
+        return "\n".join([*lines, f"report: {self.report}"])
+
+    def _repr_html_(self) -> str:
+        def cells(line: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
+
+        head, body = cells(self.columns, "th"), "".join(cells(line, "td") for line in self._lines())
+        report = html.escape(str(self.report))
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table><p>report: <code>{report}</code></p>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
+
+
+def study(
+    function: Callable[..., Any],
+    *arguments: Any,
+    providers: Sequence[str] | None = None,
+    passes: str | None = None,
+    out: str | Path | None = None,
+    rounds: tuple[int, int] | None = None,
+    time_limit: float | None = None,
+    timeout: float = 300.0,
+    warm: bool = False,
+    seed: int = 0,
+    code: bool = True,
+) -> Result:
+    """Run `function(*arguments)` through every compiler that is here: right or wrong, how fast, how near the limits.
+
+    Each provider works in a process of its own, which imports the function by its file or module and its name, and draws
+    arguments like those given: same dtype, shape, strides and range, other values. A function of a notebook is written to
+    the run directory with the names of modules and the constants that it uses.
+
+    Args:
+        function: a function at the top of a file or module, or a module's class; of a tensor or more.
+        arguments: tensors, numbers, texts, bools, None. With tensors that want a gradient the backward is measured, too.
+            The first tensor's device is where it runs.
+        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`.
+
+    Raises:
+        TypeError, ValueError: for a function that another process cannot import, and for arguments it cannot make.
+        RuntimeError: called while a study's own process imports the file; put the call under
+            `if __name__ == "__main__":`.
+
+    Example:
+        >>> fusewise.study(my_function, torch.randn(4096, 4096), providers=["eager", "torch.compile"])
+    """
+    if os.environ.get(WORKER):
+        raise RuntimeError(
+            "study: must not be called while a study imports the file; put the call under `if __name__ == '__main__':`"
+        )
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    differentiable = any(value.requires_grad for value in tensors)
+    specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
+    names = [*user.parameters(function), *[""] * len(specs)]  # one too many is told with the command line's words
+    texts = [inputs.written(name, spec) for name, spec in zip(names, specs, strict=False)]
+    if not tensors:
+        raise ValueError(f"study: arguments must have a tensor among them, got {len(arguments)} without one; add one")
+    name = getattr(function, "__name__", type(function).__name__)
+    stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    directory = Path(out) if out is not None else Path("fusewise-runs") / f"{name}-{stamp}"
+    request = plan.Request(
+        target=place(function, directory),
+        inputs=texts,
+        providers=providers,
+        passes=passes or (None if differentiable else "fwd"),
+        device=str(tensors[0].device),
+        rounds=rounds,
+        time_limit=time_limit,
+        timeout=timeout,
+        warm=warm,
+        seed=seed,
+    )
+    return Result(*commands.run(plan.options(request, directory), code=code))
+
+
+def place(function: Callable[..., Any], directory: Path) -> str:
+    """`FILE.py:NAME` or `MODULE:NAME`, by which another process finds the function."""
+    if isinstance(function, nn.Module):
+        raise TypeError(
+            "study: function must be one that another process can import, got a module's instance; "
+            "give its class, or the name of the instance on the command line: fusewise study FILE.py:NAME"
+        )
+    name = getattr(function, "__qualname__", "")
+    if not name or "<" in name:
+        raise ValueError(
+            f"study: function must be defined at the top of a file or cell, got {name or function!r}; "
+            "give it a name of its own there"
+        )
+    module = inspect.getmodule(function)
+    if module is not None and module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(module, "__file__", None)
+    if file is not None and Path(file).is_file():
+        return f"{Path(file).resolve()}:{name}"
+    folder = directory.with_name(f"{directory.name}-source")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.py"
+    path.write_text(written(function), encoding="utf-8")
+    return f"{path}:{name}"
+
+
+def written(function: Callable[..., Any]) -> str:
+    """A file with the function's source and what it needs by name: modules, importable functions, plain constants, and
+    other functions of the same notebook."""
+    lines: dict[str, str] = {}
+    sources: list[str] = []
+
+    def add(of: Any) -> None:
+        try:
+            source = inspect.getsource(of)
+        except (OSError, TypeError):
+            raise ValueError(
+                f"study: function must have source that can be read, got {of.__name__} without; save it to a file and import it"
+            ) from None
+        if source in sources:
+            return
+        sources.append(source)
+        for name in _names(of.__code__):
+            if name in of.__globals__:
+                need(name, of.__globals__[name])
+
+    def need(name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType):
+            lines[name] = f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}"
+        elif isinstance(value, types.FunctionType) and value.__module__ == "__main__":
+            add(value)
+        elif getattr(value, "__module__", None) not in (None, "__main__") and hasattr(value, "__name__"):
+            lines[name] = f"from {value.__module__} import {value.__name__} as {name}"
+        elif isinstance(value, bool | int | float | str | torch.dtype | None):
+            lines[name] = (
+                f"import torch\n{name} = {value!r}" if isinstance(value, torch.dtype) else f"{name} = {value!r}"
+            )
+        else:
+            raise ValueError(
+                f"study: function must use modules, functions and constants only, got {name} of type "
+                f"{type(value).__name__}; make it an argument, or save the function to a file"
+            )
+
+    add(function)
+    return "\n".join([*lines.values(), "", *reversed(sources)])
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Global names that a function's code, and the functions inside it, may use."""
+    inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
+    return [*code.co_names, *inner]
