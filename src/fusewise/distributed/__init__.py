@@ -1,3 +1,17 @@
 """Sharding rules: how the operators of fusewise run on DTensors. Opt-in, by `register_sharding_rules()`."""
 
-from .rope import register_sharding_rules as register_sharding_rules
+from __future__ import annotations
+
+from . import gated_linear, rope
+
+
+def register_sharding_rules() -> None:
+    """Let the functions of fusewise take DTensors.
+
+    `rope` and `rope_`: sharded by batch or heads or replicated. `gated_linear` and its relatives: by rows, by features
+    of the gate, or replicated; see `gated_linear.py`. What is sharded otherwise DTensor redistributes first.
+
+    The rules belong to the process and stay; calling this again does nothing.
+    """
+    rope.register()
+    gated_linear.register()

@@ -19,11 +19,8 @@ from ..ops.rope._problem import Spec, layout_dims
 
 
 @functools.cache
-def register_sharding_rules() -> None:
-    """Let `fusewise.rope` and `fusewise.rope_` take DTensors, sharded by batch or heads or replicated.
-
-    The rules belong to the process and stay; calling this again does nothing.
-    """
+def register() -> None:
+    """Let `fusewise.rope` and `fusewise.rope_` take DTensors, sharded by batch or heads or replicated."""
     operators = torch.ops.fusewise
     for count, op in ((1, operators.rope), (2, operators.rope_qk)):
         register_sharding(op.default)(functools.partial(_placements, count, count))

@@ -34,10 +34,12 @@ def transforms_active() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
-def may_overwrite() -> bool:
-    """Whether a backward may write into what it saved: not if the graph is kept for another, and not in a traced graph,
-    where the compiler decides what is reused."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+def may_overwrite(saved: Tensor) -> bool:
+    """Whether a backward may write into what it saved: not if the graph is kept for another, not in a traced graph, where
+    the compiler decides what is reused, and not into a DTensor, whose layout may have to change."""
+    if torch.compiler.is_compiling() or type(saved) is not Tensor:
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def wants_formula(dy: Tensor) -> bool:
@@ -133,10 +135,11 @@ class GatedLinear(torch.autograd.Function):
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
         if preact is None:
             tensors = weight, weight_gate, bias, bias_gate
-            if not torch.compiler.is_compiling() and 2 * dy_MF.numel() * dy_MF.element_size() >= SLICED_BYTES:
+            large = type(dy_MF) is Tensor and 2 * dy_MF.numel() * dy_MF.element_size() >= SLICED_BYTES
+            if large and not torch.compiler.is_compiling():
                 return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
             dpreact, dbias = _op.op_recompute_grad(dy_MF, x_MD, *tensors, text, impl, wants_bias)
-        elif may_overwrite():
+        elif may_overwrite(preact):
             dpreact, dbias = preact, _op.op_grad_(dy_MF, preact, text, impl, wants_bias)
         else:
             dpreact, dbias = _op.op_grad(dy_MF, preact, text, impl, wants_bias)

@@ -55,7 +55,7 @@ def stacked_gradient(
         wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
         fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
-    dx: Tensor = _op_gate_grad(_autograd.rows(dy), _autograd.rows(x), None, spec.encode(), impl)[0]
+    dx: Tensor = op_gate_grad(_autograd.rows(dy), _autograd.rows(x), None, spec.encode(), impl)[0]
     return dx.view(x.shape)
 
 
@@ -77,7 +77,7 @@ def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tenso
     text = spec.encode()
     if _autograd.needs_autograd(first, second):
         return _autograd.apply_function(_Gate, first, second, text, impl)
-    return _shaped(_op_gate(_autograd.rows(first), _rows(second), text, impl), first)
+    return _shaped(op_gate(_autograd.rows(first), _rows(second), text, impl), first)
 
 
 class _Gate(torch.autograd.Function):
@@ -87,7 +87,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
         ctx.save_for_backward(first, second)
         ctx.rest = text, impl
-        return _shaped(_op_gate(_autograd.rows(first), _rows(second), text, impl), first)
+        return _shaped(op_gate(_autograd.rows(first), _rows(second), text, impl), first)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,7 +95,7 @@ class _Gate(torch.autograd.Function):
         text, impl = ctx.rest
         if _autograd.wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None
-        dfirst, dsecond = _op_gate_grad(_autograd.rows(dy), _autograd.rows(first), _rows(second), text, impl)
+        dfirst, dsecond = op_gate_grad(_autograd.rows(dy), _autograd.rows(first), _rows(second), text, impl)
         return dfirst.view(first.shape), None if second is None else dsecond.view(second.shape), None, None
 
 
@@ -170,5 +170,5 @@ def _fake_gate_grad(dy: Tensor, first: Tensor, second: Tensor | None, text: str,
 
 
 _ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
-_op_gate = register(f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate)
-_op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)
+op_gate = register(f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate)
+op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)

@@ -47,9 +47,9 @@ class GatedMLP(torch.autograd.Function):
         x_MD, dz_MO = _autograd.rows(x), _autograd.rows(dz)
         if preact is None:
             _, preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)
-            overwrite = not torch.compiler.is_compiling()
+            overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
-            overwrite = _autograd.may_overwrite()
+            overwrite = _autograd.may_overwrite(preact)
         wants_bias = bias is not None and (wants[3] or wants[4])
         if overwrite:
             y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)
