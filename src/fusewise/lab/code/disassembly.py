@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import locations
@@ -48,15 +49,36 @@ def _run(*command: str) -> str:
 
 def sass(cubin: bytes, part: str, target: str) -> Stage:
     """The machine code of a GPU binary, its lines mapped to the source, its instructions and resources counted."""
+    (stage,) = functions(cubin, target, {"": part})
+    return stage
+
+
+def functions(cubin: bytes, target: str, parts: Mapping[str, str]) -> list[Stage]:
+    """The machine code of some functions of a binary: name in it (empty: all) -> how to call it."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        text, lines = locations.sass(_run(tool("nvdisasm"), "-c", "-gi", str(path)))
+        listing = _run(tool("nvdisasm"), "-c", "-gi", str(path))
         usage = _run(tool("cuobjdump"), "-res-usage", str(path))
-    return Stage(
-        stage="sass", language="sass", text=text, part=part, target=target, lines=lines,
-        counts={**resources(usage), **count_sass(text)},
-    )  # fmt: skip
+    found = []
+    for function, part in parts.items():
+        text, lines = locations.sass(listing, function)
+        own = usage if not function else usage.partition(f"Function {function}:")[2].partition("Function ")[0]
+        found.append(
+            Stage(
+                stage="sass", language="sass", text=text, part=part, target=target, lines=lines,
+                counts={**resources(own), **count_sass(text)},
+            )
+        )  # fmt: skip
+    return found
+
+
+def names(cubin: bytes) -> list[str]:
+    """The names of a binary's kernels."""
+    with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return re.findall(r"Function (\S+):", _run(tool("cuobjdump"), "-res-usage", str(path)))
 
 
 def resources(usage: str) -> dict[str, int]:

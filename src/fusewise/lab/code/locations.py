@@ -124,21 +124,22 @@ def ptx(text: str) -> tuple[str, Lines]:
     return "\n".join(kept).rstrip() + "\n", collected(found)
 
 
-def sass(listing: str) -> tuple[str, Lines]:
-    """What `nvdisasm -c -gi` writes, without its comments on lines; and those comments as locations."""
+def sass(listing: str, function: str = "") -> tuple[str, Lines]:
+    """What `nvdisasm -c -gi` writes, without its comments on lines; and those comments as locations. Of several functions
+    that whose name is given."""
     kept: list[str] = []
     found: list[tuple[int, Sequence[Place]]] = []
     here: list[Place] = []
     fresh = True
     inside = False
     for line in listing.splitlines():
-        if line.startswith("//-") or line.lstrip().startswith(".section"):
-            inside = ".text." in line
+        if section := re.match(r"\s*\.section\s+([^,\s]+)", line):
+            inside = section[1] == f".text.{function}" if function else section[1].startswith(".text.")
             here = []
         elif at := re.match(r'\s*//## File "([^"]*)", line (\d+)', line):
             here = [*([] if fresh else here), (at[1], int(at[2]))]
             fresh = False
-        elif inside and re.match(r"\s*(/\*[0-9a-f]{4,}\*/|\.L_x_\w+:|\w+:)", line):
+        elif inside and re.match(r"\s*(/\*[0-9a-f]{4,}\*/|[.\w$]+:)", line):
             kept.append(line.rstrip())
             fresh = True
             if here and "/*" in line:

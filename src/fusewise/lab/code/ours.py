@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +16,10 @@ from unittest import mock
 from torch import Tensor
 
 import fusewise
+from fusewise.ops._choice import Choice
 
 from ..ledger import Kernel, extent
-from ..plugin import Run, Unsupported
+from ..plugin import Missing, Run, Unsupported
 from ..problem import Problem
 from . import aten, disassembly, passes, pytorch, triton_kernels
 from .stage import Stage, short
@@ -33,6 +37,8 @@ def stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
         return cpu_stages(problem, run)
     if impl == "triton":
         return triton_stages(problem, run, target)
+    if impl == "cuda":
+        return cuda_stages(problem, target)
     raise Unsupported(f"impl {impl!r} does not show its code")
 
 
@@ -42,10 +48,13 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
     before, step = passes.steps(problem, run)
     with contextlib.ExitStack() as stack:
         if impl == "triton":
-            stack.enter_context(_serving_any_device(problem))
+            stack.enter_context(_serving_any_device(problem, impl))
             stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
-        elif impl == "cpu":
-            stack.enter_context(_native(problem, seen.kernels, used(problem)))
+        elif impl in ("cpu", "cuda"):
+            here = problem.device.type == impl
+            if not here:
+                stack.enter_context(_serving_any_device(problem, impl))
+            stack.enter_context(_native(problem, impl, seen.kernels, here))
         elif impl != "reference":
             raise Unsupported(f"impl {impl!r} does not tell what it reads and writes")
         state = before()
@@ -71,20 +80,27 @@ def _module(problem: Problem, impl: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _serving_any_device(problem: Problem) -> Iterator[None]:
-    """The Triton implementation takes tensors of any device: they are not touched while launches are recorded."""
-    operation = importlib.import_module(f"fusewise.ops.{FOLDERS[problem.op]}._op")
-    with mock.patch.object(_module(problem, "triton"), "unavailable", return_value=None):
-        operation.unavailable.cache_clear()
-        operation.serving.cache_clear()
+def _serving_any_device(problem: Problem, impl: str) -> Iterator[None]:
+    """The implementation takes tensors of any device: they are not touched while launches are recorded."""
+    with mock.patch.object(_module(problem, impl), "unavailable", return_value=None):
+        _choose_anew(problem)
         yield
-    operation.unavailable.cache_clear()
-    operation.serving.cache_clear()
+    _choose_anew(problem)
+
+
+def _choose_anew(problem: Problem) -> None:
+    """Forget which implementation serves which tensors."""
+    operation = importlib.import_module(f"fusewise.ops.{FOLDERS[problem.op]}._op")
+    for choice in vars(operation).values():
+        if isinstance(choice, Choice):
+            for answer in vars(choice).values():
+                if hasattr(answer, "cache_clear"):
+                    answer.cache_clear()
 
 
 def triton_stages(problem: Problem, run: Run, target: str) -> list[Stage]:
     """`source`, then `ttir` to `sass` of every kernel that the pass launches."""
-    with _serving_any_device(problem), triton_kernels.recorded(target) as launches:
+    with _serving_any_device(problem, "triton"), triton_kernels.recorded(target) as launches:
         passes.once(problem, run)
     found: list[Stage] = []
     for launch in launches:
@@ -111,6 +127,37 @@ def cpu_stages(problem: Problem, run: Run) -> list[Stage]:
     return found
 
 
+def cuda_stages(problem: Problem, target: str) -> list[Stage]:
+    """`source` (CUDA C++), then `sass` of the kernels for the problem's dtype and pairing, compiled by the user's nvcc."""
+    from fusewise._shared import build
+
+    module = _module(problem, "cuda")
+    source = module.SOURCES[0]
+    capability = triton_kernels.capability(target)
+    with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
+        path = Path(folder, "kernel.cubin")
+        flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch=sm_{capability}", "-cubin", "-o", str(path))
+        try:
+            command = (*build.nvcc().command, *flags, str(source))
+        except build.BuildError as error:
+            raise Missing(str(error)) from None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=build.TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"nvcc failed: {done.stderr.strip()[:500]}")
+        cubin = path.read_bytes()
+    parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
+    return [_file(source, "cpp"), *disassembly.functions(cubin, target, parts)]
+
+
+def _cuda_part(problem: Problem, name: str) -> str:
+    """A short name of the kernel `rope_kernel<type, in, out, vector, heads>` if it is for this problem, else nothing."""
+    pairing = getattr(problem, "case").pairing  # noqa: B009  a case of RoPE, which problems in general have not
+    kind = {"fp32": "f", "bf16": "13__nv_bfloat16", "fp16": "6__half"}[problem.task.dtype]
+    flags = f"Lb{int(pairing.startswith('interleaved'))}ELb{int(pairing.endswith('interleaved'))}E"
+    match = re.search(rf"rope_kernelI{kind}{flags}Li(\d+)ELi(\d+)E", name)
+    return f"rope_kernel {match[1]} wide, {match[2]} heads" if match else ""
+
+
 def _file(path: Path, language: str) -> Stage:
     """A source file as it stands."""
     text = path.read_text(encoding="utf-8")
@@ -120,11 +167,13 @@ def _file(path: Path, language: str) -> Stage:
 
 
 @contextlib.contextmanager
-def _native(problem: Problem, kernels: list[Kernel], used: Mapping[int, int]) -> Iterator[None]:
-    """Native kernels are called past PyTorch's dispatcher; their launch functions tell what they are given."""
-    module = _module(problem, "cpu")
+def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> Iterator[None]:
+    """Native kernels are called past PyTorch's dispatcher; their launch functions tell what they are given. `here`: they
+    run, too."""
+    module = _module(problem, impl)
     name = "launch" if problem.op == "rope" else "_run"
     launch = getattr(module, name)
+    most = used(problem)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if problem.op == "rope":
@@ -134,13 +183,13 @@ def _native(problem: Problem, kernels: list[Kernel], used: Mapping[int, int]) ->
             written = [kwargs.get(key) for key in ("y", "du", "dg", "sums")]
         kernels.append(
             Kernel(
-                name=f"{FOLDERS[problem.op]} (native)",
-                read=_bytes(read, used),
-                written=_bytes(written, used),
+                name=f"{FOLDERS[problem.op]} ({impl})",
+                read=_bytes(read, most),
+                written=_bytes(written, most),
                 note=", ".join(aten.brief(x) for x in read if x is not None),
             )
         )
-        return launch(*args, **kwargs)
+        return launch(*args, **kwargs) if here else None
 
     with mock.patch.object(module, name, record):
         yield
