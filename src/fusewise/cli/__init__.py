@@ -12,7 +12,7 @@ import click
 
 import fusewise
 
-from . import cli_code, cli_records
+from . import _code, _records
 
 EXIT_CODES = """\b
 Exit codes:
@@ -190,5 +190,5 @@ def providers(device: str | None, as_json: bool) -> None:
         commands.show_providers(found)
 
 
-for verb in (*cli_records.VERBS, *cli_code.VERBS):
+for verb in (*_records.VERBS, *_code.VERBS):
     cli.add_command(verb)
