@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def recorded(
         if charge is not None:
             charge(kernel(launches[-1], used))
 
-    with driver_for(target), mock.patch.object(JITFunction, "run", record):
+    with driver_for(target), mock.patch.object(JITFunction, "run", record), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # not for us to decide
         yield launches
 
 

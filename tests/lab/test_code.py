@@ -1,0 +1,368 @@
+"""Reading what compilers write: places of lines, counts of instructions, accesses of kernels; Triton without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.lab import plugin, targets
+from fusewise.lab.code import disassembly, graphs, inductor, locations, ours, passes, python, relax, triton_kernels, xla
+from fusewise.lab.code.stage import Stage, foreign, short, tidy
+from fusewise.lab.problem import Task
+
+SOURCE = Path(fusewise.__file__).parents[1]
+
+
+def test_a_stage_has_a_known_language() -> None:
+    with pytest.raises(ValueError, match="code: language must be one of asm, .*, got 'cobol'"):
+        Stage(stage="x", language="cobol", text="")
+
+
+def test_texts_do_not_depend_on_the_machine() -> None:
+    text = f'"{SOURCE}/fusewise/cli.py", <code object f at 0x7f00deadbeef>, fn_1_718ff179_3c6d_4c96_8a50_1ae9ae263326'
+    assert tidy(text) == '"fusewise/cli.py", <code object f>, fn_1_'
+    assert short(f"{SOURCE}/fusewise/cli.py") == "fusewise/cli.py"
+    assert short("/nowhere/x.py") == "/nowhere/x.py"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("triton/language/standard.py", True),
+        ("torch/_tensor.py", True),
+        ("fusewise/lab/code/xla.py", True),
+        ("fusewise/lab/targets/gelu.py", False),
+        ("fusewise/ops/rope/_triton_kernel.py", False),
+        ("my_model.py", False),
+    ],
+)
+def test_whose_file_it_is(path: str, expected: bool) -> None:
+    assert foreign(path) is expected
+
+
+MLIR = """\
+#loc = loc("/src/mine.py":1:0)
+#loc1 = loc("/lib/triton/language/standard.py":43:9)
+#loc2 = loc("/src/mine.py":7:4)
+module {
+  tt.func public @k(%x: !tt.ptr<f32> loc("x"(#loc))) {
+    %0 = tt.load %x : !tt.ptr<f32> loc(#loc5)
+    %1 = arith.addf %0, %0 : f32 loc("/src/mine.py":9:1)
+    tt.return loc(#loc)
+  } loc(#loc)
+} loc(#loc)
+#loc3 = loc(callsite(#loc1 at #loc2))
+#loc5 = loc("value"(#loc3))
+"""
+
+
+def test_mlir_shows_the_users_line_of_an_inlined_call() -> None:
+    text, lines = locations.mlir(MLIR)
+    assert "loc" not in text
+    assert text.splitlines()[2] == "    %0 = tt.load %x : !tt.ptr<f32>"
+    assert lines[3] == "/src/mine.py:7"  # not Triton's own file, which is further in
+    assert lines[4] == "/src/mine.py:9"
+    assert lines[5] == "/src/mine.py:1"
+
+
+def test_llvm_follows_inlining() -> None:
+    text, lines = locations.llvm(
+        "define void @k() {\n"
+        "  %1 = add i32 1, 2, !dbg !5\n"
+        "  ret void\n"
+        "}\n"
+        '!1 = !DIFile(filename: "mine.py", directory: "/src")\n'
+        '!2 = !DIFile(filename: "standard.py", directory: "/lib/triton/language")\n'
+        '!3 = distinct !DISubprogram(name: "k", scope: !1, file: !1, line: 1)\n'
+        '!4 = distinct !DISubprogram(name: "cdiv", scope: !2, file: !2, line: 9)\n'
+        "!5 = !DILocation(line: 43, column: 9, scope: !4, inlinedAt: !6)\n"
+        "!6 = !DILocation(line: 7, column: 4, scope: !3)\n"
+    )
+    assert "dbg" not in text and "DILocation" not in text
+    assert lines == {2: "/src/mine.py:7"}
+
+
+def test_ptx_places_hold_until_the_next() -> None:
+    text, lines = locations.ptx(
+        ".visible .entry k()\n{\n\t.loc\t1 3 0\n\tmov.u32 %r1, 1;\n\tadd.u32 %r1, %r1, 1;\n"
+        "\t.loc\t2 43 9, function_name $x, inlined_at 1 7 4\n\tret;\n}\n"
+        '\t.file\t1 "/src" "mine.py"\n\t.file\t2 "/lib/triton/language" "standard.py"\n\t.section\t.debug_abbrev\n\t{\n\t.b8 1\n'
+    )
+    assert text == ".visible .entry k()\n{\n\tmov.u32 %r1, 1;\n\tadd.u32 %r1, %r1, 1;\n\tret;\n}\n"
+    assert lines == {3: "/src/mine.py:3", 4: "/src/mine.py:3", 5: "/src/mine.py:7"}
+
+
+SASS = """\
+\t.section\t.text.first,"ax",@progbits
+\t.sectionflags\t@"SHF_BARRIERS=1"
+first:
+\t//## File "/lib/triton/language/standard.py", line 43 inlined at "/src/mine.py", line 7
+\t//## File "/src/mine.py", line 7
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+\t//## File "/src/mine.py", line 9
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+        /*0030*/                   STG.E.U16 desc[UR4][R2.64], R5 ;
+.L_x_0:
+        /*0040*/                   STL.64 [R1], R2 ;
+        /*0050*/                   LDL R2, [R1] ;
+        /*0060*/                   NOP ;
+\t.section\t.text.second,"ax",@progbits
+        /*0000*/                   EXIT ;
+\t.section\t.debug_line
+        /*0000*/                   LDG.E R1, R2 ;
+"""
+
+
+def test_sass_without_comments_and_with_places() -> None:
+    text, lines = locations.sass(SASS, "first")
+    assert "File" not in text and "EXIT" not in text and ".L_x_0:" in text
+    assert lines[2] == "/src/mine.py:7" and lines[4] == "/src/mine.py:9"
+    both, _ = locations.sass(SASS)
+    assert "EXIT" in both and both.count("LDG") == 1
+
+
+def test_instructions_are_counted() -> None:
+    assert disassembly.count_sass(locations.sass(SASS)[0]) == {
+        "instructions": 7, "spill_loads": 1, "spill_stores": 1, "LDG.128": 1, "HGMMA": 1, "STG.16": 1,
+    }  # fmt: skip
+
+
+def test_resources_are_the_largest_of_all_kernels() -> None:
+    usage = "Function a:\n REG:32 STACK:0 SHARED:1024 LOCAL:0\n Function b:\n REG:40 STACK:8 SHARED:0 LOCAL:16\n"
+    assert disassembly.resources(usage) == {
+        "registers": 40, "stack_bytes": 8, "shared_bytes": 1024, "local_bytes": 16,
+    }  # fmt: skip
+
+
+def test_assembly_is_counted_by_width() -> None:
+    text = "0000 <f>:\n   0:\tvmovups (%rdi),%zmm0\n   6:\tvfmadd213ps %zmm1,%zmm0,%zmm0\n   c:\tcall 10 <g>\n  11:\tret\n"
+    assert disassembly.count_assembly(text) == {"instructions": 4, "fma": 1, "calls": 1, "vector_512": 2}
+
+
+ACCESSES = """\
+module {
+  tt.func public @k(%a: !tt.ptr<f32> {tt.divisibility = 16 : i32} loc("a"), %b: !tt.ptr<f32>, %c: !tt.ptr<f32>, %d: !tt.tensordesc<tensor<8xf32>>, %n: i32) {
+    %p = tt.splat %a : !tt.ptr<f32> -> tensor<8x!tt.ptr<f32>>
+    %q = tt.splat %b : !tt.ptr<f32> -> tensor<8x!tt.ptr<f32>>
+    %0:2 = scf.for %i = %x to %n step %y iter_args(%now = %p, %to = %q) -> (tensor<8x!tt.ptr<f32>>, tensor<8x!tt.ptr<f32>>)  : i32 {
+      %1 = tt.load %now : tensor<8x!tt.ptr<f32>>
+      tt.store %to, %1 : tensor<8x!tt.ptr<f32>>
+      %2 = tt.addptr %now, %k : tensor<8x!tt.ptr<f32>>, tensor<8xi32>
+      %3 = tt.addptr %to, %k : tensor<8x!tt.ptr<f32>>, tensor<8xi32>
+      scf.yield %2, %3 : tensor<8x!tt.ptr<f32>>, tensor<8x!tt.ptr<f32>>
+    }
+    scf.if %t {
+      %p = tt.descriptor_load %d[%x] : !tt.tensordesc<tensor<8xf32>> -> tensor<8xf32>
+    } else {
+      %p = tt.atomic_rmw fadd, acq_rel, gpu, %b, %v, %m : (!tt.ptr<f32>, f32, i1) -> f32
+    }
+    tt.return
+  }
+}
+"""
+
+
+def test_pointers_are_followed_to_loads_and_stores() -> None:
+    assert triton_kernels.accesses(ACCESSES) == {
+        "a": (True, False), "b": (True, True), "c": (False, False), "d": (True, False),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["cpu", "90", "sm_", "sm_9", "gfx942"])
+def test_targets_are_gpus(target: str) -> None:
+    with pytest.raises(ValueError, match="code: target must be a GPU like sm_90, got"):
+        triton_kernels.capability(target)
+
+
+def launched(op: str, case: str, dtype: str, pass_: str = "fwd") -> list[triton_kernels.Launch]:
+    problem = targets.problem_for(Task(op, case, dtype, pass_, "cpu", 0))  # type: ignore[arg-type]
+    entry = plugin.select(["fusewise-triton"], op, "cpu")[0]
+    assert entry.provider is not None
+    run = entry.provider.build(problem)
+    with ours._serving_any_device(problem, "triton"), triton_kernels.recorded("sm_90") as launches:
+        passes.once(problem, run)
+    return launches
+
+
+@pytest.fixture(scope="module")
+def rope() -> list[Stage]:
+    (launch,) = launched("rope", "llama-3-8b-decode-b64", "bf16")
+    return triton_kernels.stages(launch.compiled, "rope", "sm_90")
+
+
+def test_every_stage_of_a_real_kernel(rope: list[Stage]) -> None:
+    assert [stage.stage for stage in rope] == ["ttir", "ttgir", "llir", "ptx", "sass"]
+    for stage, word in zip(rope, ("tt.load", "#ttg", "ptr addrspace(1)", "ld.global", "LDG"), strict=True):
+        assert word in stage.text
+        assert str(SOURCE) not in stage.text and "loc(" not in stage.text and "!dbg" not in stage.text
+
+
+def test_lines_lead_to_the_kernels_source(rope: list[Stage]) -> None:
+    source = (SOURCE / "fusewise/ops/rope/_triton_kernel.py").read_text().splitlines()
+    for stage in rope:
+        texts = stage.text.splitlines()
+        assert len(stage.lines) > 20
+        for line, place in stage.lines.items():
+            path, _, number = place.rpartition(":")
+            assert 1 <= line <= len(texts)
+            assert path == "fusewise/ops/rope/_triton_kernel.py" and int(number) <= len(source)
+    # The same source line, through the stages: every one stores on the line that says so.
+    stores = {number for number, line in enumerate(source, start=1) if "tl.store(" in line}
+    for stage, word in zip(rope, ("tt.store", "tt.store", "st.global", "st.global", "STG"), strict=True):
+        places = {stage.lines.get(n) for n, line in enumerate(stage.text.splitlines(), start=1) if word in line}
+        assert {int(str(place).rpartition(":")[2]) for place in places} <= stores, (stage.stage, places)
+
+
+def test_the_rope_kernel_moves_sixteen_bytes_at_a_time(rope: list[Stage]) -> None:
+    counts = rope[-1].counts
+    assert counts["STG.128"] >= 1 and counts["LDG.128"] >= 1
+    assert counts["spill_loads"] == counts["spill_stores"] == 0
+    assert 0 < counts["registers"] <= 64
+
+
+def test_the_gated_kernel_uses_tensor_cores_and_tma() -> None:
+    (launch,) = launched("geglu", "quick-square", "bf16")
+    counts = triton_kernels.stages(launch.compiled, "geglu", "sm_90")[-1].counts
+    assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0
+    assert counts["shared_bytes"] == launch.compiled.metadata.shared > 48 * 1024  # asked for at launch, not in the binary
+
+
+def test_what_a_size_divides_decides_the_width_of_loads() -> None:
+    """A masked copy: where 16 divides n the mask covers whole vectors."""
+    from lab_triton import copy_kernel
+
+    x, y = torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    counts = {}
+    for n in (4096, 4095):
+        with triton_kernels.recorded("sm_90") as launches:
+            copy_kernel[(4,)](x, y, n, BLOCK=1024, num_warps=4)
+        counts[n] = triton_kernels.stages(launches[0].compiled, "copy", "sm_90")[-1].counts
+        kernel = triton_kernels.kernel(launches[0])
+        assert (kernel.read, kernel.written) == (8192, 8192)
+    assert "LDG.128" in counts[4096] and "LDG.16" not in counts[4096]
+    assert "LDG.16" in counts[4095] and "LDG.128" not in counts[4095]
+    assert not y.any()  # nothing ran
+
+
+def test_recording_leaves_triton_as_it_was() -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    before = driver._active, JITFunction.run
+    launched("rope", "cube-4", "fp32")
+    assert (driver._active, JITFunction.run) == before
+    with pytest.raises(ValueError, match="impl must be able to serve"):
+        fusewise.rope(torch.zeros(1, 4, 2, 8), inv_freq=torch.ones(4), impl="triton")
+
+
+def test_bytecode_keeps_its_lines() -> None:
+    def double(x: int) -> int:
+        y = x + x
+        return y
+
+    (stage,) = [s for s in python.stages(double) if s.stage == "bytecode"]
+    first = double.__code__.co_firstlineno
+    added = next(n for n, line in enumerate(stage.text.splitlines(), start=1) if "BINARY" in line)
+    assert stage.lines[added].endswith(f"test_code.py:{first + 1}")
+    assert stage.counts["instructions"] == len(stage.text.splitlines()) - 1
+
+
+def test_the_functions_that_a_function_calls_are_shown() -> None:
+    parts = python.functions(targets.problem_for(Task("rope", "cube-4", "fp32", "fwd", "cpu", 0)).program().function)
+    assert {"half", "rotate_half"} <= {part.__name__ for part in parts}
+    text = python.source(parts).text
+    assert "def rotate_half" in text and "def cat" not in text
+
+
+def test_comments_of_graphs_give_places() -> None:
+    lines = graphs.comments("def f():\n    # File: mine.py:7 in g, code: y\n    y = 1\n    z = 2\n\n    w = 3\n    # other\n")
+    assert lines == {2: "mine.py:7", 3: "mine.py:7", 4: "mine.py:7"}
+
+
+def test_inductors_kernels_are_taken_out_of_its_code() -> None:
+    code = (
+        "import torch\n# Graph fragment:\n#   %mul : Tensor = call_function[target=torch.ops.aten.mul](...)\n"
+        "k0 = async_compile.triton('k0', '''\nimport triton\ndef k0(): pass\n''', device_str='cuda')\n\n"
+        "k1 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''\n#include <x>\nvoid kernel() {}\n''')\n\n"
+        "def call(args):\n    k0.run()\n\n\ndef get_args():\n    pass\n"
+    )
+    kernels, wrapper = inductor.split(code)
+    assert [(name, language) for name, language, _ in kernels] == [("k0", "python"), ("k1", "cpp")]
+    assert kernels[0][2].startswith("# Graph fragment") and "def k0" in kernels[0][2]
+    assert "void kernel" in kernels[1][2] and "import torch" not in kernels[1][2]
+    assert "def call" in wrapper and "void kernel" not in wrapper and "get_args" not in wrapper
+    assert inductor._lines(kernels[0][2], {"mul": "mine.py:7"}) == dict.fromkeys(range(1, 5), "mine.py:7")
+
+
+HLO = """\
+HloModule jit_f
+
+FileNames
+1 "/src/mine.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %m = f32[8]{0} multiply(%p, %p)
+}
+
+ENTRY %main (x: f32[64,32], w: bf16[48]) -> f32[64,32] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %w = bf16[48]{0} parameter(1)
+  %pair.1 = (f32[64,32]{1,0}, s32[4]{0}) fusion(%x, %w, %x), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/mul" stack_frame_id=1}
+  %first = f32[64,32]{1,0} get-tuple-element(%pair.1), index=0
+  ROOT %copy.2 = f32[64,32]{1,0} copy(%first)
+}
+"""
+
+
+def test_hlo_places_and_traffic() -> None:
+    text, lines = xla.hlo(HLO)
+    assert "FileNames" not in text and text.startswith("HloModule jit_f\n\n%fused")
+    fusion = next(n for n, line in enumerate(text.splitlines(), start=1) if "kind=kLoop" in line)
+    assert lines == {fusion: "/src/mine.py:7"}
+    pair, copy = xla.instructions(HLO)
+    assert (pair.name, pair.read, pair.written) == ("pair", 64 * 32 * 4 + 48 * 2, 64 * 32 * 4 + 4 * 4)
+    assert (copy.name, copy.read, copy.written) == ("copy", 64 * 32 * 4, 64 * 32 * 4)
+
+
+@pytest.mark.parametrize(("shape", "size"), [("f32[]", 4), ("pred[8]{0}", 8), ("bf16[2,3]{1,0}", 12), ("s4[3]", 2), ("f8e4m3fn[4]", 4), ("()", 0)])  # fmt: skip
+def test_hlo_shapes(shape: str, size: int) -> None:
+    assert xla.size(shape) == size
+
+
+def test_relax_calls() -> None:
+    (kernel,) = relax.calls(
+        '    def main(x: R.Tensor((64, 32), dtype="float32"), w: R.Tensor((8,), dtype="float16")):\n'
+        "        cls = Module\n"
+        '        gv = R.call_tir(cls.fused_add, (x, w, x), out_ty=R.Tensor((64, 32), dtype="bfloat16"))\n'
+    )
+    assert (kernel.name, kernel.read, kernel.written) == ("fused_add", 64 * 32 * 4 + 16, 64 * 32 * 2)
+
+
+def test_a_missing_tool_says_what_brings_it(tmp_path: Path) -> None:
+    with mock.patch("shutil.which", return_value=None), pytest.raises(disassembly.NoDisassembler, match="binutils"):
+        disassembly.library(tmp_path / "x.so")
+
+
+def test_only_its_own_functions_of_a_library(tmp_path: Path) -> None:
+    problem = targets.problem_for(Task("rope", "cube-4", "fp32", "fwd", "cpu", 0))
+    entry = plugin.select(["fusewise-cpu"], "rope", "cpu")[0]
+    assert entry.provider is not None
+    stages = ours.cpu_stages(problem, entry.provider.build(problem))
+    assembly = stages[-1]
+    assert assembly.stage == "assembly" and assembly.counts["instructions"] > 100
+    named = re.findall(r"^[0-9a-f]+ <(.*)>:$", assembly.text, re.MULTILINE)
+    assert "fusewise_rope" in named and not any("Bf16" in name or name.startswith("std::") for name in named)
+    assert any(stage.language == "cpp" and "rope" in stage.part for stage in stages)
