@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusewise.ops.rope._problem import Problem, Spec
 
@@ -172,3 +174,19 @@ def test_long_offsets_cost_no_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     code = compile_problem(problem(128, torch.bfloat16))
     assert code.stack == 0
     assert set(code.widths("STG")) == {128}
+
+
+@given(divisor=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))
+def test_division_is_exact(divisor: int, n: int) -> None:
+    magic, shift = _triton._division(divisor)
+    assert -(2**31) <= magic < 2**31
+    for value in (n, n // divisor * divisor, max(0, n // divisor * divisor - 1)):
+        assert (2 * value * (magic % 2**32) >> 32) >> shift == value // divisor
+
+
+@given(batch=st.integers(1, 100), tokens=st.integers(0, 10**6), bytes_per_token=st.integers(2, 10**6))
+def test_stripes_divide_the_tokens(batch: int, tokens: int, bytes_per_token: int) -> None:
+    stripe = _triton._stripe(batch, tokens, bytes_per_token)
+    assert stripe >= 1 and tokens % stripe == 0
+    if stripe < tokens:
+        assert _triton.STRIPE_BYTES / 16 <= stripe * bytes_per_token <= _triton.STRIPE_BYTES

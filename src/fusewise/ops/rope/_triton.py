@@ -103,6 +103,8 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     batches = max(problem.batch, 1)
     magic, shift = _division(batches)
     bytes_per_token = 2 * itemsize * sum(operand.heads * operand.head_dim for operand in operands)
+    stripe = _stripe(problem.batch, problem.tokens, bytes_per_token)
+    stripe_magic, stripe_shift = _division(stripe)
     sections = spec.sections or (0, 0, 0)
     sequences = 0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1
     # A tensor that the call does not have is never read; the table stands in for its pointer.
@@ -118,7 +120,7 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         stride_pos_a=problem.position_strides[0], stride_pos_b=problem.position_strides[1],
         stride_pos_t=problem.position_strides[2],
         table_rows=problem.rows, scale=spec.scale, tokens=max(problem.tokens, 1), batches=batches,
-        magic=magic, shift=shift, stripe_log=_stripe_log(problem.batch, problem.tokens, bytes_per_token),
+        magic=magic, shift=shift, stripe=stripe, stripe_magic=stripe_magic, stripe_shift=stripe_shift,
         sequences=sequences, search_steps=sequences.bit_length(),
         FLAT=flat, Q_HEADS=q.heads, K_HEADS=k.heads if len(operands) == 2 else 0,
         Q_BLOCK_T=tiles[0].block_t, Q_BLOCK_H=tiles[0].block_h,
@@ -139,25 +141,21 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
 
 
 def _division(divisor: int) -> tuple[int, int]:
-    """(magic, shift) with n // divisor == n · magic >> (32 + shift) for 0 <= n < 2³¹; magic as an int32's bits.
-
-    For divisor 1 it is (0, 0): its quotient is never used, since then every token lies in the first stripe.
-    """
-    if divisor == 1:
-        return 0, 0
-    shift = (divisor - 1).bit_length() - 1
-    magic = (1 << (32 + shift)) // divisor + 1
+    """(magic, shift) with n // divisor == (2 · n · magic >> 32) >> shift for 0 <= n < 2³¹; magic as an int32's bits."""
+    shift = (divisor - 1).bit_length()
+    magic = -(-(1 << (31 + shift)) // divisor)
     return magic - (1 << 32) if magic >= 1 << 31 else magic, shift
 
 
-def _stripe_log(batch: int, tokens: int, bytes_per_token: int) -> int:
-    """log2 of the tokens in a stripe: the largest power of two that divides `tokens` and moves STRIPE_BYTES at most."""
-    if batch <= 1:
-        return 31
+def _stripe(batch: int, tokens: int, bytes_per_token: int) -> int:
+    """The tokens of a stripe: all, where they fit the cache; else the largest power of two that divides them and moves
+    STRIPE_BYTES at most; all again, where that would leave little that is contiguous."""
+    if batch <= 1 or tokens * bytes_per_token <= STRIPE_BYTES:
+        return max(tokens, 1)
     stripe = tokens & -tokens
     while stripe > 1 and stripe * bytes_per_token > STRIPE_BYTES:
         stripe //= 2
-    return max(stripe, 1).bit_length() - 1
+    return stripe if 16 * stripe * bytes_per_token >= STRIPE_BYTES else tokens
 
 
 def _strides(name: str, strides: tuple[int, int, int], unit: int) -> dict[str, int]:

@@ -134,16 +134,19 @@ def _cos_sin(
 
 
 @triton.jit
-def _batch_and_token(n, batches, magic, shift, stripe_log):
-    """The place of the n-th token: a stripe of tokens, then the same tokens of the next batch entry, so that table rows
-    are used again while they are in the cache, and what is read and written stays contiguous over many tiles.
+def _quotient(n, magic, shift):
+    """n // divisor for 0 <= n < 2³¹ by a multiplication; see `_triton._division`."""
+    return tl.umulhi((n * 2).to(tl.uint32), magic.to(tl.uint32)).to(tl.int32) >> shift
 
-    The division by `batches` is a multiplication by `magic` / 2^(32 + shift).
-    """
-    stripe = n >> stripe_log
-    stripe_of_batch = tl.umulhi(stripe.to(tl.uint32), magic.to(tl.uint32)).to(tl.int32) >> shift
-    batch = stripe - stripe_of_batch * batches
-    return batch, (stripe_of_batch << stripe_log) + (n - (stripe << stripe_log))
+
+@triton.jit
+def _batch_and_token(n, batches, magic, shift, stripe, stripe_magic, stripe_shift):
+    """The place of the n-th token: a stripe of tokens, then the same tokens of the next batch entry, so that table rows
+    are used again while they are in the cache, and what is read and written stays contiguous over many tiles."""
+    number = _quotient(n, stripe_magic, stripe_shift)
+    stripe_of_batch = _quotient(number, magic, shift)
+    batch = number - stripe_of_batch * batches
+    return batch, n + (stripe_of_batch - number) * stripe
 
 
 @triton.jit
@@ -187,7 +190,7 @@ def _rotate_pairs_tile(
     first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
     cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
     positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    magic, shift, stripe_log, sequences, search_steps,
+    magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
     INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
@@ -202,7 +205,7 @@ def _rotate_pairs_tile(
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_p = tl.arange(0, BLOCK_P)
     mask_n = offs_n < batches * tokens
-    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe_log)
+    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
     x_base = _base(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
     y_base = _base(batch, token, offs_h, stride_y_b, stride_y_t, stride_y_h, X_UNIT, INDEX)
     mask = mask_n[:, None, None]
@@ -272,7 +275,7 @@ def _rotate_flat_tile(
     first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
     cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
     positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    magic, shift, stripe_log, sequences, search_steps,
+    magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, TABLE_STEP: tl.constexpr,
     SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
@@ -289,7 +292,7 @@ def _rotate_flat_tile(
     offs_n = first_token + (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     feature = (tile % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask_n = offs_n < batches * tokens
-    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe_log)
+    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
     mask = mask_n[:, None]
     if FEATURES % BLOCK_F != 0:
         mask = mask & (feature < FEATURES)[None, :]
@@ -352,7 +355,7 @@ def _rotate_tile(
     first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
     cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
     positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    magic, shift, stripe_log, sequences, search_steps,
+    magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
     FLAT: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr,
     INTERLEAVED_OUT: tl.constexpr, INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr,
@@ -366,7 +369,7 @@ def _rotate_tile(
             first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
             cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
             positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe_log, sequences, search_steps,
+            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
             HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, INTERLEAVED_IN, INVERSE, TABLE_STEP, SOURCE, HAS_OFFSETS,
             CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
         )  # fmt: skip
@@ -375,7 +378,7 @@ def _rotate_tile(
             first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
             cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
             positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe_log, sequences, search_steps,
+            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
             HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, INVERSE,
             TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK,
             CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, INDEX,
@@ -402,7 +405,7 @@ def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, An
     repr=_name,
     launch_metadata=_metadata,
     do_not_specialize=[
-        "offset", "tokens", "batches", "magic", "shift", "stripe_log", "sequences", "search_steps", "table_rows"
+        "offset", "tokens", "batches", "magic", "shift", "stripe", "stripe_magic", "stripe_shift", "sequences", "search_steps", "table_rows"
     ],
 )  # fmt: skip
 def rope_kernel(
@@ -410,7 +413,7 @@ def rope_kernel(
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_q_out_b, stride_q_out_t, stride_q_out_h, stride_k_out_b, stride_k_out_t, stride_k_out_h,
     stride_table_b, stride_table_r, stride_pos_a, stride_pos_b, stride_pos_t,
-    table_rows, scale, tokens, batches, magic, shift, stripe_log, sequences, search_steps,
+    table_rows, scale, tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
     FLAT: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK_T: tl.constexpr,
     Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     START: tl.constexpr, K_HEAD_DIM: tl.constexpr, K_START: tl.constexpr,
@@ -435,7 +438,7 @@ def rope_kernel(
             stride_q_out_b, stride_q_out_t, stride_q_out_h,
             cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
             positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe_log, sequences, search_steps,
+            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
             FLAT, Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
             INVERSE, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
             CP_RANK, CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
@@ -446,7 +449,7 @@ def rope_kernel(
             stride_k_out_b, stride_k_out_t, stride_k_out_h,
             cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
             positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe_log, sequences, search_steps,
+            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
             FLAT, K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
             INVERSE, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
             CP_RANK, CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,

@@ -89,4 +89,4 @@ def launch(
         with torch.cuda.device(device):
             code = kernel.run(plan, call, stream)
     if code:
-        raise RuntimeError(f"rope: the CUDA launch must succeed, got {kernel.error(code)}; use impl=\"triton\"")
+        raise RuntimeError(f'rope: the CUDA launch must succeed, got {kernel.error(code)}; use impl="triton"')
