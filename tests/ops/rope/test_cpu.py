@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusewise
-from fusewise.ops.rope import _cpu, reference
+from fusewise.ops.rope import _cpu, _native, reference
 
 pytestmark = pytest.mark.skipif(_cpu.unavailable("cpu") is not None, reason=str(_cpu.unavailable("cpu")))
 
