@@ -54,15 +54,26 @@ TWO = {"cases": ("cube-4", "cube-10"), "providers": "lab_fakes:Right,lab_fakes:S
 SLOW = {**TWO, "FAKES_ARE_SLOW": "1"}
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, end):
-    out = tmp_path / "run"
+def ended(out, end):
+    """The exit code of a study that gets a signal in its second group."""
     with command(out, **SLOW) as process:
         until_rows(out, process, 2)
         time.sleep(0.3)
         process.send_signal(end)
         process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130)
+    return process.returncode
+
+
+def test_a_termination_is_an_interruption(tmp_path):
+    out = tmp_path / "run"
+    assert ended(out, signal.SIGTERM) == 130
+    assert len(record.read(out).rows) == 2
+    assert "cut short" in (out / "report.html").read_text()
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
+    out = tmp_path / "run"
+    assert ended(out, signal.SIGKILL) == -signal.SIGKILL
     before = record.read(out)
     assert (before.finished, len(before.rows)) == (False, 2)
     code, _, said = finished(command(out, "--resume", **TWO))
@@ -83,9 +94,9 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, end):
 
 
 def test_a_full_disk_keeps_the_rows_and_says_so(tmp_path):
-    """A file may have 12 KiB: the record outgrows that after a few groups."""
-    out, cases = tmp_path / "run", [f"cube-{n}" for n in range(4, 16, 2)]
-    code, _, said = finished(command(out, cases=cases, limit=12 * 2**10))
+    """A file may have 7 KiB: the record outgrows that after a few groups."""
+    out, cases = tmp_path / "run", [f"cube-{n}" for n in range(4, 10, 2)]
+    code, _, said = finished(command(out, cases=cases, limit=7 * 2**10))
     assert code == 1
     assert "study: the run directory must be writable" in " ".join(said.split())
     assert "make room and add --resume" in " ".join(said.split())
