@@ -36,15 +36,16 @@ def main() -> None:
     if inherited:
         print(f"environment: using the packages of {inherited}", flush=True)
         site_packages(python).joinpath("inherited.pth").write_text(f"{inherited}\n{ROOT / 'src'}\n")
-        missing = missing_requirements(python)
-        if missing and pip(python, "install", "--quiet", "--retries=1", "--timeout=10", *missing, check=False):
-            print(f"environment: could not install {', '.join(missing)}; what needs them will say so", flush=True)
+        for part in ("dev.txt", "compilers.txt"):
+            missing = missing_requirements(python, part)
+            if missing and pip(python, "install", "--quiet", "--retries=1", "--timeout=10", *missing, check=False):
+                print(f"environment: could not install {', '.join(missing)}; what needs them will say so", flush=True)
     else:
         # In this order: a torch that names its own triton must not be forced to another.
         pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / "torch.txt"))
         if not has(python, "triton"):
             pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / "triton.txt"))
-        for part in ("dev.txt", "check.txt"):
+        for part in ("dev.txt", "check.txt", "compilers.txt"):
             pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / part))
         pip(python, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     (target / "ready").touch()
@@ -63,9 +64,9 @@ def site_packages(python: str) -> Path:
     return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
-def missing_requirements(python: str) -> list[str]:
+def missing_requirements(python: str, part: str) -> list[str]:
     """The pinned requirements of which no version is there; an inherited version is good enough."""
-    lines = (REQUIREMENTS / "dev.txt").read_text().splitlines()
+    lines = (REQUIREMENTS / part).read_text().splitlines()
     names = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
     return sorted(name for name in names if not has(python, name))
 

@@ -85,6 +85,12 @@ def test_the_rule_has_a_band_for_one_rounding_and_no_more():
     assert truth.within(Errors(2e-3, 2e-3), Errors(1e-3, 1e-3), torch.float32)
 
 
+@pytest.mark.parametrize("far", [0.5, math.inf])
+def test_eager_code_that_is_far_off_excuses_nobody(far):
+    assert not truth.within(Errors(far, far), Errors(far, far), torch.bfloat16)
+    assert truth.within(Errors(0.1, 0.1), Errors(far, far), torch.bfloat16)
+
+
 def test_errors_are_relative_and_never_hidden():
     true = torch.tensor([4.0, 0.0], dtype=torch.float64)
     assert truth.errors([torch.tensor([4.0, 1.0])], [true]).max == 0.25

@@ -13,7 +13,7 @@ from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, require
 from ..problem import Exportable, Problem
 
-INSTALL = "pip install 'fusewise[compilers]'"
+INSTALL = "pip install 'fusewise[lab]'"
 
 
 class Tvm(Provider):

@@ -16,7 +16,7 @@ from ..ledger import Kernel
 from ..plugin import Provider, Run, require
 from ..problem import Problem
 
-INSTALL = "pip install 'fusewise[compilers]'"
+INSTALL = "pip install 'fusewise[lab]'"
 #: Methods that torch 2.12 removed with its named tensors. Thunder 0.2.6 names them while it is imported, and never calls
 #: them.
 NAMED_TENSORS = ("align_as", "align_to", "has_names", "refine_names", "rename", "rename_")

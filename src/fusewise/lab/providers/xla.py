@@ -21,7 +21,7 @@ from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, Vjp, require
 from ..problem import Exportable, Problem
 
-INSTALL = "pip install 'fusewise[compilers]'"
+INSTALL = "pip install 'fusewise[lab]'"
 
 
 class Jax(Provider):

@@ -1,0 +1,163 @@
+"""The adapters of gated units, against stand-ins that follow each library's documented contract in plain torch.
+
+What can be wrong here, and is held, is what an adapter hands over and how it reads the result: which half is the gate, the
+order of rows, shapes, what is overwritten, gradients.
+"""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fusewise.lab import Missing, Unsupported, truth
+from fusewise.lab.problem import Task
+from fusewise.lab.providers import gated_peers as peers
+from fusewise.lab.targets import geglu as target
+from fusewise.ops.gated_linear.cases import GatedCase
+
+CASES = {
+    "geglu": GatedCase(name="geglu", rows=6, features=8, hidden=10, bias=True),
+    "swiglu": GatedCase(name="swiglu", rows=6, features=8, hidden=10, activation="silu", gate_first=True),
+    "erf": GatedCase(name="erf", rows=6, features=8, hidden=10, activation="gelu", bias=True, gate_first=True),
+}
+ACTIVATE = {
+    "geglu": lambda g: functional.gelu(g, approximate="tanh"),
+    "swiglu": functional.silu,
+    "exact": functional.gelu,
+}
+
+
+def gradients(name, gate, value, dy):
+    """dgate and dvalue of act(gate) · value."""
+    with torch.enable_grad():
+        leaves = gate.detach().requires_grad_(), value.detach().requires_grad_()
+        return torch.autograd.grad(ACTIVATE[name](leaves[0]) * leaves[1], leaves, dy)
+
+
+def liger(name):
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            assert a.is_contiguous() and b.is_contiguous()
+            ctx.save_for_backward(a, b)
+            return ACTIVATE[name](a) * b
+
+        @staticmethod
+        def backward(ctx, dc):
+            a, b = ctx.saved_tensors
+            da, db = gradients(name, a, b, dc)
+            return a.copy_(da), b.copy_(db)  # it overwrites what it saved
+
+    return Gate
+
+
+def unsloth(name):
+    def forward(gate, up):
+        assert gate.dim() == 3 and gate.is_contiguous() and up.is_contiguous()
+        return ACTIVATE[name](gate) * up
+
+    def backward(dw, e, g):
+        assert e.dim() == 2 and dw.is_contiguous()
+        de, dg = gradients(name, e, g, dw)
+        return dw.copy_(ACTIVATE[name](e) * g), e.copy_(dg), g.copy_(de)
+
+    return forward, backward
+
+
+def transformer_engine(name):
+    def forward(z, quantizer):
+        assert quantizer is None
+        gate, value = z.chunk(2, -1)
+        return ACTIVATE[name](gate) * value
+
+    def backward(dy, z, quantizer):
+        assert quantizer is None
+        return torch.cat(gradients(name, *z.chunk(2, -1), dy), -1)
+
+    return forward, backward
+
+
+def gemm_gated(a, b, *, bias=None, activation, store_preact, concat_layout=None):
+    """QuACK: columns of gate and value in turn, or two halves where concat_layout says so."""
+    assert not store_preact and b.stride(0) == 1
+    if concat_layout is not None:
+        assert concat_layout == (("B",) if bias is None else ("B", "bias"))
+    z = a @ b if bias is None else a @ b + bias
+    gate, value = z.chunk(2, -1) if concat_layout else (z[:, ::2], z[:, 1::2])
+    return None, ACTIVATE[activation](gate) * value
+
+
+STAND_INS = {
+    "liger_kernel.ops.geglu": {"LigerGELUMulFunction": liger("geglu")},
+    "liger_kernel.ops.swiglu": {"LigerSiLUMulFunction": liger("swiglu")},
+    "unsloth.kernels.geglu": {
+        f"geglu_{form}_{way}_kernel": unsloth(name)[way == "backward"]
+        for form, name in (("approx", "geglu"), ("exact", "exact"))
+        for way in ("forward", "backward")
+    },
+    "unsloth.kernels.swiglu": dict(
+        zip(("swiglu_fg_kernel", "swiglu_DWf_DW_dfg_kernel"), unsloth("swiglu"), strict=True)
+    ),
+    "transformer_engine.pytorch": {},
+    "transformer_engine_torch": {
+        prefix + name: transformer_engine(name)[bool(prefix)] for name in ("geglu", "swiglu") for prefix in ("", "d")
+    },
+    "quack.gemm_interface": {"gemm_gated": gemm_gated},
+}
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch):
+    for path, functions in STAND_INS.items():
+        parts = path.split(".")
+        for i in range(1, len(parts) + 1):
+            name = ".".join(parts[:i])
+            if name not in STAND_INS or name == path:
+                monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        for name, function in functions.items():
+            setattr(sys.modules[path], name, function)
+    monkeypatch.setattr(target, "case", CASES.__getitem__)
+
+
+PROVIDERS = [peers.Liger, peers.Unsloth, peers.TransformerEngine, peers.QuackInterleaved, peers.QuackStacked]
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("peer", PROVIDERS, ids=lambda p: p.name)
+def test_an_adapter_is_right_or_says_that_it_cannot(peer, name, pass_):
+    problem = target.GatedProblem(Task("geglu", name, "bf16", pass_, "cpu", 0))
+    if (name == "erf" and peer is not peers.Unsloth) or (pass_ != "fwd" and not peer.backward):
+        with pytest.raises(Unsupported):
+            peer().build(problem)
+        return
+    run = peer().build(problem)
+    verdict = truth.check(problem, run)
+    assert verdict.reason == ""
+    assert truth.check(problem, run).errors == verdict.errors  # nothing was kept that the first call changed
+
+
+@pytest.mark.parametrize("peer", PROVIDERS, ids=lambda p: p.name)
+def test_a_wrong_half_is_found(peer, monkeypatch):
+    """The check tells gate from value: with the case's order turned round every adapter is wrong."""
+    problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
+    run = peer().build(problem)
+    monkeypatch.setitem(problem.inputs.kwargs, "gate_first", True)
+    assert "more than twice eager's" in truth.check(problem, run).reason
+
+
+def test_a_problem_of_another_kind_is_refused():
+    from fusewise.lab import targets
+
+    with pytest.raises(Unsupported, match="liger runs geglu only, not gelu"):
+        peers.Liger().build(targets.problem_for(Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0)))
+
+
+def test_what_a_library_lacks_is_its_reason(monkeypatch):
+    monkeypatch.delitem(sys.modules, "quack.gemm_interface")
+    monkeypatch.delitem(sys.modules, "quack")
+    problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
+    with pytest.raises(Missing, match=r"import quack.gemm_interface failed: .*; pip install quack-kernels"):
+        peers.QuackStacked().build(problem)

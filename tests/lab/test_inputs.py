@@ -1,0 +1,108 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusewise.lab.targets import inputs
+from fusewise.lab.targets.inputs import TensorSpec, bound, parse, spec_of, written
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "spec"),
+    [
+        ("x=bf16[4096,4096]", "x", TensorSpec("bf16", (4096, 4096))),
+        ("f32[2, 3]", "", TensorSpec("fp32", (2, 3))),
+        ("x = float16 [8] uniform(-1,1)", "x", TensorSpec("fp16", (8,), fill="uniform", values=(-1, 1))),
+        ("fp32[]", "", TensorSpec("fp32", ())),
+        ("x=fp32[4,8]strides(1,4) fixed", "x", TensorSpec("fp32", (4, 8), (1, 4), fixed=True)),
+        ("i=i64[5] randint(0,7)", "i", TensorSpec("i64", (5,), fill="randint", values=(0, 7))),
+        ("mask=bool[5]", "mask", TensorSpec("bool", (5,))),
+        ("x=fp32[3] full(0.5)", "x", TensorSpec("fp32", (3,), fill="full", values=(0.5,))),
+        ("eps=1e-6", "eps", 1e-6),
+        ("n=4", "n", 4),
+        ("-3", "", -3),
+        ("flag=True", "flag", True),
+        ("bias=none", "bias", None),
+        ('mode="tanh"', "mode", "tanh"),
+    ],
+)
+def test_what_is_written_is_what_is_meant(text, name, spec):
+    found = parse(text)
+    assert found == (name, spec)
+    assert type(found[1]) is type(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x=fp99[4]", "must have a dtype of fp64, fp32, .*, got 'fp99'; choose one"),
+        ("x=fp32[a]", "must have integers as sizes, got 'a'"),
+        ("x=fp32[-1]", "must have sizes of at least 0"),
+        ("x=fp32[4,4] strides(1)", "must have 2 strides, got 1"),
+        ("x=fp32[4] uniform(1)", "must have 2 numbers in uniform, got 1"),
+        ("x=fp32[4] uniform(2,1)", "must have LOW < HIGH"),
+        ("x=i32[4] uniform(0,1)", "must be floating for uniform, got i32"),
+        ("x=fp32[4] sometimes", "must have words of strides, fixed, .*, got 'sometimes'"),
+        ("x=fp32[4] randn(a,b)", "must have numbers in randn"),
+        ("x=fp32[4] 17", "must be a tensor with words behind it"),
+        ("x=tanh", "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_a_fix(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse(text)
+
+
+SIZES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(st.sampled_from(list(inputs.DTYPES)), SIZES, st.booleans(), st.sampled_from(["", "x", "long_name"]))
+def test_written_and_read_back(dtype, sizes, fixed, name):
+    spec = TensorSpec(dtype, sizes, fixed=fixed)
+    assert parse(written(name, spec)) == (name, spec)
+
+
+@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none()))
+def test_scalars_are_read_back(value):
+    assert parse(written("n", value)) == ("n", value)
+
+
+def test_a_tensor_is_the_same_wherever_it_is_made():
+    spec = parse("x=fp32[4,8] strides(1,4)")[1]
+    x, again, other = (spec.make(torch.device("cpu"), seed) for seed in ("a", "a", "b"))
+    assert torch.equal(x, again)
+    assert not torch.equal(x, other)
+    assert x.stride() == (1, 4)
+
+
+def test_ranges_hold():
+    make = lambda text: parse(text)[1].make(torch.device("cpu"), "0")  # noqa: E731
+    x = make("fp32[1000] uniform(2,3)")
+    assert x.min() >= 2 and x.max() < 3 and x.std() > 0.2
+    i = make("i64[1000] randint(-2,3)")
+    assert i.unique().tolist() == [-2, -1, 0, 1, 2]
+    x = make("fp32[10000] randn(5,0.1)")
+    assert abs(x.mean() - 5) < 0.01 and abs(x.std() - 0.1) < 0.01
+    assert make("fp32[3] full(0.5)").tolist() == [0.5] * 3
+    assert make("bool[100]").unique().tolist() == [False, True]
+
+
+def test_arguments_become_specs_of_their_kind_and_range():
+    assert spec_of(3) == 3
+    assert spec_of(torch.zeros(2, 3).t()) == TensorSpec("fp32", (3, 2), (1, 3), fill="full", values=(0.0,))
+    assert spec_of(torch.tensor([2, 9])) == TensorSpec("i64", (2,), fill="randint", values=(2, 10))
+    assert spec_of(torch.rand(100)).fill == "uniform"
+    spec = spec_of(torch.randn(1000) * 7, fixed_unless_wanted=True)
+    assert (spec.fill, spec.fixed) == ("randn", True)
+    assert 6 < spec.values[1] < 8
+    with pytest.raises(TypeError, match=r"arguments must be tensors, numbers, .*, got list"):
+        spec_of([1])
+    with pytest.raises(TypeError, match=r"tensors must be of .*, got torch.complex64"):
+        spec_of(torch.zeros(2, dtype=torch.complex64))
+
+
+def test_inputs_are_bound_to_parameters():
+    assert [n for n, _ in bound(["x", "y", "eps"], ["y=fp32[2]", "fp32[3]"])] == ["x", "y"]
+    for texts in (["z=fp32[2]"], ["x=fp32[2]", "x=fp32[2]"], ["1", "2", "3", "4"]):
+        with pytest.raises(ValueError, match=r"inputs must be among the parameters \(x, y, eps\), each once"):
+            bound(["x", "y", "eps"], texts)

@@ -1,0 +1,223 @@
+"""A user's own functions: found by place, called on arguments made from text, held against themselves in float64."""
+
+import linecache
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from builders import row, study_record
+
+import fusewise
+from fusewise.lab import plan, truth
+from fusewise.lab.api import Result, place, study, written
+from fusewise.lab.plugin import Run
+from fusewise.lab.problem import Task
+from fusewise.lab.process import WORKER
+from fusewise.lab.targets.user import User, UserProblem, load
+
+FILE = str(Path(__file__).with_name("user_functions.py"))
+
+
+def problem(name, *texts, dtype="fp32", pass_="fwd", seed=0):
+    target = User(f"{FILE}:{name}", texts)
+    return UserProblem(Task(target.name, target.case().name, dtype, pass_, "cpu", seed, target.detail(target.case())))
+
+
+def eager(p):
+    program = p.program()
+    return Run(program.function, program.enter, program.leave)
+
+
+RMS = ("x=bf16[8,16]", "weight=bf16[16]")
+SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize(("name", "texts"), [("rms", RMS), ("several", SEVERAL), ("Net", ("fp32[3,6]",))])
+def test_a_function_agrees_with_itself_in_float64(name, texts, pass_):
+    p = problem(name, *texts, dtype=texts[0].split("[")[0].removeprefix("x="), pass_=pass_)
+    verdict = truth.check(p, eager(p))
+    assert verdict.reason == ""
+    assert 0 < verdict.errors.max < 0.02
+
+
+def test_the_truth_computes_in_float64_whatever_the_function_says():
+    """`rms` casts to float32 and back; its truth has no float32 in it."""
+    p = problem("rms", "x=fp32[64,128]", "weight=fp32[128]")
+    (true,) = p.truth(p.leaves(False, wide=True))
+    x, weight = (t.double() for t in p.tensors)
+    exact = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+    assert true.dtype == torch.float64
+    assert torch.allclose(true, exact, rtol=1e-14, atol=0)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_wrong_gradient_of_a_parameter_is_found():
+    p = problem("Net", "fp32[3,6]", pass_="bwd")
+    assert len(p.parameters) == 2
+    run = eager(p)
+    bias = p.function.linear.bias
+
+    def call(x):
+        return run.call(x) + 0.05 * (bias - bias.detach())
+
+    assert "more than twice" in truth.check(p, Run(call, run.enter, run.leave)).reason
+
+
+def test_modules_have_the_same_parameters_in_every_process():
+    first, again, other = (problem("Net", "fp32[3,6]", seed=s) for s in (0, 0, 1))
+    assert torch.equal(first.parameters[0], again.parameters[0])
+    assert not torch.equal(first.parameters[0], other.parameters[0])
+
+
+def test_bytes_and_flops():
+    p = problem("doubled", "x=fp32[8,16]", pass_="bwd")
+    assert p.bytes_min() == 2 * 8 * 16 * 4  # a linear function: dy read, dx written
+    assert p.flops_min() == 0
+    p = problem("rms", *RMS, dtype="bf16", pass_="bwd")
+    assert p.bytes_min() == 2 * (8 * 16 + 2 * (8 * 16 + 16))  # dy and both inputs read, both gradients written
+    p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
+    assert p.flops_min() == 3 * 2 * 3 * 6 * 4
+    assert p.shape() == "x=fp32[3,6] parameters[28]"
+
+
+def test_a_fixed_input_gets_no_gradient():
+    p = problem("rms", "x=fp32[8,16]", "weight=fp32[16] fixed", pass_="bwd")
+    assert [x.requires_grad for x in p.leaves(True)] == [True, False]
+    assert truth.check(p, eager(p)).reason == ""
+
+
+def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
+    p = problem("several", *SEVERAL, dtype="bf16")
+    assert [x.dtype for x in p.tensors] == [torch.bfloat16, torch.bfloat16, torch.int64]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "pass_", "words"),
+    [
+        ("noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
+        ("nothing", ("fp32[4]",), "fwd", "must return a tensor"),
+        ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; use --pass fwd"),
+        ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
+        ("missing", ("fp32[4]",), "fwd", "missing must be defined at the top of"),
+        ("not_a_function", ("fp32[4]",), "fwd", "must be a function or module, got int"),
+    ],
+)
+def test_what_cannot_be_studied_says_why(name, texts, pass_, words):
+    with pytest.raises(ValueError, match=words):
+        problem(name, *texts, pass_=pass_)
+
+
+def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
+    request = plan.Request(target=f"{tmp_path / 'broken.py'}:f", inputs=["fp32[4]"], device="cpu")
+    with pytest.raises(ValueError, match=r"broken.py:f must be importable, got ModuleNotFoundError"):
+        plan.options(request, tmp_path / "out")
+    request = plan.Request(target=f"{FILE}:rms", inputs=["nope=fp32[4]"], device="cpu")
+    with pytest.raises(ValueError, match="inputs must be among the parameters"):
+        plan.options(request, tmp_path / "out")
+    options = plan.options(plan.Request(target=f"{FILE}:rms", inputs=RMS, device="cpu"), tmp_path / "out")
+    assert [(t.op, t.dtype, t.pass_) for t in options.tasks] == [
+        ("user_functions.py:rms", "bf16", "fwd"),
+        ("user_functions.py:rms", "bf16", "bwd"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "inputs", "words"),
+    [
+        ("no_such_file.py:f", ["fp32[4]"], "must be in a file that exists"),
+        (":f", ["fp32[4]"], "must be FILE.py:NAME or MODULE:NAME"),
+        (f"{FILE}:rms", [], "must have a floating tensor among its inputs"),
+        ("rope", ["fp32[4]"], "inputs must be those of a function, got target 'rope'"),
+    ],
+)
+def test_bad_targets_are_refused(target, inputs, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        plan.options(plan.Request(target=target, inputs=inputs, device="cpu"), tmp_path)
+
+
+def test_a_module_is_searched_for_where_the_study_was_started(tmp_path):
+    (tmp_path / "my_own_module_of_functions.py").write_text("def f(x):\n    return x + 1\n")
+    with pytest.raises(ModuleNotFoundError):
+        load("my_own_module_of_functions:f")
+    assert load("my_own_module_of_functions:f", path=[str(tmp_path)])(1) == 2
+
+
+NOTEBOOK = """
+import math
+import torch.nn.functional as F
+from pathlib import Path as P
+scale, dtype = 2.0, None
+def inner(x):
+    return F.gelu(x) * scale
+def outer(x, y):
+    return inner(x) + math.pi * y
+def uses_state(x):
+    return x * state
+state = [1]
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A module __main__ without a file, as a notebook has it."""
+    main = types.ModuleType("__main__")
+    linecache.cache["<cell>"] = (len(NOTEBOOK), None, NOTEBOOK.splitlines(keepends=True), "<cell>")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(NOTEBOOK, "<cell>", "exec"), main.__dict__)
+    return main
+
+
+def test_a_function_of_a_notebook_is_written_to_a_file(notebook, tmp_path):
+    where = place(notebook.outer, tmp_path / "run")
+    x = torch.ones(2)
+    assert torch.equal(load(where)(x, x), notebook.outer(x, x))
+    assert where == f"{tmp_path / 'run-source' / 'outer.py'}:outer"
+
+
+def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
+    with pytest.raises(ValueError, match="got state of type list; make it an argument, or save the function to a file"):
+        written(notebook.uses_state)
+    with pytest.raises(ValueError, match=r"must be defined at the top of a file or cell, got .*<lambda>"):
+        place(lambda x: x, tmp_path)
+    with pytest.raises(TypeError, match="got a module's instance; give its class"):
+        place(torch.nn.ReLU(), tmp_path)
+
+
+def test_importable_functions_are_named_by_their_module():
+    assert place(math.gamma, Path("unused")) == "math:gamma"
+
+
+def test_a_study_does_not_start_inside_a_study(monkeypatch):
+    monkeypatch.setitem(os.environ, WORKER, "1")
+    with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
+        study(math.gamma, torch.ones(1))
+
+
+def test_a_study_from_python_shows_itself(tmp_path):
+    """End to end: values make specs, a process finds the function, a notebook gets a table."""
+    import user_functions
+
+    made = fusewise.study(
+        user_functions.doubled, torch.randn(8, 8, requires_grad=True), providers=["eager"], rounds=(3, 3), warm=True, code=False,
+        out=tmp_path / "run",
+    )  # fmt: skip
+    assert [(r.op, r.status, r.pass_) for r in made.rows] == [
+        ("user_functions:doubled", "ok", "fwd"),
+        ("user_functions:doubled", "ok", "bwd"),
+    ]
+    assert made.report.is_file()
+    bundle = made._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(made)
+    assert "eager" in bundle["text/plain"]
+
+
+def test_a_table_for_a_notebook_is_harmless():
+    made = Result(study_record([row("<script>alert(1)</script>")]), Path("report.html"))
+    assert "<script>" not in made._repr_html_()
+    assert "&lt;script&gt;" in made._repr_html_()
