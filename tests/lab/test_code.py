@@ -19,7 +19,7 @@ SOURCE = Path(fusewise.__file__).parents[1]
 
 
 def test_a_stage_has_a_known_language() -> None:
-    with pytest.raises(ValueError, match="code: language must be one of asm, .*, got 'cobol'"):
+    with pytest.raises(ValueError, match=r"code: language must be one of asm, .*, got 'cobol'"):
         Stage(stage="x", language="cobol", text="")
 
 
@@ -141,7 +141,9 @@ def test_resources_are_the_largest_of_all_kernels() -> None:
 
 
 def test_assembly_is_counted_by_width() -> None:
-    text = "0000 <f>:\n   0:\tvmovups (%rdi),%zmm0\n   6:\tvfmadd213ps %zmm1,%zmm0,%zmm0\n   c:\tcall 10 <g>\n  11:\tret\n"
+    text = (
+        "0000 <f>:\n   0:\tvmovups (%rdi),%zmm0\n   6:\tvfmadd213ps %zmm1,%zmm0,%zmm0\n   c:\tcall 10 <g>\n  11:\tret\n"
+    )
     assert disassembly.count_assembly(text) == {"instructions": 4, "fma": 1, "calls": 1, "vector_512": 2}
 
 
@@ -230,7 +232,9 @@ def test_the_gated_kernel_uses_tensor_cores_and_tma() -> None:
     (launch,) = launched("geglu", "quick-square", "bf16")
     counts = triton_kernels.stages(launch.compiled, "geglu", "sm_90")[-1].counts
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0
-    assert counts["shared_bytes"] == launch.compiled.metadata.shared > 48 * 1024  # asked for at launch, not in the binary
+    assert (
+        counts["shared_bytes"] == launch.compiled.metadata.shared > 48 * 1024
+    )  # asked for at launch, not in the binary
 
 
 def test_what_a_size_divides_decides_the_width_of_loads() -> None:
@@ -281,7 +285,9 @@ def test_the_functions_that_a_function_calls_are_shown() -> None:
 
 
 def test_comments_of_graphs_give_places() -> None:
-    lines = graphs.comments("def f():\n    # File: mine.py:7 in g, code: y\n    y = 1\n    z = 2\n\n    w = 3\n    # other\n")
+    lines = graphs.comments(
+        "def f():\n    # File: mine.py:7 in g, code: y\n    y = 1\n    z = 2\n\n    w = 3\n    # other\n"
+    )
     assert lines == {2: "mine.py:7", 3: "mine.py:7", 4: "mine.py:7"}
 
 
@@ -298,6 +304,12 @@ def test_inductors_kernels_are_taken_out_of_its_code() -> None:
     assert "void kernel" in kernels[1][2] and "import torch" not in kernels[1][2]
     assert "def call" in wrapper and "void kernel" not in wrapper and "get_args" not in wrapper
     assert inductor._lines(kernels[0][2], {"mul": "mine.py:7"}) == dict.fromkeys(range(1, 5), "mine.py:7")
+
+
+def test_lower_stages_lead_through_the_generated_file() -> None:
+    generated = {3: "mine.py:7", 4: "k0.py:4"}
+    lines = {1: "/tmp/torchinductor_me/ab/x.py:3", 2: "x.py:4", 3: "other/y.py:3"}
+    assert inductor._through(lines, generated) == {1: "mine.py:7", 2: "k0.py:4", 3: "other/y.py:3"}
 
 
 HLO = """\

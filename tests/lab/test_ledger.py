@@ -1,0 +1,147 @@
+"""What is charged to an operator: its operands once, broadcasts by what they have, views nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jsonschema
+import pytest
+import torch
+from builders import study_record
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusewise.lab.code.aten import Operators
+from fusewise.lab.ledger import Kernel, Ledger, extent, merged
+from fusewise.lab.record import Record, schema
+from fusewise.lab.render import ledgers as render
+
+X = torch.arange(64, dtype=torch.float32).reshape(8, 8)  # 256 bytes
+ROW = torch.ones(8)  # 32 bytes
+INDEX = torch.tensor([1, 3])  # 16 bytes
+
+
+def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
+    with Operators() as seen:
+        function()
+    return [(kernel.name.split(".")[1], kernel.read, kernel.written) for kernel in seen.kernels]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda: X + 1, [("add", 256, 256)]),
+        (lambda: X * X, [("mul", 256, 256)]),  # one tensor, read once
+        (lambda: X * X.T, [("mul", 512, 256)]),  # two views, two orders
+        (lambda: X + ROW, [("add", 288, 256)]),
+        (lambda: X + ROW.expand(8, 8), [("add", 288, 256)]),  # an expanded row is a row
+        (lambda: X[:4].view(32).unsqueeze(0), []),
+        (lambda: X.t().contiguous(), [("clone", 256, 256)]),
+        (lambda: torch.empty(8, 8), []),
+        (lambda: torch.zeros(8, 8), [("zeros", 0, 256)]),
+        (lambda: X.clone().add_(1), [("clone", 256, 256), ("add_", 256, 256)]),
+        (lambda: torch.empty(8, 8).copy_(X), [("copy_", 256, 256)]),
+        (lambda: torch.empty(8, 8).fill_(1), [("fill_", 0, 256)]),
+        (lambda: torch.mul(X, 2, out=torch.empty(8, 8)), [("mul", 256, 256)]),
+        (lambda: X.to(torch.bfloat16), [("_to_copy", 256, 128)]),
+        (lambda: X.to(torch.float32), []),
+        (lambda: torch.cat((X, X[:4])), [("cat", 384, 384)]),
+        (lambda: X[INDEX], [("index", 64 + 16, 64)]),  # two rows of eight
+        (lambda: torch.nn.functional.embedding(INDEX, X), [("embedding", 64 + 16, 64)]),
+        (lambda: X @ X, [("mm", 256, 256)]),
+        (lambda: X.sum(), [("sum", 256, 4)]),
+        (lambda: torch.chunk(X, 2, -1)[0] + 1, [("add", 128, 128)]),
+        (lambda: X.detach().requires_grad_(False), []),
+        (lambda: X.max(0), [("max", 256, 32 + 64)]),
+    ],
+)
+def test_bytes_of_operators(function: Callable[[], object], expected: list[tuple[str, int, int]]) -> None:
+    assert charged(function) == expected
+
+
+def test_a_table_is_charged_what_a_call_can_use_of_it() -> None:
+    with Operators(used={ROW.data_ptr(): 12}) as seen:
+        X + ROW
+    assert [(k.read, k.written) for k in seen.kernels] == [(256 + 12, 256)]
+
+
+def test_backward_is_seen_too() -> None:
+    x = X.clone().requires_grad_()
+    y = x * 3
+    with Operators() as seen:
+        torch.autograd.grad(y, x, X)
+    assert [(k.name, k.read, k.written) for k in seen.kernels] == [("aten.mul.Tensor", 256, 256)]
+
+
+def test_operators_know_the_line_that_called_them() -> None:
+    with Operators() as seen:
+        X + 1
+    stage = seen.stage()
+    assert stage.text == "f32[8, 8] = aten.add.Tensor(f32[8, 8], 1)\n"
+    assert stage.lines[1].partition(":")[0].endswith("test_ledger.py")
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=0, max_size=4),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+)
+def test_extent_counts_distinct_elements(sizes: list[int], broadcast: list[bool], dtype: torch.dtype) -> None:
+    own = [1 if wide else size for size, wide in zip(sizes, broadcast, strict=False)]
+    x: Tensor = torch.zeros(own, dtype=dtype).expand(sizes)
+    distinct = 0 if x.numel() == 0 else len(set(torch.arange(max(1, torch.zeros(own).numel())).reshape(own).expand(sizes).flatten().tolist()))  # fmt: skip
+    assert extent(x) == distinct * x.element_size()
+
+
+kernels = st.builds(
+    Kernel, name=st.sampled_from(["a", "b"]), read=st.integers(0, 9), written=st.integers(0, 9), note=st.just("")
+)
+
+
+@given(st.lists(kernels))
+def test_merging_loses_nothing(found: list[Kernel]) -> None:
+    together = merged(found)
+    assert sum(kernel.bytes * times for kernel, times in together) == sum(kernel.bytes for kernel in found)
+    assert len({kernel for kernel, _ in together}) == len(together)
+    assert [k for k, _ in together] == sorted(set(found), key=found.index)
+
+
+def ledger(*found: Kernel, minimum: int | None = 2048) -> Ledger:
+    return Ledger(
+        op="gelu", case="c|<b>", dtype="fp32", pass_="fwd", provider="eager", kernels=found, bytes_min=minimum
+    )
+
+
+def test_ledgers_survive_json_and_follow_the_schema() -> None:
+    made = ledger(Kernel(name="k", read=1, written=2, note="n"))
+    assert Ledger.from_json(made.to_json()) == made
+    record = study_record([], ledgers=[made.to_json()])
+    jsonschema.validate(record.to_json(), schema())
+    assert Ledger.from_json(Record.from_json(record.to_json()).ledgers[0]) == made
+
+
+def test_the_table_adds_up() -> None:
+    kernel = Kernel(name="mul", read=1024, written=1024)
+    lines = render.table(ledger(kernel, Kernel(name="add", read=2048, written=0), kernel))
+    assert lines == [
+        ("mul", "2", "2.00 KiB", "2.00 KiB", "4.00 KiB", ""),
+        ("add", "1", "2.00 KiB", "0 B", "2.00 KiB", ""),
+        ("sum", "3", "4.00 KiB", "2.00 KiB", "6.00 KiB", "3.00 ×"),
+    ]
+    assert render.table(ledger(kernel, minimum=None))[-1][-1] == "–"
+    assert render.text(ledger(kernel)).splitlines()[0].split() == [
+        "kernel",
+        "times",
+        "read",
+        "written",
+        "bytes",
+        "of",
+        "minimum",
+    ]
+
+
+def test_the_markdown_section_is_escaped() -> None:
+    section = render.markdown([ledger(Kernel(name="<img>|x", read=1, written=1))])
+    assert "<img>" not in section and "&lt;img&gt;\\|x" in section
+    assert "c\\|&lt;b&gt;" in section and "needs 2.00 KiB" in section
