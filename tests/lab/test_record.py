@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from builders import measurement, row, study_record
+from builders import full_record, measurement, row, study_record
 
 from fusewise.lab import analysis, record
 
@@ -66,6 +66,16 @@ def test_the_schema_accepts_what_is_written_and_refuses_what_is_not():
 def test_other_files_are_refused_with_words(change):
     with pytest.raises(ValueError, match=r"^record: (kind|schema) must be .*, got .*; "):
         record.Record.from_json({**complete().to_json(), **change})
+
+
+def test_the_schema_accepts_code_ledgers_and_limits():
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(record.schema())
+    good = full_record().to_json()
+    validator.validate(good)
+    for name in ("code", "ledgers"):
+        assert not validator.is_valid({**good, name: [{**good[name][0], "provider": 3}]})
+    assert not validator.is_valid({**good, "limits": {"copy_gb_s": 3}})
+    assert not validator.is_valid({k: v for k, v in good.items() if k != "resumed"})
 
 
 def test_a_record_of_version_1_is_read_as_todays():

@@ -4,7 +4,7 @@ import pytest
 from builders import measurement, row, study_record
 from rich.console import Console
 
-from fusewise.lab import analysis, verdict
+from fusewise.lab import analysis, compare, verdict
 from fusewise.lab.render import gigabytes_per_second, markdown, number, percent, plots, size, terminal
 
 
@@ -64,6 +64,26 @@ def test_text_from_a_record_cannot_break_out_of_its_cell():
     line = next(line for line in report.splitlines() if "failed" in line and line.startswith("| &lt;script"))
     assert line.replace("\\|", "").count("|") == 5
     assert "[x](" not in line
+
+
+def test_a_terminal_obeys_nothing_that_a_record_says(capsys):
+    nasty = "\x1b]0;owned\x07\x1b[2J[red]name\r\n\x9b31m"
+    record = study_record([row(nasty, case=nasty, device_us=1.0), row(f"{nasty}2", "failed", reason=nasty)])
+    record.request["title"] = nasty
+    found = compare.compare(compare.side(record, nasty), compare.side(record, nasty))
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    for table in (
+        terminal.summary(record),
+        terminal.verdict_table(verdict.verdicts(record)),
+        terminal.comparison_table(found),
+    ):
+        console.print(table)
+    with terminal.Live(console) as live:
+        live.provider(nasty, "failed", nasty)
+        live.rows(record.rows)
+    said = console.file.getvalue() + markdown.report(record) + "\n".join(terminal.comparison_summary(found))
+    assert "[red]" in said
+    assert not {c for c in said if not c.isprintable() and c != "\n"}
 
 
 def test_every_line_of_every_table_has_as_many_cells_as_its_head():

@@ -34,7 +34,7 @@ Exit codes:
 def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> None:
     """Write report.html, report.md and the plots of RUN (a run directory or its record.json) anew."""
     from fusewise.lab import commands, record
-    from fusewise.lab.render import script
+    from fusewise.lab.render import printable, script
 
     try:
         found = record.read(run)
@@ -43,7 +43,7 @@ def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> No
     if row_id is not None:
         row = next((row for row in found.rows if row.id == row_id), None)
         if row is None:
-            some = ", ".join(r.id for r in found.rows[:3])
+            some = printable(", ".join(r.id for r in found.rows[:3]))
             raise click.UsageError(
                 f"report: --script must be the id of a row, such as {some}, got {row_id!r}; choose one"
             )

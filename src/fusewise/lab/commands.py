@@ -15,7 +15,7 @@ from . import folder, inside, machine, plugin, record, targets, verdict
 from .compare import Comparison
 from .ranks import Rank
 from .record import Json, Record
-from .render import groups, html, markdown, plots, size, terminal
+from .render import groups, html, markdown, plots, printable, size, terminal
 from .study import Options, Study
 
 
@@ -106,7 +106,7 @@ def show(found: Record) -> None:
     judged = verdict.verdicts(found)
     console.print(terminal.summary(found))
     console.print(terminal.verdict_table(judged))
-    console.print(" ".join(verdict.summary(judged)), markup=False, highlight=False)
+    console.print(printable(" ".join(verdict.summary(judged))), markup=False, highlight=False)
 
 
 def as_json(found: Record) -> list[dict[str, Any]]:

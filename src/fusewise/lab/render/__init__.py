@@ -32,6 +32,11 @@ def gigabytes_per_second(row: Row) -> float | None:
     return row.bytes_min / row.device_us / 1e3
 
 
+def printable(text: str) -> str:
+    """Text on one line and without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Three significant digits without an exponent as long as that reads well; a dash for None."""
     if value is None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import gigabytes_per_second, groups, measured, number, percent, size
+from . import gigabytes_per_second, groups, measured, number, percent, printable, size
 
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
@@ -68,7 +68,7 @@ def opening(record: Record) -> str:
     state = "" if record.finished else " **The run was cut short; the rows below are complete.**"
     seconds = "" if record.seconds is None else f" in {record.seconds:.0f} s"
     return (
-        f"Run `{record.run}` of {record.created} on {text(record.environment['device_name'])}: "
+        f"Run `{text(record.run)}` of {text(record.created)} on {text(record.environment['device_name'])}: "
         f"{len(groups(record))} comparisons, {ok} providers measured{seconds}.{state}"
     )
 
@@ -112,7 +112,7 @@ def summaries(record: Record) -> list[str]:
                 cells.append(f"**{cell}**" if rivals and times.get(name) == min(rivals) else cell)
             lines.append([text(case), *cells])
         parts.append(f"### {dtype} {pass_}, microseconds")
-        parts.append(table(["case", *names], lines))
+        parts.append(table(["case", *map(text, names)], lines))
     return parts
 
 
@@ -211,7 +211,7 @@ def environment(record: Record) -> str:
         [text(name.replace("_", " ")), text(_value(name, value))] for name, value in found.items() if value is not None
     ]
     lines += [[text(name), text(version)] for name, version in versions.items()]
-    lines += [["seed", str(record.request["seed"])], ["cache", record.request["cache"]]]
+    lines += [["seed", str(record.request["seed"])], ["cache", text(record.request["cache"])]]
     return table(["", ""], lines)
 
 
@@ -245,4 +245,4 @@ def text(value: str) -> str:
         ("]", "\\]"),
     ):
         value = value.replace(old, new)
-    return " ".join(value.split())
+    return " ".join(printable(value).split())

@@ -14,7 +14,12 @@ from ..compare import Comparison
 from ..problem import Task
 from ..record import Json, Record, Row
 from ..verdict import Verdict
-from . import measured, number, percent
+from . import measured, number, percent, printable
+
+
+def plain(text: str) -> str:
+    """Text from a record or a provider as the terminal shows it: no markup, no control characters."""
+    return escape(printable(text))
 
 
 class Live:
@@ -43,19 +48,19 @@ class Live:
         self.progress.stop()
 
     def group(self, index: int, total: int, task: Task) -> None:
-        self.title = escape(f"{task.case} {task.dtype} {task.pass_}")
+        self.title = plain(f"{task.case} {task.dtype} {task.pass_}")
         self.progress.update(
             self.bar, description=f"{self.title}: first calls and checks", completed=index, total=total
         )
 
     def looking(self, name: str) -> None:
-        self.progress.update(self.bar, description=f"code and traffic: {escape(name)}")
+        self.progress.update(self.bar, description=f"code and traffic: {plain(name)}")
 
     def provider(self, name: str, status: str, reason: str) -> None:
         if status in ("wrong", "failed") and (name, reason) not in self.told:
             self.told.add((name, reason))
             self.console.print(
-                f"{self.title}: [bold]{escape(name)} {status}[/]: {escape(reason)}", highlight=False, soft_wrap=True
+                f"{self.title}: [bold]{plain(name)} {status}[/]: {plain(reason)}", highlight=False, soft_wrap=True
             )
 
     def round(self, number: int, times: Mapping[str, float]) -> None:
@@ -67,18 +72,21 @@ class Live:
         if timed:
             best = min(timed, key=lambda row: row.device_us or 0.0)
             share = f", {percent(best.share_of_limit)} of {best.limit}" if best.limit else ""
-            fastest = f"{escape(best.provider)} {number(best.device_us)} µs{share}"
+            fastest = f"{plain(best.provider)} {number(best.device_us)} µs{share}"
             self.console.print(f"{self.title}: {len(timed)} timed, fastest {fastest}", highlight=False, soft_wrap=True)
 
 
 def summary(record: Record) -> Table:
     """A line a group, a column a provider: microseconds, the fastest in bold."""
     names = measured(record.rows)
-    table = Table(title=f"{record.request['title']}: microseconds a call, {record.request['cache']} cache")
+    table = Table(title=plain(f"{record.request['title']}: microseconds a call, {record.request['cache']} cache"))
     table.add_column("case", overflow="fold")
     for name in names:
         table.add_column(
-            name, justify="right", overflow="fold", style="dim" if is_floor(name) else "cyan" if is_ours(name) else ""
+            plain(name),
+            justify="right",
+            overflow="fold",
+            style="dim" if is_floor(name) else "cyan" if is_ours(name) else "",
         )
     by_group: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in record.rows:
@@ -93,7 +101,7 @@ def summary(record: Record) -> Table:
             else:
                 value = number(mine.device_us)
                 cells.append(f"[bold]{value}[/]" if mine.device_us == min(rivals, default=None) else value)
-        table.add_row(escape(" ".join(key)), *cells)
+        table.add_row(plain(" ".join(key)), *cells)
     return table
 
 
@@ -106,7 +114,7 @@ def verdict_table(found: Sequence[Verdict]) -> Table:
         fastest = f"{v.gaps[0].provider} {number(v.gaps[0].time_us)} µs" if v.gaps else "–"
         worth = v.worth + (f": {v.kernel}" if v.kernel else "")
         cells = (" ".join(v.key[1:]), v.bound, number(v.minimum_us), fastest, percent(v.left), worth)
-        table.add_row(*(escape(cell) for cell in cells))
+        table.add_row(*(plain(cell) for cell in cells))
     return table
 
 
@@ -115,7 +123,7 @@ STYLES = {"slower": "red", "broken": "red", "faster": "green", "mended": "green"
 
 def comparison_table(found: Comparison) -> Table:
     """A line a row that both runs have, the regressions first."""
-    table = Table(title=escape(f"{found.before} → {found.after}"))
+    table = Table(title=plain(f"{found.before} → {found.after}"))
     for column in ("case", "provider", "before µs", "after µs", "ratio", "noise", "verdict"):
         table.add_column(column, overflow="fold")
     order = list(STYLES)
@@ -124,7 +132,7 @@ def comparison_table(found: Comparison) -> Table:
         ratio = "–" if c.ratio is None else f"{c.ratio:.3f} [{c.low:.3f}, {c.high:.3f}]"
         said = c.verdict + (f": {c.note}" if c.note else "")
         cells = (f"{c.case} {c.dtype} {c.pass_}", c.provider, number(c.before_us), number(c.after_us), ratio)
-        table.add_row(*(escape(x) for x in (*cells, percent(c.noise), said)), style=STYLES.get(c.verdict, ""))
+        table.add_row(*(plain(x) for x in (*cells, percent(c.noise), said)), style=STYLES.get(c.verdict, ""))
     return table
 
 
@@ -132,21 +140,21 @@ def comparison_summary(found: Comparison) -> list[str]:
     words = [c.verdict for c in found.changes]
     counted = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
     alone = f"; {found.only_before} rows only before, {found.only_after} only after"
-    return [f"{len(words)} compared: {counted}{alone}", *found.notes]
+    return [f"{len(words)} compared: {counted}{alone}", *map(printable, found.notes)]
 
 
 def limits_table(found: Json) -> Table:
     """What the machine can do, as measured."""
-    table = Table(title=escape(f"limits of {found['device']}, measured {found['created']}"))
+    table = Table(title=plain(f"limits of {found['device']}, measured {found['created']}"))
     for column in ("limit", "measured"):
         table.add_column(column)
     table.add_row("copy", f"{number(found['copy_gb_s'])} GB/s")
     table.add_row("triad", f"{number(found['triad_gb_s'])} GB/s")
     for name, rate in found["matmul_tflop_s"].items():
-        table.add_row(escape(f"matmul {name}"), f"{number(rate)} TFLOP/s")
+        table.add_row(plain(f"matmul {name}"), f"{number(rate)} TFLOP/s")
     table.add_row("launch", f"{number(found['launch_us'])} µs")
     for name, value in (found["clocks"] or {}).items():
-        table.add_row(escape(name.replace("_", " ")), escape(str(value)))
+        table.add_row(plain(name.replace("_", " ")), plain(str(value)))
     return table
 
 
@@ -156,5 +164,5 @@ def provider_table(lines: Sequence[tuple[str, str, str, str]]) -> Table:
     for column in ("provider", "state", "versions", "note"):
         table.add_column(column, overflow="fold")
     for line in lines:
-        table.add_row(*(escape(cell) for cell in line))
+        table.add_row(*(plain(cell) for cell in line))
     return table
