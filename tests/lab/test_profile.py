@@ -1,0 +1,147 @@
+"""Profiles: stacks folded from constructed traces, flame graphs that are well-formed, and a real profile in its process."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusewise.cli import cli
+from fusewise.lab import profile
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def event(
+    name: str, start: float, length: float, category: str = "cpu_op", thread: int = 1, **args: Any
+) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": start, "dur": length, "args": args}
+
+
+def step(start: float, length: float, thread: int = 1) -> dict[str, Any]:
+    return event(profile.STEP, start, length, "user_annotation", thread)
+
+
+def test_time_goes_to_the_innermost_frame() -> None:
+    host, device = profile.fold(
+        [
+            event("main", 0, 100, "python_function"),
+            step(10, 60),
+            event("/x/mine.py(7): f", 10, 50, "python_function"),
+            event("aten::mul", 20, 10),
+            event("aten::mul", 40, 15),
+            event("aten::empty", 42, 5),
+            event("aten::after", 80, 10),  # outside of what is timed
+            event("aten::elsewhere", 20, 10, thread=2),
+        ]
+    )
+    root = profile.STEP
+    assert host == {
+        (root,): 10,
+        (root, "f (/x/mine.py:7)"): 25,
+        (root, "f (/x/mine.py:7)", "aten::mul"): 20,
+        (root, "f (/x/mine.py:7)", "aten::mul", "aten::empty"): 5,
+    }
+    assert sum(host.values()) == 60 and not device
+
+
+def test_kernels_are_under_the_stack_that_launched_them() -> None:
+    _, device = profile.fold(
+        [
+            step(0, 50),
+            event("aten::mul", 5, 20),
+            event("cudaLaunchKernel", 10, 5, "cuda_runtime", correlation=3),
+            event("vectorized;kernel", 30, 7, "kernel", thread=7, correlation=3),
+            event("stray", 40, 9, "kernel", thread=7, correlation=99),
+        ]
+    )
+    assert device == {(profile.STEP, "aten::mul", "cudaLaunchKernel", "vectorized,kernel"): 7}
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=12)
+
+
+def nested(found: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Those of the spans that nest within each other and within [0, 100), as calls on one thread do."""
+    kept: list[tuple[int, int]] = []
+    for start, length in found:
+        end = start + length
+        if all(e <= start or s >= end or (s <= start and end <= e) or (start <= s and e <= end) for s, e in kept):
+            kept.append((start, end))
+    return [event(f"op{i}", s, e - s) for i, (s, e) in enumerate(kept)]
+
+
+@given(spans)
+def test_folding_loses_no_time(found: list[tuple[int, int]]) -> None:
+    host, _ = profile.fold([step(0, 100), *nested(found)])
+    assert sum(host.values()) == pytest.approx(100)
+    assert all(us > 0 and stack[0] == profile.STEP for stack, us in host.items())
+
+
+def test_a_flame_graph_is_well_formed_whatever_the_names() -> None:
+    text = profile.flame({("a", "<script>&\"'"): 30.0, ("a",): 10.0, ("b",): 60.0}, "t < u")
+    root = ElementTree.fromstring(text)
+    assert "<script>" not in text
+    titles = [str(t.text) for t in root.iter(f"{SVG}title")]
+    assert "<script>&\"': 30.0 µs, 30.0 %" in titles and "b: 60.0 µs, 60.0 %" in titles
+    widths = {str(g.findtext(f"{SVG}title")): float(str(g[1].get("width"))) for g in root.iter(f"{SVG}g")}
+    assert widths["b: 60.0 µs, 60.0 %"] == pytest.approx(0.6 * profile.WIDTH)
+    inner = next(g[1] for g in root.iter(f"{SVG}g") if "script" in str(g.findtext(f"{SVG}title")))
+    outer = next(g[1] for g in root.iter(f"{SVG}g") if str(g.findtext(f"{SVG}title")).startswith("a:"))
+    assert float(str(inner.get("y"))) == float(str(outer.get("y"))) + profile.ROW
+    assert inner.get("x") == outer.get("x")
+
+
+def test_frames_have_no_addresses() -> None:
+    assert profile.frame("<built-in method f of Tensor object at 0x7f00>") == "<built-in method f of Tensor object>"
+
+
+def test_a_real_profile(tmp_path: Path) -> None:
+    arguments = [
+        "profile",
+        "gelu",
+        "--case",
+        "gelu-256",
+        "--pass",
+        "fwd",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "p"),
+    ]
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    by_name = {row["name"]: row for row in found["rows"]}
+    assert by_name["aten::tanh"]["calls"] == found["calls"] == 10
+    assert by_name["aten::mul"]["calls"] == 40
+    assert sum(row["self_cpu_percent"] for row in found["rows"]) == pytest.approx(100)
+    assert "Self CPU %" in found["table"] and "# of Calls" in found["table"]
+    assert sum(k["read"] + k["written"] for k in found["ledger"]["kernels"]) == 9 * 2**19
+    assert {"table.txt", "trace.json", "flame.svg", "flame.folded"} <= set(found["files"])
+    assert json.loads((tmp_path / "p" / "trace.json").read_text())["traceEvents"]
+    folded = (tmp_path / "p" / "flame.folded").read_text()
+    assert any("gelu (fusewise/lab/targets/gelu.py:" in line and "aten::tanh" in line for line in folded.splitlines())
+    ElementTree.parse(tmp_path / "p" / "flame.svg")
+
+
+def test_a_provider_that_cannot_be_profiled_says_why(tmp_path: Path) -> None:
+    arguments = ["profile", "gelu", "--provider", "lab_code_fakes:Absent", "--device", "cpu", "--out", str(tmp_path)]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1 and "no_such_module_anywhere is not installed" in result.output
+
+
+@pytest.mark.gpu
+def test_a_profile_on_the_gpu(tmp_path: Path) -> None:
+    arguments = ["profile", "gelu", "--case", "gelu-256", "--pass", "fwd", "--device", "cuda", "--out", str(tmp_path)]
+    found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)
+    assert sum(row["self_device_us"] for row in found["rows"]) > 0
+    assert "flame-device.svg" in found["files"]
+    folded = (tmp_path / "flame-device.folded").read_text()
+    assert any("tanh" in line for line in folded.splitlines())
