@@ -30,6 +30,7 @@ BUILT_IN = (
     "fusewise.lab.providers.floors:Copy",
     "fusewise.lab.providers.floors:MatMul",
     "fusewise.lab.providers.floors:Launch",
+    "fusewise.lab.providers.floors:TritonLaunch",
     "fusewise.lab.providers.pytorch:Eager",
     "fusewise.lab.providers.pytorch:TorchScript",
     "fusewise.lab.providers.pytorch:TorchCompile",

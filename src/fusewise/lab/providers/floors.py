@@ -61,3 +61,22 @@ class Launch(Provider):
 
             call = bare_launch
         return Run(call, enter, backward=False, checked=False)
+
+
+class TritonLaunch(Provider):
+    """fusewise's own Triton kernel on the problem's tensors, started by a bare `kernel[grid](…)` into outputs that are
+    there: what a call of the operator costs the host beyond this is the operator's."""
+
+    name = "floor-triton-launch"
+    ops = ("rope",)
+    devices = ("cuda",)
+    module = "triton"
+    install = "pip install triton"
+    packages = ("torch", "triton")
+    default = False
+
+    def build(self, problem: Problem) -> Run:
+        from ._launch import bare_rope
+
+        kwargs = problem.inputs.kwargs  # type: ignore[attr-defined]
+        return Run(lambda *xs: xs[-1](), lambda *xs: (bare_rope(xs, kwargs),), backward=False, checked=False)

@@ -58,7 +58,7 @@ def _enough(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: i
     """The same tiles with fewer tokens where all tensors together would not make `programs` programs."""
 
     def count(tile: Tile, width: int) -> int:
-        return triton.cdiv(tokens, tile.block_t) * triton.cdiv(width, tile.block_h)
+        return int(triton.cdiv(tokens, tile.block_t) * triton.cdiv(width, tile.block_h))
 
     while max(t.block_t for t in tiles) > 1 and sum(map(count, tiles, widths)) < programs:
         longest = max(t.block_t for t in tiles)
