@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rope import rope, rope_
-from ..ops.rope._validate import check_followed, fail
+from ..ops.rope._validate import fail
+from ..ops.rope._written import check_followed
 from ._shared import pairing, unit_stride
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).

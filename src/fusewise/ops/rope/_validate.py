@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._op import IMPLEMENTATIONS, transforms_active, unavailable
-from ._overlap import overlaps, overlaps_itself
+from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims
 
 MAX_HEAD_DIM = 512
@@ -23,11 +22,11 @@ def fail(op: str, argument: str, contract: str, got: object, fix: str, error: ty
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
-def _dtype(x: Tensor) -> str:
+def dtype_of(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _shape(x: Tensor) -> tuple[int, ...]:
+def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
@@ -133,7 +132,7 @@ def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: b
             fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
         if x.dtype not in FLOATS:
             kinds = "float32, bfloat16, float16 or float64"
-            fail(op, name, f"have dtype {kinds}", _dtype(x), f"convert {name} first", TypeError)
+            fail(op, name, f"have dtype {kinds}", dtype_of(x), f"convert {name} first", TypeError)
         if x.layout != torch.strided:
             fail(op, name, "be a strided tensor", x.layout, f"call {name}.to_dense()", TypeError)
         if x.dim() != rank:
@@ -141,7 +140,7 @@ def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: b
                 op,
                 name,
                 f"have {rank} dimensions in layout {layout}",
-                f"shape {_shape(x)}",
+                f"shape {shape_of(x)}",
                 "reshape it or name its layout",
             )
         if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
@@ -173,11 +172,11 @@ def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: b
         if dim != h_dim and k.shape[dim] != q.shape[dim]:
             what = "tokens" if dim == t_dim else "batch entries"
             fail(
-                op, "k", f"have as many {what} as q ({q.shape[dim]}) in layout {layout}", _shape(k),
+                op, "k", f"have as many {what} as q ({q.shape[dim]}) in layout {layout}", shape_of(k),
                 "check the layout, or rotate q and k in two calls",
             )  # fmt: skip
     if k.dtype != q.dtype:
-        fail(op, "k", f"have the dtype of q, {_dtype(q)}", _dtype(k), f"call k.to(torch.{_dtype(q)})", TypeError)
+        fail(op, "k", f"have the dtype of q, {dtype_of(q)}", dtype_of(k), f"call k.to(torch.{dtype_of(q)})", TypeError)
     if k.device != q.device:
         fail(op, "k", f"be on the device of q, {q.device}", k.device, f"call k.to({str(q.device)!r})")
 
@@ -208,7 +207,7 @@ def _check_index_tensor(op: str, name: str, value: Any, q: Tensor) -> None:
     if not isinstance(value, Tensor):
         fail(op, name, "be an int32 or int64 tensor", type(value).__name__, f"pass torch.tensor({name})", TypeError)
     if value.dtype not in INTS:
-        fail(op, name, "have dtype int32 or int64", _dtype(value), f"call {name}.to(torch.int32)", TypeError)
+        fail(op, name, "have dtype int32 or int64", dtype_of(value), f"call {name}.to(torch.int32)", TypeError)
     if value.device != q.device:
         fail(op, name, f"be on the device of q, {q.device}", value.device, f"call {name}.to({str(q.device)!r})")
 
@@ -264,11 +263,11 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
                     op,
                     "positions",
                     f"be None when {name} is given",
-                    _shape(positions),
+                    shape_of(positions),
                     f"add {name} to the positions yourself",
                 )
         axes = () if a["sections"] is None else (3,)
-        shape = _shape(positions)
+        shape = shape_of(positions)
         allowed = [(*axes, tokens), (*axes, batch, tokens), (*axes, 1, tokens)]
         if shape not in allowed:
             fail(
@@ -285,18 +284,18 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
                 op,
                 "cu_seqlens",
                 "have shape (sequences + 1,)",
-                _shape(cu_seqlens),
+                shape_of(cu_seqlens),
                 "pass [0, len_0, len_0 + len_1, ...]",
             )
         sequences = cu_seqlens.shape[0] - 1
     if offsets is not None:
         _check_index_tensor(op, "offset", offsets, q)
-        if _shape(offsets) != (sequences,):
+        if shape_of(offsets) != (sequences,):
             fail(
                 op,
                 "offset",
                 f"be an int or have shape ({sequences},), one a sequence",
-                _shape(offsets),
+                shape_of(offsets),
                 "pass one offset a sequence",
             )
     elif not _is_int(a["offset"]):
@@ -326,7 +325,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
                 op,
                 name,
                 "have dtype float32, bfloat16, float16 or float64",
-                _dtype(table),
+                dtype_of(table),
                 f"call {name}.float()",
                 TypeError,
             )
@@ -352,8 +351,8 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     name = given[0]
     table = a[name]
     if name == "inv_freq":
-        if _shape(table) != (pairs,):
-            fail(op, name, f"have shape (P,) = ({pairs},)", _shape(table), "pass one frequency a rotated pair")
+        if shape_of(table) != (pairs,):
+            fail(op, name, f"have shape (P,) = ({pairs},)", shape_of(table), "pass one frequency a rotated pair")
         return "inv_freq", False, None
     widths = {"cos": (pairs, 2 * pairs), "angles": (pairs, 2 * pairs), "cos_sin": (2 * pairs,)}[name]
     if (
@@ -367,18 +366,18 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         fix = "pass the half-width table" if name != "cos_sin" else "pass [cos | sin] side by side"
         if a["rotary_dim"] is None and table.dim() in (2, 3):
             fix += ", and rotary_dim if only a part of the head rotates"
-        fail(op, name, f"have shape {form}", _shape(table), fix)
+        fail(op, name, f"have shape {form}", shape_of(table), fix)
     if name == "cos":
         sin = a["sin"]
-        if _shape(sin) != _shape(table):
-            fail(op, "sin", f"have the shape of cos, {_shape(table)}", _shape(sin), "build both tables the same way")
+        if shape_of(sin) != shape_of(table):
+            fail(op, "sin", f"have the shape of cos, {shape_of(table)}", shape_of(sin), "build both tables the same way")
         if sin.dtype != table.dtype:
             fail(
                 op,
                 "sin",
-                f"have the dtype of cos, {_dtype(table)}",
-                _dtype(sin),
-                f"call sin.to(torch.{_dtype(table)})",
+                f"have the dtype of cos, {dtype_of(table)}",
+                dtype_of(sin),
+                f"call sin.to(torch.{dtype_of(table)})",
                 TypeError,
             )
         if sin.stride() != table.stride():
@@ -412,103 +411,3 @@ def _check_impl(op: str, q: Tensor, impl: Any) -> None:
     reason = unavailable(impl, q.device.type, q.dtype)
     if reason is not None:
         fail(op, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
-
-
-def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
-    """Check `out=` against the tensors it receives the rotation of; returns a tuple of as many tensors."""
-    outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
-        fail(
-            op,
-            "out",
-            f"be {len(xs)} tensor(s)",
-            repr(type(out).__name__),
-            "pass a tensor, or (q_out, k_out) with a k",
-            TypeError,
-        )
-    for name, x, y in zip(("q", "k"), xs, outs, strict=False):
-        if y.shape != x.shape:
-            fail(
-                op,
-                f"out for {name}",
-                f"have the shape of {name}, {_shape(x)}",
-                _shape(y),
-                f"use torch.empty_like({name})",
-            )
-        if y.dtype != x.dtype:
-            fail(
-                op,
-                f"out for {name}",
-                f"have the dtype of {name}, {_dtype(x)}",
-                _dtype(y),
-                f"use torch.empty_like({name})",
-                TypeError,
-            )
-        if y.device != x.device:
-            fail(
-                op,
-                f"out for {name}",
-                f"be on the device of {name}, {x.device}",
-                y.device,
-                f"use torch.empty_like({name})",
-            )
-        if y.shape[-1] != 1 and y.stride(-1) != 1 and y.numel() > 0:
-            fail(
-                op,
-                f"out for {name}",
-                "have a contiguous last dimension (stride 1)",
-                y.stride(),
-                f"use torch.empty_like({name})",
-            )
-        if y.requires_grad:
-            fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
-    if torch.compiler.is_compiling():
-        return outs  # memory is the compiler's: it reads inputs before it writes outputs
-    check_written(op, outs, tuple(f"out for {name}" for name in ("q", "k")))
-    for name, y in zip(("q", "k"), outs, strict=False):
-        for x in xs:
-            if overlaps(x, y):
-                fail(op, f"out for {name}", "not overlap an input", "shared memory", "use rope_ to rotate in place")
-    return outs
-
-
-def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q", "k")) -> None:
-    """Tensors that are written to must be free to be, and not share memory with each other or with themselves."""
-    for name, y in zip(names, ys, strict=False):
-        if y.is_inference() and not torch.is_inference_mode_enabled():
-            fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
-        if overlaps_itself(y):
-            fail(
-                op,
-                name,
-                "not have elements that share memory, being written to",
-                f"strides {y.stride()}",
-                f"call {name}.contiguous()",
-            )
-    if len(ys) == 2 and overlaps(*ys):
-        fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")
-
-
-def check_followed(op: str, xs: tuple[Tensor, ...]) -> None:
-    """Autograd must be able to follow a write into xs. Torch would find out too, but after the write."""
-    if transforms_active():
-        fail(
-            op,
-            "q and k",
-            "not be under a torch.func transform or forward mode",
-            "one of them",
-            f"use {op[:-1]}",
-            RuntimeError,
-        )
-    for name, x in zip(("q", "k"), xs, strict=False):
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            continue
-        if x.is_leaf:
-            fail(op, name, "not be a leaf that requires grad", "a leaf", f"use {op[:-1]}", RuntimeError)
-        if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
-            fail(op, name, "not be a view of a leaf that requires grad", "such a view", f"use {op[:-1]}", RuntimeError)
-        if x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
-            fail(
-                op, name, "not be one of several views made at once, or made without gradients, where it requires grad",
-                "such a view", f"slice {name} out instead of unbind, split or chunk, or use {op[:-1]}", RuntimeError,
-            )  # fmt: skip

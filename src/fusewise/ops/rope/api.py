@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import _op
 from ._problem import Layout, Pairing
-from ._validate import check_followed, check_out, check_written, fail, validated
+from ._validate import fail, validated
+from ._written import check_followed, check_out, check_written
 
 
 def rope(

@@ -1,0 +1,112 @@
+"""What a tensor must satisfy to be written to, beside what `_validate.py` asks of every argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._op import transforms_active
+from ._overlap import overlaps, overlaps_itself
+from ._validate import dtype_of, fail, shape_of
+
+
+def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
+    """Check `out=` against the tensors it receives the rotation of; returns a tuple of as many tensors."""
+    outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
+        fail(
+            op,
+            "out",
+            f"be {len(xs)} tensor(s)",
+            repr(type(out).__name__),
+            "pass a tensor, or (q_out, k_out) with a k",
+            TypeError,
+        )
+    for name, x, y in zip(("q", "k"), xs, outs, strict=False):
+        if y.shape != x.shape:
+            fail(
+                op,
+                f"out for {name}",
+                f"have the shape of {name}, {shape_of(x)}",
+                shape_of(y),
+                f"use torch.empty_like({name})",
+            )
+        if y.dtype != x.dtype:
+            fail(
+                op,
+                f"out for {name}",
+                f"have the dtype of {name}, {dtype_of(x)}",
+                dtype_of(y),
+                f"use torch.empty_like({name})",
+                TypeError,
+            )
+        if y.device != x.device:
+            fail(
+                op,
+                f"out for {name}",
+                f"be on the device of {name}, {x.device}",
+                y.device,
+                f"use torch.empty_like({name})",
+            )
+        if y.shape[-1] != 1 and y.stride(-1) != 1 and y.numel() > 0:
+            fail(
+                op,
+                f"out for {name}",
+                "have a contiguous last dimension (stride 1)",
+                y.stride(),
+                f"use torch.empty_like({name})",
+            )
+        if y.requires_grad:
+            fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
+    if torch.compiler.is_compiling():
+        return outs  # memory is the compiler's: it reads inputs before it writes outputs
+    check_written(op, outs, tuple(f"out for {name}" for name in ("q", "k")))
+    for name, y in zip(("q", "k"), outs, strict=False):
+        for x in xs:
+            if overlaps(x, y):
+                fail(op, f"out for {name}", "not overlap an input", "shared memory", "use rope_ to rotate in place")
+    return outs
+
+
+def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q", "k")) -> None:
+    """Tensors that are written to must be free to be, and not share memory with each other or with themselves."""
+    for name, y in zip(names, ys, strict=False):
+        if y.is_inference() and not torch.is_inference_mode_enabled():
+            fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
+        if overlaps_itself(y):
+            fail(
+                op,
+                name,
+                "not have elements that share memory, being written to",
+                f"strides {y.stride()}",
+                f"call {name}.contiguous()",
+            )
+    if len(ys) == 2 and overlaps(*ys):
+        fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")
+
+
+def check_followed(op: str, xs: tuple[Tensor, ...]) -> None:
+    """Autograd must be able to follow a write into xs. Torch would find out too, but after the write."""
+    if transforms_active():
+        fail(
+            op,
+            "q and k",
+            "not be under a torch.func transform or forward mode",
+            "one of them",
+            f"use {op[:-1]}",
+            RuntimeError,
+        )
+    for name, x in zip(("q", "k"), xs, strict=False):
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            continue
+        if x.is_leaf:
+            fail(op, name, "not be a leaf that requires grad", "a leaf", f"use {op[:-1]}", RuntimeError)
+        if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+            fail(op, name, "not be a view of a leaf that requires grad", "such a view", f"use {op[:-1]}", RuntimeError)
+        if x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+            fail(
+                op, name, "not be one of several views made at once, or made without gradients, where it requires grad",
+                "such a view", f"slice {name} out instead of unbind, split or chunk, or use {op[:-1]}", RuntimeError,
+            )  # fmt: skip
