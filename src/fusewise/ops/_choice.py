@@ -1,8 +1,9 @@
 """Which implementation of an operation serves a call, and why another does not: one rule for every operation.
 
 An operation is a folder whose `reference.py` serves everything; each other implementation is a module `_<name>` in it
-with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32 from float32,
-bfloat16 and float16.
+with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32, from float32,
+bfloat16 and float16 unless their `DTYPES` are fewer. What an implementation serves of these it may leave to the next one
+for the sake of the tensors: it has `refuses(...)` then, with what the operation tells it of them.
 """
 
 from __future__ import annotations
@@ -41,16 +42,23 @@ class Choice:
             module = self.implementation(impl)
         except ImportError as error:
             return f"{impl} cannot be imported: {error}"
+        dtypes = getattr(module, "DTYPES", FLOATS)
+        if dtype not in dtypes:
+            takes, given = (str(x).replace("torch.", "") for x in (" and ".join(map(str, dtypes)), dtype))
+            return f"{impl} takes {takes}, not {given}"
         reason: str | None = module.unavailable(device_type)
         return reason
 
     def _choose(self, device_type: str, dtype: torch.dtype) -> str:
         """What impl="auto" takes: the first that can serve the tensors.
 
-        The Triton interpreter is never chosen: it is there to check kernels, on request.
+        The Triton interpreter is never chosen: it is there to check kernels, on request. So a call on a CPU does not
+        import Triton.
         """
         for impl in self.names:
-            if (device_type, impl) != ("cpu", "triton") and self.unavailable(impl, device_type, dtype) is None:
+            if device_type == "cpu" and impl in ("triton", "gluon"):
+                continue
+            if self.unavailable(impl, device_type, dtype) is None:
                 return impl
         raise AssertionError("the reference serves everything")
 
@@ -59,7 +67,14 @@ class Choice:
         if impl == "auto":
             impl = self.choose(device_type, dtype)
         elif (reason := self.unavailable(impl, device_type, dtype)) is not None:
-            raise ValueError(
-                f'{self.op}: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"'
-            )
+            raise self.refusal(impl, reason)
         return self.implementation(impl)
+
+    def refusal(self, impl: str, reason: str) -> ValueError:
+        """The error of an implementation that was asked for and cannot serve the tensors."""
+        return ValueError(f'{self.op}: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"')
+
+    def after(self, impl: str, device_type: str, dtype: torch.dtype) -> str:
+        """What impl="auto" takes where `impl` refuses the tensors."""
+        later = self.names[self.names.index(impl) + 1 :]
+        return next(name for name in later if self.unavailable(name, device_type, dtype) is None)

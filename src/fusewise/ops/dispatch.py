@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._choice import Choice
 from .gated_linear import _op as _gated_linear_op
+from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
-from .gated_linear._path import path as _gated_linear_path
 from .rope import _op as _rope_op
 from .rope import rope, rope_
 
@@ -23,8 +23,9 @@ _OPERATIONS: dict[Callable[..., Any], Choice] = {
     gated_linear: _gated_linear_op.choice,
     gated_mlp: _gated_linear_op.choice,
 }
-# Of the operations whose implementations have more than one way to go: which it is, in words, by the arguments' names.
-_PATHS: dict[str, Callable[[str, dict[str, Any]], str]] = {_gated_linear_op.choice.op: _gated_linear_path}
+# Of the operations where the tensors decide, too: `path`, an implementation's way for them, and `refusal`, why it leaves
+# them to the next.
+_PATHS: dict[str, Any] = {_gated_linear_op.choice.op: _gated_linear_path}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Dispatch:
 def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Dispatch:
     """Tell which implementation `op(*args, impl=impl, **kwargs)` takes, without running it.
 
-    The device and dtype of the first tensor among the arguments decide.
+    The device and dtype of the first tensor among the arguments decide, and for the gated linear unit whether TMA can
+    move the matrices and how many rows there are.
 
     Raises:
         TypeError: if `op` is not a function of fusewise that takes `impl=`, or no argument is a tensor.
@@ -72,6 +74,11 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
     reasons = {name: choice.unavailable(name, device_type, dtype) for name in choice.names}
     chosen = choice.choose(device_type, dtype) if impl == "auto" else impl
+    paths, arguments = _PATHS.get(choice.op), _arguments(op, args, kwargs)
+    if paths is not None and reasons.get(chosen, "") is None:
+        reasons[chosen] = paths.refusal(chosen, arguments, impl == "auto")
+        if impl == "auto" and reasons[chosen] is not None:
+            chosen = choice.after(chosen, device_type, dtype)
     if chosen not in reasons or reasons[chosen] is not None:
         why = reasons.get(chosen, "it does not exist")
         raise ValueError(f'{op.__name__}: impl must be able to serve {kind}, got {impl!r}: {why}; use impl="auto"')
@@ -86,13 +93,12 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         if name != chosen
     }
     reason = f"the first that serves {kind}" if impl == "auto" else "as asked"
-    return Dispatch(op.__name__, chosen, reason, passed_over, _path(choice, chosen, op, args, kwargs))
+    path = "" if paths is None else paths.path(chosen, arguments)
+    return Dispatch(op.__name__, chosen, reason, passed_over, path)
 
 
-def _path(choice: Choice, impl: str, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    explain = _PATHS.get(choice.op)
-    if explain is None:
-        return ""
+def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
     call = inspect.signature(op).bind(*args, **kwargs)
     call.apply_defaults()
-    return explain(impl, call.arguments)
+    return call.arguments

@@ -1,11 +1,11 @@
-"""The gated linear unit in Gluon, for Hopper: configurations, the arguments of the kernels in `_gluon_kernel.py`, their
-launch."""
+"""The gated linear unit in Gluon, for Hopper: configurations, the arguments of the kernels in `_gluon_kernel.py` and
+`_gluon_gate.py`, their launch."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ._gluon_kernel import gate_gradient_kernel, gated_linear_kernel
+from ._gluon_gate import add_up_kernel, gate_gradient_kernel
+from ._gluon_kernel import gated_linear_kernel
 from ._problem import Halves, Spec, split_preact
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
-GROUP_ROWS = 64  # of a tile, that one group of warps multiplies and sums
 NUM_WARPS = 4
+FEW_ROWS = 64  # to which weights are streamed rather than multiplied
+PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -33,7 +35,7 @@ class Config:
     stages: int
     slots: int  # of each group's epilogue
     group_m: int = 8
-    lead: int = 2  # blocks that one group of warps is ahead of the other
+    lead: int = 1  # blocks that one group of warps is ahead of the other
 
 
 @dataclass(frozen=True)
@@ -47,32 +49,29 @@ class GateConfig:
 
 
 def configurations(epilogue: str) -> list[Config]:
-    """All that are worth trying."""
-    stages, slots = (3, 5) if epilogue == "down" else (4, 2)
-    block_f = 256 if epilogue == "down" else 128
-    return [Config(block_f, 64, stages, slots, group_m, lead) for group_m in (8, 16) for lead in (1, 2)]
+    """All that are worth trying. Shared memory allows no more stages."""
+    chosen = choose(epilogue)
+    return [replace(chosen, group_m=group_m, lead=lead) for group_m in (4, 8, 16) for lead in (1, 2)]
 
 
-def choose(rows: int, hidden: int, features: int, *, epilogue: str) -> Config:
-    """The configuration of the product kernel, from the shape alone."""
-    stages, slots = (3, 5) if epilogue == "down" else (4, 2)
-    return Config(256 if epilogue == "down" else 128, 64, stages, slots)
+def choose(epilogue: str) -> Config:
+    """The configuration of the product kernel: one for every shape, since on an H200 no other of `configurations` was
+    faster at any by more than two runs of the same differ."""
+    return Config(256, 64, 3, 5) if epilogue == "down" else Config(128, 64, 4, 2)
 
 
 def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
-    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
-    programs for every multiprocessor."""
-    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
+    """The configuration of the elementwise kernel: the same number of programs for every multiprocessor, few enough that
+    few sums are left to add up."""
+    block_f = min(1024, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
-    per_program = 128
-    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
-        per_program //= 2
-    return GateConfig(max(per_program, block_m), block_m, block_f)
+    stripes = max(1, PROGRAMS_EACH * processors // triton.cdiv(hidden, block_f))
+    return GateConfig(max(block_m, triton.cdiv(rows, stripes)), block_m, block_f)
 
 
 def unavailable(device_type: str) -> str | None:
     """Why Gluon cannot serve tensors of this device type, or None if it can."""
-    if device_type != "cuda":
+    if device_type != "cuda" or torch.version.hip is not None:
         return "gluon has kernels for NVIDIA's Hopper only"
     if triton.knobs.runtime.interpret:
         return "gluon has no interpreter of its asynchronous products, and TRITON_INTERPRET=1 is set"
@@ -86,6 +85,17 @@ def describable(x: Tensor) -> bool:
     return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
+    """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
+    not. By choice are left those that are better off there."""
+    if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
+        return "its TMA needs matrices whose starts and rows are aligned to 16 bytes"
+    rows = matrices[0].shape[0]
+    if by_choice and rows <= FEW_ROWS:
+        return f"up to {FEW_ROWS} rows the time is that of reading the weights, for which its tiles are too large"
+    return None
+
+
 @functools.cache
 def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
@@ -93,7 +103,9 @@ def _processors(device: int) -> int:
 
 @functools.cache
 def _layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype])
+    return gl.NVMMASharedLayout.get_default_for(
+        list(block), {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    )
 
 
 def _map(x: Tensor | None, block: tuple[int, int]) -> Any:
@@ -150,11 +162,11 @@ def _launch(
         return
     device = x.get_device()
     matrices = (x, value, gate, y, *(outputs or (None, None)), *inputs)
-    vectors = (*bias, sums)
+    pointers = (*bias, sums)
     key = (
         epilogue, activation, device, x.dtype,
         *[None if t is None else (t.shape, t.stride()) for t in matrices],
-        *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in vectors],
+        *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
     with torch.cuda.device(device):
         plan = _PLANS.get(key) if _direct() else None
@@ -166,9 +178,9 @@ def _launch(
                     template = copy.copy(template)
                     template.base = tensor
                 bound.append(template)
-            run(*bound, *vectors, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
+            run(*bound, *pointers, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
         else:
-            config = choose(rows, hidden, x.shape[1], epilogue=epilogue)
+            config = choose(epilogue)
             grid, called = arguments(
                 x, value, gate, config, _processors(device), epilogue=epilogue, activation=activation, hidden=hidden, y=y,
                 outputs=outputs, inputs=inputs, bias=bias, sums=sums,
@@ -182,7 +194,13 @@ def _launch(
                     template.base = None
             _PLANS[key] = compiled[(grid, 1, 1)], tuple(templates), tuple(called.values())[len(MATRICES) + 3 :]
     if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+        _add_up(sums, dbias)
+
+
+def _add_up(sums: Tensor, dbias: Tensor) -> None:
+    width = dbias.numel()
+    with torch.cuda.device(sums.device):
+        add_up_kernel[(triton.cdiv(width, 64),)](sums, dbias, sums.shape[0], width, BLOCK_R=32, num_warps=NUM_WARPS)
 
 
 def _direct() -> bool:
@@ -225,9 +243,9 @@ def gate_arguments(
     rows, hidden = dy.shape
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
-        "M": rows, "F": hidden, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
+        "M": rows, "F": hidden, "rows": config.rows, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
         "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation, "BIAS_GRAD": sums is not None,
-        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
     }  # fmt: skip
 
 
@@ -248,4 +266,4 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     with torch.cuda.device(device):
         gate_gradient_kernel[(grid,)](**called, num_warps=config.num_warps)
     if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+        _add_up(sums, dbias)

@@ -14,13 +14,13 @@ What is left of the backward, dx and dW from the gradient of the pre-activations
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._register import register
 from . import reference
 from ._problem import Halves, Spec, compute_dtype, new_preact
 
@@ -33,14 +33,23 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 
 # In order of preference. Each has the four functions that `reference.py` shows: forward, gradient, recompute_gradient,
 # down_gradient; they write into tensors that are given. `dpreact` may be `preact` itself; `dbias` is (2, F), value first,
-# in the dtype of the computation.
-IMPLEMENTATIONS = ("triton", "cpu", "reference")
+# in the dtype of the computation. One with `refuses` is asked whether it takes the matrices of a call.
+IMPLEMENTATIONS = ("gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
-def _module(impl: str, x: Tensor) -> Any:
-    return choice.serving(impl, x.device.type, x.dtype)
+def _module(impl: str, hidden: int, x: Tensor, *others: Tensor) -> Any:
+    """The module that serves a call with these matrices and F = `hidden`."""
+    device_type, dtype = x.device.type, x.dtype
+    module = choice.serving(impl, device_type, dtype)
+    refuses = getattr(module, "refuses", None)
+    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto")
+    if reason is None:
+        return module
+    if impl != "auto":
+        raise choice.refusal(impl, reason)
+    return choice.implementation(choice.after(choice.choose(device_type, dtype), device_type, dtype))
 
 
 def _new_y(x: Tensor, halves: Halves) -> Tensor:
@@ -58,7 +67,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     halves = Halves.of(spec, *tensors)
     y = _new_y(x, halves)
     with reference.exact(x):
-        _module(impl, x).forward(x, halves, spec, y, None)
+        _module(impl, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, None)
     return y
 
 
@@ -69,7 +78,7 @@ def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     y = _new_y(x, halves)
     preact = new_preact(x, halves.value.shape[0], spec)
     with reference.exact(x):
-        _module(impl, x).forward(x, halves, spec, y, preact)
+        _module(impl, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, preact)
     return y, preact
 
 
@@ -89,7 +98,7 @@ def _grad_(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> Tens
 def _grad_into(dy: Tensor, preact: Tensor, dpreact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
     spec = Spec.decode(text)
     dbias = new_dbias(dy, _hidden(preact, spec), bias)
-    _module(impl, dy).gradient(dy, preact, dpreact, spec, dbias if bias else None)
+    choice.serving(impl, dy.device.type, dy.dtype).gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
 
@@ -100,7 +109,8 @@ def _recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     hidden = halves.value.shape[0]
     dpreact, dbias = new_preact(x, hidden, spec), new_dbias(x, hidden, bias)
     with reference.exact(x):
-        _module(impl, x).recompute_gradient(dy, x, halves, dpreact, spec, dbias if bias else None)
+        module = _module(impl, hidden, x, halves.value, halves.gate, dy)
+        module.recompute_gradient(dy, x, halves, dpreact, spec, dbias if bias else None)
     return dpreact, dbias
 
 
@@ -123,7 +133,8 @@ def _down_grad_into(
     hidden = w_down.shape[1]
     y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
-        _module(impl, dz).down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
+        module = _module(impl, hidden, dz, w_down)
+        module.down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
 
 
@@ -164,38 +175,24 @@ def _fake_down_grad_(
 
 
 _GRAD = "str spec, str impl, bool bias"
-_SCHEMAS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    (f"gated_linear(Tensor x, {_WEIGHTS}) -> Tensor", _gated_linear, _fake_gated_linear),
-    (f"gated_linear_preact(Tensor x, {_WEIGHTS}) -> (Tensor, Tensor)", _gated_linear_preact, _fake_gated_linear_preact),
-    (f"gated_linear_grad(Tensor dy, Tensor preact, {_GRAD}) -> (Tensor, Tensor)", _grad, _fake_grad),
-    (f"gated_linear_grad_(Tensor dy, Tensor(a!) preact, {_GRAD}) -> Tensor", _grad_, _fake_grad_),
-    (
-        f"gated_linear_recompute_grad(Tensor dy, Tensor x, {_WEIGHTS}, bool bias_grad) -> (Tensor, Tensor)",
-        _recompute_grad,
-        _fake_recompute_grad,
-    ),
-    (
-        f"gated_linear_down_grad(Tensor dz, Tensor w_down, Tensor preact, {_GRAD}) -> (Tensor, Tensor, Tensor)",
-        _down_grad,
-        _fake_down_grad,
-    ),
-    (
-        f"gated_linear_down_grad_(Tensor dz, Tensor w_down, Tensor(a!) preact, {_GRAD}) -> (Tensor, Tensor)",
-        _down_grad_,
-        _fake_down_grad_,
-    ),
+op_gated_linear = register(f"gated_linear(Tensor x, {_WEIGHTS}) -> Tensor", _gated_linear, _fake_gated_linear)
+op_gated_linear_preact = register(
+    f"gated_linear_preact(Tensor x, {_WEIGHTS}) -> (Tensor, Tensor)", _gated_linear_preact, _fake_gated_linear_preact
 )
-
-_library = torch.library.Library("fusewise", "FRAGMENT")
-for _schema, _impl, _fake in _SCHEMAS:
-    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusewise::{_name}", _fake, lib=_library)
-
-op_gated_linear = torch.ops.fusewise.gated_linear.default
-op_gated_linear_preact = torch.ops.fusewise.gated_linear_preact.default
-op_grad = torch.ops.fusewise.gated_linear_grad.default
-op_grad_ = torch.ops.fusewise.gated_linear_grad_.default
-op_recompute_grad = torch.ops.fusewise.gated_linear_recompute_grad.default
-op_down_grad = torch.ops.fusewise.gated_linear_down_grad.default
-op_down_grad_ = torch.ops.fusewise.gated_linear_down_grad_.default
+op_grad = register(f"gated_linear_grad(Tensor dy, Tensor preact, {_GRAD}) -> (Tensor, Tensor)", _grad, _fake_grad)
+op_grad_ = register(f"gated_linear_grad_(Tensor dy, Tensor(a!) preact, {_GRAD}) -> Tensor", _grad_, _fake_grad_)
+op_recompute_grad = register(
+    f"gated_linear_recompute_grad(Tensor dy, Tensor x, {_WEIGHTS}, bool bias_grad) -> (Tensor, Tensor)",
+    _recompute_grad,
+    _fake_recompute_grad,
+)
+op_down_grad = register(
+    f"gated_linear_down_grad(Tensor dz, Tensor w_down, Tensor preact, {_GRAD}) -> (Tensor, Tensor, Tensor)",
+    _down_grad,
+    _fake_down_grad,
+)
+op_down_grad_ = register(
+    f"gated_linear_down_grad_(Tensor dz, Tensor w_down, Tensor(a!) preact, {_GRAD}) -> (Tensor, Tensor)",
+    _down_grad_,
+    _fake_down_grad_,
+)

@@ -1,8 +1,13 @@
-"""Which way through an implementation a call takes: what `explain_dispatch` says beyond device and dtype."""
+"""Which way through an implementation a call takes: what `explain_dispatch` says beyond device and dtype.
+
+A path within an implementation, or, where it refuses the tensors, past it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import Tensor
 
 from . import _op
 from ._autograd import rows
@@ -12,8 +17,21 @@ from ._problem import Halves, Spec
 def path(impl: str, arguments: dict[str, Any]) -> str:
     """In words, from the arguments of a public function by name; empty where there is but one way."""
     explain = getattr(_op.implementation(impl), "path", None)
-    if explain is None:
-        return ""
+    words: str = "" if explain is None else explain(*_matrices(arguments))
+    return words
+
+
+def refusal(impl: str, arguments: dict[str, Any], by_choice: bool) -> str | None:
+    """Why an implementation that serves the device and dtype leaves these tensors to the next, or None if it does not."""
+    refuses = getattr(_op.implementation(impl), "refuses", None)
+    if refuses is None:
+        return None
+    x, halves = _matrices(arguments)
+    reason: str | None = refuses(halves.value.shape[0], (x, halves.value, halves.gate), by_choice=by_choice)
+    return reason
+
+
+def _matrices(arguments: dict[str, Any]) -> tuple[Tensor, Halves]:
     if "w_down" in arguments:  # of `gated_mlp`, which knows the gate first
         both = arguments["w_up"] is None
         weight, gate = (arguments["w_gate"], None) if both else (arguments["w_up"], arguments["w_gate"])
@@ -21,5 +39,4 @@ def path(impl: str, arguments: dict[str, Any]) -> str:
         weight, gate = arguments["weight"], arguments.get("w_gate")
     layout = "separate" if gate is not None else arguments.get("layout", "stacked")
     halves = Halves.of(Spec("identity", layout, arguments["gate_first"]), weight, gate)
-    words: str = explain(rows(arguments["x"]), halves)
-    return words
+    return rows(arguments["x"]), halves

@@ -1,0 +1,305 @@
+"""The Gluon kernels: what is chosen and refused, what they compile to for Hopper without a GPU, and on a GPU their results."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+import fusewise
+from fusewise.lab.truth import errors
+from fusewise.ops.gated_linear import _gluon, _op, geglu_linear, reference
+from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
+INSTRUCTIONS = (
+    80 * 1024
+)  # bytes of code, of which most is the two groups' loops: beyond 128 KiB they are read anew each time
+EPILOGUES = ("y", "preact", "gradient", "down")
+STACKED = Spec("gelu_tanh", "stacked")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="no Hopper GPU")]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def test_choices_are_among_the_configurations_and_fit() -> None:
+    for epilogue in EPILOGUES:
+        config = _gluon.choose(epilogue)
+        assert config in _gluon.configurations(epilogue)
+        columns = config.block_f if epilogue == "down" else 2 * config.block_f
+        assert columns == 256
+        ring = config.stages * (128 + columns) * config.block_d * 2
+        assert ring + 2 * config.slots * 64 * 64 * 2 <= SHARED
+
+
+def test_the_elementwise_kernel_has_equal_shares() -> None:
+    for rows, hidden in ((1, 64), (300, 136), (16384, 4096), (65536, 32768)):
+        config = _gluon.choose_gate(rows, hidden, 132)
+        assert config.block_m * config.block_f == 1024
+        programs = -(-rows // config.rows) * -(-hidden // config.block_f)
+        assert programs <= 4 * 132 + -(-hidden // config.block_f)
+        assert config.rows == config.block_m or programs >= 3 * 132
+
+
+def test_it_takes_what_tma_can_describe() -> None:
+    x, weight = empty(128, 64), empty(256, 64)
+
+    def refused(x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = False) -> str | None:
+        return _gluon.refuses(hidden, (x, weight[:128], weight[128:], *others), by_choice=by_choice)
+
+    assert refused(x, weight) is None and refused(x, weight, by_choice=True) is None
+    assert "16 bytes" in str(refused(x, weight, hidden=132))
+    assert "16 bytes" in str(refused(empty(128, 68)[:, :64], weight))
+    assert "16 bytes" in str(refused(empty(128 * 64 + 1)[1:].view(128, 64), weight))
+    assert "16 bytes" in str(refused(x, weight, empty(1, 128).expand(128, 128)))
+    assert refused(x[:64], weight) is None and "64 rows" in str(refused(x[:64], weight, by_choice=True))
+
+
+def test_without_a_hopper_it_says_why() -> None:
+    assert "Hopper" in str(_op.unavailable("gluon", "cpu", torch.bfloat16))
+    assert _op.unavailable("gluon", "cpu", torch.float32) == "gluon takes bfloat16 and float16, not float32"
+    with pytest.raises(ValueError, match=r"impl must .* got 'gluon'.*Hopper"):
+        geglu_linear(empty(4, 8), empty(16, 8), impl="gluon")
+
+
+def compiled(kernel: Any, arguments: dict[str, Any]) -> Any:
+    """A kernel compiled for sm_90 from the arguments of a launch."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.arg_names):
+        value, parameter = arguments[name], kernel.params[index]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[index,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _gluon.NUM_WARPS})
+
+
+def machine_code(kernel: Any) -> tuple[int, int, Counter[str]]:
+    """Bytes of stack, bytes of code, and instructions by name with their modifiers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [triton.knobs.nvidia.cuobjdump.path, flag, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None, usage
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)", sass)
+    return int(stack[1]), 16 * len(instructions), Counter(instructions)
+
+
+COMPILED = [
+    *itertools.product(EPILOGUES, ("gelu_tanh",), (torch.bfloat16,)),
+    *itertools.product(("gradient", "down"), ("gelu",), (torch.bfloat16,)),
+    ("y", "silu", torch.float16),
+]
+# Words on the stack: the polynomial of GELU's erf takes more registers than are left beside two gradients, by a few.
+SPILLS = {"gelu": 256, "gelu_tanh": 16}
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize(("epilogue", "activation", "dtype"), COMPILED, ids=str)
+def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtype: torch.dtype) -> None:
+    rows, features, hidden = 4096, 1024, 4096
+    x, y, preact = (
+        empty(rows, features, dtype=dtype),
+        empty(rows, hidden, dtype=dtype),
+        empty(rows, 2 * hidden, dtype=dtype),
+    )
+    halves = Halves.of(STACKED, empty(2 * hidden, features, dtype=dtype), None, empty(2 * hidden, dtype=dtype))
+    outputs, sums = split_preact(preact, STACKED), empty(2 * rows // 128, 2, hidden, dtype=torch.float32)
+    down, gradient = epilogue == "down", epilogue == "gradient"
+    _, arguments = _gluon.arguments(
+        x, empty(features, hidden, dtype=dtype) if down else halves.value, None if down else halves.gate,
+        _gluon.choose(epilogue), 132, epilogue=epilogue, activation=activation,
+        hidden=hidden, y=None if gradient else y, outputs=None if epilogue == "y" else outputs,
+        inputs=outputs if down else (y, None) if gradient else (None, None),
+        bias=(None, None) if down else (halves.value_bias, halves.gate_bias), sums=sums if down or gradient else None,
+    )  # fmt: skip
+    kernel = compiled(_gluon.gated_linear_kernel, arguments)
+    stack, code, instructions = machine_code(kernel)
+    assert stack <= (SPILLS[activation] if epilogue in ("gradient", "down") else 0)
+    assert kernel.metadata.shared <= SHARED and code <= INSTRUCTIONS
+    type_name = "BF16" if dtype == torch.bfloat16 else "F16"  # of float16 the name is that of its accumulator's type
+    products = {name: n for name, n in instructions.items() if name.startswith("HGMMA")}
+    # Two groups, the first blocks and the rest, 64 features in four.
+    assert sum(products.values()) == 16 and all(name.startswith("HGMMA.64x256x16.F32") for name in products), products
+    assert dtype == torch.float16 or all(type_name in name for name in products)
+    stored = {"y": 1, "preact": 3, "gradient": 2, "down": 3}[epilogue]
+    assert (
+        sum(n for name, n in instructions.items() if name.startswith("UTMASTG")) == 2 * stored
+    )  # once a loop, in both groups
+    assert any(name.startswith("STSM") for name in instructions)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+def test_the_elementwise_kernel_moves_16_bytes_a_thread() -> None:
+    preact, dy = empty(16384, 8192), empty(16384, 4096)
+    halves = split_preact(preact, STACKED)
+    config = _gluon.choose_gate(16384, 4096, 132)
+    _, arguments = _gluon.gate_arguments(
+        dy, halves, halves, config, "gelu_tanh", empty(132, 2, 4096, dtype=torch.float32)
+    )
+    stack, _, instructions = machine_code(compiled(_gluon.gate_gradient_kernel, arguments))
+    moved = Counter(name for name in instructions.elements() if name.startswith(("LDG", "STG")))
+    assert stack == 0 and all(name.endswith(".128") for name in moved), moved
+    assert sum(n for name, n in moved.items() if name.startswith("LDG")) == 6  # this block's and the next one's
+
+
+# On the GPU.
+
+EVERY = [(epilogue, config) for epilogue in EPILOGUES for config in _gluon.configurations(epilogue)]
+
+
+def make(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, device="cuda").mul_(scale).to(dtype)
+
+    return (
+        normal(rows, features),
+        normal(2 * hidden, features, scale=features**-0.5),
+        normal(2 * hidden),
+        normal(rows, hidden),
+    )
+
+
+def outcome(
+    module: Any, epilogue: str, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, spec: Spec
+) -> tuple[Tensor, ...]:
+    """What an epilogue writes, from memory that held NaN."""
+    hidden = dy.shape[1]
+    halves = Halves.of(spec, weight, None, bias)
+    y = torch.full_like(dy, torch.nan)
+    preact = new_preact(x, hidden, spec).fill_(torch.nan)
+    dbias = torch.full((2, hidden), torch.nan, device="cuda", dtype=torch.promote_types(x.dtype, torch.float32))
+    if epilogue == "gradient":
+        module.recompute_gradient(dy, x, halves, preact, spec, dbias)
+        return preact, dbias
+    if epilogue == "down":
+        preact.copy_(torch.cat((dy, dy.flip(0)), 1))
+        module.down_gradient(x, halves.value.mT.contiguous(), preact, y, preact, spec, dbias)
+        return y, preact, dbias
+    if epilogue == "elementwise":
+        before = torch.cat((dy, dy.flip(0)), 1)
+        module.gradient(dy, before, preact, spec, dbias)
+        return preact, dbias
+    module.forward(x, halves, spec, y, preact if epilogue == "preact" else None)
+    return (y, preact) if epilogue == "preact" else (y,)
+
+
+def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec) -> None:
+    """At most twice the error of the formula in float32 with its result rounded, plus a rounding for what is added up
+    rounded."""
+    tensors = make(*shape, dtype)
+    found = outcome(_gluon, epilogue, *tensors, spec)
+    usual = outcome(reference, epilogue, *tensors, spec)
+    true = outcome(reference, epilogue, *(t.double() for t in tensors), spec)
+    for mine, other, truth in zip(found, usual, true, strict=True):
+        error, allowed = errors([mine], [truth]), errors([other.to(dtype)], [truth])
+        for of in ("max", "rms"):
+            band = torch.finfo(dtype).eps / 2
+            assert getattr(error, of) <= 2 * getattr(allowed, of) + band, (epilogue, shape, error, allowed)
+    for one, two in zip(found, outcome(_gluon, epilogue, *tensors, spec), strict=True):
+        assert torch.equal(one, two)  # the same bits every time
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("shape", [(1, 8, 8), (128, 64, 128), (300, 72, 264), (1111, 520, 1000)], ids=str)
+    @pytest.mark.parametrize(("epilogue", "config"), EVERY, ids=str)
+    def test_every_configuration(
+        self, epilogue: str, config: _gluon.Config, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_gluon, "choose", lambda *_, **__: config)
+        monkeypatch.setattr(_gluon, "_PLANS", {})
+        monkeypatch.setattr(_gluon, "_processors", lambda _: 7)  # programs take several tiles each
+        assert_right(epilogue, shape, torch.bfloat16, STACKED)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("epilogue", [*EPILOGUES, "elementwise"])
+    def test_every_activation(self, epilogue: str, activation: str, dtype: torch.dtype) -> None:
+        assert_right(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
+
+    def test_a_large_problem(self) -> None:
+        """Every multiprocessor several times around, and around the ring."""
+        for epilogue in (*EPILOGUES, "elementwise"):
+            assert_right(epilogue, (8192, 1024, 4096), torch.bfloat16, STACKED)
+
+    def test_it_is_chosen_where_it_can_serve(self) -> None:
+        x, weight, *_ = make(256, 64, 128, torch.bfloat16)
+        assert fusewise.explain_dispatch(geglu_linear, x, weight).impl == "gluon"
+        assert fusewise.explain_dispatch(geglu_linear, x[:16], weight).impl == "triton"
+        assert fusewise.explain_dispatch(geglu_linear, x.float(), weight.float()).impl == "triton"
+        told = fusewise.explain_dispatch(geglu_linear, x[:, :60], weight[:, :60])
+        assert told.impl == "triton" if x[:, :60].stride(0) * 2 % 16 else told.impl == "gluon"
+        told = fusewise.explain_dispatch(geglu_linear, x, weight[:252])
+        assert told.impl == "triton" and "16 bytes" in told.passed_over["gluon"]
+        with pytest.raises(ValueError, match="16 bytes"):
+            geglu_linear(x, weight[:252], impl="gluon")
+
+    @pytest.mark.parametrize("save", ["preact", "input"])
+    @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
+    def test_through_autograd(self, layout: str, save: Any) -> None:
+        x, weight, bias, dy = make(200, 136, 264, torch.bfloat16)
+        if layout == "separate":
+            weights: dict[str, Any] = {
+                "weight": weight[:264].clone(), "w_gate": weight[264:].clone(), "bias": bias[:264].clone(), "b_gate": bias[264:].clone(),
+            }  # fmt: skip
+        else:
+            weights = {"weight": weight, "bias": bias, "layout": layout}
+        results = []
+        for impl in ("gluon", "reference"):
+            leaves = {"x": x, **weights}
+            leaves = {k: v.detach().clone().requires_grad_() if isinstance(v, Tensor) else v for k, v in leaves.items()}
+            y = fusewise.gated_linear(**leaves, activation="silu", impl=impl, save=save)
+            grads = torch.autograd.grad(y, [v for v in leaves.values() if isinstance(v, Tensor)], dy)
+            results.append((y.detach(), *grads))
+        for mine, other in zip(*results, strict=True):
+            difference = errors([mine], [other.double()])
+            assert difference.rms <= 2e-2 and difference.max <= 5e-2
+
+    def test_a_repeated_call_finds_other_addresses(self) -> None:
+        """The plan of a launch keeps no tensor."""
+        for _ in range(3):
+            assert_right("preact", (256, 64, 128), torch.bfloat16, STACKED)
+        assert all(t is None or t.base is None for plan in _gluon._PLANS.values() for t in plan[1])
+
+
+def test_configurations_differ_in_what_a_search_may_vary() -> None:
+    for epilogue in EPILOGUES:
+        found = _gluon.configurations(epilogue)
+        assert len(set(found)) == len(found) > 1
+        assert {dataclasses.replace(c, group_m=8, lead=1) for c in found} == {_gluon.choose(epilogue)}

@@ -1,0 +1,178 @@
+"""The Gluon kernels' own source against the reference, on a machine that is asynchronous as late or as early as it may be."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fusewise.ops.gated_linear import _gluon, reference
+from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
+
+_path = Path(__file__).with_name("gluon_machine.py")
+_spec = importlib.util.spec_from_file_location("gluon_machine", _path)
+assert _spec is not None and _spec.loader is not None
+gluon_machine = sys.modules.setdefault("gluon_machine", importlib.util.module_from_spec(_spec))
+_spec.loader.exec_module(gluon_machine)
+
+STACKED = Spec("gelu_tanh", "stacked")
+# (M, D, F): one tile and less than a step; ragged each way with several turns of the ring; several row tiles.
+SHAPES = [(1, 8, 8), (150, 328, 136), (300, 64, 264)]
+
+
+def operands(rows: int, features: int, hidden: int, spec: Spec, bias: bool = True) -> tuple[Tensor, Halves, Tensor]:
+    x = torch.randn(rows, features, dtype=torch.bfloat16)
+    weight = (torch.randn(2 * hidden, features) / features**0.5).bfloat16()
+    b = torch.randn(2 * hidden, dtype=torch.bfloat16) if bias else None
+    return x, Halves.of(spec, weight, None, b), torch.randn(rows, hidden, dtype=torch.bfloat16)
+
+
+def run(
+    epilogue: str, x: Tensor, value: Tensor, gate: Tensor | None, hidden: int, spec: Spec, programs: int, timing: str,
+    **tensors: Any,
+) -> None:  # fmt: skip
+    config = _gluon.choose(epilogue)
+    given = {"y": None, "outputs": None, "inputs": (None, None), "bias": (None, None), "sums": None, **tensors}
+    grid, arguments = _gluon.arguments(
+        x, value, gate, config, programs, epilogue=epilogue, activation=spec.activation, hidden=hidden, **given
+    )
+    gluon_machine.launch("gated_linear_kernel", grid, arguments, timing)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
+    """Within a rounding, and nothing left unwritten."""
+    torch.testing.assert_close(found.float(), expected.float(), rtol=1e-2, atol=1e-2 + tolerance)
+
+
+@pytest.mark.parametrize("timing", ["early", "late", "mixed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("epilogue", ["y", "preact", "gradient", "down", "down in place"])
+def test_every_epilogue(epilogue: str, shape: tuple[int, int, int], timing: str) -> None:
+    rows, features, hidden = shape
+    x, halves, dy = operands(rows, features, hidden, STACKED)
+    y, expected_y = torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16), torch.empty_like(dy)
+    preact, expected = new_preact(x, hidden, STACKED).fill_(torch.nan), new_preact(x, hidden, STACKED)
+    sums = torch.full((2 * -(-rows // 128), 2, hidden), torch.nan)
+    dbias = torch.empty(2, hidden)
+    programs = 2  # several tiles each
+    bias = (halves.value_bias, halves.gate_bias)
+    if epilogue == "gradient":
+        run(
+            "gradient", x, halves.value, halves.gate, hidden, STACKED, programs, timing, inputs=(dy, None),
+            outputs=split_preact(preact, STACKED), bias=bias, sums=sums,
+        )  # fmt: skip
+        reference.recompute_gradient(dy, x, halves, expected, STACKED, dbias)
+    elif epilogue.startswith("down"):
+        before = torch.randn_like(preact)
+        if epilogue == "down in place":
+            preact.copy_(before)
+            given = preact
+        else:
+            given = before
+        w_down = halves.value.mT.contiguous()
+        run(
+            "down", x, w_down, None, hidden, STACKED, programs, timing, y=y, inputs=split_preact(given, STACKED),
+            outputs=split_preact(preact, STACKED), sums=sums,
+        )  # fmt: skip
+        reference.down_gradient(x, w_down, before, expected_y, expected, STACKED, dbias)
+    else:
+        outputs = split_preact(preact, STACKED) if epilogue == "preact" else None
+        run(epilogue, x, halves.value, halves.gate, hidden, STACKED, programs, timing, y=y, outputs=outputs, bias=bias)
+        reference.forward(x, halves, STACKED, expected_y, expected)
+    if epilogue != "gradient":
+        close(y, expected_y)
+    if epilogue != "y":
+        close(preact, expected)
+    if epilogue not in ("y", "preact"):
+        close(sums.sum(0), dbias, 4e-3 * rows**0.5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    """The gate and its gradient, in the product's epilogue and alone, with gates large and small; no bias."""
+    spec = Spec(activation, "stacked", gate_first=True)
+    rows, features, hidden = 70, 72, 136
+    x, halves, dy = operands(rows, features, hidden, spec, bias=False)
+    x = x * torch.logspace(-2, 1, rows)[:, None].bfloat16()
+    y, preact = torch.full_like(dy, torch.nan), new_preact(x, hidden, spec).fill_(torch.nan)
+    run("preact", x, halves.value, halves.gate, hidden, spec, 4, "mixed", y=y, outputs=split_preact(preact, spec))
+    expected_y, expected = torch.empty_like(dy), torch.empty_like(preact)
+    reference.forward(x, halves, spec, expected_y, expected)
+    close(y, expected_y)
+    close(preact, expected)
+    dpreact, dbias, sums = (
+        torch.full_like(preact, torch.nan),
+        torch.empty(2, hidden),
+        torch.full((9, 2, hidden), torch.nan),
+    )
+    config = _gluon.GateConfig(8, 4, 64)
+    grid, arguments = _gluon.gate_arguments(
+        dy, split_preact(preact, spec), split_preact(dpreact, spec), config, activation, sums
+    )
+    gluon_machine.launch("gate_gradient_kernel", grid, arguments)
+    reference.gradient(dy, preact, expected, spec, dbias)
+    close(dpreact, expected)
+    close(sums.sum(0), dbias, 1e-2)
+    total = torch.full_like(dbias, torch.nan)
+    gluon_machine.launch(
+        "add_up_kernel",
+        -(-2 * hidden // 64),
+        {"sums_ptr": sums, "to_ptr": total, "R": 9, "WIDTH": 2 * hidden, "BLOCK_R": 4},
+    )
+    torch.testing.assert_close(total, sums.sum(0))
+
+
+def test_a_bias_of_infinity_makes_no_sums_beyond_the_last_row() -> None:
+    rows, features, hidden = 70, 64, 64
+    x, halves, dy = operands(rows, features, hidden, STACKED)
+    assert halves.gate_bias is not None
+    halves.gate_bias[3] = torch.inf
+    preact, sums, dbias = new_preact(x, hidden, STACKED), torch.full((2, 2, hidden), torch.nan), torch.empty(2, hidden)
+    run(
+        "gradient", x, halves.value, halves.gate, hidden, STACKED, 1, "late", inputs=(dy, None),
+        outputs=split_preact(preact, STACKED), bias=(halves.value_bias, halves.gate_bias), sums=sums,
+    )  # fmt: skip
+    reference.recompute_gradient(dy, x, halves, torch.empty_like(preact), STACKED, dbias)
+    others = torch.arange(hidden) != 3
+    close(sums.sum(0)[:, others], dbias[:, others], 0.1)
+    assert sums.sum(0)[0, 3].isinf() or sums.sum(0)[0, 3].isnan() == dbias[0, 3].isnan()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mbarrier.arrive(free.index(last), count=1, pred=step > 0)", "mbarrier.arrive(free.index(slot), count=1)"),
+        ("_put(y_map, row, at, slots.index(SLOT + i), u * _gate(g, ACTIVATION)[0], PENDING=1)",
+         "_put(y_map, row, at, slots.index(SLOT), u * _gate(g, ACTIVATION)[0], PENDING=1)"),
+    ],
+)  # fmt: skip
+def test_the_machine_sees_a_race(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving a block back before it has been read, and writing into a slot that is being stored."""
+    kernel = gluon_machine._gluon_kernel
+    source = Path(str(kernel.__file__)).read_text()
+    assert old in source
+    broken: dict[str, Any] = {}
+    plain = source.replace(old, new).replace("@gluon.jit\n", "")
+    for name in ("_multiply", "_consume"):
+        start = plain.index(f"def {name}(")
+        exec(plain[start : plain.index("\n\n\n", start)], vars(kernel).copy(), broken)
+        monkeypatch.setattr(kernel, name, type("Broken", (), {"fn": staticmethod(broken[name])}))
+    monkeypatch.setattr(gluon_machine, "PATIENCE", 2.0)
+    x, halves, _ = operands(256, 640, 256, STACKED)
+    y, expected = torch.full((256, 256), torch.nan, dtype=torch.bfloat16), torch.empty(256, 256, dtype=torch.bfloat16)
+    reference.forward(x, halves, STACKED, expected, None)
+    bias = (halves.value_bias, halves.gate_bias)
+
+    def launch_and_compare() -> None:
+        run("y", x, halves.value, halves.gate, 256, STACKED, 1, "late", y=y, bias=bias)
+        close(y, expected)
+
+    with pytest.raises((AssertionError, RuntimeError), match=r"deadlock|not close"):
+        launch_and_compare()
