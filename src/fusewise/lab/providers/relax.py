@@ -32,29 +32,23 @@ class Tvm(Provider):
         if not device.exist:
             raise Missing("this TVM has no CUDA; build one with USE_CUDA")
         program = problem.program()
-        function = lowered(problem, relax)
-        machine = relax.VirtualMachine(
-            tvm.compile(scheduled(function, tvm, relax, device), target_of(tvm, device)), device
-        )
-        main = machine["main"]
-        wait = device.sync if problem.device.type == "cpu" else None
+        module = lowered(problem, relax)
+        try:
+            compiled = tvm.compile(scheduled(module, tvm, relax, device), target_of(tvm, device))
+        except Exception as error:  # its passes raise anything
+            raise Unsupported(f"TVM cannot compile it: {type(error).__name__}: {_first_line(error)}") from error
+        main = relax.VirtualMachine(compiled, device)["main"]
 
         def enter(*xs: Tensor) -> tuple[Any, ...]:
             return tuple(
                 tvm.runtime.from_dlpack(a.detach().contiguous()) for a in program.enter(*xs) if isinstance(a, Tensor)
             )
 
-        def call(*arrays: Any) -> Any:
-            results = main(*arrays)
-            if wait is not None:
-                wait()
-            return results
-
         def leave(results: Any) -> tuple[Tensor, ...]:
             several = results if not hasattr(results, "__dlpack__") else [results]
             return program.leave(tuple(torch.utils.dlpack.from_dlpack(y) for y in several))
 
-        return Run(call, enter, leave, backward=False, torch_memory=False)
+        return Run(main, enter, leave, backward=False, torch_memory=False)
 
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
         from ..code import relax
@@ -76,8 +70,12 @@ def lowered(problem: Problem, relax: Any) -> Any:
         exported = torch.export.export(Exportable(problem.program().function, example), given)
         return importer(exported, keep_params_as_input=False, unwrap_unit_return_tuple=True)
     except Exception as error:  # exporters raise anything
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        raise Unsupported(f"torch.export or TVM's importer cannot take it: {type(error).__name__}: {first}") from error
+        told = f"{type(error).__name__}: {_first_line(error)}"
+        raise Unsupported(f"torch.export or TVM's importer cannot take it: {told}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def target_of(tvm: Any, device: Any) -> Any:

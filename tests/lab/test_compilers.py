@@ -1,0 +1,129 @@
+"""The real compilers on small problems of every target, each in its own process, in one study."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusewise.lab import plugin, study, targets
+from fusewise.lab.problem import Task
+from fusewise.lab.targets.user import User
+
+FILE = str(Path(__file__).with_name("user_functions.py"))
+PACKAGES = {
+    "thunder": "lightning-thunder", "thunder-torchcompile": "lightning-thunder", "jax": "jax", "tvm": "apache-tvm",
+}  # fmt: skip
+COMPILERS = ["torchscript", "torch.compile", "thunder", "thunder-torchcompile", "jax", "tvm"]
+
+
+def here(provider):
+    """Whether the provider's package is installed."""
+    try:
+        return provider not in PACKAGES or bool(importlib.metadata.version(PACKAGES[provider]))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+class Silent:
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def user_task(name, pass_, *texts):
+    target = User(f"{FILE}:{name}", texts)
+    case = target.case()
+    return Task(target.name, case.name, case.dtypes[0], pass_, "cpu", 0, target.detail(case))
+
+
+TASKS = [
+    Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0),
+    Task("rope", "cube-8", "fp32", "bwd", "cpu", 0),
+    user_task("rms", "fwd+bwd", "x=bf16[8,32]", "weight=bf16[32]", "eps=1e-5"),
+    user_task("Net", "bwd", "fp32[3,6]"),
+    user_task("several", "fwd", "x=fp32[4,8]", "y=fp32[4,8]", "i64[4] randint(0,4)"),
+]
+#: What a compiler cannot do, and the words of its row.
+CANNOT = {
+    ("jax", "user_functions.py:several", "fwd"): "takes floating outputs only",
+    **{("tvm", task.op, task.pass_): "has no backward" for task in TASKS if task.pass_ != "fwd"},
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    out = tmp_path_factory.mktemp("compilers")
+    options = study.Options(
+        op="all", tasks=TASKS, providers=plugin.select(["eager", *COMPILERS], "gelu", "cpu"), device="cpu", out=out,
+        warm=True, min_rounds=3, max_rounds=3, twin=False,
+    )  # fmt: skip
+    made = study.Study(options, Silent()).run()
+    return {(r.provider, r.op, r.pass_): r for r in made.rows}, made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: f"{t.op.split(':')[-1]}-{t.pass_}")
+@pytest.mark.parametrize("provider", ["eager", *COMPILERS])
+def test_a_compiler_is_right_or_says_that_it_cannot(rows, provider, task):
+    row = rows[0][provider, task.op, task.pass_]
+    words = CANNOT.get((provider, task.op, task.pass_))
+    if not here(provider):
+        assert (row.status, "is not installed; pip install" in row.reason) == ("missing", True)
+    elif words:
+        assert (row.status, words in row.reason) == ("missing", True), row.reason
+    else:
+        assert row.status == "ok", row.reason
+        assert row.device_us > 0
+        assert row.error <= 2 * row.error_eager + torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.slow
+def test_memory_is_known_of_what_torch_allocates_and_of_nothing_else(rows):
+    found, _ = rows
+    assert found["eager", "user_functions.py:rms", "fwd+bwd"].held_bytes > 0
+    for name in ("jax", "tvm"):
+        row = found[name, "gelu", "fwd"]
+        assert (row.peak_bytes, row.held_bytes) == (None, None)
+
+
+@pytest.mark.slow
+def test_versions_of_the_compilers_are_in_their_rows(rows):
+    for name, package in PACKAGES.items():
+        if here(name):
+            assert package in rows[0][name, "gelu", "fwd"].versions
+
+
+def test_nvfuser_is_a_row_with_its_reason():
+    (entry,) = plugin.select(["thunder-nvfuser"], "gelu", "cuda:0")
+    with pytest.raises(plugin.Missing, match="nvfuser is not installed; its wheels are made for one torch and CUDA"):
+        entry.provider.check("cuda:0")
+
+
+def test_thunder_leaves_no_stand_ins_behind():
+    from fusewise.lab.providers.thunder import named_tensor_methods
+
+    before = dir(torch.Tensor)
+    with named_tensor_methods():
+        assert torch.Tensor.align_as.__name__ == "align_as"
+    assert dir(torch.Tensor) == before
+
+
+def test_which_modes_are_measured_by_default():
+    def names(op, device):
+        return {e.name for e in plugin.select(None, op, device)}
+
+    assert "torch.compile-max-autotune" in names("geglu", "cuda:0")
+    assert "torch.compile-max-autotune" not in names("geglu", "cpu") | names("rope", "cuda:0")
+    assert "torch.compile-reduce-overhead" not in names("geglu", "cuda:0")
+    assert {"floor-matmul", "quack-stacked"} <= names("geglu", "cuda:0")
+    assert not {"floor-matmul", "flash_attn"} & names("gelu", "cuda:0")
+    assert set(COMPILERS) <= names("my.py:f", "cpu")
+
+
+@pytest.mark.parametrize("op", ["rope", "gelu", "geglu"])
+def test_every_target_is_written_in_jax_too(op):
+    pytest.importorskip("jax")
+    target = targets.find(op)
+    case = target.cases(target.default_preset)[0]
+    problem = target.problem(Task(op, case.name, "fp32", "fwd", "cpu", 0))
+    assert callable(problem.jax())

@@ -1,0 +1,125 @@
+import pytest
+import torch
+
+from fusewise.lab import targets, truth
+from fusewise.lab.plugin import Run
+from fusewise.lab.problem import Task
+from fusewise.lab.targets import geglu
+from fusewise.ops.gated_linear.cases import GatedCase
+
+
+def problem(op, case, dtype="fp32", pass_="fwd", seed=0):
+    return targets.problem_for(Task(op, case, dtype, pass_, "cpu", seed))
+
+
+def program_of(p):
+    program = p.program()
+    return Run(program.function, program.enter, program.leave)
+
+
+def test_targets_are_found_by_name_and_by_a_preset():
+    assert targets.names()[:3] == ["rope", "geglu", "gelu"]
+    target, preset = targets.resolve("geglu-memory")
+    assert (target.name, preset) == ("geglu", "geglu-memory")
+    assert targets.resolve("gelu")[1] is None
+    with pytest.raises(ValueError, match=r"target must be one of rope, geglu, gelu.*, got 'tango'"):
+        targets.find("tango")
+
+
+@pytest.mark.parametrize("name", ["rope", "geglu", "gelu"])
+def test_every_case_of_a_target_has_bytes_and_a_name_of_its_own(name):
+    target = targets.find(name)
+    assert target.default_preset in target.presets()
+    assert set(target.hurried) <= set(target.presets())
+    for preset in target.presets():
+        cases = target.cases(preset)
+        assert len({c.name for c in cases}) == len(cases)
+        assert all(c.bytes_min(p, d) > 0 for c in cases for p in c.passes for d in c.dtypes)
+    with pytest.raises(ValueError, match="preset must be one of"):
+        target.cases("nope")
+    with pytest.raises(ValueError, match="name must be that of a case in a preset"):
+        target.case("nope")
+
+
+def test_gelu_goes_from_five_by_five_to_four_gibibytes():
+    cases = targets.find("gelu").cases("gelu-sizes")
+    sizes = [c.rows * c.columns * 4 for c in cases]
+    assert cases[0].shape == "x[5,5]"
+    assert sizes[1:] == [1024 * 4**k for k in range(12)]
+    assert sizes[-1] == 4 * 2**30
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+def test_gelu_written_out_is_gelu(pass_):
+    p = problem("gelu", "gelu-5x5", "bf16", pass_)
+    assert truth.check(p, program_of(p)).reason == ""
+    fused = truth.check(p, Run(lambda x: torch.nn.functional.gelu(x, approximate="tanh")))
+    assert fused.reason == ""
+    exact = problem("gelu", "gelu-256", "fp32", pass_)
+    assert "more than twice" in truth.check(exact, Run(torch.nn.functional.gelu)).reason  # erf is another function
+    assert p.bytes_min() == {"fwd": 2, "bwd": 3, "fwd+bwd": 5}[pass_] * 25 * 2
+
+
+SMALL = {
+    f"{act}-{first}-{bias}": GatedCase(
+        name=f"{act}-{first}-{bias}", rows=4, features=6, hidden=8, activation=act, gate_first=first, bias=bias
+    )
+    for act in geglu.ACTIVATE
+    for first in (True, False)
+    for bias in (True, False)
+}
+
+
+@pytest.fixture
+def _small(monkeypatch):
+    monkeypatch.setattr(geglu, "case", SMALL.__getitem__)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", list(SMALL))
+def test_every_form_of_the_gated_unit_agrees_with_float64(name):
+    p = problem("geglu", name, "fp32", "fwd+bwd")
+    assert truth.check(p, program_of(p)).reason == ""
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(p.program().function)
+    assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
+    pytest.importorskip("jax")
+    from jax import dlpack
+
+    found = torch.utils.dlpack.from_dlpack(p.jax()(*(dlpack.from_dlpack(x) for x in p.tensors)))
+    assert torch.allclose(found, p.eager(p.tensors)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small")
+def test_views_and_orders_of_the_weight():
+    p = problem("geglu", "gelu-False-True")
+    _, weight, bias = p.tensors
+    value, gate, value_bias, gate_bias = p.halves(weight, bias)
+    assert (value.data_ptr(), gate.data_ptr()) == (weight.data_ptr(), weight[8:].data_ptr())
+    assert torch.equal(gate_bias, bias[8:]) and torch.equal(value_bias, bias[:8])
+    assert torch.equal(p.swapped(p.tensors)[1], torch.cat((gate, value)))
+    _, rows, biases = p.interleaved(p.tensors)
+    assert torch.equal(rows[::2], gate) and torch.equal(rows[1::2], value)
+    assert torch.equal(biases[::2], gate_bias)
+    first = problem("geglu", "gelu-True-False")
+    assert torch.equal(first.halves(first.tensors[1])[1], first.tensors[1][:8])
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(("pass_", "flops"), [("fwd", 1), ("bwd", 2), ("fwd+bwd", 3)])
+def test_the_bare_products_are_those_of_the_pass(pass_, flops):
+    p = problem("geglu", "gelu-False-True", pass_=pass_)
+    pairs = p.products(p.tensors)
+    assert sum(2 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in pairs) == p.flops_min() == flops * 2 * 4 * 6 * 16
+    assert all(torch.mm(a, b).abs().max() > 0 for a, b in pairs)
+
+
+def test_the_memory_model_is_the_writeups():
+    p = problem("geglu", "memory-n1024-d1024", "bf16", "fwd")
+    y = 1024 * 4096 * 2
+    assert p.memory("eager") == {"saved_ratio": 1024 / (2 * 1025), "predicted_peak_bytes": 4 * y}
+    assert p.memory("fused")["predicted_peak_bytes"] == y
+    p.task = Task("geglu", p.task.case, "bf16", "fwd+bwd", "cpu", 0)
+    assert p.memory("two-kernels")["predicted_held_bytes"] == 2 * y
+    assert p.memory("fused-recompute")["predicted_held_bytes"] == 0
+    assert p.memory("") == {"saved_ratio": 1024 / (2 * 1025)}
