@@ -143,6 +143,15 @@ class SlowIfAsked(SlowLater):
         return super().build(problem) if os.environ.get("FAKES_ARE_SLOW") else Right.build(self, problem)
 
 
+class SlowToShow(Right):
+    """Quick to run; its code takes an hour."""
+
+    name = "slow-to-show"
+
+    def stages(self, *_, **__):
+        time.sleep(3600)
+
+
 class Hungry(Right):
     """Grows to 3 GiB of resident memory, then waits."""
 

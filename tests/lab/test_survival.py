@@ -71,6 +71,23 @@ def test_a_termination_is_an_interruption(tmp_path):
     assert "cut short" in (out / "report.html").read_text()
 
 
+def test_an_interrupt_while_it_looks_inside_keeps_all_times(tmp_path):
+    out = tmp_path / "run"
+    with command(out, "--code", providers="lab_fakes:Right,lab_fakes:SlowToShow") as process:
+        log = out / "code" / "logs" / "slow-to-show.log"
+        for _ in range(600):
+            time.sleep(0.1)
+            if log.exists():
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+    kept = record.read(out)
+    assert [r.status for r in kept.rows] == ["ok", "ok"]
+    assert (out / "report.html").exists()
+
+
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     out = tmp_path / "run"
     assert ended(out, signal.SIGKILL) == -signal.SIGKILL

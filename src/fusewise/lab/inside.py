@@ -6,12 +6,14 @@ sizes of a sweep. Both are made in processes of their own, after the last round,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from . import analysis, machine, plugin, record
 from .code import capture
 from .problem import Task
+from .process import WorkerProcess
 from .record import Record
 from .study import Options
 
@@ -31,13 +33,28 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> None:
     first, tasks = options.tasks[0], chosen(options.tasks)
     traffic = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
 
+    workers: list[WorkerProcess] = []
+    ended = threading.Event()
+
+    def started(worker: WorkerProcess) -> None:
+        workers.append(worker)
+        if ended.is_set():
+            worker.kill()
+
     def ask(entry: plugin.Entry) -> list[capture.Answer]:
         told(entry.name)
         log = folder / "logs" / f"{capture.folder_name(entry.name)}.log"
-        return capture.ask(entry, [capture.wish(entry, first, target, folder), *traffic], log, timeout=options.timeout)
+        requests = [capture.wish(entry, first, target, folder), *traffic]
+        return capture.ask(entry, requests, log, timeout=options.timeout, started=started)
 
     with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # nothing is timed any more
-        answers = list(pool.map(ask, entries))
+        try:
+            answers = list(pool.map(ask, entries))
+        except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
+            ended.set()
+            for worker in workers:
+                worker.kill()
+            raise
     index = capture.new_index(first, target)
     index["providers"] = [capture.indexed(entry, mine[0]) for entry, mine in zip(entries, answers, strict=True)]
     record.write_atomically(folder / "index.json", record.dumps(index) + "\n")

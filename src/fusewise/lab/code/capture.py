@@ -41,9 +41,15 @@ def folder_name(provider: str) -> str:
 
 
 def ask(
-    entry: plugin.Entry, requests: Sequence[dict[str, Any]], log: Path, *, timeout: float = TIMEOUT_S
+    entry: plugin.Entry,
+    requests: Sequence[dict[str, Any]],
+    log: Path,
+    *,
+    timeout: float = TIMEOUT_S,
+    started: Callable[[WorkerProcess], None] = lambda _: None,
 ) -> list[Answer]:
-    """Put requests to one provider in a process of its own. One that dies is started again for the next request."""
+    """Put requests to one provider in a process of its own. One that dies is started again for the next request.
+    `started` is told of each process, for whoever may have to end it from another thread."""
 
     def failed(reason: str, status: str = "failed") -> Answer:
         return Answer(entry.name, status, reason, {})
@@ -66,6 +72,7 @@ def ask(
                         {"provider": entry.where}, log, timeout=timeout, memory_limit=_memory_limit(),
                         module="fusewise.lab.code.worker",
                     )  # fmt: skip
+                    started(worker)
                     greeting = worker.ready()
                     if not greeting["ok"]:
                         answers.append(failed(greeting["reason"]))
