@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import fusewise
 from fusewise.nn import GatedMLP
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CONTEXT, BATCH, WIDTH, HEADS, LAYERS, STEPS = 64, 4, 64, 4, 2, 200
+CONTEXT, BATCH, WIDTH, HEADS, LAYERS, STEPS = 64, 8, 64, 4, 2, 300
 
 
 def corpus() -> Tensor:
@@ -115,7 +116,17 @@ def losses(model: Model, text: Tensor) -> Tensor:
     return torch.stack(curve).double().cpu()
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """Threads would only wait for each other: the tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
 def test_a_language_model_learns_as_with_eager() -> None:
     text = corpus()
     eager = losses(Model(fused=False), text)
