@@ -115,6 +115,18 @@ def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
     assert "no A/A pair on both sides: the tolerance stands for the noise" in compare.compare(a, b).notes
 
 
+def test_relative_to_the_floor_a_slower_machine_is_no_regression():
+    before, after = run({"eager": 50.0, "liger": 20.0}), run({"floor-copy": 15.0, "eager": 75.0, "liger": 33.0})
+    sides = compare.side(before, "a"), compare.side(after, "b")
+    assert words(compare.compare(*sides)) == {"eager": "slower", "liger": "slower"}
+    found = compare.compare(*map(compare.relative, sides))
+    assert words(found) == {"eager": "same", "liger": "slower"}
+    assert found.changes[1].ratio == pytest.approx(1.1, rel=0.01)
+    assert found.changes[0].before_us == pytest.approx(5.0, rel=0.01)
+    bare = study_record([row("eager", device_us=3.0)])
+    assert compare.relative(compare.side(bare, "a")).rows == {}
+
+
 def saved(folder, made):
     folder.mkdir()
     record.save(made, folder)

@@ -84,9 +84,12 @@ Exit codes:
     default=None,
     help="Share of the time below which nothing is told, however quiet the runs. Default: 0.02.",
 )
+@click.option(
+    "--relative", is_flag=True, help="Compare times over the floor of their group, for a machine that changed itself."
+)
 @click.option("--strict", is_flag=True, help="Exit 1 for ambiguous rows, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def compare(before: Path, after: Path, tolerance: float | None, strict: bool, as_json: bool) -> None:
+def compare(before: Path, after: Path, tolerance: float | None, relative: bool, strict: bool, as_json: bool) -> None:
     """Say what became slower from BEFORE to AFTER: run directories, record.json files, or .jsonl files of rows."""
     from fusewise.lab import commands
     from fusewise.lab import compare as comparing
@@ -95,6 +98,8 @@ def compare(before: Path, after: Path, tolerance: float | None, strict: bool, as
         sides = comparing.read(before), comparing.read(after)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from None
+    if relative:
+        sides = comparing.relative(sides[0]), comparing.relative(sides[1])
     found = comparing.compare(*sides, comparing.TOLERANCE if tolerance is None else tolerance)
     code = found.exit_code(strict)
     if as_json:

@@ -3,13 +3,14 @@
 Rows meet by op, case, dtype, pass and provider. Runs are made at different times, so rounds cannot be paired: the
 interval of a ratio comes from resampling the rounds of each side by itself, or, where a file has rows without samples,
 from their interquartile ranges. The noise is the larger of the two runs' A/A pairs and the tolerance. A difference that
-the clocks explain is ambiguous.
+the clocks explain is ambiguous. Relative: each time over that of the group's binding floor, measured in the same rounds,
+so that a machine that became slower as a whole is no regression.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ class Side:
 
     name: str
     rows: Mapping[Key, Row]
-    rounds: Mapping[Key, Sequence[float]]
+    rounds: Mapping[Key, Mapping[int, float]]
     noise: Mapping[tuple[str, str, str, str], float]
+    unit: str = "µs"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Comparison:
     only_before: int
     only_after: int
     notes: tuple[str, ...]
+    unit: str = "µs"  # of before_us and after_us: relative ones are multiples of a floor
 
     def exit_code(self, strict: bool = False) -> int:
         """0: nothing became slower. 1: something did, or broke; if strict, or cannot be told. 2: nothing to compare."""
@@ -96,7 +99,7 @@ def side(found: Record, name: str) -> Side:
         for c in found.comparisons
         if c["provider"].endswith(TWIN) and c["noise"] is not None
     }
-    rounds = {_measured(m): list(analysis.round_medians(m).values()) for m in found.measurements if m.rounds}
+    rounds = {_measured(m): analysis.round_medians(m) for m in found.measurements if m.rounds}
     return Side(name, {_key(row): row for row in found.rows}, rounds, noise)
 
 
@@ -106,6 +109,22 @@ def _key(row: Row) -> Key:
 
 def _measured(m: Measurement) -> Key:
     return (*m.key, m.provider)
+
+
+def relative(side: Side) -> Side:
+    """The run with every time over that of its group's binding floor; rows of groups without one are left out."""
+    rows, rounds = {}, {}
+    for key, row in side.rows.items():
+        floor = (*key[:4], f"floor-{row.limit}")
+        if row.device_us is None:
+            rows[key] = row
+        elif row.share_of_limit and floor in side.rows:
+            factor = 1 / (row.share_of_limit * row.device_us)
+            iqr = None if row.device_us_iqr is None else row.device_us_iqr * factor
+            rows[key] = replace(row, device_us=row.device_us * factor, device_us_iqr=iqr, clocks=None)
+            mine, least = side.rounds.get(key, {}), side.rounds.get(floor, {})
+            rounds[key] = {i: time / least[i] for i, time in mine.items() if i in least}
+    return Side(side.name, rows, rounds, side.noise, "× floor")
 
 
 def compare(before: Side, after: Side, tolerance: float = TOLERANCE) -> Comparison:
@@ -119,6 +138,7 @@ def compare(before: Side, after: Side, tolerance: float = TOLERANCE) -> Comparis
         len(before.rows.keys() - after.rows.keys()),
         len(after.rows.keys() - before.rows.keys()),
         tuple(_notes(shared, before, after)),
+        after.unit,
     )
 
 
@@ -159,10 +179,10 @@ def _ratio(key: Key, before: Side, after: Side, old: Row, new: Row) -> Ratio:
     return Ratio(value, value / (1 + spread), value * (1 + spread))
 
 
-def _medians(values: Sequence[float], seed: int) -> Any:
+def _medians(rounds: Mapping[int, float], seed: int) -> Any:
     """Medians of resampled rounds; the same for the same values."""
-    generator = np.random.default_rng([seed, len(values)])
-    samples = np.array(values)
+    generator = np.random.default_rng([seed, len(rounds)])
+    samples = np.array(list(rounds.values()))
     return np.median(samples[generator.integers(0, len(samples), (BOOTSTRAP_DRAWS, len(samples)))], axis=1)
 
 

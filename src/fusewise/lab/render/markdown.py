@@ -8,7 +8,7 @@ from typing import Any
 from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import gigabytes_per_second, groups, measured, number, percent, printable, size
+from . import gigabytes_per_second, groups, measured, memory, number, percent, printable, size
 
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
@@ -52,6 +52,7 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         absent(rows),
         "## Case by case",
         *(section(v, members, record.comparisons) for v, members in zip(judged, groups(record).values(), strict=True)),
+        *memories(record),
         "## How to read it",
         HOW_TO_READ.format(
             cache="The cache is warm: every call finds what the last one left."
@@ -60,6 +61,18 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def memories(record: Record) -> list[str]:
+    """Memory predicted and measured, where the target has a model of it."""
+    lines = [[text(cell) for cell in line] for line in memory.lines(record)]
+    if not lines:
+        return []
+    note = (
+        "**saved / parameters**: elements of activations that fusing saves over those of the parameters, N / (2 (d + 1)) for "
+        "a hidden width of 4 d. **predicted**: bytes beside the inputs, by how the provider computes it."
+    )
+    return ["## Memory, predicted and measured", note, table(memory.COLUMNS, lines)]
 
 
 def opening(record: Record) -> str:

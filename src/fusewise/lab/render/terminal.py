@@ -124,7 +124,7 @@ STYLES = {"slower": "red", "broken": "red", "faster": "green", "mended": "green"
 def comparison_table(found: Comparison) -> Table:
     """A line a row that both runs have, the regressions first."""
     table = Table(title=plain(f"{found.before} → {found.after}"))
-    for column in ("case", "provider", "before µs", "after µs", "ratio", "noise", "verdict"):
+    for column in ("case", "provider", f"before {found.unit}", f"after {found.unit}", "ratio", "noise", "verdict"):
         table.add_column(column, overflow="fold")
     order = list(STYLES)
     lines = sorted(found.changes, key=lambda c: order.index(c.verdict) if c.verdict in order else len(order))
