@@ -7,6 +7,7 @@ RUN := $(VENV)/bin/python
 
 study: $(VENV)/ready
 	$(RUN) -m fusewise study rope --preset rope-quick
+	$(RUN) -m fusewise study gelu --preset gelu-quick
 
 test: $(VENV)/ready
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter

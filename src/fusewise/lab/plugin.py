@@ -53,6 +53,8 @@ BUILT_IN = (
     "fusewise.lab.providers.ours:GatedCpuRecompute",
     "fusewise.lab.providers.ours:GatedTriton",
     "fusewise.lab.providers.ours:GatedTritonRecompute",
+    "fusewise.lab.providers.ours:GatedGluon",
+    "fusewise.lab.providers.ours:GatedGluonRecompute",
     "fusewise.lab.providers.rope_peers:TransformerEngineUnfused",
     "fusewise.lab.providers.rope_peers:TransformerEngineFused",
     "fusewise.lab.providers.rope_peers:Liger",

@@ -132,3 +132,17 @@ class GatedTritonRecompute(GatedTriton):
     """Nothing held for backward but the inputs."""
 
     name, save = "fusewise-triton-recompute", "input"
+
+
+class GatedGluon(_Gated):
+    """Both products and the gate in one persistent, warp-specialised kernel, on Hopper."""
+
+    name, impl, devices, module = "fusewise-gluon", "gluon", ("cuda",), "triton"
+    install = "pip install triton"
+    packages = ("torch", "triton", "fusewise")
+
+
+class GatedGluonRecompute(GatedGluon):
+    """Nothing held for backward but the inputs."""
+
+    name, save = "fusewise-gluon-recompute", "input"
