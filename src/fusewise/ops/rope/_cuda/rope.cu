@@ -24,7 +24,10 @@
 namespace {
 
 constexpr int THREADS = 128;  // of a block, at most
-constexpr int HEADS = 2;      // that a thread reads at once where there is enough to do
+constexpr int READ = 128;     // bytes that a thread reads at once where there is enough to do
+
+// Heads of which a thread then has a chunk of NP pairs. Its first instructions, as many as those for 30 bytes, serve all.
+constexpr int heads_read(int np, int size) { return np * size >= 8 ? READ / (2 * np * size) : 1; }
 
 // --- What the kernel receives ----------------------------------------------------------------------------------------
 
@@ -320,7 +323,7 @@ __device__ __forceinline__ void rotate(const Params& p, const Tensor& t, uint32_
 
 // A block has blockDim.z tokens of one batch entry, and of those a part of the heads of one tensor.
 template <class T, bool IN, bool OUT, int NP, int HEADS>
-__global__ void __launch_bounds__(THREADS, 1024 / THREADS) rope_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 768 : 1024) / THREADS) rope_kernel(const __grid_constant__ Params p) {
   const uint32_t tile_and_batch = p.parts(blockIdx.x), tile = p.batches(tile_and_batch);
   const uint32_t batch = tile_and_batch - tile * p.batches.d, part = blockIdx.x - tile_and_batch * p.parts.d;
   if (part < p.q_parts) {
@@ -336,9 +339,8 @@ using Kernel = void (*)(Params);
 
 template <class T, bool IN, bool OUT, int NP>
 Kernel with_heads(int64_t heads) {
-  if constexpr (NP * sizeof(T) * (IN || OUT ? 2 : 1) >= 8)
-    if (heads > 1) return rope_kernel<T, IN, OUT, NP, HEADS>;
-  return rope_kernel<T, IN, OUT, NP, 1>;
+  constexpr int MOST = heads_read(NP, sizeof(T));
+  return heads > 1 ? rope_kernel<T, IN, OUT, NP, MOST> : rope_kernel<T, IN, OUT, NP, 1>;
 }
 
 template <class T, bool IN, bool OUT>
@@ -463,7 +465,8 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   }
   if (all == 0) return cudaSuccess;
   const int64_t enough = int64_t(processors()) * 2048;
-  const int64_t unrolled = all >= 2 * HEADS * enough && np * size * (halves ? 1 : 2) >= 8 ? HEADS : 1;
+  const int64_t several = heads_read(static_cast<int>(np), static_cast<int>(size));
+  const int64_t unrolled = all >= several * enough ? several : 1;
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
   p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (2 * enough * unrolled), 1, 8) : 1);
   const int64_t room = THREADS / chunks;
