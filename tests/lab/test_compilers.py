@@ -95,7 +95,7 @@ def test_versions_of_the_compilers_are_in_their_rows(rows):
 
 def test_nvfuser_is_a_row_with_its_reason():
     (entry,) = plugin.select(["thunder-nvfuser"], "gelu", "cuda:0")
-    with pytest.raises(plugin.Missing, match="nvfuser is not installed; its wheels are made for one torch and CUDA"):
+    with pytest.raises(plugin.Missing, match=r"nvfuser is not installed; .* no wheel for a later torch"):
         entry.provider.check("cuda:0")
 
 

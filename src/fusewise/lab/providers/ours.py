@@ -90,6 +90,7 @@ class _Gated(_Ours):
     """The gated linear unit, with pre-activations saved for backward."""
 
     save: ClassVar[Literal["preact", "input"]] = "preact"
+    form: ClassVar[str] = "fused"
     ops: ClassVar[tuple[str, ...]] = ("geglu",)
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
@@ -98,14 +99,14 @@ class _Gated(_Ours):
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
         arguments = {**gated.inputs.kwargs, "save": self.save, "impl": self.impl}
-        form = "fused" if self.save == "preact" else "fused-recompute"
+        form = self.form if self.save == "preact" else "fused-recompute"
         return Run(lambda *xs: fusewise.gated_linear(*xs, **arguments), form=form)
 
 
 class GatedReference(_Gated):
     """The specification in plain torch."""
 
-    name, impl = "fusewise-reference", "reference"
+    name, impl, form = "fusewise-reference", "reference", ""
 
 
 class GatedCpu(_Gated):

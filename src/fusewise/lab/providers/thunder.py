@@ -84,6 +84,4 @@ class ThunderNvFuser(Thunder):
     """Regions of Thunder's trace compiled by nvFuser."""
 
     name, module, executors, devices = "thunder-nvfuser", "nvfuser", ("nvfuser",), ("cuda",)
-    install = (
-        "its wheels are made for one torch and CUDA each, the last for torch 2.9 with CUDA 12.8 (nvfuser-cu128-torch29)"
-    )
+    install = "pip install nvfuser-cu128-torch29 on torch 2.9 with CUDA 12.8; there is no wheel for a later torch"
