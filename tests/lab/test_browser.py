@@ -103,6 +103,7 @@ def test_stages_are_chosen_searched_and_lit_up(page):
     lit = "[...document.querySelectorAll('#{}-text .lit')].map(l => l.dataset.n)"
     assert page.run(lit.format("left")) == ["10"]
     assert page.run(lit.format("right")) == ["19", "20"]
+    assert page.run("document.getElementById('lit').textContent") == "f.py:10: 1 on the left, 2 on the right."
     page.run("document.getElementById('left-text').focus()")
     page.press("ArrowDown")
     page.press("Enter")

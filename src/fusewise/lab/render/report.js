@@ -65,15 +65,19 @@
     let lit = null, hits = [], hit = -1;
 
     const light = () => {
+      const counts = [];
       for (const pane of panes) {
-        let first = null;
+        let first = null, count = 0;
         for (const line of pane.box.children) {
           const on = lit !== null && line.dataset.ref === lit;
           line.classList.toggle("lit", on);
+          count += on;
           if (on && first === null) first = line;
         }
+        counts.push(count);
         if (first && !pane.active) first.scrollIntoView({ block: "center", inline: "nearest" });
       }
+      byId("lit").textContent = lit === null ? "" : `${lit}: ${counts[0]} on the left, ${counts[1]} on the right.`;
     };
     const find = (step) => {
       const wanted = byId("find").value.toLowerCase();
