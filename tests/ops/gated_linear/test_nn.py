@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fusewise.nn.gated_linear import GatedLinear, GatedMLP
+from fusewise.nn import GatedLinear, GatedMLP
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -46,6 +46,33 @@ def test_gated_mlp_loads_what_transformers_saves_and_trains() -> None:
             optimizer.step()
             losses[-1].append(float(loss.detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < 0.95 * losses[0][0]
+
+
+class Adapted(nn.Linear):
+    """As LoRA does it: more than the weight that it shows."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x) + self.up(self.down(x))
+        return y
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: str) -> None:
+    module = GatedMLP(16, 12, activation="silu")
+    x = torch.randn(3, 16)
+    for change in (Adapted, nn.utils.parametrizations.weight_norm):
+        changed = copy.deepcopy(module)
+        setattr(changed, name, change(getattr(changed, name)))
+        y = changed(x)
+        usual = changed.down_proj(functional.silu(changed.gate_proj(x)) * changed.up_proj(x))
+        torch.testing.assert_close(y, usual)
+        y.sum().backward()
+        assert all(p.grad is not None for p in changed.parameters())
 
 
 def test_biases_dtypes_and_devices() -> None:

@@ -193,13 +193,17 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-def test_the_elementwise_kernel_moves_16_bytes_a_thread() -> None:
+@pytest.mark.parametrize("forward", [True, False])
+def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool) -> None:
     config = _triton.choose_gate(16384, 4096, 132)
     preact, dy = empty(16384, 8192, dtype=torch.bfloat16), empty(16384, 4096, dtype=torch.bfloat16)
-    _, arguments = _triton.gate_arguments(
-        dy, split_preact(preact, SPEC), split_preact(preact, SPEC), config, "silu", preact.float()
-    )
-    kernel = compiled(_triton.gate_gradient_kernel, config, arguments)
+    halves = split_preact(preact, SPEC)
+    if forward:
+        _, arguments = _triton.forward_gate_arguments(*halves, dy, config, "silu")
+        kernel = compiled(_triton.gate_kernel, config, arguments)
+    else:
+        _, arguments = _triton.gate_arguments(dy, halves, halves, config, "silu", preact.float())
+        kernel = compiled(_triton.gate_gradient_kernel, config, arguments)
     stack, _ = resources(kernel)
-    loads = Counter(re.findall(r"\b(?:LDG|STG)\.E[.\w]*?\.?(128|64|U16)?\b", kernel.asm["sass"]))
-    assert stack == 0 and loads["128"] == 5 and not loads["U16"], loads
+    moves = Counter(re.findall(r"\b(?:LDG|STG)\.E[.\w]*?\.?(128|64|U16)?\b", kernel.asm["sass"]))
+    assert stack == 0 and moves["128"] == (3 if forward else 5) and not moves["U16"], moves

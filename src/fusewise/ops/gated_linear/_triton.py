@@ -264,12 +264,19 @@ def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
         return
     device = u.get_device()
     config = choose_gate(rows, hidden, _processors(device))
-    grid = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
-    arguments = {
+    grid, arguments = forward_gate_arguments(u, g, y, config, activation)
+    _launch(gate_kernel, grid, config, arguments, device)
+
+
+def forward_gate_arguments(
+    u: Tensor, g: Tensor, y: Tensor, config: GateConfig, activation: str
+) -> tuple[int, dict[str, Any]]:
+    """The grid size and all arguments of `gate_kernel`."""
+    rows, hidden = u.shape
+    return triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden, "stride_u": u.stride(0), "stride_y": y.stride(0),
         "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
     }  # fmt: skip
-    _launch(gate_kernel, grid, config, arguments, device)
 
 
 def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
