@@ -21,7 +21,7 @@ def test_built_in_providers_are_known_and_named_once():
 
 def test_missing_packages_say_what_to_install():
     for entry in plugin.known():
-        if entry.provider.module and not plugin._found(entry.provider.module):
+        if entry.provider.module and not plugin.installed(entry.provider.module):
             with pytest.raises(Missing, match=r"is not installed; .*pip install"):
                 entry.provider.check(entry.provider.devices[-1])
 

@@ -46,6 +46,7 @@ BUILT_IN = (
     "fusewise.lab.providers.ours:CpuInPlace",
     "fusewise.lab.providers.ours:Triton",
     "fusewise.lab.providers.ours:TritonInPlace",
+    "fusewise.lab.providers.ours:TritonGathered",
     "fusewise.lab.providers.ours:Cuda",
     "fusewise.lab.providers.ours:CudaInPlace",
     "fusewise.lab.providers.ours:GatedReference",
@@ -147,7 +148,7 @@ class Provider:
         kind = device.split(":")[0]
         if kind not in self.devices:
             raise Missing(f"runs on {' and '.join(self.devices)} only, not on {kind}")
-        if self.module and not _found(self.module):
+        if self.module and not installed(self.module):
             raise Missing(f"{self.module} is not installed; {self.install}")
 
     def chosen(self, op: str, device: str) -> bool:
@@ -178,7 +179,8 @@ class Provider:
         return found
 
 
-def _found(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Whether a module is there to be imported; it is not, but its parents are."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

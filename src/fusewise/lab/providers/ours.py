@@ -76,6 +76,22 @@ class TritonInPlace(Triton):
     name, in_place, default = "fusewise-triton-inplace", True, False
 
 
+class TritonGathered(Triton):
+    """The Triton kernel on table rows that were gathered before the call, once for all layers, as Liger and transformers
+    have them: one read less that others wait for than with the table and positions."""
+
+    name, default = "fusewise-triton-gathered", False
+
+    def build(self, problem: Problem) -> Run:
+        rope = rope_problem(self, problem)
+        if rope.inputs.positions is None:
+            raise Unsupported("the rows of the table are in the order of the tokens already")
+        cos, sin = rope.rows(rope.inputs.cos.dtype)
+        arguments = {**rope.inputs.kwargs, "cos": cos, "sin": sin, "impl": self.impl}
+        del arguments["positions"]
+        return Run(lambda *xs: fusewise.rope(*xs, **arguments))
+
+
 class Cuda(_Fusewise):
     """The CUDA kernel."""
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..plugin import Provider, Run, Unsupported, require
+from ..plugin import Provider, Run, Unsupported, installed, require
 from ..problem import Problem
 from ..targets.rope import RopeProblem
 
@@ -165,7 +165,9 @@ class Vllm(_Peer):
     backward = False
 
     def rope(self, problem: RopeProblem) -> Run:
-        require("vllm._C", self.install)  # registers torch.ops._C
+        # Either registers torch.ops._C: versions since 0.33 have their kernels in the first, older ones in the second.
+        newer = "vllm._C_stable_libtorch"
+        require(newer if installed(newer) else "vllm._C", self.install)
         rotate = torch.ops._C.rotary_embedding
         cache = torch.cat((problem.inputs.cos, problem.inputs.sin), -1).to(problem.dtype)
         positions = problem.position_ids().flatten()
