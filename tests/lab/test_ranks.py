@@ -1,0 +1,84 @@
+"""What ranks tell each other, over a store that is a dictionary; real processes are in test_survival.py."""
+
+import json
+
+import pytest
+from builders import full_record
+
+from fusewise.lab import ranks, study
+from fusewise.lab.problem import Task
+
+
+class Store(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+    def wait(self, keys, _):
+        assert set(keys) <= set(self), "would wait for ever"
+
+
+def options(tmp_path, cases):
+    tasks = [Task("rope", case, "fp32", p, "cpu", 0) for case in cases for p in ("fwd", "bwd")]
+    return study.Options(op="rope", tasks=tasks, providers=[], device="cpu", out=tmp_path / "run")
+
+
+def of_tasks(made, tasks):
+    """The part of a record that is about these tasks."""
+    keys = {task.key for task in tasks}
+    part = full_record(3)
+    for name in ("rows", "measurements"):
+        setattr(part, name, [x for x in getattr(made, name) if x.key in keys])
+    for name in ("comparisons", "ledgers"):
+        setattr(part, name, [x for x in getattr(made, name) if (x["op"], x["case"], x["dtype"], x["pass"]) in keys])
+    return part
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return full_record(3), options(tmp_path, ["cube-1", "cube-2", "cube-4"])
+
+
+def test_parts_are_disjoint_together_all_and_of_one_run(whole):
+    _, asked = whole
+    store = Store()
+    parts = [ranks.Rank(number, 4, store).share(asked) for number in range(4)]
+    assert sorted(t.key for p in parts for t in p.tasks) == sorted(t.key for t in asked.tasks)
+    assert [len(p.tasks) for p in parts] == [2, 2, 1, 1]
+    assert len({p.run for p in parts}) == 1
+    assert {p.out for p in parts} == {asked.out.absolute() / f"rank-{n}" for n in range(4)}
+
+
+def test_one_record_is_gathered_in_the_order_of_the_tasks(whole):
+    made, asked = whole
+    store = Store()
+    members = [ranks.Rank(number, 2, store) for number in (0, 1)]
+    parts = [of_tasks(made, rank.share(asked).tasks) for rank in members]
+    assert members[1].gather(parts[1], asked) is None
+    found = members[0].gather(parts[0], asked)
+    assert (found.rows, found.measurements, found.comparisons) == (made.rows, made.measurements, made.comparisons)
+    assert found.ledgers == made.ledgers
+    assert found.finished
+    assert len(found.environment["ranks"]) == 2
+    assert json.loads(store["record/1"])["kind"] == "fusewise.record"
+
+
+def test_a_rank_without_a_record_makes_an_unfinished_one_and_none_an_error(whole):
+    made, asked = whole
+    store = Store()
+    members = [ranks.Rank(number, 2, store) for number in (0, 1)]
+    members[1].gather(None, asked)
+    found = members[0].gather(of_tasks(made, asked.tasks[::2]), asked)
+    assert not found.finished
+    assert {row.pass_ for row in found.rows} == {"fwd"}
+    with pytest.raises(RuntimeError, match="no rank has a record"):
+        members[0].gather(None, asked)
+
+
+def test_a_single_process_is_no_rank(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert ranks.from_environment() is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ranks.from_environment() is None
