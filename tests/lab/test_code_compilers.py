@@ -206,3 +206,9 @@ def test_inductors_kernel_on_the_gpu_that_is_here(asked: Callable[..., Asked]) -
     assert [(k.read, k.written) for k in ledger.kernels] == [(2**18, 2**18)]
     _, eager, _ = asked("eager", task)
     assert eager.bytes == 9 * 2**19
+
+
+@pytest.mark.gpu
+def test_torchscripts_fuser_is_in_the_ledger(asked: Callable[..., Asked]) -> None:
+    _, ledger, _ = asked("torchscript", Task("gelu", "gelu-256", "fp32", "fwd", "cuda:0", 0))
+    assert ledger.bytes in (2**19, 9 * 2**19)  # one kernel, or eight where the fuser is off

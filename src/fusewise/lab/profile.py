@@ -31,6 +31,9 @@ HOST = frozenset({"python_function", "cpu_op", "user_annotation", "cuda_runtime"
 #: The annotation around what is timed; a flame graph begins below it.
 STEP = "fusewise call"
 
+#: Frames of the profiler itself, which the annotation brings with it.
+_PROFILER = re.compile(r"\(torch/(autograd/profiler\.py|profiler/)")
+
 Stacks = dict[tuple[str, ...], float]
 
 
@@ -144,7 +147,7 @@ def fold(events: Sequence[Mapping[str, Any]]) -> tuple[Stacks, Stacks]:
             if above is not None:
                 stack = (*above, frame(event["name"]))
                 device[stack] = device.get(stack, 0.0) + event["dur"]
-    return {stack: us for stack, us in host.items() if us > 0}, device
+    return {stack: us for stack, us in host.items() if us > 0 and not any(map(_PROFILER.search, stack))}, device
 
 
 def _below_step(names: Sequence[str]) -> tuple[str, ...] | None:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import plan, plugin
+from .. import analysis, plan, plugin
 from ..problem import Task
 from ..render import ledgers as render_ledgers
 from . import capture
 
 
 def the_task(request: plan.Request) -> tuple[Task, list[plugin.Entry]]:
-    """The one problem that a request is about, its first where it names several, and the providers."""
+    """The one problem that a request is about, its first where it names several, and the providers: floors, which have
+    nothing to show, only where they are named."""
     options = plan.options(request, Path())
-    return options.tasks[0], list(options.providers)
+    wanted = [e for e in options.providers if request.providers is not None or not analysis.is_floor(e.name)]
+    return options.tasks[0], wanted
 
 
 def code(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from ..ledger import Kernel
-from ..plugin import Run
+from ..plugin import Run, Unsupported
 from ..problem import Problem
 from . import aten, graphs, inductor, passes, python
 from .stage import Stage, short, tidy
@@ -39,6 +40,31 @@ def script_stages(problem: Problem, run: Run) -> list[Stage]:
     passes.once(problem, run)
     passes.once(problem, run)  # the second call is the first that the profile of the first has optimised
     return [*found, _script_graph(str(jit.last_executed_optimized_graph()), "torchscript-optimised")]
+
+
+def script_traffic(problem: Problem, run: Run) -> list[Kernel]:
+    """The operators that the optimised graph dispatches, and the kernels that the fuser made, by the types that it wrote
+    beside them."""
+    passes.once(problem, run)
+    passes.once(problem, run)
+    kernels = operators(problem, run).kernels
+    jit: Any = torch.jit
+    for group in jit.last_executed_optimized_graph().findAllNodes("prim::TensorExprGroup", recurse=True):
+        kernels.append(Kernel(name="TensorExprGroup", read=_typed(group.inputs()), written=_typed(group.outputs())))
+    return kernels
+
+
+def _typed(values: Any) -> int:
+    """Bytes of the tensors among a graph's values."""
+    total = 0
+    for value in values:
+        if value.type().kind() != "TensorType":
+            continue
+        sizes, dtype = value.type().sizes(), value.type().dtype()
+        if sizes is None or dtype is None:
+            raise Unsupported("a kernel of its fuser does not tell the sizes of its tensors")
+        total += math.prod(sizes) * dtype.itemsize
+    return total
 
 
 def _script_graph(text: str, stage: str) -> Stage:

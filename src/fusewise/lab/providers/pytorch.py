@@ -61,7 +61,7 @@ class TorchScript(Provider):
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
         from ..code import pytorch
 
-        return pytorch.operators(problem, self.build(problem)).kernels
+        return pytorch.script_traffic(problem, self.build(problem))
 
 
 def traced(problem: Problem, program: Program, cause: Exception) -> Any:
