@@ -199,10 +199,13 @@ class _SeparateMLP(nn.Module):
 
 
 class GemmaMLP(_SeparateMLP):
-    """Without biases, `config.hidden_act`."""
+    """Without biases, `config.hidden_act`; for the Gemma of transformers 4 `hidden_activation`, the tanh form if None."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, config.intermediate_size, config.hidden_act, False)
+        activation = config.hidden_act
+        if hasattr(config, "hidden_activation"):  # there `hidden_act` says "gelu", and is not meant
+            activation = config.hidden_activation or "gelu_pytorch_tanh"
+        super().__init__(config, config.intermediate_size, activation, False)
 
 
 class Gemma2MLP(_SeparateMLP):

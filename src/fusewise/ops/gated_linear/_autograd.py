@@ -22,8 +22,9 @@ SLICED_BYTES = 256 << 20
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether autograd must see a call on these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    """Whether autograd must see a call on these tensors: not in an exported graph, which has no place for it."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return wanted and not torch.compiler.is_exporting()
 
 
 def transforms_active() -> bool:
