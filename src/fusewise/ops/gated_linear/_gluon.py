@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ._gluon_gate import add_up_kernel, gate_gradient_kernel
+from ._gluon_gate import gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._problem import Halves, Spec, split_preact
 
@@ -22,7 +22,6 @@ ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
 NUM_WARPS = 4
 FEW_ROWS = 64  # to which weights are streamed rather than multiplied
-PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -35,7 +34,7 @@ class Config:
     stages: int
     slots: int  # of each group's epilogue
     group_m: int = 8
-    lead: int = 1  # blocks that one group of warps is ahead of the other
+    lead: int = 2  # blocks that one group of warps is ahead of the other
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,14 @@ def choose(epilogue: str) -> Config:
 
 
 def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
-    """The configuration of the elementwise kernel: the same number of programs for every multiprocessor, few enough that
-    few sums are left to add up."""
-    block_f = min(1024, max(16, triton.next_power_of_2(hidden)))
+    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
+    programs for every multiprocessor."""
+    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
-    stripes = max(1, PROGRAMS_EACH * processors // triton.cdiv(hidden, block_f))
-    return GateConfig(max(block_m, triton.cdiv(rows, stripes)), block_m, block_f)
+    per_program = 128
+    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
+        per_program //= 2
+    return GateConfig(max(per_program, block_m), block_m, block_f)
 
 
 def unavailable(device_type: str) -> str | None:
@@ -194,13 +195,7 @@ def _launch(
                     template.base = None
             _PLANS[key] = compiled[(grid, 1, 1)], tuple(templates), tuple(called.values())[len(MATRICES) + 3 :]
     if dbias is not None and sums is not None:
-        _add_up(sums, dbias)
-
-
-def _add_up(sums: Tensor, dbias: Tensor) -> None:
-    width = dbias.numel()
-    with torch.cuda.device(sums.device):
-        add_up_kernel[(triton.cdiv(width, 64),)](sums, dbias, sums.shape[0], width, BLOCK_R=32, num_warps=NUM_WARPS)
+        torch.sum(sums, 0, out=dbias)
 
 
 def _direct() -> bool:
@@ -243,9 +238,9 @@ def gate_arguments(
     rows, hidden = dy.shape
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
-        "M": rows, "F": hidden, "rows": config.rows, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
+        "M": rows, "F": hidden, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
         "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation, "BIAS_GRAD": sums is not None,
-        "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
     }  # fmt: skip
 
 
@@ -266,4 +261,4 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     with torch.cuda.device(device):
         gate_gradient_kernel[(grid,)](**called, num_warps=config.num_warps)
     if dbias is not None and sums is not None:
-        _add_up(sums, dbias)
+        torch.sum(sums, 0, out=dbias)
