@@ -10,6 +10,7 @@ provider is imported, so whatever a library prints ends in the worker's log. Sta
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -96,6 +97,8 @@ class Server:
     def forget(self) -> None:
         """Free the problem before the next one is made."""
         self.problem = self.prepared = None
+        gc.unfreeze()
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -146,6 +149,7 @@ class Server:
         flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
         samples = min(SAMPLES[1], max(SAMPLES[0], int(TURN_SECONDS / (seconds * calls + flush))))
         self.prepared = Prepared(work, samples, calls, timer)
+        gc.freeze()  # the collection before each turn looks at what came since, not at all of torch
         prepared = time.perf_counter() - start
         return reply | {"estimate_us": seconds * 1e6, "samples": samples, "prepare_s": prepared}
 
