@@ -20,8 +20,11 @@ def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     def below_autograd(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args)
-        with torch.no_grad():
+        torch._C._set_grad_enabled(False)  # torch.no_grad(), at an eighth of its cost on the host
+        try:
             return function(*args)
+        finally:
+            torch._C._set_grad_enabled(True)
 
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, below_autograd, "CompositeExplicitAutograd")
