@@ -7,7 +7,6 @@ import select
 import shutil
 import subprocess
 import tempfile
-import time
 
 FLAGS = [
     "--headless",
@@ -23,6 +22,9 @@ FLAGS = [
     "--remote-debugging-pipe",
 ]
 
+#: Seconds without a word from the browser; a busy machine may be slow to start it.
+PATIENCE_S = 120
+
 
 def path():
     """The browser of this machine, or None."""
@@ -32,9 +34,9 @@ def path():
 class Browser:
     """One tab. `errors` has what the page threw, logged as an error, or was refused."""
 
-    def __init__(self, seconds=60):
-        self.deadline = time.monotonic() + seconds
+    def __init__(self):
         self.profile = tempfile.mkdtemp(prefix="fusewise-chromium-")
+        self.log = open(os.path.join(self.profile, "log"), "w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         to_read, self.out = os.pipe()
         self.inn, to_write = os.pipe()
 
@@ -52,10 +54,8 @@ class Browser:
         os.close(to_write)
         self.buffer, self.number, self.session = b"", 0, None
         self.events, self.errors = [], []
-        while not (pages := [t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page"]):
-            time.sleep(0.02)
-        target = {"targetId": pages[0]["targetId"], "flatten": True}
-        self.session = self.ask("Target.attachToTarget", **target)["sessionId"]
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self.ask(f"{domain}.enable")
 
@@ -67,6 +67,7 @@ class Browser:
         self.process.wait()
         os.close(self.out)
         os.close(self.inn)
+        self.log.close()
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def ask(self, method, **params):
@@ -84,11 +85,12 @@ class Browser:
 
     def _next(self):
         while b"\0" not in self.buffer:
-            assert time.monotonic() < self.deadline, "the browser does not answer"
-            if select.select([self.inn], [], [], 1)[0]:
-                chunk = os.read(self.inn, 2**20)
-                assert chunk, "the browser is gone"
-                self.buffer += chunk
+            if not select.select([self.inn], [], [], PATIENCE_S)[0]:
+                self.log.seek(0)
+                raise AssertionError(f"the browser does not answer; it last said: {self.log.read()[-2000:]}")
+            chunk = os.read(self.inn, 2**20)
+            assert chunk, "the browser is gone"
+            self.buffer += chunk
         line, _, self.buffer = self.buffer.partition(b"\0")
         message = json.loads(line)
         if "method" in message:
