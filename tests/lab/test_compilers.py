@@ -118,6 +118,7 @@ def test_which_modes_are_measured_by_default():
     assert {"floor-matmul", "quack-stacked"} <= names("geglu", "cuda:0")
     assert not {"floor-matmul", "flash_attn"} & names("gelu", "cuda:0")
     assert set(COMPILERS) <= names("my.py:f", "cpu")
+    assert set(COMPILERS) - names("rope", "cpu") == {"thunder-torchcompile"}
 
 
 @pytest.mark.parametrize("op", ["rope", "gelu", "geglu"])

@@ -21,8 +21,9 @@ from torch import Tensor
 from .plugin import Run
 from .problem import Problem
 
-#: Elements compared at a time: a float64 copy of them stays in a CPU's cache, and is large enough for a GPU.
-CHUNK = {"cpu": 2**17, "cuda": 2**26}
+#: Elements compared at a time: on a CPU so few that a float64 copy stays in the cache and torch starts no threads for them,
+#: which wait for each other where other processes work, too; on a GPU enough of them.
+CHUNK = {"cpu": 2**15, "cuda": 2**26}
 #: The largest error of eager code that others may be judged by.
 LOOSEST = 0.1
 

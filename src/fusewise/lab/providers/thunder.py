@@ -79,6 +79,10 @@ class ThunderTorchCompile(Thunder):
 
     name, executors = "thunder-torchcompile", ("torchcompile",)
 
+    def chosen(self, op: str, device: str) -> bool:
+        """Not for RoPE on a CPU, where it would compile again what torch.compile did, for as long."""
+        return not (op == "rope" and device == "cpu")
+
 
 class ThunderNvFuser(Thunder):
     """Regions of Thunder's trace compiled by nvFuser."""

@@ -76,7 +76,7 @@ class Gelu(Target):
 
     name = "gelu"
     default_preset = "gelu-quick"
-    hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {"gelu-quick": {"time_limit": 60.0, "max_rounds": 10}}
+    hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {"gelu-quick": {"time_limit": 40.0, "max_rounds": 10}}
 
     def presets(self) -> Mapping[str, Sequence[Case]]:
         return PRESETS

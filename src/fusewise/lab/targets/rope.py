@@ -24,7 +24,7 @@ class Rope(Target):
     name = "rope"
     default_preset = "rope-quick"
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "rope-quick": {"time_limit": 90.0, "max_rounds": 10},
+        "rope-quick": {"time_limit": 60.0, "max_rounds": 10},
         "rope-models": {"time_limit": 400.0},
     }
 
