@@ -176,6 +176,32 @@ def test_pointers_are_followed_to_loads_and_stores() -> None:
     }  # fmt: skip
 
 
+WARPS = """\
+module {
+  tt.func public @k(%x_map: !tt.tensordesc<8x8xbf16, #shared>, %b: !tt.ptr<f32>, %y_map: !tt.tensordesc<8x8xbf16, #shared>) {
+    ttg.warp_specialize(%y_map, %ring, %b, %x_map) attributes {requestedRegisters = array<i32: 240, 24>}
+    default {
+      %v = tt.load %b : !tt.ptr<f32>
+      ttg.warp_yield
+    }
+    partition0(%arg0: !tt.tensordesc<8x8xbf16>, %arg1: !ttg.memdesc<4x8xbf16>, %arg2: !tt.ptr<f32>, %arg3: !tt.tensordesc<8x8xbf16>) num_warps(4) {
+      ttng.async_tma_copy_local_to_global %arg0[%i, %j] %arg1 : !tt.tensordesc<8x8xbf16>
+      ttg.warp_return
+    }
+    partition1(%arg0: !tt.tensordesc<8x8xbf16> loc("y"(#loc)), %arg1: !ttg.memdesc<4x8xbf16>, %arg2: !tt.ptr<f32>, %arg3: !tt.tensordesc<8x8xbf16>) num_warps(1) {
+      ttng.async_tma_copy_global_to_local %arg3[%i, %j] %arg1, %full, %true : !tt.tensordesc<8x8xbf16>
+      ttg.warp_return
+    } : (!tt.tensordesc<8x8xbf16>) -> ()
+    tt.return
+  }
+}
+"""
+
+
+def test_pointers_are_followed_into_groups_of_warps() -> None:
+    assert triton_kernels.accesses(WARPS) == {"x_map": (True, False), "b": (True, False), "y_map": (False, True)}
+
+
 @pytest.mark.parametrize("target", ["cpu", "90", "sm_", "sm_9", "gfx942"])
 def test_targets_are_gpus(target: str) -> None:
     with pytest.raises(ValueError, match="code: target must be a GPU like sm_90, got"):

@@ -101,18 +101,19 @@ def test_inductors_kernel_for_a_gpu_that_is_not_here(asked: Callable[..., Asked]
 
 
 @pytest.mark.parametrize(
-    ("op", "case", "dtype", "pass_"),
+    ("name", "op", "case", "dtype", "pass_"),
     [
-        ("rope", "cube-8", "fp32", "fwd"),
-        ("rope", "cube-8", "bf16", "bwd"),
-        ("geglu", "gemma-2b-decode-b1", "bf16", "fwd"),
+        ("fusewise-triton", "rope", "cube-8", "fp32", "fwd"),
+        ("fusewise-triton", "rope", "cube-8", "bf16", "bwd"),
+        ("fusewise-triton", "geglu", "gemma-2b-decode-b1", "bf16", "fwd"),
+        ("fusewise-gluon", "geglu", "quick-square", "bf16", "fwd"),
     ],
 )
 def test_our_kernels_move_what_the_mathematics_needs(
-    asked: Callable[..., Asked], op: str, case: str, dtype: str, pass_: Any
+    asked: Callable[..., Asked], name: str, op: str, case: str, dtype: str, pass_: Any
 ) -> None:
-    stages, ledger, _ = asked("fusewise-triton", Task(op, case, dtype, pass_, "cpu", 0))
-    assert is_subsequence(["source", "ttir", "ttgir", "llir", "ptx", "sass"], [s["stage"] for s in stages])
+    stages, ledger, _ = asked(name, Task(op, case, dtype, pass_, "cpu", 0))
+    assert is_subsequence(["source", "ttgir", "llir", "ptx", "sass"], [s["stage"] for s in stages])
     assert ledger.bytes == ledger.bytes_min and len(ledger.kernels) == 1
 
 

@@ -35,8 +35,8 @@ def stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
         return [pytorch.operators(problem, run, within="fusewise").stage()]
     if impl == "cpu":
         return cpu_stages(problem, run)
-    if impl == "triton":
-        return triton_stages(problem, run, target)
+    if impl in ("triton", "gluon"):
+        return triton_stages(problem, run, impl, target)
     if impl == "cuda":
         return cuda_stages(problem, target)
     raise Unsupported(f"impl {impl!r} does not show its code")
@@ -47,7 +47,7 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
     seen = aten.Operators(within="fusewise", used=used(problem))
     before, step = passes.steps(problem, run)
     with contextlib.ExitStack() as stack:
-        if impl == "triton":
+        if impl in ("triton", "gluon"):
             stack.enter_context(_serving_any_device(problem, impl))
             stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
         elif impl in ("cpu", "cuda"):
@@ -82,10 +82,21 @@ def _module(problem: Problem, impl: str) -> ModuleType:
 @contextlib.contextmanager
 def _serving_any_device(problem: Problem, impl: str) -> Iterator[None]:
     """The implementation takes tensors of any device: they are not touched while launches are recorded."""
-    with mock.patch.object(_module(problem, impl), "unavailable", return_value=None):
+    module = _module(problem, impl)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "unavailable", return_value=None))
+        if hasattr(module, "_PLANS"):  # launches that have run before would pass by Triton's dispatcher
+            stack.enter_context(mock.patch.object(module, "_PLANS", _Forgetful()))
         _choose_anew(problem)
         yield
     _choose_anew(problem)
+
+
+class _Forgetful(dict[Any, Any]):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        return None
 
 
 def _choose_anew(problem: Problem) -> None:
@@ -98,9 +109,9 @@ def _choose_anew(problem: Problem) -> None:
                     answer.cache_clear()
 
 
-def triton_stages(problem: Problem, run: Run, target: str) -> list[Stage]:
+def triton_stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
     """`source`, then `ttir` to `sass` of every kernel that the pass launches."""
-    with _serving_any_device(problem, "triton"), triton_kernels.recorded(target) as launches:
+    with _serving_any_device(problem, impl), triton_kernels.recorded(target) as launches:
         passes.once(problem, run)
     found: list[Stage] = []
     for launch in launches:

@@ -77,6 +77,16 @@ class _Absent:
         return torch.cuda
 
 
+class _Inert:
+    """Stands in for a compiled kernel where a launcher wants to keep one: launched again it does nothing."""
+
+    def __getitem__(self, grid: object) -> _Inert:
+        return self
+
+    def __call__(self, *_: object, **__: object) -> None:
+        return None
+
+
 def gpu_target(target: str) -> Any:
     """`target` as Triton writes it."""
     from triton.backends.compiler import GPUTarget
@@ -104,7 +114,7 @@ def recorded(
     launches: list[Launch] = []
     launch = JITFunction.run
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         # What the kernel was compiled for before, on a device that is here, is another matter.
         with mock.patch.object(self, "device_caches", defaultdict(self.create_binder)):
             compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
@@ -113,6 +123,7 @@ def recorded(
         launches.append(Launch(compiled.metadata.name, arguments, tuple(programs), compiled))
         if charge is not None:
             charge(kernel(launches[-1], used))
+        return _Inert()
 
     with driver_for(target), mock.patch.object(JITFunction, "run", record), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # not for us to decide
@@ -145,9 +156,9 @@ def accesses(text: str) -> dict[str, tuple[bool, bool]]:
     """For each argument of a kernel that is a pointer or a descriptor: whether the kernel reads it, and writes it.
 
     `text` is TTIR, or TTGIR of a Gluon kernel. A pointer is followed from the argument through arithmetic, broadcasts,
-    selections and the variables that loops carry.
+    selections, the variables that loops carry, and what groups of warps share.
     """
-    lines = [re.sub(r"\s+loc\(.*$", "", line).strip() for line in text.splitlines()]
+    lines = [re.sub(r"\s*\bloc\((?:[^()]|\([^()]*\))*\)", "", line).strip() for line in text.splitlines()]
     signature = next((line for line in text.splitlines() if re.match(r"\s*tt\.func public @", line)), "")
     names = re.findall(r"%([\w.]+): !(?:tt\.ptr|tt\.tensordesc|ttng\.tensordesc)", signature)
     read: set[str] = set()
@@ -157,6 +168,7 @@ def accesses(text: str) -> dict[str, tuple[bool, bool]]:
     for _ in range(2):
         origins = {name: {name} for name in names}
         opened: list[tuple[int, list[str]]] = []
+        captured: list[set[str]] = []
         for number, line in enumerate(lines):
             if not line or line.startswith(("tt.func", "#")):
                 continue
@@ -172,6 +184,11 @@ def accesses(text: str) -> dict[str, tuple[bool, bool]]:
             elif name in _BOTH:
                 read |= first
                 written |= first
+            if name == "ttg.warp_specialize":
+                captured = operands
+            elif re.match(r"partition\d+$", name or ""):  # its arguments stand for what is captured, in order
+                inner = re.findall(r"%([\w.]+):", rest)
+                origins.update(zip(inner, captured, strict=False))
             if name == "scf.yield" and opened:
                 known = carried.setdefault(opened[-1][0], [])
                 known += [set() for _ in range(len(operands) - len(known))]
