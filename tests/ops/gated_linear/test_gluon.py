@@ -67,6 +67,9 @@ def test_it_takes_what_tma_can_describe() -> None:
     assert "16 bytes" in str(refused(empty(128, 68)[:, :64], weight))
     assert "16 bytes" in str(refused(empty(128 * 64 + 1)[1:].view(128, 64), weight))
     assert "16 bytes" in str(refused(x, weight, empty(1, 128).expand(128, 128)))
+    for by_choice in (False, True):
+        down = _gluon.refuses(128, (x, weight[:64]), by_choice=by_choice, down=True)
+        assert down is None if not by_choice else "instruction cache" in str(down)
     assert refused(x[:64], weight) is None and "64 rows" in str(refused(x[:64], weight, by_choice=True))
 
 

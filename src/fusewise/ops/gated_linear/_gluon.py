@@ -86,7 +86,7 @@ def describable(x: Tensor) -> bool:
     return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
+def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, down: bool = False) -> str | None:
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
     not. By choice are left those that are better off there."""
     if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
@@ -94,6 +94,8 @@ def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> st
     rows = matrices[0].shape[0]
     if by_choice and rows <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows the time is that of reading the weights, for which its tiles are too large"
+    if by_choice and down:
+        return "behind a down projection its epilogue's code is larger than the instruction cache"
     return None
 
 

@@ -39,12 +39,12 @@ choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
-def _module(impl: str, hidden: int, x: Tensor, *others: Tensor) -> Any:
-    """The module that serves a call with these matrices and F = `hidden`."""
+def _module(impl: str, hidden: int, x: Tensor, *others: Tensor, down: bool = False) -> Any:
+    """The module that serves a call with these matrices and F = `hidden`; `down` where it is a down projection's gradient."""
     device_type, dtype = x.device.type, x.dtype
     module = choice.serving(impl, device_type, dtype)
     refuses = getattr(module, "refuses", None)
-    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto")
+    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto", down=down)
     if reason is None:
         return module
     if impl != "auto":
@@ -98,7 +98,10 @@ def _grad_(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> Tens
 def _grad_into(dy: Tensor, preact: Tensor, dpreact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
     spec = Spec.decode(text)
     dbias = new_dbias(dy, _hidden(preact, spec), bias)
-    choice.serving(impl, dy.device.type, dy.dtype).gradient(dy, preact, dpreact, spec, dbias if bias else None)
+    # Elementwise: an implementation that is asked for serves it whatever it refuses to multiply.
+    by_choice = impl == "auto"
+    module = _module(impl, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
+    module.gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
 
@@ -133,7 +136,7 @@ def _down_grad_into(
     hidden = w_down.shape[1]
     y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
-        module = _module(impl, hidden, dz, w_down)
+        module = _module(impl, hidden, dz, w_down, down=True)
         module.down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
 
