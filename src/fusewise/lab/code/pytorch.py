@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ def script_stages(problem: Problem, run: Run) -> list[Stage]:
     jit: Any = torch.jit
     scripted: Any = run.call
     parts = python.functions(problem.program().function)
-    found = [python.source(parts), _script_graph(str(scripted.inlined_graph), "torchscript")]
+    found = [python.source(parts)]
+    if hasattr(scripted, "inlined_graph"):  # not where a traced graph is called with fewer arguments than the function
+        found.append(_script_graph(str(scripted.inlined_graph), "torchscript"))
     passes.once(problem, run)
     passes.once(problem, run)  # the second call is the first that the profile of the first has optimised
     return [*found, _script_graph(str(jit.last_executed_optimized_graph()), "torchscript-optimised")]
@@ -77,31 +79,33 @@ def _script_graph(text: str, stage: str) -> Stage:
     return Stage(stage=stage, language="torchscript", text=tidy(text), lines=lines, counts=counts)
 
 
-def compile_stages(problem: Problem, run: Run, target: str) -> list[Stage]:
+def compile_stages(problem: Problem, run: Run, target: str, options: Mapping[str, Any]) -> list[Stage]:
     """`source`, `bytecode`, Dynamo's and autograd's graphs, Inductor's kernels for the device at hand, and for `target`
-    where that is another one."""
+    where that is another one. `options`: of torch.compile."""
     function = problem.program().function
     call = passes.runner(problem, run)
     found = [*python.stages(function), *graphs.stages(call, function)]
     on_gpu = problem.device.type == "cuda"
     with inductor.watched() as generated:
-        _compiled(call, function)
+        _compiled(call, function, options)
     found += inductor.stages(generated, target if on_gpu else "cpu", target if on_gpu else "")
     if not on_gpu and target != "cpu":
         found += inductor.stages(inductor.cross_compiled(inductor.lowered(call, function), target), target, target)
     return found
 
 
-def compile_traffic(problem: Problem, run: Run) -> list[Kernel]:
+def compile_traffic(problem: Problem, run: Run, options: Mapping[str, Any]) -> list[Kernel]:
     """The kernels that Inductor schedules for the device at hand."""
     with inductor.watched() as generated:
-        _compiled(passes.runner(problem, run), problem.program().function)
+        _compiled(passes.runner(problem, run), problem.program().function, options)
     return kernels_of_pass(problem, generated)
 
 
-def _compiled(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: Callable[..., Any]) -> None:
+def _compiled(
+    call: Callable[[Callable[..., Any]], Callable[[], Any]], function: Callable[..., Any], options: Mapping[str, Any]
+) -> None:
     torch.compiler.reset()
-    call(torch.compile(function, fullgraph=True, dynamic=False))()
+    call(torch.compile(function, fullgraph=True, dynamic=False, **options))()
     torch.compiler.reset()
 
 

@@ -96,12 +96,12 @@ class TorchCompile(Provider):
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
         from ..code import pytorch
 
-        return pytorch.compile_stages(problem, self.build(problem), target)
+        return pytorch.compile_stages(problem, self.build(problem), target, self.options)
 
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
         from ..code import pytorch
 
-        return pytorch.compile_traffic(problem, self.build(problem))
+        return pytorch.compile_traffic(problem, self.build(problem), self.options)
 
 
 class TorchCompileTuned(TorchCompile):
