@@ -85,6 +85,11 @@ def test_bytes_and_flops():
     assert p.shape() == "x=fp32[3,6] parameters[28]"
 
 
+def test_a_case_counts_its_inputs_before_the_function_ran():
+    target = User(f"{FILE}:rms", RMS)
+    assert target.case().bytes_min("fwd", "bf16") == 2 * (8 * 16 + 16)
+
+
 def test_a_fixed_input_gets_no_gradient():
     p = problem("rms", "x=fp32[8,16]", "weight=fp32[16] fixed", pass_="bwd")
     assert [x.requires_grad for x in p.leaves(True)] == [True, False]

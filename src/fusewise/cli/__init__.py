@@ -142,7 +142,10 @@ def study(
         seed=seed,
     )
     if list_cases:
-        listing = commands.case_listing(target)
+        try:
+            listing = commands.case_listing(target, inputs)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
         click.echo(json.dumps(listing) if as_json else commands.case_text(listing))
         return
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"

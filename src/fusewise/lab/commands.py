@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def show_limits(found: Json) -> None:
     Console().print(terminal.limits_table(found))
 
 
-def case_listing(target: str) -> list[dict[str, Any]]:
+def case_listing(target: str, inputs: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Every preset of a target with its cases, shapes and bytes."""
     return [
         {
@@ -143,7 +143,7 @@ def case_listing(target: str) -> list[dict[str, Any]]:
             "shape": case.shape,
             "bytes": case.bytes_min("fwd", case.dtypes[0]),
         }
-        for preset, cases in targets.resolve(target)[0].presets().items()
+        for preset, cases in targets.resolve(target, inputs)[0].presets().items()
         for case in cases
     ]
 

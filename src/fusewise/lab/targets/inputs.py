@@ -10,6 +10,7 @@ strides(…) are in elements. `fixed` asks for no gradient. Without names argume
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -65,6 +66,10 @@ class TensorSpec:
         if self.fill:
             words.append(f"{self.fill}({','.join(f'{v:g}' for v in self.values)})" if self.values else self.fill)
         return " ".join([*words, "fixed"] if self.fixed else words)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.sizes) * DTYPES[self.dtype].itemsize
 
     @property
     def floating(self) -> bool:

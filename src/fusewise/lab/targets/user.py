@@ -40,14 +40,15 @@ class UserCase:
     name: str  # the inputs, as text
     dtypes: tuple[str, ...]
     passes: tuple[Pass, ...]
+    input_bytes: int
 
     @property
     def shape(self) -> str:
         return self.name
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Known to the problem alone, once the function has run."""
-        return 0
+        """Those of the inputs; what the function gives is known to the problem alone, once it has run."""
+        return self.input_bytes
 
 
 class User(Target):
@@ -72,7 +73,7 @@ class User(Target):
             )
         passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in floating) else ("fwd",)
         text = " ".join(inputs.written(*spec) for spec in specs)
-        return UserCase(text, (floating[0].dtype,), passes)
+        return UserCase(text, (floating[0].dtype,), passes, sum(spec.bytes for spec in tensors))
 
     def detail(self, case: Case) -> Mapping[str, Any]:
         return {"place": self.place, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
