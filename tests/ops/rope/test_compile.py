@@ -245,6 +245,41 @@ def test_compiled_in_place_with_gradients_is_refused() -> None:
         assert_bits(a, b)
 
 
+CUBED = torch.randn(2, 6, 4, 16)
+
+
+def cubed(q: Tensor) -> Tensor:
+    return (fusewise.rope(q, cos=COS, sin=SIN) ** 3).sum()
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        torch.func.grad(cubed),
+        torch.func.grad(lambda q: (torch.func.grad(cubed)(q) ** 2).sum()),
+        torch.func.vmap(torch.func.grad(lambda x: cubed(x[None]))),
+        lambda q: torch.func.vjp(cubed, q)[1](torch.tensor(2.0))[0],
+        lambda q: torch.func.jvp(lambda q: fusewise.rope(q, cos=COS, sin=SIN), (q,), (CUBED,))[1],
+    ],
+    ids=["grad", "grad-grad", "vmap-grad", "vjp", "jvp"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, where it traces jvp
+def test_compiled_transforms(transformed: Any) -> None:
+    """An operator in a transform that is traced would be a constant: gradients of zero, without a word."""
+    q = torch.randn(2, 6, 4, 16)
+    found = torch.compile(transformed, backend="aot_eager", fullgraph=True)(q)
+    torch.testing.assert_close(found, transformed(q), rtol=1e-5, atol=1e-4)
+
+
+def test_compiled_in_place_under_a_transform_is_refused() -> None:
+    def changed(q: Tensor) -> Tensor:
+        y = q * 1.0
+        return (fusewise.rope_(y, cos=COS, sin=SIN) ** 3).sum()
+
+    with pytest.raises(Exception, match=r"rope_: q and k must not require grad|Observed exception"):
+        torch.compile(torch.func.grad(changed), backend="aot_eager", fullgraph=True)(torch.randn(2, 6, 4, 16))
+
+
 def test_compiled_into_outputs() -> None:
     q, k = tensors()
     outs = torch.empty_like(q), torch.empty_like(k)

@@ -21,6 +21,37 @@ _PLANS: dict[tuple[Any, ...], tuple[bytes, int]] = {}
 _PLANS_MAX = 4096
 
 
+def planned(
+    xs: tuple[Tensor, ...],
+    ys: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    offset: int,
+    spec: str,
+) -> tuple[bytes, int]:
+    """The plan, and the distance in bytes from the table to its sine part where both are one tensor. A repeated call
+    finds them."""
+    q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
+    key = (
+        spec, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
+        q.data_ptr() == q_out.data_ptr() and k.data_ptr() == k_out.data_ptr(), cos.dtype, cos.shape, cos.stride(),
+        None if positions is None else (positions.dtype, positions.shape, positions.stride()),
+        None if offsets is None else offsets.dtype,
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
+    )  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+        plan = _plan(problem), problem.sin.data_ptr() - cos.data_ptr()
+        if len(_PLANS) >= _PLANS_MAX:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
+
+
 def packed(
     xs: tuple[Tensor, ...],
     ys: tuple[Tensor, ...],
@@ -32,28 +63,12 @@ def packed(
     offset: int,
     spec: str,
 ) -> tuple[bytes, bytes]:
-    """The plan and the call. A repeated call finds its plan packed, which leaves the pointers and the offset."""
-    q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr = (
-        q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), cos.data_ptr()
-    )  # fmt: skip
-    key = (
-        spec, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
-        q_ptr == q_out_ptr and k_ptr == k_out_ptr, cos.dtype, cos.shape, cos.stride(),
-        None if positions is None else (positions.dtype, positions.shape, positions.stride()),
-        None if offsets is None else offsets.dtype,
-        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
-    )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
-        plan = _plan(problem), problem.sin.data_ptr() - cos_ptr
-        if len(_PLANS) >= _PLANS_MAX:
-            _PLANS.clear()
-        _PLANS[key] = plan
-    bound, sin_distance = plan
-    return bound, _CALL.pack(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, cos_ptr + sin_distance if sin is None else sin.data_ptr(),
+    """The plan and the call, which has the pointers and the offset."""
+    plan, sin_distance = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    table = cos.data_ptr()
+    return plan, _CALL.pack(
+        xs[0].data_ptr(), xs[-1].data_ptr(), ys[0].data_ptr(), ys[-1].data_ptr(),
+        table, table + sin_distance if sin is None else sin.data_ptr(),
         0 if positions is None else positions.data_ptr(),
         0 if offsets is None else offsets.data_ptr(),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),

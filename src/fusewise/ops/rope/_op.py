@@ -188,9 +188,9 @@ def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
 
 def transforms_active() -> bool:
     """Whether a torch.func transform or a forward-mode level is at work."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def _unit_stride(dy: Tensor | None) -> Tensor | None:
@@ -224,13 +224,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-    offset, spec, impl = ctx.rest
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
+    return *gradients((dq, dk), ctx.saved_tensors, *ctx.rest, ctx.strides), *(None,) * 8
+
+
+def gradients(
+    dys: tuple[Tensor | None, Tensor | None],
+    tensors: tuple[Tensor | None, ...],
+    offset: int,
+    spec: str,
+    impl: str,
+    strides: tuple[list[int], list[int]],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of q and k, differentiable in turn, from those of their rotations; each may be missing."""
+    dq, dk = dys
     if dq is not None or dk is not None:
-        call = (*ctx.saved_tensors, offset, transposed_spec(spec), impl)
+        call = (*tensors, offset, transposed_spec(spec), impl)
         dq, dk = _unit_stride(dq), _unit_stride(dk)
-        dq, dk = _rotate(dq, dk, call, (_strides(dq, ctx.strides[0]), _strides(dk, ctx.strides[1])))
-    return dq, dk, *(None,) * 8
+        dq, dk = _rotate(dq, dk, call, (_strides(dq, strides[0]), _strides(dk, strides[1])))
+    return dq, dk
 
 
 def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any:
@@ -302,7 +314,14 @@ def rotate(
     q: Tensor, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]] | None = None
 ) -> Any:
     """Out of place: a tensor, or a pair where there is a k. `call` are the common arguments of the operators, `strides`
-    those of the outputs where they should not follow the inputs (not under a torch.func transform)."""
+    those of the outputs where they should not follow the inputs (not under a torch.func transform).
+
+    A transform that torch.compile traces sees no autograd function, and an operator as a constant: it gets the formula.
+    """
+    if torch.compiler.is_compiling() and transforms_active():
+        from . import reference
+
+        return reference.formula(q, k, call[:-1])
     q_out, k_out = _rotate(q, k, call, ([], []) if strides is None else strides)
     return q_out if k is None else (q_out, k_out)
 

@@ -46,9 +46,17 @@ _VALIDATED_MAX = 4096
 def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Validate a call (`options` in the order of DEFAULTS) and return the arguments that follow the rotated tensors in
     every operator: table, sin, positions, offsets, cu_seqlens, offset, spec, impl."""
+    return validated_as_far(op, q, k, options)[0]
+
+
+def validated_as_far(
+    op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], float]:
+    """The same, and the largest int offset for which it holds."""
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = options
     offsets = offset if isinstance(offset, Tensor) else None
     spec: str | None = None
+    max_offset = 0.0
     key: tuple[Any, ...] | None = None
     if not torch.compiler.is_compiling():
         try:
@@ -76,7 +84,8 @@ def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) ->
                 _VALIDATED.clear()
             _VALIDATED[key] = spec, max_offset
     table = cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
-    return table, sin, positions, offsets, cu_seqlens, 0 if offsets is not None else offset, spec, rest[-1]
+    call = table, sin, positions, offsets, cu_seqlens, 0 if offsets is not None else offset, spec, rest[-1]
+    return call, max_offset
 
 
 def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spec, float]:
@@ -100,7 +109,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
         fail(op, "scale", "be a finite number", repr(scale), "pass the attention scaling of the frequencies", TypeError)
     if scale != 1.0 and table in ("cos_sin", "fused"):
         fail(op, "scale", "be 1.0 with a cos and sin table", scale, "scale the table itself")
-    max_offset = float("inf")
+    max_offset = float("inf") if a["positions"] is None else 0.0
     if rows is not None and a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
         max_offset = _check_reach(op, a["offset"], tokens, rank, size, rows)
     _check_impl(op, q, a["impl"])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _op
+from . import _host, _op
 from ._problem import Layout, Pairing
-from ._validate import fail, validated
+from ._validate import fail, validated_as_far
 from ._written import check_followed, check_out, check_written
 
 
@@ -95,13 +95,24 @@ def rope(
         >>> inv_freq = 10000 ** -(torch.arange(0, 64, 2) / 64)
         >>> q_rotated, k_rotated = fusewise.rope(q, k, inv_freq=inv_freq)
     """
-    call = validated(
-        "rope", q, k,
-        (cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
-         context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl),
+    compiling = torch.compiler.is_compiling()
+    if out is None and not compiling:
+        done = _host.rope(
+            q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
+            context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
+        )  # fmt: skip
+        if done is not None:
+            return done
+    options = (
+        cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
+        context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
     )  # fmt: skip
+    call, reach = validated_as_far("rope", q, k, options)
     if out is None:
-        return _op.rotate(q, k, call)
+        rotated = _op.rotate(q, k, call)
+        if not compiling:
+            _host.remember(False, (q, k, *options), call, reach, rotated)
+        return rotated
     if _op.needs_autograd(q, k):
         fail(
             "rope",
@@ -149,12 +160,20 @@ def rope_(
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
     """
-    call = validated(
-        "rope_", q, k,
-        (cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
-         context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl),
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        done = _host.rope_(
+            q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
+            context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
+        )  # fmt: skip
+        if done is not None:
+            return done
+    options = (
+        cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
+        context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    call, reach = validated_as_far("rope_", q, k, options)
+    if compiling:
         if _op.needs_autograd(q, k):
             fail(
                 "rope_",
@@ -169,4 +188,7 @@ def rope_(
         check_followed("rope_", tensors)
         check_written("rope_", tensors)
     _op.rotate_in_place(q, k, call)
-    return q if k is None else (q, k)
+    rotated = q if k is None else (q, k)
+    if not compiling:
+        _host.remember(True, (q, k, *options), call, reach, rotated)
+    return rotated

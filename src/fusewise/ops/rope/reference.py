@@ -18,12 +18,17 @@ from ._validate import DEFAULTS, validated
 
 def rope(q: Tensor, k: Tensor | None = None, **arguments: Any) -> Any:
     """`fusewise.rope` as one differentiable composition of torch functions. Arguments as there, without out and impl."""
-    table, sin, positions, offsets, cu_seqlens, offset, spec, _ = validated(
-        "rope", q, k, tuple({**DEFAULTS, **arguments, "impl": "reference"}.values())
-    )
+    *call, _ = validated("rope", q, k, tuple({**DEFAULTS, **arguments, "impl": "reference"}.values()))
+    return formula(q, k, tuple(call))
+
+
+def formula(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> Any:
+    """The rotation of q, or of both, for a validated call: table, sin, positions, offsets, cu_seqlens, offset, spec."""
+    *arguments, spec = call
+    # torch.compile looks through caches, and warns of each.
+    decode = Spec.decode.__wrapped__ if torch.compiler.is_compiling() else Spec.decode
     xs = (q,) if k is None else (q, k)
-    problem = Problem.build(xs, xs, table, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
-    rotated = rotate(problem)
+    rotated = rotate(Problem.build(xs, xs, *arguments, decode(spec)))
     return rotated[0] if k is None else tuple(rotated)
 
 

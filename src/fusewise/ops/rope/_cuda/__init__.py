@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +36,13 @@ class _Kernel:
         library = build.library("rope-cuda", SOURCES, build.nvcc(), flags(tuple(sorted(capabilities))))
         self.run = library.fusewise_rope
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-        self._explain = library.fusewise_error
-        self._explain.restype = ctypes.c_char_p
+        self.explain = library.fusewise_error
+        self.explain.restype = ctypes.c_char_p
         if code := library.fusewise_rope_probe():
             raise build.BuildError(f"the CUDA kernels do not run here: {self.error(code)}; update the driver")
 
     def error(self, code: int) -> str:
-        text: bytes = self._explain(code)
+        text: bytes = self.explain(code)
         return text.decode()
 
 
@@ -90,3 +91,9 @@ def launch(
             code = kernel.run(plan, call, stream)
     if code:
         raise RuntimeError(f'rope: the CUDA launch must succeed, got {kernel.error(code)}; use impl="triton"')
+
+
+def tell(host: Any) -> None:
+    """Tell the quick way on the host (`_host.py`) where the launcher is."""
+    kernel = _kernel()
+    host.on_cuda(*(ctypes.cast(function, ctypes.c_void_p).value for function in (kernel.run, kernel.explain)))
