@@ -175,7 +175,7 @@ def _step(bias: Tensor | None) -> int:
 
 
 def _launch(kernel: Any, grid: int, config: Config | GateConfig, arguments: dict[str, Any], device: int) -> None:
-    options = {"num_warps": config.num_warps}
+    options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
     if isinstance(config, Config):
         options["num_stages"] = config.num_stages
     if device < 0 or device == torch.cuda.current_device():
