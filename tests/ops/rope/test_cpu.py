@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusewise
-from fusewise.ops.rope import _cpu, _native, reference
+from fusewise.ops.rope import _cpu, _host, _native, reference
 
 pytestmark = pytest.mark.skipif(_cpu.unavailable("cpu") is not None, reason=str(_cpu.unavailable("cpu")))
 
@@ -294,6 +294,7 @@ def test_a_plan_is_found_again_with_other_tensors_and_offset() -> None:
 
 @pytest.mark.parametrize("parallel", ["torch's threads", "its own"])
 def test_threads(parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _host.forget()
     if parallel == "its own":
         monkeypatch.setattr(_cpu._kernel(), "parallel", 0)
     elif _cpu._kernel().parallel == 0:

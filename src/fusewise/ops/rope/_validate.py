@@ -49,9 +49,7 @@ def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) ->
     return validated_as_far(op, q, k, options)[0]
 
 
-def validated_as_far(
-    op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], float]:
+def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) -> tuple[tuple[Any, ...], float]:
     """The same, and the largest int offset for which it holds."""
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = options
     offsets = offset if isinstance(offset, Tensor) else None
@@ -379,7 +377,9 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     if name == "cos":
         sin = a["sin"]
         if shape_of(sin) != shape_of(table):
-            fail(op, "sin", f"have the shape of cos, {shape_of(table)}", shape_of(sin), "build both tables the same way")
+            fail(
+                op, "sin", f"have the shape of cos, {shape_of(table)}", shape_of(sin), "build both tables the same way"
+            )
         if sin.dtype != table.dtype:
             fail(
                 op,

@@ -1,0 +1,110 @@
+"""The quick way for a call of `rope` and `rope_` that has been before: `host.cpp`, compiled on first use, and what it is told.
+
+    done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
+    _host.remember(False, arguments, call, reach, out)      # after the first
+
+A repeated call needs no Python between its arguments and its launch. Where the extension cannot be built (no compiler, no
+headers of Python), and for implementations that are not native code, every call goes through Python: slower, no different.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable
+from ctypes import PYFUNCTYPE, py_object
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._shared import build
+from . import _op
+from ._native import planned
+from ._problem import Spec, layout_dims
+
+SOURCES = tuple(Path(__file__).parent / name for name in ("host.cpp", "plan.h"))
+
+
+def _not_loaded(*_: Any) -> None:
+    return None
+
+
+# The functions of the extension once it is loaded: given the arguments of `api.rope` (all but `out`) or `api.rope_`, in
+# order, what these return, or None, nothing done, where the call has not been before or is not an ordinary one.
+rope: Callable[..., Any] = _not_loaded
+rope_: Callable[..., Any] = _not_loaded
+
+
+def flags() -> tuple[str, ...]:
+    """How the C++ compiler is to compile against the torch and the Python that run. What it links to is loaded already."""
+    root = Path(torch.__file__).parent
+    include = root / "include"
+    return (
+        "-std=c++20", "-O2", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f'-DTORCH="{torch.__version__} {torch.version.git_version}"', f'-DPYTHON="{sysconfig.get_config_var("SOABI")}"',
+        # not this project's code: its warnings are nobody's here
+        f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", f"-isystem{sysconfig.get_path('include')}",
+        f"-L{root / 'lib'}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python",
+    )  # fmt: skip
+
+
+@functools.cache
+def extension() -> Any:
+    """The loaded extension, built if need be.
+
+    Raises:
+        BuildError: it cannot be built here.
+    """
+    if sys.platform != "linux":
+        raise build.BuildError("the quick way on the host is made for Linux")
+    library = build.library("rope-host", SOURCES, build.cxx(), flags())
+    made = PYFUNCTYPE(py_object, py_object)(("fusewise_rope_host", library))(_op.gradients)
+    global rope, rope_
+    rope, rope_ = made.rope, made.rope_
+    return made
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why repeated calls go through Python as well, or None if they do not; builds the extension if need be."""
+    try:
+        extension()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def forget() -> None:
+    """Forget all calls, so that the next of each goes through Python, which may have changed."""
+    if rope is not _not_loaded:
+        extension().forget()
+
+
+def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], reach: float, out: Any) -> None:
+    """Keep a call that has just succeeded, if a native implementation served it.
+
+    `arguments` are those of `rope`, `call` what `validated` made of them, `reach` the largest int offset for which it
+    did, and `out` what was returned.
+    """
+    q, *rest = arguments[:2]
+    *operands, spec, impl = call
+    tell = getattr(_op.serving(impl, q.device.type, q.dtype), "tell", None)
+    if tell is None or unavailable() is not None:
+        return
+    host = extension()
+    if not host.new(in_place, arguments):
+        return
+    tell(host)
+    xs = (q,) if rest == [None] else (q, *rest)
+    ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+    dense = [list(y.stride()) if not in_place else list(torch.empty_like(y, device="meta").stride()) for y in ys]
+    b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)
+    plan, sin_distance = planned(xs, ys, *operands, spec)
+    host.remember(
+        in_place, arguments, plan, sin_distance, int(min(reach, 2**62)),
+        (-1 if b_dim is None else b_dim, t_dim, h_dim), dense, spec, impl,
+    )  # fmt: skip
