@@ -24,11 +24,12 @@ def rope(q: Tensor, k: Tensor | None = None, **arguments: Any) -> Any:
 
 def formula(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> Any:
     """The rotation of q, or of both, for a validated call: table, sin, positions, offsets, cu_seqlens, offset, spec."""
-    *arguments, spec = call
+    table, sin, positions, offsets, cu_seqlens, offset, spec = call
     # torch.compile looks through caches, and warns of each.
     decode = Spec.decode.__wrapped__ if torch.compiler.is_compiling() else Spec.decode
     xs = (q,) if k is None else (q, k)
-    rotated = rotate(Problem.build(xs, xs, *arguments, decode(spec)))
+    problem = Problem.build(xs, xs, table, sin, positions, offsets, cu_seqlens, offset, decode(spec))
+    rotated = rotate(problem)
     return rotated[0] if k is None else tuple(rotated)
 
 
