@@ -90,6 +90,8 @@ def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], 
     `arguments` are those of `rope`, `call` what `validated` made of them, `reach` the largest int offset for which it
     did, and `out` what was returned.
     """
+    if torch.compiler.is_compiling():  # also where torch.compile left the caller and traces this alone
+        return
     q, *rest = arguments[:2]
     *operands, spec, impl = call
     tell = getattr(_op.serving(impl, q.device.type, q.dtype), "tell", None)

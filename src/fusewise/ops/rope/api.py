@@ -95,8 +95,7 @@ def rope(
         >>> inv_freq = 10000 ** -(torch.arange(0, 64, 2) / 64)
         >>> q_rotated, k_rotated = fusewise.rope(q, k, inv_freq=inv_freq)
     """
-    compiling = torch.compiler.is_compiling()
-    if out is None and not compiling:
+    if out is None and not torch.compiler.is_compiling():
         done = _host.rope(
             q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
             context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
@@ -110,8 +109,7 @@ def rope(
     call, reach = validated_as_far("rope", q, k, options)
     if out is None:
         rotated = _op.rotate(q, k, call)
-        if not compiling:
-            _host.remember(False, (q, k, *options), call, reach, rotated)
+        _host.remember(False, (q, k, *options), call, reach, rotated)
         return rotated
     if _op.needs_autograd(q, k):
         fail(
@@ -189,6 +187,5 @@ def rope_(
         check_written("rope_", tensors)
     _op.rotate_in_place(q, k, call)
     rotated = q if k is None else (q, k)
-    if not compiling:
-        _host.remember(True, (q, k, *options), call, reach, rotated)
+    _host.remember(True, (q, k, *options), call, reach, rotated)
     return rotated

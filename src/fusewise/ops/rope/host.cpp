@@ -55,7 +55,7 @@ bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4;
 // --- The arguments of a call and its key -----------------------------------------------------------------------------
 
 struct Key {
-  static constexpr size_t MOST = 160;
+  static constexpr size_t MOST = 192;
   int64_t words[MOST];
   size_t count = 0;
 
