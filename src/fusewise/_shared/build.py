@@ -115,6 +115,18 @@ def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Seque
     return loaded
 
 
+def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> bool:
+    """Whether `library` with the same arguments finds its entry made; builds and loads nothing.
+
+    Raises:
+        BuildError: as `library`, if what is there is not safe.
+    """
+    try:
+        return _intact(cache_folder() / f"{name}-{_key(sources, compiler, flags)}")
+    except OSError as error:
+        raise BuildError(f"what the library of {name} is made from cannot be read: {error}") from error
+
+
 def cache_folder() -> Path:
     """Where native code is kept: $FUSEWISE_CACHE_DIR, or `fusewise` in the user's cache folder."""
     chosen = os.environ.get("FUSEWISE_CACHE_DIR")

@@ -1,4 +1,4 @@
-"""The quick way for a call of `rope` and `rope_` that has been before: `host.cpp`, compiled on first use, and what it is told.
+"""The quick way for a call of `rope` and `rope_` that has been before: `host.cpp`, and what it is told.
 
     done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
     _host.remember(False, arguments, call, reach, out)      # after the first
@@ -69,9 +69,15 @@ def extension() -> Any:
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Why repeated calls go through Python as well, or None if they do not; builds the extension if need be."""
+def unavailable(device_type: str) -> str | None:
+    """Why repeated calls go through Python as well, or None if they do not.
+
+    With a GPU, where a launch costs microseconds, the extension is built if need be. On a CPU nobody is made to wait half
+    a minute for it: there it serves once it is built.
+    """
     try:
+        if device_type == "cpu" and not build.built("rope-host", SOURCES, build.cxx(), flags()):
+            return "it is not built; `fusewise build` does that"
         extension()
     except build.BuildError as error:
         return str(error)
@@ -95,7 +101,7 @@ def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], 
     q, *rest = arguments[:2]
     *operands, spec, impl = call
     tell = getattr(_op.serving(impl, q.device.type, q.dtype), "tell", None)
-    if tell is None or unavailable() is not None:
+    if tell is None or unavailable(q.device.type) is not None:
         return
     host = extension()
     if not host.new(in_place, arguments):
