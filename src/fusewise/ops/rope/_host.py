@@ -99,7 +99,7 @@ def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], 
     if torch.compiler.is_compiling():  # also where torch.compile left the caller and traces this alone
         return
     q, *rest = arguments[:2]
-    *operands, spec, impl = call
+    cos, sin, positions, offsets, cu_seqlens, offset, spec, impl = call
     tell = getattr(_op.serving(impl, q.device.type, q.dtype), "tell", None)
     if tell is None or unavailable(q.device.type) is not None:
         return
@@ -111,7 +111,7 @@ def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], 
     ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
     dense = [list(y.stride()) if not in_place else list(torch.empty_like(y, device="meta").stride()) for y in ys]
     b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)
-    plan, sin_distance = planned(xs, ys, *operands, spec)
+    plan, sin_distance = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
     host.remember(
         in_place, arguments, plan, sin_distance, int(min(reach, 2**62)),
         (-1 if b_dim is None else b_dim, t_dim, h_dim), dense, spec, impl,

@@ -225,7 +225,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
-    return *gradients((dq, dk), ctx.saved_tensors, *ctx.rest, ctx.strides), *(None,) * 8
+    offset, spec, impl = ctx.rest
+    return *gradients((dq, dk), ctx.saved_tensors, offset, spec, impl, ctx.strides), *(None,) * 8
 
 
 def gradients(
