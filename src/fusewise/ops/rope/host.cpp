@@ -18,6 +18,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -267,8 +268,41 @@ PyObject* differentiable = nullptr;  // the gradients in Python, for what is not
 
 PyObject* wrapped(const Tensor& x) { return x.defined() ? THPVariable_Wrap(x) : Py_NewRef(Py_None); }
 
-// y = R x, dx = Rᵀ dy; of x nothing is saved.
-struct RopeBackward : torch::autograd::Node {
+// Gradients by `_op.gradients`: it differentiates on, and has a rule for every wrapped tensor.
+variable_list in_python(const variable_list& dys, at::ArrayRef<Tensor> tensors, int64_t offset, const std::string& spec,
+                        const std::string& impl, const std::vector<int64_t>& q_strides,
+                        const std::vector<int64_t>& k_strides) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto list = [](const std::vector<int64_t>& values) { return pybind11::cast(values).release().ptr(); };
+  const auto result = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
+      differentiable, "(NN)(NNNNN)Lss(NN)", wrapped(dys[0]), wrapped(dys.size() > 1 ? dys[1] : Tensor()),
+      wrapped(tensors[0]), wrapped(tensors[1]), wrapped(tensors[2]), wrapped(tensors[3]), wrapped(tensors[4]),
+      static_cast<long long>(offset), spec.c_str(), impl.c_str(), list(q_strides), list(k_strides)));
+  if (!result) {
+    python_error error;
+    error.persist();
+    throw std::move(error);
+  }
+  variable_list dxs(dys.size());
+  for (size_t o = 0; o < dys.size(); ++o) {
+    PyObject* const dx = PyTuple_GET_ITEM(result.ptr(), o);
+    if (dx != Py_None) dxs[o] = THPVariable_Unpack(dx);
+  }
+  return dxs;
+}
+
+// The backward that compiled autograd runs, from what `RopeBackward::compiled_args` put into the context.
+struct Rope {
+  static constexpr bool is_traceable = false;
+  static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& dys) {
+    auto& data = context->saved_data;
+    return in_python(dys, context->get_saved_variables(), data["offset"].toInt(), data["spec"].toStringRef(),
+                     data["impl"].toStringRef(), data["q_strides"].toIntVector(), data["k_strides"].toIntVector());
+  }
+};
+
+// y = R x, dx = Rᵀ dy; of x nothing is saved. Torch's own node with a context serves compiled autograd alone.
+struct RopeBackward : torch::autograd::CppNode<Rope> {
   Remembered entry;
   SavedVariable saved[5];  // table, sin, positions, offsets, bounds
   int64_t offset = 0;
@@ -285,6 +319,12 @@ struct RopeBackward : torch::autograd::Node {
 
   void release_variables() override {
     for (SavedVariable& variable : saved) variable.reset_data();
+    CppNode::release_variables();
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    const_cast<RopeBackward*>(this)->fill_context();
+    CppNode::compiled_args(args);
   }
 
   variable_list apply(variable_list&& dys) override {
@@ -299,10 +339,26 @@ struct RopeBackward : torch::autograd::Node {
     }
     if (given == nullptr) return variable_list(dys.size());
     for (const Tensor& tensor : tensors) ordinary = ordinary && (!tensor.defined() || dense(tensor));
-    return ordinary ? rotated(dys, tensors, given->device()) : in_python(dys, tensors);
+    if (ordinary) return rotated(dys, tensors, given->device());
+    return in_python(dys, tensors, offset, entry->spec, entry->impl, entry->dense[0], entry->dense[dys.size() - 1]);
   }
 
  private:
+  void fill_context() {
+    set_ctx_grad_fn(getptr());
+    variable_list tensors;
+    for (const SavedVariable& variable : saved) tensors.push_back(variable.unpack());
+    ctx_.save_for_backward(std::move(tensors));
+    save_variables_to_ctx();
+    ctx_.set_materialize_grads(false);
+    ctx_.saved_data["offset"] = offset;
+    ctx_.saved_data["spec"] = entry->spec;
+    ctx_.saved_data["impl"] = entry->impl;
+    ctx_.saved_data["q_strides"] = entry->dense[0];
+    ctx_.saved_data["k_strides"] = entry->dense[num_inputs() - 1];
+    is_variable_input_.assign(num_inputs(), true);
+  }
+
   variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
     const c10::DeviceGuard there(device);
     Plan plan = entry->plan;
@@ -332,28 +388,6 @@ struct RopeBackward : torch::autograd::Node {
     }
     RECORD_FUNCTION(count == 1 ? "fusewise::rope" : "fusewise::rope_qk", (std::vector<c10::IValue>{sources[from[0]]}));
     launch(plan, call, device);
-    return dxs;
-  }
-
-  variable_list in_python(const variable_list& dys, const Tensor (&tensors)[5]) const {
-    const pybind11::gil_scoped_acquire gil;
-    const auto strides = [](const std::vector<int64_t>& values) { return pybind11::cast(values).release().ptr(); };
-    const size_t n = dys.size();
-    const auto result = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
-        differentiable, "(NN)(NNNNN)Lss(NN)", wrapped(dys[0]), wrapped(n > 1 ? dys[1] : Tensor()), wrapped(tensors[0]),
-        wrapped(tensors[1]), wrapped(tensors[2]), wrapped(tensors[3]), wrapped(tensors[4]),
-        static_cast<long long>(offset), entry->spec.c_str(), entry->impl.c_str(), strides(entry->dense[0]),
-        strides(entry->dense[n - 1])));
-    if (!result) {
-      python_error error;
-      error.persist();
-      throw std::move(error);
-    }
-    variable_list dxs(n);
-    for (size_t o = 0; o < n; ++o) {
-      PyObject* const dx = PyTuple_GET_ITEM(result.ptr(), o);
-      if (dx != Py_None) dxs[o] = THPVariable_Unpack(dx);
-    }
     return dxs;
   }
 };

@@ -1,0 +1,442 @@
+"""The quick way of a repeated call: it gives what Python gives, leaves to Python what is not its own, and is not fooled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusewise
+from fusewise._shared import build
+from fusewise.ops.rope import _host, _op, api
+from fusewise.ops.rope._validate import DEFAULTS
+
+from .oracle import Call
+from .support import Case, assert_bits, copy_of, make, make_table
+from .test_matrix import CASES
+
+
+def reason() -> str | None:
+    try:
+        _host.extension()
+    except build.BuildError as error:
+        return str(error)
+    return _op.unavailable("cpu", "cpu", torch.float32)
+
+
+REASON = reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+TABLE = make_table("half", 8, 2, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_host, "unavailable", lambda device_type: None)  # on a CPU, too
+    _host.forget()
+    yield
+    _host.forget()
+
+
+def qk(**more: Any) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 4, 3, 16, **more), torch.randn(2, 4, 1, 16, **more)
+
+
+def recalled(function: Callable[..., Any], *xs: Tensor, **kwargs: Any) -> Any:
+    """What the quick way answers to a call: None if it leaves it to Python."""
+    q, k = (*xs, None)[:2]
+    return getattr(_host, function.__name__)(q, k, *{**DEFAULTS, **kwargs}.values())
+
+
+def by_python(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
+    with monkeypatch.context() as patch:
+        for name in ("rope", "rope_"):
+            patch.setattr(_host, name, lambda *_: None)
+        patch.setattr(_host, "remember", lambda *_: None)
+        return call()
+
+
+def tensors(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def again(call: Call, **more: Any) -> Call:
+    """The call on other tensors of the same kind, which have other addresses."""
+    xs, _ = copy_of(call.xs)
+    names = [name for name, value in call.kwargs.items() if isinstance(value, Tensor)]
+    copies, _ = copy_of(tuple(call.kwargs[name] for name in names))
+    return Call(xs, {**call.kwargs, **dict(zip(names, copies, strict=True)), **more})
+
+
+SERVED = [case for case in CASES if case.name != "table-inv_freq-before-0"]  # a negative offset goes through Python
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_the_second_call_has_the_bits_of_the_first(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of place, in place, and the gradient, for every kind of call."""
+    call = make(case)
+    call.kwargs["impl"] = "cpu"
+    expected = by_python(monkeypatch, lambda: tensors(fusewise.rope(*call.xs, **call.kwargs)))
+    fusewise.rope(*call.xs, **call.kwargs)
+    other = again(call)
+    for y, want in zip(tensors(recalled(fusewise.rope, *other.xs, **other.kwargs)), expected, strict=True):
+        assert_bits(y, want)
+        assert y.stride() == want.stride()
+        assert not y.requires_grad
+
+    dys = tuple(torch.randn_like(y) for y in expected)
+
+    def gradients() -> tuple[Tensor, ...]:
+        xs = tuple(x.detach().requires_grad_() for x in again(call).xs)
+        return torch.autograd.grad(tensors(fusewise.rope(*xs, **call.kwargs)), xs, dys)
+
+    for dx, want in zip(gradients(), by_python(monkeypatch, gradients), strict=True):
+        assert_bits(dx, want)
+        assert dx.stride() == want.stride()
+
+    first, second = again(call), again(call)
+    if case.memory == "expanded":  # its elements share memory: not to be written to
+        return
+    fusewise.rope_(*first.xs, **first.kwargs)
+    returned = tensors(recalled(fusewise.rope_, *second.xs, **second.kwargs))
+    for x, y, before, want in zip(second.xs, returned, first.xs, expected, strict=True):
+        assert x is y
+        assert_bits(x, want)
+        assert x._version == before._version > 0
+
+
+def test_the_second_call_does_not_pass_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = qk(requires_grad=True)
+    fusewise.rope(q, k, **TABLE)
+    monkeypatch.setattr(api, "validated_as_far", lambda *_: pytest.fail("validated again"))
+    monkeypatch.setattr(_op, "gradients", lambda *_: pytest.fail("gradients in Python"))
+    q_out, k_out = fusewise.rope(q, k, **TABLE)
+    torch.autograd.backward((q_out, k_out), (q_out.detach(), k_out.detach()))
+    assert q.grad is not None and k.grad is not None
+    torch.testing.assert_close(q.grad, q.detach())  # the inverse of the rotation
+
+
+CHANGED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another length": lambda a: a | {"q": torch.randn(2, 5, 3, 16), "k": torch.randn(2, 5, 1, 16)},
+    "another dtype": lambda a: a | {"q": a["q"].bfloat16(), "k": a["k"].bfloat16()},
+    "other strides": lambda a: a | {"q": torch.randn(2, 3, 4, 16).transpose(1, 2)},
+    "no k": lambda a: a | {"k": None},
+    "a shorter table": lambda a: a | {"cos": a["cos"][:9], "sin": a["sin"][:9]},
+    "a table of another dtype": lambda a: a | {"cos": a["cos"].half(), "sin": a["sin"].half()},
+    "another scale": lambda a: a | {"cos": None, "sin": None, "angles": a["cos"], "scale": 2.0},
+    "inverse": lambda a: a | {"inverse": True},
+    "another pairing": lambda a: a | {"pairing": "interleaved"},
+    "another layout": lambda a: a | {"layout": "sbhd"},
+    "positions": lambda a: a | {"positions": torch.tensor([3, 1, 4, 1])},
+    "narrower": lambda a: a | {"rotary_dim": 16, "rotary_start": 0},
+    "an int for a bool": lambda a: a | {"inverse": 1},
+    "a list": lambda a: a | {"context_parallel": [0, 1]},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_another_call_is_not_this_one(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"q": qk()[0], "k": qk()[1], **TABLE}
+    fusewise.rope(**arguments)
+    other = CHANGED[change](arguments)
+    q, k, *_ = other.pop("q"), other.pop("k")
+    xs = (q,) if k is None else (q, k)
+    assert recalled(fusewise.rope, *xs, **other) is None
+    expected = by_python(monkeypatch, lambda: tensors(fusewise.rope(*xs, **other)))
+    for _ in range(2):
+        for y, want in zip(tensors(fusewise.rope(*xs, **other)), expected, strict=True):
+            assert_bits(y, want)
+
+
+def test_equal_options_need_not_be_the_same_objects() -> None:
+    q, k = qk()
+    fusewise.rope(q, k, **TABLE, layout="bshd", context_parallel=(0, 1), rotary_dim=16)
+    layout = "".join(["bs", "hd"])
+    assert layout is not "bshd"  # noqa: F632
+    options = {"layout": layout, "context_parallel": tuple(range(2)), "rotary_dim": int("16")}
+    assert recalled(fusewise.rope, q, k, **TABLE, **options) is not None
+
+
+def test_an_offset_is_recalled_as_far_as_the_table_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = qk()
+    rows = len(TABLE["cos"])
+    fusewise.rope(q, k, **TABLE, offset=2)
+    for offset in (0, 7, rows - 4):
+        expected = by_python(monkeypatch, lambda offset=offset: fusewise.rope(q, k, **TABLE, offset=offset))
+        for y, want in zip(recalled(fusewise.rope, q, k, **TABLE, offset=offset), expected, strict=True):
+            assert_bits(y, want)
+    for offset in (rows - 3, -1, 2**70):
+        assert recalled(fusewise.rope, q, k, **TABLE, offset=offset) is None
+        with pytest.raises((ValueError, OverflowError)):
+            fusewise.rope(q, k, **TABLE, offset=offset)
+
+
+def test_positions_and_an_offset_are_refused_the_second_time_too() -> None:
+    q, k = qk()
+    positions = torch.arange(4)
+    fusewise.rope(q, k, **TABLE, positions=positions)
+    with pytest.raises(ValueError, match="positions must be None when offset is given"):
+        fusewise.rope(q, k, **TABLE, positions=positions, offset=1)
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_sees_the_operator() -> None:
+    """Dispatch modes, torch.func, forward mode and profiles: none of them loses the call."""
+    q, k = qk()
+    fusewise.rope(q, k, **TABLE)
+    with Watching() as watching:
+        fusewise.rope(q, k, **TABLE)
+    assert watching.seen == ["fusewise::rope_qk"]
+    with torch.device("cpu"):  # a torch function mode
+        assert recalled(fusewise.rope, q, k, **TABLE) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert recalled(fusewise.rope, q, k, **TABLE) is None
+    mapped = torch.func.vmap(lambda x: fusewise.rope(x, **TABLE))(torch.stack([q, q]))
+    assert_bits(mapped[1], fusewise.rope(q, **TABLE))
+    assert recalled(fusewise.rope, q, k, **TABLE) is not None
+    with torch.profiler.profile() as profile:
+        fusewise.rope(q, k, **TABLE)
+    assert "fusewise::rope_qk" in {event.name for event in profile.events()}
+
+
+class Named(Tensor):
+    pass
+
+
+def test_tensors_that_are_not_plain_are_pythons() -> None:
+    q, k = qk()
+    fusewise.rope(q, k, **TABLE)
+    fusewise.rope_(q, k, **TABLE)
+    negative = torch.randn(2, 4, 3, 16, dtype=torch.complex64).conj().imag
+    for other in (q.as_subclass(Named), negative, q.to("meta"), q.to_sparse(), [1.0], None):
+        for function in (fusewise.rope, fusewise.rope_):
+            assert recalled(function, other, k, **TABLE) is None
+    assert recalled(fusewise.rope, torch.nn.Parameter(q), k, **TABLE) is not None
+    grown = {name: x.clone().requires_grad_() for name, x in TABLE.items()}
+    assert recalled(fusewise.rope, q, k, **grown) is None
+
+
+def test_what_may_not_be_written_to_is_refused_the_second_time_too() -> None:
+    """The same sizes and strides, but overlapping, a leaf, a view of a leaf, or an inference tensor."""
+    storage = torch.randn(2, 4, 4, 16)
+    q, k = storage[:, :, :3], storage[:, :, 3:]
+    fusewise.rope_(q, k, **TABLE)
+    assert recalled(fusewise.rope_, q, k, **TABLE) is not None
+    before = storage.clone()
+    with pytest.raises(ValueError, match="k must not overlap q"):
+        fusewise.rope_(q, storage[:, :, 2:3], **TABLE)
+    leaf = torch.randn(2, 4, 4, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="view of a leaf"):
+        fusewise.rope_(leaf[:, :, :3], leaf[:, :, 3:], **TABLE)
+    q, k = qk()
+    fusewise.rope_(q, k, **TABLE)
+    with pytest.raises(RuntimeError, match="leaf"):
+        fusewise.rope_(q.detach().requires_grad_(), k, **TABLE)
+    with torch.inference_mode():
+        inferred = torch.randn(2, 4, 3, 16)
+        fusewise.rope_(inferred, **TABLE)
+        assert recalled(fusewise.rope_, inferred, **TABLE) is inferred
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        fusewise.rope_(inferred, **TABLE)
+    assert_bits(storage, before)
+
+
+# --- Gradients -------------------------------------------------------------------------------------------------------
+
+
+def losses(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradients of a loss of what `function` makes of q and k, one flat tensor."""
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, 4, n, 16, generator=generator, requires_grad=True) for n in (3, 1))
+    q_out, k_out = function(q, k)
+    loss = (q_out**3).sum() + (k_out.transpose(1, 2) ** 2).sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, (q, k))])
+
+
+def remembered(**kwargs: Any) -> dict[str, Any]:
+    fusewise.rope(*qk(), **kwargs)
+    fusewise.rope(qk()[0], **kwargs)
+    return kwargs
+
+
+GRADIENTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "plain": lambda q, k: fusewise.rope(q, k, **TABLE),
+    "twice": lambda q, k: fusewise.rope(*fusewise.rope(q, k, **TABLE), **TABLE, offset=3),
+    "checkpoint": lambda q, k: checkpoint(lambda q, k: fusewise.rope(q, k, **TABLE), q, k, use_reentrant=False),
+    "in place": lambda q, k: fusewise.rope_(q * 2, k * 2, **TABLE),
+    "in place on views": lambda q, k: fusewise.rope_((q * 2)[:], (k * 2)[:], **TABLE),
+    "one of them": lambda q, k: (fusewise.rope(q, **TABLE), k),
+    "one that requires none": lambda q, k: (fusewise.rope(q, k.detach(), **TABLE)[0], k),
+    "only one is used": lambda q, k: (fusewise.rope(q, k, **TABLE)[0], k),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = by_python(monkeypatch, lambda: losses(GRADIENTS[name]))
+    losses(GRADIENTS[name])
+    torch.testing.assert_close(losses(GRADIENTS[name]), expected, rtol=0, atol=0)
+
+
+def test_gradients_have_the_layout_of_their_tensors() -> None:
+    remembered(**TABLE)
+    q = torch.randn(2, 3, 4, 16).transpose(1, 2).requires_grad_()
+    for _ in range(2):
+        y = fusewise.rope(q, **TABLE)
+        (dq,) = torch.autograd.grad(y, q, torch.randn(2, 4, 3, 16))
+        assert dq.stride() == q.stride() == y.stride()
+        (dq,) = torch.autograd.grad(fusewise.rope(q, **TABLE).sum(), q)  # an expanded scalar
+        assert dq.stride() == q.stride()
+
+
+def test_double_backward() -> None:
+    remembered(**TABLE)
+    q, k = (x.double().float().requires_grad_() for x in qk())
+    y, _ = fusewise.rope(q, k, **TABLE)
+    (dq,) = torch.autograd.grad((y**3).sum() / 3, q, create_graph=True)  # Rᵀ (R q)²
+    (ddq,) = torch.autograd.grad(dq.sum(), q)
+    with torch.no_grad():
+        ones = fusewise.rope(torch.ones_like(q), **TABLE)
+        expected = fusewise.rope(2 * fusewise.rope(q, **TABLE) * ones, **TABLE, inverse=True)
+    torch.testing.assert_close(ddq, expected)
+
+
+def test_a_batch_of_gradients() -> None:
+    remembered(**TABLE)
+    q, _ = qk(requires_grad=True)
+    y = fusewise.rope(q, **TABLE)
+    dys = torch.randn(3, *y.shape)
+    (batch,) = torch.autograd.grad(y, q, dys, is_grads_batched=True, retain_graph=True)
+    for dq, dy in zip(batch, dys, strict=True):
+        assert_bits(dq, torch.autograd.grad(y, q, dy, retain_graph=True)[0])
+
+
+def test_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered(**TABLE)
+    q, k = qk(requires_grad=True)
+    dys = qk()
+    expected = torch.autograd.grad(fusewise.rope(q, k, **TABLE), (q, k), dys)
+    outs = fusewise.rope(q, k, **TABLE)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        torch.autograd.backward(outs, dys)
+    for x, want in zip((q, k), expected, strict=True):
+        assert x.grad is not None
+        assert_bits(x.grad, want)
+
+
+def test_what_is_saved_is_watched() -> None:
+    """Hooks see the table; a change of it is an error, and so is a second backward."""
+    remembered(**TABLE)
+    q, _ = qk(requires_grad=True)
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> int:
+        packed.append(x)
+        return len(packed) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: packed[i]):
+        y = fusewise.rope(q, **TABLE)
+    assert [x.data_ptr() for x in packed] == [x.data_ptr() for x in TABLE.values()]
+    assert_bits(
+        torch.autograd.grad(y, q, y.detach())[0], torch.autograd.grad(fusewise.rope(q, **TABLE), q, y.detach())[0]
+    )
+    table = {name: x.clone() for name, x in TABLE.items()}
+    y = fusewise.rope(q, **table)
+    table["cos"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y = fusewise.rope(q, **TABLE)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+def test_what_has_saved_the_old_values_raises() -> None:
+    q, k = qk()
+    fusewise.rope_(q, k, **TABLE)
+    w = torch.randn(2, 4, 3, 16, requires_grad=True)
+    product = q * w
+    fusewise.rope_(q, k, **TABLE)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_long_chain_is_taken_apart_without_recursion() -> None:
+    x = torch.randn(1, 1, 1, 2, requires_grad=True)
+    f = torch.ones(1)
+    y = x
+    for _ in range(30_000):
+        y = fusewise.rope(y, inv_freq=f)
+    del y
+
+
+# --- Several at once -------------------------------------------------------------------------------------------------
+
+
+def test_threads_share_what_is_remembered() -> None:
+    wrong: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for i in range(300):
+                x = torch.randn(1, 1 + i % 7, 2, 16, generator=generator)
+                back = fusewise.rope(fusewise.rope(x, **TABLE), **TABLE, inverse=True)
+                torch.testing.assert_close(back, x)
+                if i % 50 == 0:
+                    _host.forget()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+FORKED = """
+import os, sys, torch, fusewise
+torch.set_num_threads(2)
+x, f = torch.randn(1, 4000, 8, 64), torch.ones(32)
+ys = [fusewise.rope(x, inv_freq=f, impl="cpu") for _ in range(2)]
+child = os.fork()
+if child == 0:
+    y = fusewise.rope(x, inv_freq=f, impl="cpu")
+    torch.set_num_threads(1)  # torch's own threads are the parent's
+    os._exit(0 if torch.equal(y, ys[1]) else 1)
+print(os.waitpid(child, 0)[1], torch.equal(*ys))
+"""
+
+
+def test_a_forked_child_goes_on() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.stdout == "0 True\n", done.stderr
+
+
+def test_without_it_every_call_goes_through_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_host, "unavailable", lambda device_type: "no headers of Python")
+    q, k = qk()
+    for _ in range(2):
+        torch.testing.assert_close(fusewise.rope(q, k, **TABLE), fusewise.rope(q, k, **TABLE, impl="reference"))
+        assert recalled(fusewise.rope, q, k, **TABLE) is None
