@@ -22,26 +22,21 @@ from fusewise.ops.rope import _host, _op, api
 from fusewise.ops.rope._validate import DEFAULTS
 
 from .oracle import Call
-from .support import Case, assert_bits, copy_of, make, make_table
+from .support import Case, Place, assert_bits, copy_of, make, make_table, require
 from .test_matrix import CASES
 
-
-def reason() -> str | None:
-    try:
-        _host.extension()
-    except build.BuildError as error:
-        return str(error)
-    return _op.unavailable("cpu", "cpu", torch.float32)
-
-
-REASON = reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TABLE = make_table("half", 8, 2, torch.float32)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The extension, built if need be, and nothing in it."""
+    require(Place("cpu", "cpu"))
+    try:
+        _host.extension()
+    except build.BuildError as error:
+        pytest.skip(str(error))
     monkeypatch.setattr(_host, "unavailable", lambda device_type: None)  # on a CPU, too
     _host.forget()
     yield
