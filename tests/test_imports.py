@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"ops"},
     "compat": {"ops"},
     "distributed": {"ops"},
-    "integrations": {"ops", "nn"},
+    "integrations": {"ops", "nn", "compat"},
     "lab": {"ops", "_shared", "nn", "compat"},
     "cli": {"lab"},
 }

@@ -1,0 +1,299 @@
+"""A loaded Hugging Face transformers model with fusewise's rotary embedding and gated MLPs.
+
+    from fusewise.integrations.transformers import patch
+
+    with patch(model) as handle:      # or: handle = patch(model); ...; handle.remove()
+        print(handle)                 # what was replaced, what was left and why
+        model.generate(...)
+
+Only modules of this model change, and of those only `forward`, bound to the instance: another model of the same class,
+transformers itself, parameters, buffers, state_dict and hooks stay as they are. An attention's forward is its own code
+with `apply_rotary_pos_emb` looked up elsewhere; an MLP's is `fusewise.gated_mlp`.
+
+Nothing is recognised by the name of a model. A rotary function is replaced where it gives what one of
+`fusewise.compat.transformers` gives, an MLP where its forward gives what the gated MLP gives, both tried on small
+tensors when `patch` is called. Neither transformers nor the weights of the model are needed for that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace, TracebackType
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..compat import transformers as compat
+from ..ops.gated_linear import gated_mlp
+from ..ops.gated_linear._problem import Activation, Save
+from ..ops.gated_linear.projections import mlp as separate_mlp
+from ..ops.gated_linear.projections import stacked_mlp
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A module that calls fusewise: its name in the model, its class, what was replaced and by what."""
+
+    name: str
+    type: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module with an attention, an MLP or experts that stays as it was, and why."""
+
+    name: str
+    type: str
+    why: str
+
+
+class Patch:
+    """What `patch` did: `replaced`, `left`, `remove()`. As a context manager it removes itself at the end."""
+
+    def __init__(
+        self, forwards: dict[str, tuple[nn.Module, Forward]], replaced: list[Replaced], left: list[Left]
+    ) -> None:
+        self.replaced, self.left = tuple(replaced), tuple(left)
+        self._forwards = {name: (module, MethodType(new, module)) for name, (module, new) in forwards.items()}
+        for module, forward in self._forwards.values():
+            module.forward = forward
+
+    def remove(self) -> None:
+        """Give every module the forward of its class again. A second call does nothing.
+
+        Raises:
+            RuntimeError: a module has got another forward since (hooks of accelerate, a second patch); nothing is
+                changed then.
+        """
+        changed = [name for name, (module, new) in self._forwards.items() if vars(module).get("forward") is not new]
+        if changed:
+            raise RuntimeError(
+                f"remove: model must have the forwards that patch gave it, got another in {', '.join(changed)}; "
+                "undo first what was done after patch"
+            )
+        for module, _ in self._forwards.values():
+            del module.forward
+        self._forwards = {}
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        """One line for all modules of a class that fared alike."""
+        lines: dict[str, list[str]] = {}
+        for entry in self.replaced:
+            lines.setdefault(f"replaced  {entry.type}: {entry.what}", []).append(entry.name)
+        for other in self.left:
+            lines.setdefault(f"left      {other.type}: {other.why}", []).append(other.name)
+        return "\n".join(f"{line} ({names[0]}{_and_more(len(names) - 1)})" for line, names in lines.items())
+
+
+def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save = "preact") -> Patch:
+    """Let the modules of `model` call fusewise for rotary embedding and gated MLPs, until the result's `remove()`.
+
+    Outputs and gradients are those of the model within the rounding of its dtype; the state_dict is untouched.
+    Projections that are quantised, adapted or have hooks are called as they are, now and later. `model` is any module of
+    transformers or a part of one. A deep copy of a patched model stays patched.
+
+    Args:
+        rope, mlp: what to replace.
+        save: what a gated MLP keeps for backward, as in `fusewise.gated_mlp`.
+
+    Raises:
+        ValueError: the model, or a part of it, is patched already.
+    """
+    forwards: dict[str, tuple[nn.Module, Forward]] = {}
+    replaced: list[Replaced] = []
+    left: list[Left] = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        found = _find(module, rope, mlp, save)
+        if isinstance(found, str):
+            left.append(Left(name, kind, found))
+        elif found is not None:
+            what, forward = found
+            forwards[name] = module, forward
+            replaced.append(Replaced(name, kind, what))
+    return Patch(forwards, replaced, left)
+
+
+def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Forward] | str | None:
+    """What the module's forward is to be, or why it is left, or None for one that is no concern of ours."""
+    kind, own = type(module).__name__, vars(module).get("forward")
+    if getattr(own, _MARK, False):
+        raise ValueError(f"patch: model must not be patched already, got a patched {kind}; remove the first patch")
+    forward = inspect.unwrap(type(module).forward)
+    rotary = _rotary_names(forward)
+    children = dict(module.named_children())
+    gated = "down_proj" in children and ({"gate_proj", "up_proj"} <= children.keys() or "gate_up_proj" in children)
+    attends, maps = rotary or "Attention" in kind, gated or kind.endswith(("MLP", "Experts"))
+    if not ((rope and attends) or (mlp and maps)):
+        return None
+    if not rotary and not gated:
+        if "Attention" in kind:
+            return "it calls no rotary function"
+        return "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
+    if own is not None:
+        return "it has a forward of its own"
+    if forward is not type(module).forward:
+        return "its forward is decorated"
+    return _rotary_forward(forward, rotary) if rotary else _gated_forward(module, forward, save)
+
+
+_MARK = "_fusewise"
+
+
+def _marked(forward: Forward) -> Forward:
+    setattr(forward, _MARK, True)
+    return forward
+
+
+# Rotary embedding
+
+
+def _rotary_names(forward: Forward) -> list[str]:
+    """The rotary functions that a forward finds among its module's globals."""
+    code = getattr(forward, "__code__", None)
+    names = () if code is None else code.co_names
+    return [name for name in names if name.startswith(("apply_rotary", "apply_multimodal_rotary"))]
+
+
+def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str:
+    """The same code with other functions under these names. Dynamo finds a function's globals by `__name__`: without one
+    it takes those that the function has."""
+    ours = {name: _convention(forward.__globals__[name]) for name in names}
+    if unknown := [name for name, function in ours.items() if function is None]:
+        return f"its {unknown[0]} rotates in no way that fusewise.compat.transformers knows"
+    namespace = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | ours
+    new = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
+    new.__kwdefaults__, new.__doc__, new.__qualname__ = forward.__kwdefaults__, forward.__doc__, forward.__qualname__
+    what = ", ".join(f"{name} by {function.__name__}" for name, function in ours.items() if function)
+    return what, _marked(new)
+
+
+# Every rotation of `fusewise.compat.transformers` with the dimensions of q and k and the form of its tables.
+_CONVENTIONS: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    (compat.apply_rotary_pos_emb, "bhsd", "twice"),
+    (compat.apply_rotary_pos_emb_glm, "bhsd", "twice"),
+    (compat.apply_rotary_pos_emb_interleave, "bhsd", "twice"),
+    (compat.apply_rotary_pos_emb_interleaved, "bhsd", "adjacent"),
+    (compat.apply_rotary_pos_emb_gpt_oss, "bhsd", "once"),
+    (compat.apply_rotary_pos_emb_nanochat, "bhsd", "twice"),
+    (compat.apply_rotary_pos_emb_vision, "thd", "twice"),
+    (compat.apply_rotary_pos_emb_single, "bhsd", "twice"),
+    (compat.apply_rotary_pos_emb_deepseek_v4, "bhsd", "once"),
+)
+
+
+def _convention(theirs: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Which of ours gives what theirs gives, for whole heads and, where theirs can, for the first half of them."""
+    for ours, layout, form in _CONVENTIONS:
+        wide, narrow = (_rotation_agrees(theirs, ours, layout, form, width) for width in (8, 4))
+        if wide is not False and narrow is not False and (wide or narrow):
+            return ours
+    return None
+
+
+def _rotation_agrees(theirs: Forward, ours: Forward, layout: str, form: str, width: int) -> bool | None:
+    """None where theirs does not take such tensors."""
+    batch, tokens, head_dim = (2,) if layout == "bhsd" else (), 4, 8
+    shape = partial(_shape, layout, batch, tokens, head_dim)
+    angles = _numbers(*batch, tokens, width // 2)
+    if form == "twice":
+        angles = torch.cat((angles, angles), -1)
+    elif form == "adjacent":
+        angles = angles.repeat_interleave(2, -1)
+    single = "k" not in inspect.signature(ours).parameters
+    rotated = (_numbers(*shape(3)),) if single else (_numbers(*shape(3)), _numbers(*shape(2)))
+    try:
+        wanted = theirs(*rotated, angles.cos(), angles.sin())
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    try:
+        given = ours(*rotated, angles.cos(), angles.sin())
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    return all(map(_close, _flat(wanted), _flat(given)))
+
+
+def _shape(layout: str, batch: tuple[int, ...], tokens: int, head_dim: int, heads: int) -> tuple[int, ...]:
+    return (*batch, heads, tokens, head_dim) if layout == "bhsd" else (tokens, heads, head_dim)
+
+
+# Gated MLPs
+
+
+def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str, Forward] | str:
+    if len(inspect.signature(forward).parameters) != 2:
+        return "its forward takes more than one tensor"
+    stacked = "gate_up_proj" in dict(module.named_children())
+    activation = _activation(module, forward, stacked)
+    if activation is None:
+        return "its forward is no gated MLP with an activation of fusewise"
+
+    def separate_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
+        (x_D,) = (*x, *named.values())  # by position or by whatever name the model has for it
+        return separate_mlp(x_D, self.gate_proj, self.up_proj, self.down_proj, activation=activation, save=save)
+
+    def stacked_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
+        (x_D,) = (*x, *named.values())
+        return stacked_mlp(
+            x_D, self.gate_up_proj, self.down_proj, activation=activation, gate_first=True, save=save
+        )  # fmt: skip
+
+    return f"gated_mlp, {activation}", _marked(stacked_forward if stacked else separate_forward)
+
+
+def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activation | None:
+    """The activation with which the gated MLP gives what this forward gives for a module with small projections."""
+    x, down = _numbers(5, 4), _numbers(4, 6)
+    gate, up = _numbers(6, 4), _numbers(12, 4)[6:]
+    linear = partial(partial, functional.linear)
+    small: dict[str, Any] = {"down_proj": linear(weight=down)}
+    if stacked:
+        small["gate_up_proj"] = linear(weight=torch.cat((gate, up)))
+    else:
+        small |= {"gate_proj": linear(weight=gate), "up_proj": linear(weight=up)}
+    for name in ("act_fn", "activation_fn", "config"):
+        if hasattr(module, name):
+            small[name] = getattr(module, name)
+    try:
+        wanted = forward(SimpleNamespace(**small), x)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return None
+    activations: tuple[Activation, ...] = get_args(Activation)
+    for activation in activations:
+        if _close(wanted, gated_mlp(x, gate, up, down, activation=activation, impl="reference")):
+            return activation
+    return None
+
+
+def _numbers(*shape: int) -> Tensor:
+    """Numbers between -2 and 2 that no permutation of features leaves in place; the generators of torch stay untouched."""
+    count = torch.arange(1, 1 + int(torch.Size(shape).numel()), dtype=torch.float64, device="cpu")
+    return 2 * torch.sin(count * count).view(shape)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+def _flat(result: Any) -> Iterator[Tensor]:
+    return iter(result if isinstance(result, tuple) else (result,))
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""

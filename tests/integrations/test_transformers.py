@@ -1,0 +1,275 @@
+"""A patched model of transformers: the same results within rounding, nothing else changed, and all of it undone.
+
+Every family is a model of two layers with random weights, held against itself in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusewise
+from fusewise.integrations.transformers import Patch, patch
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 8}
+NO_GATE = "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
+# model, its configuration, which function stands in for its rotation, what became of its MLP
+FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "Llama": ({**GROUPED, "mlp_bias": True}, "apply_rotary_pos_emb", "silu"),
+    "Mistral": (GROUPED, "apply_rotary_pos_emb", "silu"),
+    "Qwen2": (GROUPED, "apply_rotary_pos_emb", "silu"),
+    "Qwen3": (HEADS, "apply_rotary_pos_emb", "silu"),
+    "Gemma": (HEADS, "apply_rotary_pos_emb", "gelu_tanh"),
+    "Gemma2": (HEADS, "apply_rotary_pos_emb", "gelu_tanh"),
+    "Phi3": ({**GROUPED, "partial_rotary_factor": 0.5}, "apply_rotary_pos_emb", "silu"),
+    "Glm": (HEADS, "apply_rotary_pos_emb_glm", "silu"),
+    "Cohere": (GROUPED, "apply_rotary_pos_emb_interleaved", "silu"),
+    "GPTNeoX": (SMALL, "apply_rotary_pos_emb", NO_GATE),
+    "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "", NO_GATE),
+}
+# Qwen2.5 and Qwen2, Llama 2 and 3 are of one class each.
+TOKENS = torch.arange(20).view(2, 10) + 3
+
+
+def build(family: str, **options: Any) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family][0], **options})
+    causal = {"GPTNeoX": "GPTNeoXForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    model: nn.Module = getattr(transformers, causal)(config).eval()  # no dropout
+    return model
+
+
+def results(model: Any, tokens: Tensor = TOKENS) -> list[Tensor]:
+    """The logits and the gradient of every parameter, in float64."""
+    model.zero_grad()
+    output = model(tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
+    return [t.detach().double() for t in (output.logits, *(p.grad for p in model.parameters() if p.grad is not None))]
+
+
+def forwards(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients(family: str, dtype: torch.dtype) -> None:
+    """At most twice as far from float64 as the model's own code, plus a rounding; afterwards what it was, to the bit."""
+    model = build(family).to(dtype)
+    truth, own = results(copy.deepcopy(model).double()), results(model)
+    with patch(model) as handle:
+        given = results(model)
+    assert bool(handle.replaced) == (family != "GPT2")
+    assert len(given) == len(own) == len(truth)
+    for right, theirs, ours in zip(truth, own, given, strict=True):
+        band = torch.finfo(dtype).eps * right.abs().max()
+        assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + band
+    assert all(map(torch.equal, own, results(model)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_report_names_every_module(family: str) -> None:
+    _, rotation, mlp = FAMILIES[family]
+    handle = patch(build(family))
+    said = {entry.name: entry.what for entry in handle.replaced} | {entry.name: entry.why for entry in handle.left}
+    attention = f"apply_rotary_pos_emb by {rotation}" if rotation else "it calls no rotary function"
+    wanted = [attention, mlp if mlp == NO_GATE else f"gated_mlp, {mlp}"] * 2
+    assert [said[name] for name in sorted(said)] == wanted  # in every layer attention comes first
+    assert len(handle.replaced) == 2 * (bool(rotation) + (mlp != NO_GATE))
+    assert f"{attention} (" in str(handle) and " and 1 more)" in str(handle)
+
+
+def test_what_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls of each operator as there are layers, and none of a model that is not patched."""
+    calls: list[str] = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "fusewise":
+                calls.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    model, other = build("Llama"), build("Llama")
+    with patch(model), torch.no_grad(), Count():
+        other(TOKENS)
+        assert not calls
+        model(TOKENS)
+    assert calls.count("fusewise::rope_qk") == 2
+    assert sum("gated" in name for name in calls) >= 2
+
+
+def test_only_this_model_changes() -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama)), dict(vars(modeling_llama.LlamaAttention)), dict(vars(modeling_llama.LlamaMLP))
+    model = build("Llama")
+    state, keys = {k: v.data_ptr() for k, v in model.state_dict().items()}, list(vars(model.model.layers[0].mlp))
+    handle = patch(model)
+    after = dict(vars(modeling_llama)), dict(vars(modeling_llama.LlamaAttention)), dict(vars(modeling_llama.LlamaMLP))
+    assert after == before
+    assert {k: v.data_ptr() for k, v in model.state_dict().items()} == state
+    assert forwards(model) == [f"model.layers.{i}.{part}" for i in (0, 1) for part in ("self_attn", "mlp")]
+    handle.remove()
+    assert forwards(model) == [] and list(vars(model.model.layers[0].mlp)) == keys
+    handle.remove()
+
+
+def test_one_part_of_a_model_and_one_kind_of_module() -> None:
+    model = build("Llama")
+    assert [entry.type for entry in patch(model.model.layers[1], mlp=False).replaced] == ["LlamaAttention"]
+    assert forwards(model) == ["model.layers.1.self_attn"]
+    assert [entry.type for entry in patch(model.model.layers[0], rope=False).replaced] == ["LlamaMLP"]
+
+
+def test_threads_with_and_without() -> None:
+    model = build("Llama")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        own = other(TOKENS).logits
+        with patch(model):
+            ours = model(TOKENS).logits
+            seen: dict[str, list[Tensor]] = {"own": [], "ours": []}
+
+            def run(name: str, which: Any) -> None:
+                with torch.no_grad():
+                    seen[name] += [which(TOKENS).logits for _ in range(20)]
+
+            threads = [threading.Thread(target=run, args=a) for a in (("own", other), ("ours", model))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert not torch.equal(own, ours)
+    assert all(torch.equal(x, own) for x in seen["own"]) and len(seen["own"]) == 20
+    assert all(torch.equal(x, ours) for x in seen["ours"]) and len(seen["ours"]) == 20
+
+
+def test_compiled_whole_before_and_after() -> None:
+    """Patching a model that is compiled already takes effect, removing it finds the first graph again."""
+    targets: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        targets.append({str(node.target) for node in graph.graph.nodes if "fusewise" in str(node.target)})
+        return graph.forward
+
+    model = build("Qwen3").requires_grad_(False)
+    own = model(TOKENS, use_cache=False).logits
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(TOKENS, use_cache=False).logits, own) and targets == [set()]
+    with patch(model):
+        ours = model(TOKENS, use_cache=False).logits
+        assert torch.equal(compiled(TOKENS, use_cache=False).logits, ours) and len(targets) == 2
+        assert any("rope_qk" in name for name in targets[1]) and any("gated" in name for name in targets[1])
+    assert torch.equal(compiled(TOKENS, use_cache=False).logits, own) and len(targets) == 2
+    torch._dynamo.reset()
+
+
+def test_greedy_generation_with_a_cache() -> None:
+    model: Any = build("Llama")
+    arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
+    own = model.generate(TOKENS, **arguments)
+    with patch(model):
+        assert torch.equal(model.generate(TOKENS, **arguments), own)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"
+)  # by transformers 5.23
+def test_autocast_and_checkpointing() -> None:
+    model: Any = build("Llama").train()
+    truth = results(copy.deepcopy(model).double())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch.autocast("cpu", torch.bfloat16):
+        own = results(model)
+        with patch(model, save="input"):
+            ours = results(model)
+    for right, theirs, given in zip(truth, own, ours, strict=True):
+        band = torch.finfo(torch.bfloat16).eps * right.abs().max()
+        assert (given - right).abs().max() <= 2 * (theirs - right).abs().max() + band
+
+
+def test_projections_with_hooks_are_called() -> None:
+    model: Any = build("Llama")
+    handle, seen = patch(model), []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    model(TOKENS)
+    assert seen == [(2, 10, 48)]
+    handle.remove()
+
+
+def test_forwards_of_others_are_not_touched() -> None:
+    model: Any = build("Llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = own = lambda x: x
+    with patch(model) as handle:
+        assert [(entry.name, entry.why) for entry in handle.left] == [
+            ("model.layers.0.mlp", "it has a forward of its own")
+        ]
+        assert mlp.forward is own
+    assert mlp.forward is own
+
+
+def test_what_is_not_known_is_left() -> None:
+    handle = patch(build("Llama", hidden_act="quick_gelu"))
+    assert {entry.why for entry in handle.left} == {"its forward is no gated MLP with an activation of fusewise"}
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return apply_rotary_by_nothing(q, k, cos, sin)
+
+    (left,) = patch(Attention()).left
+    assert left.why == "its apply_rotary_by_nothing rotates in no way that fusewise.compat.transformers knows"
+
+
+def apply_rotary_by_nothing(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q * cos - q * sin, k * cos - k * sin
+
+
+def test_conflicts_are_errors() -> None:
+    model: Any = build("Llama")
+    handle: Patch = patch(model)
+    with pytest.raises(ValueError, match=r"^patch: model must not be patched already, got a patched LlamaAttention; "):
+        patch(model)
+    mlp = model.model.layers[1].mlp
+    ours, mlp.forward = mlp.forward, lambda x: x
+    with pytest.raises(RuntimeError, match=r"^remove: .*, got another in model\.layers\.1\.mlp; undo first"):
+        handle.remove()
+    assert len(forwards(model)) == 4
+    mlp.forward = ours
+    handle.remove()
+    assert forwards(model) == []
+
+
+def test_random_numbers_are_not_used() -> None:
+    before = torch.random.get_rng_state()
+    with torch.device("meta"):
+        model = build("Llama")
+        torch.random.set_rng_state(before)
+        assert len(patch(model).replaced) == 4
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_importing_it_does_not_import_transformers() -> None:
+    source = str(Path(fusewise.__file__).parent.parent)
+    code = (
+        "import sys, torch; before = set(sys.modules); import fusewise.integrations.transformers; "
+        "print([n for n in sys.modules if n not in before and n.startswith(('transformers', 'thunder', 'triton'))])"
+    )
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "[]\n"
