@@ -87,6 +87,9 @@ def nvcc() -> Compiler:
     return compiler("NVCC", "nvcc")
 
 
+#: What a library is made from, as the functions below take it: name, sources, compiler and flags.
+Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
+
 _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
 _LOCK = threading.Lock()
 
@@ -113,6 +116,18 @@ def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Seque
     if isinstance(loaded, BuildError):
         raise BuildError(*loaded.args)
     return loaded
+
+
+def prepared(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> Path:
+    """The file that `library` with the same arguments loads, built if need be and not loaded.
+
+    Raises:
+        BuildError: as `library`.
+    """
+    try:
+        return _entry(name, _key(sources, compiler, flags), sources, compiler, flags)
+    except OSError as error:
+        raise BuildError(f"the library of {name} cannot be made or kept: {error}") from error
 
 
 def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> bool:

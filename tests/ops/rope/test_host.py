@@ -25,7 +25,6 @@ from .oracle import Call
 from .support import Case, Place, assert_bits, copy_of, make, make_table, require
 from .test_matrix import CASES
 
-
 TABLE = make_table("half", 8, 2, torch.float32)
 
 

@@ -52,6 +52,11 @@ def flags() -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def recipe() -> build.Recipe:
+    """What the extension is built from."""
+    return "rope-host", SOURCES, build.cxx(), flags()
+
+
 @functools.cache
 def extension() -> Any:
     """The loaded extension, built if need be.
@@ -61,7 +66,7 @@ def extension() -> Any:
     """
     if sys.platform != "linux":
         raise build.BuildError("the quick way on the host is made for Linux")
-    library = build.library("rope-host", SOURCES, build.cxx(), flags())
+    library = build.library(*recipe())
     made = PYFUNCTYPE(py_object, py_object)(("fusewise_rope_host", library))(_op.gradients)
     global rope, rope_
     rope, rope_ = made.rope, made.rope_
@@ -76,7 +81,7 @@ def unavailable(device_type: str) -> str | None:
     a minute for it: there it serves once it is built.
     """
     try:
-        if device_type == "cpu" and not build.built("rope-host", SOURCES, build.cxx(), flags()):
+        if device_type == "cpu" and not build.built(*recipe()):
             return "it is not built; `fusewise build` does that"
         extension()
     except build.BuildError as error:

@@ -31,11 +31,16 @@ CHUNK_BYTES = 16 << 20
 CHUNK_ROWS = 512
 
 
+def recipe() -> build.Recipe:
+    """What the kernel is built from."""
+    return "gate", (Path(__file__).with_name("gate.cpp"),), build.cxx(), build.NATIVE_FLAGS
+
+
 class _Kernel:
     """The loaded kernel."""
 
     def __init__(self) -> None:
-        library = build.library("gate", [Path(__file__).with_name("gate.cpp")], build.cxx(), build.NATIVE_FLAGS)
+        library = build.library(*recipe())
         self.run = library.fusewise_gate
         self.run.argtypes = (ctypes.c_char_p,)
         self.run.restype = None

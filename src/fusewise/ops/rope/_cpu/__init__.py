@@ -19,13 +19,19 @@ from torch import Tensor
 from ...._shared import build
 from .._native import packed
 
+SOURCES = tuple(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "vectors.h", "../plan.h"))
+
+
+def recipe() -> build.Recipe:
+    """What the kernel is built from."""
+    return "rope", SOURCES, build.cxx(), build.NATIVE_FLAGS
+
 
 class _Kernel:
     """The loaded kernel."""
 
     def __init__(self) -> None:
-        sources = [Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "vectors.h", "../plan.h")]
-        library = build.library("rope", sources, build.cxx(), build.NATIVE_FLAGS)
+        library = build.library(*recipe())
         self.run = library.fusewise_rope
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p)
         self.run.restype = None

@@ -28,12 +28,21 @@ def flags(capabilities: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
     return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", *targets
 
 
+def present() -> tuple[tuple[int, int], ...]:
+    """The compute capabilities of the GPUs of this machine."""
+    return tuple(sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}))
+
+
+def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
+    """What the library for the given compute capabilities is built from."""
+    return "rope-cuda", SOURCES, build.nvcc(), flags(capabilities)
+
+
 class _Kernel:
     """The loaded library."""
 
     def __init__(self) -> None:
-        capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-        library = build.library("rope-cuda", SOURCES, build.nvcc(), flags(tuple(sorted(capabilities))))
+        library = build.library(*recipe(present()))
         self.run = library.fusewise_rope
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
         self.explain = library.fusewise_error
@@ -59,7 +68,7 @@ def unavailable(device_type: str) -> str | None:
         return "cuda runs on NVIDIA GPUs, and this build of torch is for AMD's"
     if torch.cuda.device_count() == 0:
         return "there is no GPU"
-    oldest = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    oldest = min(present())
     if oldest < OLDEST:
         return f"cuda needs compute capability {OLDEST[0]}.{OLDEST[1]}, and a GPU here has {oldest[0]}.{oldest[1]}"
     try:

@@ -1,0 +1,77 @@
+"""Native code built ahead of time, so that no first call waits for a compiler: what `fusewise build` does."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fusewise._shared import build
+from fusewise.ops.gated_linear import _cpu as gate
+from fusewise.ops.rope import _cpu as rope
+from fusewise.ops.rope import _cuda as rope_cuda
+from fusewise.ops.rope import _host as rope_host
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Built:
+    """One library: where it is, or why it is not; `seconds` is what building it took, 0 if it was there."""
+
+    name: str
+    path: Path | None
+    seconds: float
+    error: str = ""
+
+
+def capabilities(architectures: tuple[str, ...]) -> tuple[Capability, ...]:
+    """The compute capabilities that nvcc's names, as sm_90, stand for.
+
+    Raises:
+        ValueError: a name is not of that form, or older than the kernels.
+    """
+    found = []
+    for name in architectures:
+        match = re.fullmatch(r"sm_(\d+)(\d)", name)
+        if match is None or (int(match[1]), int(match[2])) < rope_cuda.OLDEST:
+            oldest = "sm_{}{}".format(*rope_cuda.OLDEST)
+            raise ValueError(
+                f"build: arch must be names like {oldest},sm_90, none older than {oldest}, got {name!r}; fix it"
+            )
+        found.append((int(match[1]), int(match[2])))
+    return tuple(found)
+
+
+def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], build.Recipe]]]:
+    """What there is to build, by name: the code for the host, and the kernels for the GPUs of this machine, in one
+    library as a call looks for it, or for each of the chosen capabilities in one of its own, as a machine with GPUs of
+    that kind looks for it."""
+    yield "rope", rope.recipe
+    yield "gate", gate.recipe
+    if sys.platform == "linux":
+        yield "rope-host", rope_host.recipe
+    here = torch.version.hip is None and torch.cuda.is_available()
+    for group in [(one,) for one in chosen] if chosen else [rope_cuda.present()] if here else []:
+        words = " ".join(f"sm_{major}{minor}" for major, minor in group)
+        yield f"rope-cuda {words}", functools.partial(rope_cuda.recipe, group)
+
+
+def build_all(chosen: tuple[Capability, ...] = ()) -> Iterator[Built]:
+    """Build what is not there yet, one after the other."""
+    for name, recipe in recipes(chosen):
+        start = time.perf_counter()
+        try:
+            parts = recipe()
+            there = build.built(*parts)
+            path = build.prepared(*parts)
+        except build.BuildError as error:
+            yield Built(name, None, time.perf_counter() - start, str(error))
+        else:
+            yield Built(name, path, 0.0 if there else time.perf_counter() - start)
