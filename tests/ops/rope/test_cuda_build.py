@@ -1,0 +1,180 @@
+"""The build of the CUDA kernels, on a machine without a GPU: at once, killed, damaged, failing, and by CMake."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import fusewise
+
+NVCC = shutil.which("nvcc")
+SOURCE = Path(fusewise.__file__).parent / "ops" / "rope"
+ROOT = SOURCE.parents[3]
+
+LOAD = """
+    import ctypes
+    from fusewise._shared import build
+    from fusewise.ops.rope import _cuda
+    library = build.library(*_cuda.recipe(((9, 0),)))
+    library.fusewise_error.restype = ctypes.c_char_p
+    print(library.fusewise_error(0).decode())
+"""
+
+
+def run(code: str, folder: Path, nvcc: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "FUSEWISE_CACHE_DIR": str(folder / "cache"), "NVCC": str(nvcc)}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env=environment,
+    )  # fmt: skip
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="no nvcc on the PATH")
+def test_killed_then_two_at_once_then_damaged(tmp_path: Path) -> None:
+    """A build killed in the middle is made again, once for two processes; a changed library is not loaded."""
+    compiled = tmp_path / "compiled"  # what the real compiler made, so that it has to run only once
+    nvcc = script(
+        tmp_path / "nvcc",
+        f'[ "$1" = --version ] && exec {NVCC} --version\necho build >> {tmp_path}/builds\nfor last; do :; done\n'
+        f'[ -f {compiled} ] && exec cp {compiled} "$last"\n'
+        f'if [ ! -f {tmp_path}/killed ]; then echo half > "$last"; exec sleep 60; fi\n'
+        f'{NVCC} "$@" && cp "$last" {compiled}\n',
+    )
+    cache = tmp_path / "cache" / "native"
+    child = run(LOAD, tmp_path, nvcc)
+    deadline = time.monotonic() + 60
+    while not [path for path in cache.glob("rope-cuda-*.tmp/library.so") if path.stat().st_size]:
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.01)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    (tmp_path / "killed").touch()
+
+    children = [run(LOAD, tmp_path, nvcc) for _ in range(2)]
+    outputs = [child.communicate(timeout=300) for child in children]
+    assert [out for out, _ in outputs] == ["no error\n"] * 2, outputs
+    assert (tmp_path / "builds").read_text() == "build\n" * 2
+
+    (library,) = cache.glob("rope-cuda-*/library.so")
+    content = library.read_bytes()
+    library.write_bytes(content[: len(content) // 2])
+    out, error = run(LOAD, tmp_path, nvcc).communicate(timeout=300)
+    assert out == "no error\n", error
+    assert library.read_bytes() == content
+    assert (tmp_path / "builds").read_text() == "build\n" * 3
+
+
+FAILING = """
+    import json
+    import torch
+    from torch._subclasses import FakeTensorMode
+    import fusewise
+    from fusewise.ops.rope import _op
+
+    # A machine that has a GPU, as far as the choice of an implementation looks.
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 2, 16, device="cuda")
+    told = fusewise.explain_dispatch(fusewise.rope, q)
+    try:
+        fusewise.explain_dispatch(fusewise.rope, q, impl="cuda")
+    except ValueError as error:
+        print(json.dumps([told.impl, told.passed_over["cuda"], str(error)]))
+"""
+
+
+def test_a_failing_compiler_is_one_error_and_names_what_serves_instead(tmp_path: Path) -> None:
+    nvcc = script(
+        tmp_path / "nvcc",
+        f'[ "$1" = --version ] && exec echo broken 1.0\necho build >> {tmp_path}/builds\n'
+        "for i in $(seq 30); do echo noise $i >&2; done\necho 'rope.cu(1): error: no such luck' >&2\nexit 2\n",
+    )
+    out, error = run(FAILING, tmp_path, nvcc).communicate(timeout=120)
+    assert out, error
+    impl, reason, asked = json.loads(out)
+    assert impl in ("triton", "reference")
+    assert "building rope-cuda failed" in reason and "exited with 2" in reason
+    assert reason.endswith("rope.cu(1): error: no such luck")
+    assert "noise 25" in reason and "noise 15" not in reason  # the last lines alone
+    assert "no such luck" in asked and 'use impl="auto"' in asked
+    assert (tmp_path / "builds").read_text() == "build\n", "a failed build is not tried again"
+
+
+def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
+    out, error = run(FAILING, tmp_path, tmp_path / "no-such-nvcc").communicate(timeout=120)
+    assert out, error
+    assert "no compiler found on the PATH (NVCC=" in json.loads(out)[1]
+
+
+def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
+    """Exit code 1 with the compiler's last lines; what can be built is."""
+    pytest.importorskip("click")
+    nvcc = script(tmp_path / "nvcc", '[ "$1" = --version ] && exec echo broken 1.0\necho no such luck >&2\nexit 2\n')
+    cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && exec echo quick 1.0\nfor last; do :; done\ntouch "$last"\n')
+    environment = {**os.environ, "FUSEWISE_CACHE_DIR": str(tmp_path / "cache"), "NVCC": str(nvcc), "CXX": str(cxx)}
+    command = [sys.executable, "-m", "fusewise", "build"]
+
+    def built(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+
+    done = built("--arch", "sm_80,sm_100")
+    assert done.returncode == 1
+    assert [line.split(":")[0] for line in done.stdout.splitlines()][:2] == ["rope", "gate"]
+    assert all(Path(line.split(": ")[1].split(", ")[0]).is_file() for line in done.stdout.splitlines())
+    for name in ("rope-cuda sm_80", "rope-cuda sm_100"):
+        assert f"{name}: building rope-cuda failed" in done.stderr
+    assert "no such luck" in done.stderr
+    nvcc.write_text(cxx.read_text())
+    done = built("--arch", "sm_80")
+    assert done.returncode == 0
+    assert "rope: " in done.stdout and "was there" in done.stdout
+    done = built("--arch", "sm_70")
+    assert done.returncode == 2
+    assert "build: arch must be names like sm_80,sm_90, none older than sm_80, got 'sm_70'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (ROOT / "CMakeLists.txt").is_file(), reason="the package is installed without its CMakeLists.txt"
+)
+@pytest.mark.skipif(NVCC is None, reason="no nvcc on the PATH")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on the PATH")
+def test_cmake_builds_the_same_source(tmp_path: Path) -> None:
+    """A plain shared library with the same functions and no others, which needs neither torch nor Python."""
+    for arguments in (
+        ["-S", str(ROOT), "-B", str(tmp_path), "-DCMAKE_CUDA_ARCHITECTURES=90"],
+        ["--build", str(tmp_path)],
+    ):
+        done = subprocess.run(["cmake", *arguments], capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    path = tmp_path / "libfusewise_rope.so"
+    library = ctypes.CDLL(str(path))
+    library.fusewise_error.restype = ctypes.c_char_p
+    assert library.fusewise_error(0) == b"no error"
+    nm = shutil.which("nm")
+    if nm is not None:
+        symbols = subprocess.run([nm, "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True)
+        names = {line.split()[-1] for line in symbols.stdout.splitlines()}
+        assert {"fusewise_rope", "fusewise_rope_probe", "fusewise_error"} <= names
+        assert not [name for name in names if "rope_kernel" in name]
