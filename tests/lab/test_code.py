@@ -232,19 +232,20 @@ def test_every_stage_of_a_real_kernel(rope: list[Stage]) -> None:
 
 
 def test_lines_lead_to_the_kernels_source(rope: list[Stage]) -> None:
-    source = (SOURCE / "fusewise/ops/rope/_triton_kernel.py").read_text().splitlines()
+    kernel, angles = (f"fusewise/ops/rope/_triton_{name}.py" for name in ("kernel", "angles"))
+    sources = {path: (SOURCE / path).read_text().splitlines() for path in (kernel, angles)}
     for stage in rope:
         texts = stage.text.splitlines()
         assert len(stage.lines) > 20
         for line, place in stage.lines.items():
             path, _, number = place.rpartition(":")
             assert 1 <= line <= len(texts)
-            assert path == "fusewise/ops/rope/_triton_kernel.py" and int(number) <= len(source)
+            assert 1 <= int(number) <= len(sources[path])
     # The same source line, through the stages: every one stores on the line that says so.
-    stores = {number for number, line in enumerate(source, start=1) if "tl.store(" in line}
+    stores = {f"{kernel}:{number}" for number, line in enumerate(sources[kernel], start=1) if "tl.store(" in line}
     for stage, word in zip(rope, ("tt.store", "tt.store", "st.global", "st.global", "STG"), strict=True):
         places = {stage.lines.get(n) for n, line in enumerate(stage.text.splitlines(), start=1) if word in line}
-        assert {int(str(place).rpartition(":")[2]) for place in places} <= stores, (stage.stage, places)
+        assert places <= stores, (stage.stage, places)
 
 
 def test_the_rope_kernel_moves_sixteen_bytes_at_a_time(rope: list[Stage]) -> None:
