@@ -12,6 +12,9 @@ from ._problem import Layout, Pairing
 from ._validate import fail, validated_as_far
 from ._written import check_followed, check_out, check_written
 
+# Whether torch.compile looks at the code; of the ways to ask this one costs the least where it does not.
+_traced = torch.compiler.is_dynamo_compiling
+
 
 def rope(
     q: Tensor,
@@ -95,7 +98,7 @@ def rope(
         >>> inv_freq = 10000 ** -(torch.arange(0, 64, 2) / 64)
         >>> q_rotated, k_rotated = fusewise.rope(q, k, inv_freq=inv_freq)
     """
-    if out is None and not torch.compiler.is_compiling():
+    if out is None and not _traced():
         done = _host.rope(
             q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
             context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
@@ -158,8 +161,7 @@ def rope_(
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if not _traced():
         done = _host.rope_(
             q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
             context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
@@ -171,7 +173,7 @@ def rope_(
         context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
     )  # fmt: skip
     call, reach = validated_as_far("rope_", q, k, options)
-    if compiling:
+    if torch.compiler.is_compiling():
         if _op.needs_autograd(q, k):
             fail(
                 "rope_",
