@@ -78,7 +78,9 @@ def short(path: str) -> str:
     for root in _roots():
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :]
-    return path
+    # Triton finds what another checkout of the same source compiled, with the paths of that one.
+    _, ours, rest = path.rpartition(os.sep + os.path.join("fusewise", "ops") + os.sep)
+    return ours[1:] + rest if ours else path
 
 
 def tidy(text: str) -> str:
