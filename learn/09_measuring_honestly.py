@@ -1,0 +1,101 @@
+"""Measuring honestly: cold caches, interleaved rounds, and a pair that must not differ.
+
+Three things make most published speedups wrong:
+
+    warm caches     a loop over one small tensor measures the cache; in a model other tensors have been there since
+    drift           A measured first and B afterwards differ by clock, temperature and neighbours, too
+    no noise floor  a difference means nothing until you know how much the same code differs from itself
+
+So: throw the cache out before every sample, take the candidates in random order in every round, compare medians, and
+measure one of them twice under two names. What those two differ by is what cannot be told apart here.
+"""
+
+import random
+import statistics
+import time
+
+import torch
+
+torch.manual_seed(0)
+random.seed(0)
+torch.set_num_threads(1)  # or every sample waits for the slowest thread, and for whoever else uses its core
+eviction = torch.empty(64 * 2**20, dtype=torch.uint8)  # more than the last cache of most processors
+
+
+def microseconds(function, cold=True):
+    if cold:
+        eviction.add_(1)
+    start = time.perf_counter_ns()
+    function()
+    return (time.perf_counter_ns() - start) / 1000
+
+
+def measure(candidates, rounds):
+    """Samples of every candidate; each round takes all of them in an order of its own."""
+    samples = {name: [] for name in candidates}
+    for function in candidates.values():
+        function()  # first calls allocate, import and compile
+    for _ in range(rounds):
+        for name, function in random.sample(list(candidates.items()), len(candidates)):
+            samples[name].append(microseconds(function))
+    return samples
+
+
+def compare(samples, a, b):
+    """The median ratio of a to b, and bounds that hold it in 99 of 100 resamplings of the rounds."""
+    ratios = [x / y for x, y in zip(samples[a], samples[b], strict=True)]
+    resampled = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return statistics.median(ratios), resampled[5], resampled[-6]
+
+
+# 1. The cache. A tensor of half a megabyte, copied.
+small = torch.randn(2**17)
+target = torch.empty_like(small)
+times = {True: [], False: []}
+for _ in range(41):
+    for cold in random.sample([True, False], 2):
+        target.copy_(small)
+        times[cold].append(microseconds(lambda: target.copy_(small), cold))
+cold, warm = statistics.median(times[True]), statistics.median(times[False])
+print(f"the same copy: {warm:.0f} µs warm, {cold:.0f} µs cold")
+assert cold > warm
+
+# 2. The candidates: a rotation as most models write it, one with fewer passes, and the first again under another name.
+B, T, H, D = 1, 512, 16, 64
+x = torch.randn(B, T, H, D)
+angles = torch.outer(torch.arange(T), 10000.0 ** (-torch.arange(0, D, 2) / D))
+cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+cos2, sin2 = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+out = torch.empty_like(x)
+
+
+def usual():
+    a, b = x.chunk(2, dim=-1)
+    return x * cos2 + torch.cat((-b, a), dim=-1) * sin2
+
+
+def fewer_passes():
+    (a, b), (y_a, y_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=y_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=y_b).addcmul_(a, sin)
+    return out
+
+
+assert torch.allclose(usual(), fewer_passes(), atol=1e-6)  # what is wrong gets no time
+
+samples = measure({"usual": usual, "usual again": usual, "fewer passes": fewer_passes}, rounds=41)
+for name, values in samples.items():
+    quarters = statistics.quantiles(values, n=4)
+    print(f"{name:13} median {quarters[1]:7.0f} µs, half of all samples in {quarters[0]:.0f} to {quarters[2]:.0f}")
+
+# 3. The noise floor first, then the difference.
+same, low, high = compare(samples, "usual again", "usual")
+noise = max(abs(low - 1), abs(high - 1))
+print(
+    f"the same code twice: ratio {same:.3f}, between {low:.3f} and {high:.3f}: nothing below {noise:.1%} can be told here"
+)
+
+ratio, low, high = compare(samples, "usual", "fewer passes")
+verdict = "slower" if low > 1 + noise else "faster" if high < 1 - noise else "same or cannot tell"
+print(f"usual against fewer passes: ratio {ratio:.2f}, between {low:.2f} and {high:.2f}: {verdict}")
+assert high > 1  # it cannot be the faster one: it moves twice the bytes
