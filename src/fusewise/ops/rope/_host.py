@@ -25,7 +25,7 @@ from . import _op
 from ._native import planned
 from ._problem import Spec, layout_dims
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("host.cpp", "plan.h"))
+SOURCES = tuple(Path(__file__).parent / name for name in ("host.cpp", "host_call.h", "host_backward.h", "plan.h"))
 
 
 def _not_loaded(*_: Any) -> None:

@@ -1,0 +1,199 @@
+// The launch of a remembered call, and autograd around it: see host.cpp.
+
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "host_call.h"
+
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// --- The launch ------------------------------------------------------------------------------------------------------
+
+// The entry points of the native implementations, see `_cpu/rope.cpp` and `_cuda/rope.cu`.
+struct Kernels {
+  void (*cpu)(const Plan*, const Call*, int64_t threads, void* parallel) = nullptr;
+  void* parallel = nullptr;
+  int (*cuda)(const Plan*, const Call*, void* stream) = nullptr;
+  const char* (*explain)(int) = nullptr;
+} kernels;
+
+void launch(const Plan& plan, const Call& call, c10::Device device) {
+  if (device.is_cpu()) return kernels.cpu(&plan, &call, at::get_num_threads(), kernels.parallel);
+  const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
+  const int code = kernels.cuda(&plan, &call, impl->getStreamNativeHandle(impl->getStream(device)));
+  TORCH_CHECK(code == 0, "rope: the CUDA launch must succeed, got ", kernels.explain(code), "; use impl=\"triton\"");
+}
+
+Tensor empty(const Tensor& like, at::IntArrayRef strides) {
+  const DispatchKey key = like.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
+  c10::Allocator* const allocator = c10::GetAllocator(like.device().type());
+  return at::detail::empty_strided_generic(like.sizes(), strides, allocator, c10::DispatchKeySet(key), like.scalar_type());
+}
+
+const void* address(const Tensor* x) { return x == nullptr || !x->defined() ? nullptr : x->const_data_ptr(); }
+
+// The call without its outputs.
+Call call_on(const Entry& entry, const Tensor* q, const Tensor* k, const Tensor* table, const Tensor* sin,
+             const Tensor* positions, const Tensor* offsets, const Tensor* bounds, int64_t offset) {
+  Call call{};
+  call.x[0] = address(q), call.x[1] = address(k);
+  call.cos = address(table), call.sin = address(sin);
+  if (call.sin == nullptr) call.sin = static_cast<const char*>(call.cos) + entry.sin_distance;
+  call.positions = address(positions), call.offsets = address(offsets), call.bounds = address(bounds);
+  call.offset = offset;
+  return call;
+}
+
+// --- Autograd --------------------------------------------------------------------------------------------------------
+
+PyObject* differentiable = nullptr;  // the gradients in Python, for what is not ordinary
+
+PyObject* wrapped(const Tensor& x) { return x.defined() ? THPVariable_Wrap(x) : Py_NewRef(Py_None); }
+
+// Gradients by `_op.gradients`: it differentiates on, and has a rule for every wrapped tensor.
+variable_list in_python(const variable_list& dys, at::ArrayRef<Tensor> tensors, int64_t offset, const std::string& spec,
+                        const std::string& impl, const std::vector<int64_t>& q_strides,
+                        const std::vector<int64_t>& k_strides) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto list = [](const std::vector<int64_t>& values) { return pybind11::cast(values).release().ptr(); };
+  const auto result = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
+      differentiable, "(NN)(NNNNN)Lss(NN)", wrapped(dys[0]), wrapped(dys.size() > 1 ? dys[1] : Tensor()),
+      wrapped(tensors[0]), wrapped(tensors[1]), wrapped(tensors[2]), wrapped(tensors[3]), wrapped(tensors[4]),
+      static_cast<long long>(offset), spec.c_str(), impl.c_str(), list(q_strides), list(k_strides)));
+  if (!result) {
+    python_error error;
+    error.persist();
+    throw std::move(error);
+  }
+  variable_list dxs(dys.size());
+  for (size_t o = 0; o < dys.size(); ++o) {
+    PyObject* const dx = PyTuple_GET_ITEM(result.ptr(), o);
+    if (dx != Py_None) dxs[o] = THPVariable_Unpack(dx);
+  }
+  return dxs;
+}
+
+// The backward that compiled autograd runs, from what `RopeBackward::compiled_args` put into the context.
+struct Rope {
+  static constexpr bool is_traceable = false;
+  static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& dys) {
+    auto& data = context->saved_data;
+    return in_python(dys, context->get_saved_variables(), data["offset"].toInt(), data["spec"].toStringRef(),
+                     data["impl"].toStringRef(), data["q_strides"].toIntVector(), data["k_strides"].toIntVector());
+  }
+};
+
+// y = R x, dx = Rᵀ dy; of x nothing is saved. Torch's own node with a context serves compiled autograd alone.
+struct RopeBackward : torch::autograd::CppNode<Rope> {
+  Remembered entry;
+  SavedVariable saved[5];  // table, sin, positions, offsets, bounds
+  int64_t offset = 0;
+
+  RopeBackward(Remembered remembered, const Arguments& a) : entry(std::move(remembered)), offset(a.offset) {
+    const Tensor* const tensors[5] = {a.table, a.sin, a.positions, a.offsets, a.bounds};
+    for (int i = 0; i < 5; ++i)
+      if (tensors[i] != nullptr) saved[i] = SavedVariable(*tensors[i], /*is_output=*/false);
+    if (a.operands == 1) set_next_edges(torch::autograd::collect_next_edges(*a.x[0]));
+    else set_next_edges(torch::autograd::collect_next_edges(*a.x[0], *a.x[1]));
+  }
+
+  std::string name() const override { return "RopeBackward"; }
+
+  void release_variables() override {
+    for (SavedVariable& variable : saved) variable.reset_data();
+    CppNode::release_variables();
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    const_cast<RopeBackward*>(this)->fill_context();
+    CppNode::compiled_args(args);
+  }
+
+  variable_list apply(variable_list&& dys) override {
+    Tensor tensors[5];
+    for (int i = 0; i < 5; ++i) tensors[i] = saved[i].unpack();
+    const Tensor* given = nullptr;
+    bool ordinary = nobody_watches();
+    for (const Tensor& dy : dys) {
+      if (!dy.defined()) continue;
+      ordinary = ordinary && dense(dy) && !(at::GradMode::is_enabled() && dy.requires_grad());
+      given = &dy;
+    }
+    if (given == nullptr) return variable_list(dys.size());
+    for (const Tensor& tensor : tensors) ordinary = ordinary && (!tensor.defined() || dense(tensor));
+    if (ordinary) return rotated(dys, tensors, given->device());
+    return in_python(dys, tensors, offset, entry->spec, entry->impl, entry->dense[0], entry->dense[dys.size() - 1]);
+  }
+
+ private:
+  void fill_context() {
+    set_ctx_grad_fn(getptr());
+    variable_list tensors;
+    for (const SavedVariable& variable : saved) tensors.push_back(variable.unpack());
+    ctx_.save_for_backward(std::move(tensors));
+    save_variables_to_ctx();
+    ctx_.set_materialize_grads(false);
+    ctx_.saved_data["offset"] = offset;
+    ctx_.saved_data["spec"] = entry->spec;
+    ctx_.saved_data["impl"] = entry->impl;
+    ctx_.saved_data["q_strides"] = entry->dense[0];
+    ctx_.saved_data["k_strides"] = entry->dense[num_inputs() - 1];
+    is_variable_input_.assign(num_inputs(), true);
+  }
+
+  variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
+    const c10::DeviceGuard there(device);
+    Plan plan = entry->plan;
+    plan.inverse ^= 1, plan.in_place = 0;
+    std::swap(plan.interleaved_in, plan.interleaved_out);
+    variable_list dxs(dys.size()), sources(dys.size());
+    int count = 0, from[2] = {};
+    for (int o = 0; o < static_cast<int>(dys.size()); ++o) {
+      if (!dys[o].defined()) continue;
+      // The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`.
+      sources[o] = dys[o].stride(-1) == 1 || dys[o].size(-1) == 1 ? dys[o] : dys[o].contiguous();
+      dxs[o] = empty(sources[o], entry->dense[o]);
+      from[count++] = o;
+    }
+    if (count == 1) from[1] = from[0];
+    plan.operands = count;
+    Call call = call_on(*entry, &sources[from[0]], &sources[from[1]], &tensors[0], &tensors[1], &tensors[2], &tensors[3],
+                        &tensors[4], offset);
+    for (int i = 0; i < 2; ++i) {
+      const int o = from[i];
+      plan.heads[i] = entry->plan.heads[o];
+      plan.head_dim[i] = entry->plan.head_dim[o];
+      plan.start[i] = entry->plan.start[o];
+      entry->strides(sources[o].strides(), plan.x_strides[i]);
+      entry->strides(dxs[o].strides(), plan.y_strides[i]);
+      call.y[i] = dxs[o].mutable_data_ptr();
+    }
+    RECORD_FUNCTION(count == 1 ? "fusewise::rope" : "fusewise::rope_qk", (std::vector<c10::IValue>{sources[from[0]]}));
+    launch(plan, call, device);
+    return dxs;
+  }
+};
+
+// torch holds nodes by one smart pointer or another, depending on its version.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+NodePointer node_of(Remembered entry, const Arguments& a) {
+#if __has_include(<torch/csrc/autograd/node.h>)
+  return c10::make_intrusive<RopeBackward>(std::move(entry), a);
+#else
+  return NodePointer(new RopeBackward(std::move(entry), a), torch::autograd::deleteNode);
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,216 @@
+// The arguments of a RoPE call, the key that they make, and what is kept under it: see host.cpp.
+
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "plan.h"
+
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+
+// --- What is ordinary ------------------------------------------------------------------------------------------------
+
+// Keys of a dense tensor in memory of its own: no wrapper, no subclass, no lazy negation.
+constexpr c10::DispatchKeySet DENSE{DispatchKey::CPU,          DispatchKey::CUDA,        DispatchKey::ADInplaceOrView,
+                                    DispatchKey::AutogradCPU,  DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
+                                    DispatchKey::AutocastCUDA};
+// Keys that every thread has: more of them are tracing, dispatch modes or torch.func transforms.
+constexpr c10::DispatchKeySet QUIET{DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView};
+
+bool nobody_watches() {
+  return QUIET.has_all(c10::impl::tls_local_dispatch_key_set().included_) && !at::impl::torch_function_mode_enabled() &&
+         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4; }
+
+// --- The arguments of a call and its key -----------------------------------------------------------------------------
+
+struct Key {
+  static constexpr size_t MOST = 192;
+  int64_t words[MOST];
+  size_t count = 0;
+
+  void add(int64_t word) { words[count++] = word; }
+
+  void add(const Tensor& x) {
+    const int64_t kind = static_cast<int64_t>(x.scalar_type());
+    add(static_cast<int64_t>(x.key_set().raw_repr()));
+    add(kind | (x.dim() << 8) | (int64_t(x.device().index()) << 16) | (int64_t(1) << 40));
+    for (const int64_t size : x.sizes()) add(size);
+    for (const int64_t stride : x.strides()) add(stride);
+  }
+
+  // An option: None, a bool, an int, a float, a short string, up to three ints. False: none of these.
+  bool add(PyObject* x) {
+    if (x == Py_None || x == Py_True || x == Py_False) {
+      add(x == Py_None ? 1 : x == Py_True ? 2 : 3);
+    } else if (PyLong_CheckExact(x)) {
+      int overflow = 0;
+      add(4);
+      add(PyLong_AsLongLongAndOverflow(x, &overflow));
+      return overflow == 0;
+    } else if (PyUnicode_CheckExact(x)) {
+      Py_ssize_t size = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(x, &size);
+      if (text == nullptr) PyErr_Clear();  // not to be encoded, so none of ours: validation says so
+      if (text == nullptr || size > 24) return false;
+      int64_t padded[3] = {};
+      std::memcpy(padded, text, size);
+      add(5);
+      for (const int64_t word : padded) add(word);
+    } else if (PyFloat_CheckExact(x)) {
+      const double value = PyFloat_AS_DOUBLE(x);
+      int64_t bits;
+      std::memcpy(&bits, &value, sizeof bits);
+      add(6);
+      add(bits);
+    } else if (PyTuple_CheckExact(x) && PyTuple_GET_SIZE(x) <= 3) {
+      add(7 + (PyTuple_GET_SIZE(x) << 8));
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(x); ++i)
+        if (!PyLong_CheckExact(PyTuple_GET_ITEM(x, i)) || !add(PyTuple_GET_ITEM(x, i))) return false;
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  size_t hash() const {
+    uint64_t h = count;
+    for (size_t i = 0; i < count; ++i) {
+      h = (h ^ static_cast<uint64_t>(words[i])) * 0x9e3779b97f4a7c15u;
+      h ^= h >> 32;
+    }
+    return h;
+  }
+};
+
+// The arguments of `fusewise.rope`, in its order.
+enum Argument { Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, ARGUMENTS = 20 };
+
+struct Arguments {
+  const Tensor* x[2] = {};
+  const Tensor *table = nullptr, *sin = nullptr, *positions = nullptr, *offsets = nullptr, *bounds = nullptr;
+  int64_t offset = 0;
+  int operands = 1;
+  Key key;
+
+  // Whether this is a call that can be remembered or recalled.
+  bool read(PyObject* const* given, bool in_place) {
+    if (!nobody_watches()) return false;
+    key.add(in_place);
+    for (int i = 0; i < FIRST_OPTION; ++i) {
+      PyObject* const object = given[i];
+      if (object == Py_None) {
+        key.add(int64_t(1));
+        continue;
+      }
+      if (i == OFFSET && PyLong_CheckExact(object)) {  // its value is not in the key
+        int overflow = 0;
+        offset = PyLong_AsLongLongAndOverflow(object, &overflow);
+        if (overflow != 0 || offset < 0) return false;
+        key.add(int64_t(4));
+        continue;
+      }
+      if (!THPVariable_CheckExact(object)) return false;
+      const Tensor& tensor = THPVariable_Unpack(object);
+      if (!dense(tensor) || (i > K && tensor.requires_grad())) return false;
+      key.add(tensor);
+      keep(i, tensor);
+    }
+    for (int i = FIRST_OPTION; i < ARGUMENTS; ++i)
+      if (!key.add(given[i])) return false;
+    if (x[0] == nullptr || table == nullptr) return false;
+    operands = x[1] == nullptr ? 1 : 2;
+    if (in_place) {
+      for (int o = 0; o < operands; ++o)
+        if (x[o]->is_inference() && !c10::InferenceMode::is_enabled()) return false;
+      if (operands == 2 && x[0]->storage().data() == x[1]->storage().data())  // whether they overlap depends on it
+        key.add(static_cast<const char*>(x[1]->const_data_ptr()) - static_cast<const char*>(x[0]->const_data_ptr()));
+    }
+    return true;
+  }
+
+  bool records() const {
+    return at::GradMode::is_enabled() && (x[0]->requires_grad() || (operands == 2 && x[1]->requires_grad()));
+  }
+
+ private:
+  void keep(int i, const Tensor& tensor) {
+    switch (i) {
+      case Q: x[0] = &tensor; break;
+      case K: x[1] = &tensor; break;
+      case SIN: sin = &tensor; break;
+      case POSITIONS: positions = &tensor; break;
+      case OFFSET: offsets = &tensor; break;
+      case BOUNDS: bounds = &tensor; break;
+      default: table = &tensor;
+    }
+  }
+};
+
+// --- What is remembered ----------------------------------------------------------------------------------------------
+
+struct Entry {
+  std::vector<int64_t> key;
+  Plan plan;
+  int64_t sin_distance;          // bytes from the table to its sine part where both are one tensor
+  int64_t most_offset;           // that the validation holds for
+  int64_t dims[3];               // of q: batch (-1: none), token, head
+  std::vector<int64_t> dense[2];  // strides of a new tensor like q and k
+  std::string spec, impl;        // as the operators of Python take them
+
+  // Where the elements of x lie, as a plan has it.
+  void strides(at::IntArrayRef of, int64_t (&to)[3]) const {
+    for (int i = 0; i < 3; ++i) to[i] = dims[i] < 0 ? 0 : of[dims[i]];
+  }
+};
+using Remembered = std::shared_ptr<const Entry>;
+
+// Training sees a few keys, serving some hundred; the bound is there only against a leak.
+class Cache {
+ public:
+  Remembered find(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (latest != nullptr && same(latest->key, key)) return latest;  // the layers of a model all make the same call
+    const auto [first, last] = entries.equal_range(key.hash());
+    for (auto i = first; i != last; ++i)
+      if (same(i->second->key, key)) return latest = i->second;
+    return nullptr;
+  }
+  void keep(const Key& key, Remembered entry) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (entries.size() >= 4096) entries.clear();
+    entries.emplace(key.hash(), std::move(entry));
+  }
+  void clear() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    entries.clear();
+    latest = nullptr;
+  }
+  std::mutex mutex;
+
+ private:
+  static bool same(const std::vector<int64_t>& words, const Key& key) {
+    return words.size() == key.count && std::memcmp(words.data(), key.words, key.count * sizeof(int64_t)) == 0;
+  }
+  std::unordered_multimap<size_t, Remembered> entries;
+  Remembered latest;
+};
+Cache& cache = *new Cache;  // never destroyed: threads may outlive the exit
+
+}  // namespace
