@@ -12,7 +12,7 @@ import click
 
 import fusewise
 
-from . import _build, _code, _records
+from . import _build, _code, _records, _tune
 
 EXIT_CODES = """\b
 Exit codes:
@@ -193,5 +193,5 @@ def providers(device: str | None, as_json: bool) -> None:
         commands.show_providers(found)
 
 
-for verb in (*_records.VERBS, *_code.VERBS, *_build.VERBS):
+for verb in (*_records.VERBS, *_code.VERBS, *_build.VERBS, *_tune.VERBS):
     cli.add_command(verb)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .._tuned import Key, Tuned
 from ._gluon_gate import gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._problem import Halves, Spec, split_preact
@@ -70,6 +73,28 @@ def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
     return GateConfig(max(per_program, block_m), block_m, block_f)
 
 
+def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
+    """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
+    chosen = choose_gate(rows, hidden, processors)
+    columns = [f for f in (64, 128, 256) if f <= max(64, triton.next_power_of_2(hidden))]
+    every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
+    return list(dict.fromkeys([chosen, *every]))
+
+
+def _space(key: Key, device: int) -> list[Any]:
+    if key.kernel == "gate":
+        return gate_configurations(key.rows, key.hidden, _processors(device))
+    if key.kernel not in ("y", "preact", "gradient", "down"):
+        return []
+    return list(dict.fromkeys([choose(key.kernel), *configurations(key.kernel)]))
+
+
+TUNED: Tuned[Any] = Tuned(
+    "gated_linear", "gluon",
+    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel")], _space,
+)  # fmt: skip
+
+
 def unavailable(device_type: str) -> str | None:
     """Why Gluon cannot serve tensors of this device type, or None if it can."""
     if device_type != "cuda" or torch.version.hip is not None:
@@ -97,6 +122,13 @@ def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, down:
     if by_choice and down:
         return "behind a down projection its epilogue's code is larger than the instruction cache"
     return None
+
+
+def path(x: Tensor, halves: Halves) -> str:
+    """What `explain_dispatch` says of the configurations: which are tuned, of those for this shape."""
+    hidden = halves.value.shape[0]
+    keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
+    return TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
 
 
 @functools.cache
@@ -142,7 +174,7 @@ def arguments(
 MATRICES = ("x_map", "w_value_map", "w_gate_map", "y_map", "u_map", "g_map", "first_map", "second_map")
 
 # A launch that has run before: the compiled kernel bound to its grid, its descriptors without their addresses, and the
-# arguments behind them. Keyed by all that these depend on.
+# arguments behind them. Keyed by all that these depend on; what was tuned is read once.
 _PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
 _PLANS_MAX = 1024
 
@@ -167,7 +199,7 @@ def _launch(
     matrices = (x, value, gate, y, *(outputs or (None, None)), *inputs)
     pointers = (*bias, sums)
     key = (
-        epilogue, activation, device, x.dtype,
+        epilogue, activation, device, x.dtype, TUNED.override,
         *[None if t is None else (t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
@@ -183,7 +215,8 @@ def _launch(
                 bound.append(template)
             run(*bound, *pointers, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
         else:
-            config = choose(epilogue)
+            found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
+            config = found or choose(epilogue)
             grid, called = arguments(
                 x, value, gate, config, _processors(device), epilogue=epilogue, activation=activation, hidden=hidden, y=y,
                 outputs=outputs, inputs=inputs, bias=bias, sums=sums,
@@ -253,7 +286,8 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
             dbias.zero_()
         return
     device = dy.get_device()
-    config = choose_gate(rows, hidden, _processors(device))
+    key = Key("gate", dy.dtype, "", rows, 0, hidden)
+    config = TUNED.find(device, key) or choose_gate(rows, hidden, _processors(device))
     sums = None
     if dbias is not None:
         sums = torch.empty((triton.cdiv(rows, config.rows), *dbias.shape), dtype=dbias.dtype, device=dy.device)

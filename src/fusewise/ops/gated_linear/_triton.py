@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._tuned import Key, Tuned
 from ._problem import Halves, Spec, split_preact
 from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
@@ -81,6 +84,47 @@ def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
     return GateConfig(max(per_program, block_m), block_m, block_f)
 
 
+def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
+    """All that `fusewise tune` tries for a product kernel, the heuristic's choice first."""
+    chosen = choose(rows, hidden, kind, processors, epilogue=epilogue, tma=tma)
+    if rows <= 64:
+        deep = {"half": (64, 128, 256), "tf32": (32, 64, 128), "ieee": (16, 32, 64)}[kind]
+        every = product((16, 32, 64), deep, (3, 4, 5))
+        return _unique(chosen, [Config(chosen.block_m, f, d, 4, s, group_m=1) for f, d, s in every])
+    if kind != "half":
+        blocks = product(((128, 64, 8), (64, 64, 4), (128, 32, 4)), (chosen.block_d // 2, chosen.block_d), (2, 3, 4))
+        return _unique(chosen, [Config(m, f, max(d, 16), w, s) for (m, f, w), d, s in blocks])
+    tiles = ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8))
+    every_tile = product(tiles, (3, 4), (4, 8, 16))
+    return _unique(chosen, [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in every_tile])
+
+
+def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
+    """The same for the elementwise kernel."""
+    chosen = choose_gate(rows, hidden, processors)
+    columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
+    every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
+    return _unique(chosen, every)
+
+
+def _unique(first: Any, others: list[Any]) -> list[Any]:
+    return list(dict.fromkeys([first, *others]))
+
+
+def _space(key: Key, device: int) -> list[Any]:
+    kind, _, moved = key.way.partition(", ")
+    if key.kernel == "gate":
+        return gate_configurations(key.rows, key.hidden, _processors(device))
+    if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "tf32", "ieee"):
+        return []
+    return configurations(key.rows, key.hidden, kind, _processors(device), epilogue=key.kernel, tma=moved == "tma")
+
+
+TUNED: Tuned[Any] = Tuned(
+    "gated_linear", "triton", [Path(__file__), Path(__file__).with_name("_triton_kernel.py")], _space
+)
+
+
 def unavailable(device_type: str) -> str | None:
     """Why Triton cannot serve tensors of this device type, or None if it can."""
     if INTERPRETED:
@@ -108,7 +152,14 @@ def describable(x: Tensor) -> bool:
 
 
 def path(x: Tensor, halves: Halves) -> str:
-    """How a call's products move their matrices, and why: for `explain_dispatch`."""
+    """How a call's products move their matrices, why, and which configurations are tuned: for `explain_dispatch`."""
+    moved, hidden = _moved(x, halves), halves.value.shape[0]
+    keys = [product_key(e, x, hidden, moved.startswith("by TMA")) for e in ("y", "preact", "gradient")]
+    tuned = TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
+    return f"{moved}; {tuned}" if tuned else moved
+
+
+def _moved(x: Tensor, halves: Halves) -> str:
     if not _has_tma(x.get_device()):
         return "through pointers: the device has no TMA"
     rows = {"x": x, "the value's weight": halves.value, "the gate's weight": halves.gate}
@@ -185,6 +236,17 @@ def _launch(kernel: Any, grid: int, config: Config | GateConfig, arguments: dict
             kernel[(grid,)](**arguments, **options)
 
 
+def product_key(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Key:
+    """What a product kernel's tuned configuration is found by; x (rows, inner)."""
+    return Key(epilogue, x.dtype, f"{kind(x)}, {'tma' if tma else 'pointers'}", x.shape[0], x.shape[1], hidden)
+
+
+def _configure(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Config:
+    device = x.get_device()
+    found: Config | None = TUNED.find(device, product_key(epilogue, x, hidden, tma))
+    return found or choose(x.shape[0], hidden, kind(x), _processors(device), epilogue=epilogue, tma=tma)
+
+
 def _linear(
     x: Tensor, halves: Halves, spec: Spec, epilogue: str, *, y: Tensor | None = None, preact: Tensor | None = None,
     dy: Tensor | None = None, dbias: Tensor | None = None,
@@ -196,7 +258,7 @@ def _linear(
     parts = None if preact is None else split_preact(preact, spec)
     matrices = [t for t in (x, halves.value, halves.gate, y, *(parts or ()), dy) if t is not None]
     tma = _has_tma(device) and all(map(describable, matrices))
-    config = choose(x.shape[0], halves.value.shape[0], kind(x), processors, epilogue=epilogue, tma=tma)
+    config = _configure(epilogue, x, halves.value.shape[0], tma)
     sums = None if dbias is None else _sums(x, triton.cdiv(x.shape[0], config.block_m), dbias)
     grid, arguments = linear_arguments(
         x, halves, config, processors, epilogue=epilogue, activation=spec.activation, tma=tma, y=y, preact=parts, dy=dy,
@@ -248,7 +310,8 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     if rows == 0:
         return _nothing(dbias)
     device = dy.get_device()
-    config = choose_gate(rows, hidden, _processors(device))
+    key = Key("gate", dy.dtype, "", rows, 0, hidden)
+    config = TUNED.find(device, key) or choose_gate(rows, hidden, _processors(device))
     sums = None if dbias is None else _sums(dy, triton.cdiv(rows, config.rows), dbias)
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
     grid, arguments = gate_arguments(dy, before, after, config, spec.activation, sums)
@@ -325,7 +388,7 @@ def down_gradient(
     processors = _processors(device)
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
     tma = _has_tma(device) and all(map(describable, (dz, w_down, *before, y, *after)))
-    config = choose(dz.shape[0], w_down.shape[1], kind(dz), processors, epilogue="down", tma=tma)
+    config = _configure("down", dz, w_down.shape[1], tma)
     sums = None if dbias is None else _sums(dz, triton.cdiv(dz.shape[0], config.block_m), dbias)
     grid, arguments = down_arguments(
         dz, w_down, before, y, after, config, processors, activation=spec.activation, tma=tma, dbias=sums,

@@ -1,0 +1,114 @@
+"""The verb that searches configurations. Parses and calls, nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+EXIT_CODES = """\b
+Exit codes:
+  0    done; a candidate that is wrong or fails is reported and left out
+  1    it could not run, or keep what it found (the message says why)
+  2    the command line is wrong
+  130  interrupted; the results so far are kept
+"""
+
+
+def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str]:
+    return [name.strip() for name in (value or "").split(",") if name.strip()]
+
+
+def _shapes(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> list[tuple[int, ...]]:
+    try:
+        return [tuple(int(number) for number in text.split(",")) for text in value]
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not numbers with commas, as 4096,1024,4096") from None
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  fusewise tune geglu --case llama-3-8b-train
+  fusewise tune geglu --shape 16384,1024,4096 --epilogue y,preact
+  fusewise tune geglu --preset geglu-models --time-limit 30 --json
+  fusewise tune geglu --list
+  TRITON_INTERPRET=1 fusewise tune geglu --shape 32,32,32 --epilogue y --device cpu
+
+"""
+    + EXIT_CODES
+)
+@click.argument("target")
+@click.option("--case", "cases", multiple=True, help="A case by name (`fusewise study geglu --list`); may be repeated.")
+@click.option("--preset", help="All cases of a preset.")
+@click.option(
+    "--shape", "shapes", multiple=True, callback=_shapes, metavar="M,D,F",
+    help="Rows, features in, features out; may be repeated.",
+)  # fmt: skip
+@click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
+@click.option(
+    "--epilogue", "kernels", callback=_names,
+    help="Comma-separated kernels: y, preact, gate, gradient, down. Default: all that the case has.",
+)  # fmt: skip
+@click.option("--impl", type=click.Choice(["gluon", "triton"]), help="Default: what a call takes here.")
+@click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds a kernel and shape."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order of candidates.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--list", "list_kept", is_flag=True, help="List what is kept for this device, search nothing.")
+def tune(
+    target: str,
+    cases: tuple[str, ...],
+    preset: str | None,
+    shapes: list[tuple[int, ...]],
+    dtypes: list[str],
+    kernels: list[str],
+    impl: str | None,
+    device: str | None,
+    time_limit: float,
+    seed: int,
+    as_json: bool,
+    list_kept: bool,
+) -> None:
+    """Search the best configurations of TARGET's kernels on this machine and keep them for the calls to come.
+
+    TARGET is geglu. Nothing is ever tuned at a call: without a result the heuristic chooses, and FUSEWISE_TUNED=0 leaves
+    everything to it.
+    """
+    from fusewise.lab import plan
+    from fusewise.lab import tune as tuning
+
+    try:
+        where = plan._device(device)
+        if list_kept:
+            found = tuning.kept_results(tuning.target(target), where)
+            click.echo(json.dumps(found) if as_json else "\n".join(tuning.kept_lines(found, where)))
+            return
+        jobs = tuning.jobs(target, cases, preset, shapes, dtypes, kernels, where, impl)
+    except tuning.Unable as error:
+        raise click.ClickException(str(error)) from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    results = []
+    try:
+        for result in tuning.tune(jobs, time_limit, seed, lambda text: click.echo(text, err=True)):
+            results.append(result.to_json())
+            if not as_json:
+                click.echo("\n".join(tuning.lines(result)))
+    except (tuning.Unable, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    except RuntimeError as error:  # of the device: out of memory, or a kernel that broke it
+        raise click.ClickException(f"tune: the device must run the search, got {error}") from None
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; {len(results)} results are kept", err=True)
+        sys.exit(130)
+    if as_json:
+        click.echo(json.dumps({"device": where, "results": results}))
+    for file in dict.fromkeys(result["file"] for result in results):
+        click.echo(f"kept in {file}", err=True)
+
+
+VERBS = (tune,)

@@ -1,0 +1,239 @@
+"""Configurations that `fusewise tune` found on this machine, and what an operation tells of itself to be tuned.
+
+    TUNED = Tuned("gated_linear", "triton", SOURCES, space)        in the file of an implementation
+    config = TUNED.find(device, key) or choose(...)                at a call: one look-up
+
+Nothing is read before the first call on a device, and then one file. Its name and content carry all that a result depends
+on: the device, the versions of torch, triton and fusewise, and the kernels' source; results of another machine or version
+are never met. An entry counts only if its configuration is one of those that the search would try for its key today.
+FUSEWISE_TUNED=0 in the environment leaves everything to the heuristics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._shared import kept
+
+VERSION = 1
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+Config = TypeVar("Config")
+
+
+class Key(NamedTuple):
+    """What a configuration is chosen for: a kernel, and the sizes of its product (rows, inner) x (inner, hidden)."""
+
+    kernel: str
+    dtype: torch.dtype
+    way: str  # how the kernel goes about it where that is not all its own choice: "half, tma"
+    rows: int
+    inner: int  # 0 for a kernel without a product
+    hidden: int
+
+    def __str__(self) -> str:
+        words = f"{self.kernel} {str(self.dtype).removeprefix('torch.')} {self.rows},{self.inner},{self.hidden}"
+        return f"{words} ({self.way})" if self.way else words
+
+
+@dataclass(frozen=True)
+class Found:
+    """A result of the search: the best configuration's time and the heuristic's, microseconds."""
+
+    us: float
+    heuristic_us: float
+    rounds: int
+    created: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel at one key, as an operation offers it to the search.
+
+    `run()` launches the kernel once, through the code that serves calls, and writes `outputs`; `truths()` are the same
+    computed in float64, and `plain()` by plain torch in the kernel's dtype, whose error is the yardstick.
+    """
+
+    tuned: Tuned[Any]
+    device: torch.device
+    outputs: tuple[Tensor, ...]
+    run: Callable[[], Any]
+    truths: Callable[[], tuple[Tensor, ...]]
+    plain: Callable[[], tuple[Tensor, ...]]
+
+
+class Watch:
+    """Keys that were looked up while the heuristic chose."""
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+
+
+class Tuned(Generic[Config]):
+    """The tuned configurations of one implementation of one operation, by device.
+
+    `space(key, device)` are the configurations that may be tried for a key, the heuristic's choice first; `sources` the
+    files of the kernels.
+    """
+
+    def __init__(
+        self, op: str, impl: str, sources: Iterable[Path], space: Callable[[Key, int], Sequence[Config]]
+    ) -> None:
+        self.op, self.impl, self.sources, self.space = op, impl, tuple(sources), space
+        self.problems: dict[int, str] = {}  # why the file of a device is not used
+        self.override: Config | Watch | None = None  # while searching
+        self._entries: dict[int, dict[Key, Config]] = {}
+
+    def find(self, device: int, key: Key) -> Config | None:
+        """The configuration found for this key; None where the heuristic is to choose. `device` as `Tensor.get_device`
+        gives it: -1 is the interpreter."""
+        if self.override is not None:
+            if isinstance(self.override, Watch):
+                self.override.keys.append(key)
+                return None
+            return self.override
+        entries = self._entries.get(device)
+        if entries is None:
+            entries = self._entries[device] = self._load(device)
+        return entries.get(key) if entries else None
+
+    def known(self, device: int) -> dict[Key, Config]:
+        """All configurations in use on a device."""
+        if device not in self._entries:
+            self._entries[device] = self._load(device)
+        return dict(self._entries[device])
+
+    def explain(self, device: int, keys: Sequence[Key]) -> str:
+        """In words: for which of these keys there is a result, or why results are not used; empty if there are none."""
+        names = [key.kernel for key in keys if key in self.known(device)]
+        if device in self.problems:
+            return f"tuned configurations are ignored: {self.problems[device]}"
+        return f"configuration tuned on this machine for {', '.join(names)}" if names else ""
+
+    @contextlib.contextmanager
+    def using(self, override: Config | Watch) -> Iterator[None]:
+        """Launch with this configuration whatever the key, or let the heuristic choose and watch: for the search."""
+        self.override = override
+        try:
+            yield
+        finally:
+            self.override = None
+
+    def forget(self) -> None:
+        """Read the files again at the next call."""
+        self._entries.clear()
+        self.problems.clear()
+
+    def keep(self, device: int, key: Key, config: Config, found: Found) -> Path:
+        """Write a result into the file of this device; it replaces an earlier one for the same key.
+
+        Raises:
+            kept.Refused: the file cannot be written, or not safely.
+        """
+        identity, path = self.identity(device), self.path(device)
+        entry = {**_to_json(key), "config": asdict(config), **asdict(found)}  # type: ignore[call-overload]
+
+        def edit(before: Any) -> Any:
+            valid = _valid(before, identity)
+            same = [e for e in before["entries"] if isinstance(e, dict) and _key(e) not in (None, key)] if valid else []
+            return {"version": VERSION, "identity": identity, "entries": [*same, entry]}
+
+        kept.change(path, edit)
+        self.forget()
+        return path
+
+    def path(self, device: int) -> Path:
+        """The file of the results on this device."""
+        digest = hashlib.sha256(json.dumps(self.identity(device), sort_keys=True).encode()).hexdigest()[:16]
+        return kept.folder("tuned") / f"{self.op}-{self.impl}-{digest}.json"
+
+    def identity(self, device: int) -> dict[str, str]:
+        """All that results on this device depend on."""
+        if device < 0:
+            name, capability = "interpreter", ""
+        else:
+            name = torch.cuda.get_device_name(device)
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        sources = hashlib.sha256()
+        for path in self.sources:
+            sources.update(hashlib.sha256(path.read_bytes()).digest())
+        return {
+            "device": name,
+            "capability": capability,
+            "torch": torch.__version__,
+            "triton": importlib.import_module("triton").__version__,
+            "fusewise": importlib.import_module(__name__.partition(".")[0]).__version__,
+            "sources": sources.hexdigest()[:16],
+        }
+
+    def _load(self, device: int) -> dict[Key, Config]:
+        if os.environ.get("FUSEWISE_TUNED") == "0":
+            return {}
+        try:
+            identity = self.identity(device)
+            data = kept.read(self.path(device))
+        except (kept.Refused, OSError) as error:
+            self.problems[device] = str(error)
+            return {}
+        if data is None:
+            return {}
+        if not _valid(data, identity):
+            self.problems[device] = f"{self.path(device)} does not hold what `fusewise tune` writes; remove it"
+            return {}
+        found = {}
+        for entry in data["entries"]:
+            key = _key(entry) if isinstance(entry, dict) else None
+            if key is not None and (config := self._of_space(key, device, entry.get("config"))) is not None:
+                found[key] = config
+        return found
+
+    def _of_space(self, key: Key, device: int, config: Any) -> Config | None:
+        """The member of the current space that has these fields."""
+        for member in self.space(key, device):
+            if isinstance(config, dict) and _same(config, asdict(member)):  # type: ignore[call-overload]
+                return member
+        return None
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Equal, and of equal types: in JSON, 1, 1.0 and true are three things."""
+    return one == other and all(type(one[name]) is type(value) for name, value in other.items())
+
+
+def _to_json(key: Key) -> dict[str, Any]:
+    return {**key._asdict(), "dtype": str(key.dtype).removeprefix("torch.")}
+
+
+def _key(entry: dict[str, Any]) -> Key | None:
+    """The key of an entry in a file; None if it is none."""
+    texts, sizes = (
+        [entry.get(n) for n in ("kernel", "dtype", "way")],
+        [entry.get(n) for n in ("rows", "inner", "hidden")],
+    )
+    if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and 0 <= x < 2**40 for x in sizes):
+        return None
+    if not entry["rows"] or not entry["hidden"]:
+        return None
+    numbers = [entry.get(f.name) for f in fields(Found) if f.name.endswith("us")]
+    if texts[1] not in DTYPES or not all(isinstance(x, float) and x > 0 for x in numbers):
+        return None
+    return Key(entry["kernel"], DTYPES[entry["dtype"]], entry["way"], entry["rows"], entry["inner"], entry["hidden"])
+
+
+def _valid(data: Any, identity: dict[str, str]) -> bool:
+    return (
+        isinstance(data, dict)
+        and data.get("version") == VERSION
+        and data.get("identity") == identity
+        and isinstance(data.get("entries"), list)
+    )

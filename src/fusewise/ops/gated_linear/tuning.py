@@ -1,0 +1,166 @@
+"""What `fusewise tune geglu` searches: the kernels of the gated linear unit, each run through the code that serves calls.
+
+    y         the forward product of an inference
+    preact    the forward product that keeps the pre-activations
+    gate      the elementwise backward of save="preact"
+    gradient  the recomputing backward of save="input"
+    down      the gradient behind the down projection of an MLP
+
+Shape legend as in `_problem.py`. What a product is tuned for is its shape and dtype; the activation and the bias are
+those of the case, and the result is used with any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tuned import Job, Tuned
+from . import _op, reference
+from ._problem import Halves, Spec, new_preact
+from .cases import DTYPES, GatedCase, case, cases
+
+# Calls `kernel` of a module that has the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
+_CALLS: dict[str, Callable[..., None]] = {
+    "y": lambda m, i, w, o, b, s: m.forward(*i, w, s, *o, None),
+    "preact": lambda m, i, w, o, b, s: m.forward(*i, w, s, *o),
+    "gate": lambda m, i, w, o, b, s: m.gradient(*i, *o, s, b),
+    "gradient": lambda m, i, w, o, b, s: m.recompute_gradient(*i, w, *o, s, b),
+    "down": lambda m, i, w, o, b, s: m.down_gradient(i[0], w, i[1], *o, s, b),
+}
+KERNELS = tuple(_CALLS)
+SHAPE = "M,D,F"
+IMPLS = ("gluon", "triton")
+ROWS = 4096  # that are computed in float64 at a time
+
+
+def tuned(device: torch.device) -> list[Tuned[Any]]:
+    """Those that keep results for this device."""
+    able = [i for i in IMPLS if _op.choice.unavailable(i, device.type, torch.bfloat16) is None]
+    return [_op.choice.implementation(impl).TUNED for impl in able]
+
+
+def names(preset: str) -> list[str]:
+    """The cases of a preset; ValueError if there is none of that name."""
+    return [found.name for found in cases(preset)]
+
+
+def unavailable(device: torch.device) -> list[str]:
+    """Why each implementation that has configurations does not serve this device, for those that do not."""
+    return [r for i in IMPLS if (r := _op.choice.unavailable(i, device.type, torch.bfloat16)) is not None]
+
+
+def check(name: str | None, shape: Sequence[int] | None, dtypes: Sequence[str], kernels: Sequence[str]) -> None:
+    """ValueError for a case, shape, dtype or kernel that is none."""
+    _case(name, shape, "")
+    for kernel in kernels:
+        if kernel not in KERNELS:
+            raise ValueError(f"tune: epilogue must be one of {', '.join(KERNELS)}, got {kernel!r}; choose one")
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"tune: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+
+
+def jobs(
+    name: str | None, shape: Sequence[int] | None, dtypes: Sequence[str], kernels: Sequence[str], device: torch.device,
+    impl: str | None = None,
+) -> Iterator[Job]:  # fmt: skip
+    """The kernels at one case, or at rows, features and hidden features given as `shape`, made one at a time.
+
+    Without `kernels`, all; without `dtypes`, the case's own (of a shape: bf16, or fp32 on a CPU); without `impl`, what a
+    call takes, which on a CPU is Triton's interpreter.
+
+    Raises:
+        ValueError: as `check`, or the implementation cannot serve a job.
+    """
+    check(name, shape, dtypes, kernels)
+    found = _case(name, shape, device.type)
+    wanted = kernels or [kernel for kernel in KERNELS if kernel != "down" or found.out]
+    for dtype in dtypes or found.dtypes:
+        for kernel in wanted:
+            yield _job(found, dtype, kernel, device, impl or ("triton" if device.type == "cpu" else "auto"))
+
+
+def _case(name: str | None, shape: Sequence[int] | None, device_type: str) -> GatedCase:
+    if name is not None:
+        return case(name)
+    if shape is None or len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"tune: shape must be three positive numbers, {SHAPE}, got {shape}; give all three")
+    rows, features, hidden = shape
+    own = "fp32" if device_type == "cpu" else "bf16"
+    return GatedCase(name="shape", rows=rows, features=features, hidden=hidden, bias=True, out=features, dtypes=(own,))
+
+
+def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: str) -> Job:
+    made = found.make_inputs(device, dtype)
+    spec = Spec(found.activation, "stacked", found.gate_first)
+    x, weight, *bias = made.operands
+    halves = Halves.of(spec, weight, None, bias[0] if bias else None)
+    dy = made.gradients[0]
+    rows, hidden = dy.shape
+    weights: Any = halves
+    if kernel in ("y", "preact"):
+        inputs: tuple[Tensor, ...] = (x,)
+        outputs: tuple[Tensor, ...] = (torch.empty_like(dy),)
+        if kernel == "preact":
+            outputs = (*outputs, new_preact(x, hidden, spec))
+    elif kernel == "gradient":
+        inputs, outputs = (dy, x), (new_preact(x, hidden, spec),)
+    else:
+        preact = torch.randn(rows, 2 * hidden, device=device, dtype=x.dtype)
+        inputs, outputs = (dy, preact), (torch.empty_like(preact),)
+        if kernel == "down":
+            out = found.out or found.features
+            weights = made.w_down
+            if weights is None:
+                weights = torch.randn(out, hidden, device=device, dtype=x.dtype) / hidden**0.5
+            inputs, outputs = (torch.randn(rows, out, device=device, dtype=x.dtype), preact), (dy, *outputs)
+    summed = bool(bias) and kernel in ("gate", "gradient", "down")
+    dbias = _op.new_dbias(x, hidden, True) if summed else None
+    if kernel == "gate":
+        module = _op._module(impl, hidden, dy) if impl == "auto" else _op.choice.serving(impl, device.type, x.dtype)
+    elif kernel == "down":
+        module = _op._module(impl, hidden, inputs[0], weights, down=True)
+    else:
+        module = _op._module(impl, hidden, x, halves.value, halves.gate)
+    if getattr(module, "TUNED", None) is None:
+        raise ValueError(
+            f"tune: impl must be one that has configurations, {' or '.join(IMPLS)}, got {impl!r}, which here is "
+            f"{module.__name__.rpartition('.')[2].lstrip('_')}; name another"
+        )
+    call = _CALLS[kernel]
+
+    def by_torch(to: torch.dtype, keep: torch.dtype) -> tuple[Tensor, ...]:
+        """What is right, computed by the reference in `to` and returned in `keep`, some rows at a time."""
+        results = tuple(torch.empty(t.shape, dtype=keep, device=device) for t in outputs)
+        total = None if dbias is None else torch.zeros_like(dbias, dtype=torch.promote_types(to, torch.float32))
+        wide = _converted(weights, to)
+        for start in range(0, rows, ROWS):
+            part = [t[start : start + ROWS].to(to) for t in inputs]
+            out = [t[start : start + ROWS].to(to) for t in results]
+            sums = None if total is None else torch.empty_like(total)
+            call(reference, part, wide, out, sums, spec)
+            for result, chunk in zip(results, out, strict=True):
+                result[start : start + ROWS] = chunk
+            if total is not None and sums is not None:
+                total += sums
+        return results if total is None else (*results, total)
+
+    return Job(
+        tuned=module.TUNED,
+        device=device,
+        outputs=outputs if dbias is None else (*outputs, dbias),
+        run=lambda: call(module, inputs, weights, outputs, dbias, spec),
+        truths=lambda: by_torch(torch.float64, torch.float64 if x.dtype == torch.float32 else torch.float32),
+        plain=lambda: by_torch(x.dtype, x.dtype),
+    )
+
+
+def _converted(weights: Any, to: torch.dtype) -> Any:
+    if isinstance(weights, Tensor):
+        return weights.to(to)
+    value_bias, gate_bias = (None if b is None else b.to(to) for b in (weights.value_bias, weights.gate_bias))
+    return Halves(weights.value.to(to), weights.gate.to(to), value_bias, gate_bias)
