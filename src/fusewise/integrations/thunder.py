@@ -1,0 +1,132 @@
+"""fusewise's operations inside `thunder.jit`: an executor that keeps each of them one operation of the trace.
+
+    import thunder
+    from fusewise.integrations.thunder import executor
+
+    step = thunder.jit(function, executors=[executor(), *thunder.get_default_executors()])
+
+`fusewise.rope`, `geglu_linear`, `gated_linear` and `gated_mlp` are symbols of the trace where the executor is given, and
+nothing changes where it is not: Thunder has no other state of it. The backward of RoPE is `rope` itself, turned round,
+with nothing of q or k kept. The backward of a gated unit keeps its inputs alone and runs its forward once more, whatever
+`save` says, since Thunder decides what a trace keeps; it makes the gradients of all tensors, wanted or not.
+
+`rope_` and `out=`, which write into a tensor, are not for a trace. Nor are `nn.GatedMLP` and the gated MLPs of
+`fusewise.compat`, which look at the strides of their weights: call `gated_mlp` with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.gated_linear import gated_linear, gated_mlp, geglu_linear
+from ..ops.rope import rope
+
+
+@cache
+def executor() -> Any:
+    """The executor, one a process. Imports thunder.
+
+    Raises:
+        ImportError: there is no thunder that can be imported here.
+    """
+    from thunder.extend import OperatorExecutor
+
+    made = OperatorExecutor("fusewise")
+    _add_rope(made)
+    for function, width in ((geglu_linear, _unit_width), (gated_linear, _unit_width), (gated_mlp, _mlp_width)):
+        _add_gated(made, function, width)
+    return made
+
+
+def _add_rope(made: Any) -> None:
+    from thunder.core.proxies import TensorProxy
+    from thunder.core.prims import get_grad, put_grad
+
+    def meta(q: Any, k: Any = None, **options: Any) -> Any:
+        if options.get("out") is not None:
+            raise ValueError("rope: out must be None inside thunder.jit, got tensors; use the result")
+        return TensorProxy(like=q) if k is None else (TensorProxy(like=q), TensorProxy(like=k))
+
+    def run(q: Tensor, k: Tensor | None = None, **options: Any) -> Any:
+        return rope(_unit_stride(q), None if k is None else _unit_stride(k), **options)
+
+    symbol = made.register_operator("fusewise_rope", meta=meta, fn=run, replaces=rope)
+
+    def gradient(q: Any, k: Any = None, *, inverse: bool = False, **options: Any) -> Any:
+        rotated = symbol(q, k, inverse=inverse, **options)
+        back = {**options, "inverse": not inverse, **_transposed(options)}
+        if k is None:
+            put_grad(q, symbol(get_grad(rotated), **back))
+        else:
+            dq, dk = symbol(*map(get_grad, rotated), **back)
+            put_grad(q, dq)
+            put_grad(k, dk)
+        return rotated
+
+    made.register_implementation(symbol, symbol, grad_transform=gradient)
+
+
+def _transposed(options: dict[str, Any]) -> dict[str, str]:
+    """What reads interleaved and writes halves has a gradient that reads halves and writes interleaved."""
+    there = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved": "interleaved_to_half"}
+    pairing = options.get("pairing")
+    return {"pairing": there[pairing]} if pairing in there else {}
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """The one copy: a gradient whose features are not contiguous, as that of a sum."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., int]) -> None:
+    from thunder.core.proxies import TensorProxy
+    from thunder.core.prims import get_grad, put_grad
+
+    name = f"fusewise_{function.__name__}"
+
+    def meta(x: Any, *args: Any, **options: Any) -> Any:
+        return TensorProxy(like=x, shape=(*x.shape[:-1], width(x, *args, **options)))
+
+    def backward_meta(dy: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return tuple(TensorProxy(like=t) for t in (*args, *options.values()) if isinstance(t, TensorProxy))
+
+    def backward(dy: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Gradients of all tensors among the arguments, in their order."""
+        with torch.enable_grad():
+            positional = [_leaf(value) for value in args]
+            named = {key: _leaf(value) for key, value in options.items()}
+            y = function(*positional, **named)
+        leaves = [value for value in (*positional, *named.values()) if isinstance(value, Tensor)]
+        return torch.autograd.grad(y, leaves, dy)
+
+    symbol = made.register_operator(name, meta=meta, fn=function, replaces=function)
+    backward_symbol = made.register_operator(f"{name}_backward", meta=backward_meta, fn=backward)
+
+    def gradient(*args: Any, **options: Any) -> Any:
+        y = symbol(*args, **options)
+        tensors = [value for value in (*args, *options.values()) if isinstance(value, TensorProxy)]
+        for tensor, grad in zip(tensors, backward_symbol(get_grad(y), args, options), strict=True):
+            put_grad(tensor, grad)
+        return y
+
+    made.register_implementation(symbol, symbol, grad_transform=gradient)
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_() if isinstance(value, Tensor) else value
+
+
+def _unit_width(x: Any, weight: Any, bias: Any = None, *, w_gate: Any = None, **_: Any) -> int:
+    """F, of a stacked weight in any of its layouts or of the value's alone."""
+    rows: int = weight.numel // x.shape[-1]
+    return rows if w_gate is not None else rows // 2
+
+
+def _mlp_width(x: Any, w_gate: Any, w_up: Any, w_down: Any, **_: Any) -> int:
+    width: int = w_down.shape[0]
+    return width
