@@ -257,6 +257,16 @@ def test_conflicts_are_errors() -> None:
     assert forwards(model) == []
 
 
+def test_a_deep_copy_stays_patched_with_its_own_weights() -> None:
+    model: Any = build("Llama")
+    with patch(model), torch.no_grad():
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
+        copied.model.layers[0].mlp.up_proj.weight.zero_()
+        assert not torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
+    assert forwards(model) == [] and len(forwards(copied)) == 4
+
+
 def test_random_numbers_are_not_used() -> None:
     before = torch.random.get_rng_state()
     with torch.device("meta"):

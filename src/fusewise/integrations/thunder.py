@@ -44,8 +44,8 @@ def executor() -> Any:
 
 
 def _add_rope(made: Any) -> None:
-    from thunder.core.proxies import TensorProxy
     from thunder.core.prims import get_grad, put_grad
+    from thunder.core.proxies import TensorProxy
 
     def meta(q: Any, k: Any = None, **options: Any) -> Any:
         if options.get("out") is not None:
@@ -84,8 +84,8 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., int]) -> None:
-    from thunder.core.proxies import TensorProxy
     from thunder.core.prims import get_grad, put_grad
+    from thunder.core.proxies import TensorProxy
 
     name = f"fusewise_{function.__name__}"
 
