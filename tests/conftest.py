@@ -30,6 +30,7 @@ def _mend_interpreter() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["FUSEWISE_TUNED"] = "0"  # tests are of what is here, not of what was tuned on this machine
     if INTERPRETER:
         import triton
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fusewise.ops._tuned import Found, Job, Key, Watch
+from fusewise.ops._tuned import Found, Job, Key, Watch, enabled
 from fusewise.ops.gated_linear import tuning as gated_linear
 
 from . import machine, truth
@@ -329,7 +329,7 @@ def kept_results(target: str, device: str) -> list[Json]:
             {
                 "impl": tuned.impl,
                 "file": str(tuned.path(_index(where))),
-                "problem": tuned.problems.get(_index(where), ""),
+                "problem": tuned.problems.get(_index(where), "" if enabled() else "FUSEWISE_TUNED=0 is set"),
                 "entries": [{"for": str(key), "config": asdict(config)} for key, config in entries.items()],
             }
         )

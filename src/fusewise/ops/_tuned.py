@@ -72,6 +72,11 @@ class Job:
     plain: Callable[[], tuple[Tensor, ...]]
 
 
+def enabled() -> bool:
+    """Whether results are used at all."""
+    return os.environ.get("FUSEWISE_TUNED") != "0"
+
+
 class Watch:
     """Keys that were looked up while the heuristic chose."""
 
@@ -177,7 +182,7 @@ class Tuned(Generic[Config]):
         }
 
     def _load(self, device: int) -> dict[Key, Config]:
-        if os.environ.get("FUSEWISE_TUNED") == "0":
+        if not enabled():
             return {}
         try:
             identity = self.identity(device)

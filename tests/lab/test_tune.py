@@ -1,0 +1,244 @@
+"""The search of `fusewise tune`: its logic with constructed times, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+click = pytest.importorskip("click")
+pytest.importorskip("triton")
+
+from click.testing import CliRunner  # noqa: E402
+
+from fusewise.cli import cli  # noqa: E402
+from fusewise.lab import tune  # noqa: E402
+from fusewise.lab.timing import Turn  # noqa: E402
+from fusewise.ops._tuned import Job, Key, Tuned  # noqa: E402
+
+KEY = Key("y", torch.float32, "", 8, 4, 4)
+
+
+@dataclass(frozen=True)
+class Tile:
+    size: int
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FUSEWISE_TUNED", raising=False)
+
+
+class Clock:
+    """Times by configuration, with a relative noise."""
+
+    def __init__(self, times: dict[int, float], noise: float = 0.002) -> None:
+        self.times, self.noise, self.random, self.measured = times, noise, random.Random(1), []
+
+    def __call__(self, candidate: tune.Candidate) -> float:
+        self.measured.append(candidate.config.size)
+        return self.times[candidate.config.size] * (1 + self.noise * self.random.gauss(0, 1))
+
+
+def raced(times: dict[int, float], noise: float = 0.002, late: Any = lambda: False) -> tuple[tune.Result, Clock]:
+    """The first configuration is the heuristic's."""
+    candidates = [tune.Candidate(Tile(size), "ok") for size in times]
+    clock = Clock(times, noise)
+    ended = tune.race(candidates, candidates[0], clock, late, 0)
+    return tune.judge(KEY, "impl", candidates, *ended), clock
+
+
+def test_a_clear_winner_is_kept_and_ends_the_race() -> None:
+    result, _ = raced({1: 100.0, 2: 90.0, 3: 97.0, 4: 120.0})
+    assert result.winner.config == result.best.config == Tile(2) and result.verdict == "faster"
+    assert result.stopped == "clear" and result.rounds == tune.MIN_ROUNDS
+    assert result.gap == pytest.approx(100 / 90 - 1, abs=0.01)
+    assert {c.config.size: c.status for c in result.candidates} == {1: "ok", 2: "ok", 3: "dropped", 4: "dropped"}
+
+
+def test_a_heuristic_that_is_best_stays() -> None:
+    result, _ = raced({1: 90.0, 2: 100.0, 3: 110.0})
+    assert result.winner is result.best is result.heuristic and result.gap == 0 and result.stopped == "clear"
+
+
+def test_a_difference_within_the_noise_changes_nothing() -> None:
+    result, _ = raced({1: 100.0, 2: 99.5}, noise=0.03)
+    assert result.winner is result.heuristic and result.verdict in ("same", "ambiguous")
+
+
+def test_what_is_far_off_is_timed_once() -> None:
+    result, clock = raced({1: 100.0, 2: 90.0, 3: 300.0})
+    assert clock.measured.count(3) == 1
+    assert result.candidates[2].status == "dropped" and result.candidates[2].us is None
+
+
+def test_the_heuristic_is_timed_twice_a_round_and_never_dropped() -> None:
+    result, clock = raced({1: 300.0, 2: 90.0, 3: 91.0})
+    assert clock.measured.count(1) == 1 + 2 * result.rounds
+    assert result.heuristic.status == "ok" and result.gap == pytest.approx(300 / 90 - 1, rel=0.02)
+
+
+def test_the_time_limit_and_the_rounds_end_it() -> None:
+    times = {size: 100.0 + 0.01 * size for size in range(1, 6)}
+    late, _ = raced(times, 0.02, lambda: True)
+    assert late.stopped == "time" and late.rounds == 3
+    whole, _ = raced(times, 0.02)
+    assert whole.stopped == "rounds" and whole.rounds == tune.MAX_ROUNDS
+
+
+def test_the_same_times_give_the_same_choice_in_any_order_of_rounds() -> None:
+    choices = set()
+    for seed in range(5):
+        candidates = [tune.Candidate(Tile(size), "ok") for size in (1, 2, 3)]
+        ended = tune.race(candidates, candidates[0], Clock({1: 100.0, 2: 95.0, 3: 80.0}), lambda: False, seed)
+        choices.add(tune.judge(KEY, "impl", candidates, *ended).winner.config)
+    assert choices == {Tile(3)}
+
+
+class FakeTimer:
+    """Microseconds by the configuration that is in use."""
+
+    def __init__(self, tuned: Tuned[Any], times: dict[int, float]) -> None:
+        self.tuned, self.times = tuned, times
+
+    def turn(self, work: Any, samples: int, calls: int) -> Turn:
+        work.step(work.begin(0))
+        return Turn([self.times[self.tuned.override.size]] * samples)
+
+
+def job(times: dict[int, float], wrong: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> tuple[Job, FakeTimer]:
+    """Doubles a vector; some configurations leave the last element unwritten, some raise."""
+    tuned: Tuned[Any] = Tuned("op", "impl", [Path(__file__)], lambda key, device: [Tile(size) for size in times])
+    x = torch.randn(8)
+    y = torch.empty(8)
+
+    def run() -> None:
+        config = tuned.find(-1, KEY) or Tile(next(iter(times)))
+        if config.size in failing:
+            raise RuntimeError("out of resources: shared memory\nand more")
+        end = 7 if config.size in wrong else 8
+        y[:end] = 2 * x[:end]
+
+    cpu = torch.device("cpu")
+    made = Job(tuned, cpu, (y,), run, lambda: (2 * x.double(),), lambda: (2 * x,))
+    return made, FakeTimer(tuned, times)
+
+
+def test_wrong_and_failing_candidates_are_reported_and_dropped() -> None:
+    made, timer = job({1: 100.0, 2: 50.0, 3: 40.0, 4: 60.0}, wrong=(2,), failing=(3,))
+    result = tune.search(made, timer, 60.0, 0, lambda text: None)
+    by = {c.config.size: c for c in result.candidates}
+    assert (by[2].status, by[3].status) == ("wrong", "failed") and "inf" in by[2].reason
+    assert by[3].reason == "RuntimeError: out of resources: shared memory"
+    assert result.winner.config == Tile(4) and result.key == KEY
+    text = "\n".join(tune.lines(result))
+    assert "wrong: Tile(size=2)" in text and "failed: Tile(size=3)" in text and "within 66.7 %" in text
+    json.dumps(result.to_json())
+
+
+def test_a_heuristic_that_is_wrong_is_replaced() -> None:
+    made, timer = job({1: 10.0, 2: 50.0}, wrong=(1,))
+    result = tune.search(made, timer, 60.0, 0, lambda text: None)
+    assert result.winner.config == Tile(2) and result.gap is None and "heuristic is wrong" in tune.lines(result)[0]
+
+
+def test_nothing_right_is_an_error() -> None:
+    made, timer = job({1: 10.0, 2: 50.0}, wrong=(1,), failing=(2,))
+    with pytest.raises(tune.Unable, match="must have a candidate that is right"):
+        tune.search(made, timer, 60.0, 0, lambda text: None)
+
+
+def test_without_time_the_heuristic_alone_is_tried() -> None:
+    made, timer = job({1: 10.0, 2: 5.0})
+    result = tune.search(made, timer, 0.0, 0, lambda text: None)
+    assert [c.status for c in result.candidates] == ["ok", "not reached"]
+    assert result.winner.config == Tile(1) and "1 candidates were not reached" in "\n".join(tune.lines(result))
+
+
+def test_what_is_found_is_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, timer = job({1: 100.0, 2: 50.0})
+    monkeypatch.setattr(tune, "timer", lambda device: timer)
+    (result,) = tune.tune(iter([made]), 60.0, 0, lambda text: None)
+    assert Path(result.file).is_file() and made.tuned.find(-1, KEY) == Tile(2)
+    entry = json.loads(Path(result.file).read_text())["entries"][0]
+    assert (entry["us"], entry["heuristic_us"], entry["rows"]) == (50.0, 100.0, 8)
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, arguments)
+
+
+def test_help() -> None:
+    found = invoke("tune", "--help")
+    assert found.exit_code == 0
+    for text in ("Exit codes:", "130", "Examples:", "--epilogue", "--list", "FUSEWISE_TUNED=0"):
+        assert text in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("tune",), "Missing argument 'TARGET'"),
+        (("tune", "tango", "--shape", "1,1,1"), "target must be one of geglu, got 'tango'; try `tune geglu`"),
+        (("tune", "geglu"), "give what to tune for, --case, --preset or --shape M,D,F, got none"),
+        (("tune", "geglu", "--case", "nope"), "name must be that of a case"),
+        (("tune", "geglu", "--preset", "nope"), "preset must be one of geglu-memory"),
+        (("tune", "geglu", "--shape", "1,2"), "shape must be three positive numbers, M,D,F, got (1, 2)"),
+        (("tune", "geglu", "--shape", "0,2,3"), "shape must be three positive numbers"),
+        (("tune", "geglu", "--shape", "a,b,c"), "is not numbers with commas"),
+        (("tune", "geglu", "--shape", "1,2,3", "--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
+        (("tune", "geglu", "--shape", "1,2,3", "--epilogue", "z"), "epilogue must be one of y, preact, gate, gradient"),
+        (("tune", "geglu", "--shape", "1,2,3", "--device", "toaster"), "device must be cpu or cuda[:index]"),
+    ],
+)
+def test_bad_command_lines_exit_2_with_a_fix(arguments: tuple[str, ...], words: str) -> None:
+    found = invoke(*arguments)
+    assert found.exit_code == 2
+    assert words in " ".join(found.output.split())
+
+
+def test_a_device_without_configurations_exits_1() -> None:
+    found = invoke("tune", "geglu", "--shape", "8,16,16", "--device", "cpu")
+    assert found.exit_code == 1 and "TRITON_INTERPRET=1" in found.output
+    assert invoke("tune", "geglu", "--list", "--device", "cpu").output == "nothing can be tuned on cpu\n"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kernel", ["y", "preact", "gate", "gradient", "down"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_kernel_is_searched_in_the_interpreter(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real launches, held against float64; few candidates and constructed times."""
+    from fusewise.ops.gated_linear import _triton
+
+    whole = _triton._space
+    monkeypatch.setattr(_triton.TUNED, "space", lambda key, device: whole(key, device)[:3])
+
+    class Timer:
+        def turn(self, work: Any, samples: int, calls: int) -> Turn:
+            slow = _triton.TUNED.override != _triton.TUNED.space(seen[0], -1)[2]
+            return Turn([20.0 if slow else 10.0])
+
+    seen: list[Key] = []
+    asked = tune._key
+    monkeypatch.setattr(tune, "_key", lambda made: seen.append(asked(made)) or seen[-1])
+    monkeypatch.setattr(tune, "timer", lambda device: Timer())
+    arguments = ("--shape", "20,24,40", "--epilogue", kernel, "--dtype", dtype, "--device", "cpu", "--json")
+    found = CliRunner().invoke(cli, ("tune", "geglu", *arguments))
+    assert found.exit_code == 0, found.output
+    (result,) = json.loads(found.stdout)["results"]
+    assert [c["status"] for c in result["candidates"]] in (["ok", "dropped", "ok"], ["ok", "ok", "ok"])
+    assert result["kernel"] == kernel and result["kept"] == result["best"] == result["candidates"][2]["config"]
+    assert result["gap"] == pytest.approx(1.0)
+    listing = json.loads(invoke("tune", "geglu", "--list", "--device", "cpu", "--json").output)
+    assert [e["config"] for e in listing[0]["entries"]] == [result["kept"]]
+    _triton.TUNED.forget()
+    monkeypatch.setenv("FUSEWISE_TUNED", "0")
+    (file,) = json.loads(invoke("tune", "geglu", "--list", "--device", "cpu", "--json").output)
+    assert not file["entries"] and file["problem"] == "FUSEWISE_TUNED=0 is set"
+    _triton.TUNED.forget()

@@ -1,0 +1,317 @@
+"""Results of `fusewise tune`: what is read back, what is not, and that calls use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fusewise
+from fusewise._shared import kept
+from fusewise.ops._tuned import Found, Key, Tuned, Watch
+
+FOUND = Found(10.0, 12.5, 7, "2026-01-01T00:00:00+00:00")
+KEY = Key("y", torch.bfloat16, "half, tma", 4096, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Tile:
+    size: int
+    split: bool = False
+
+
+SPACE = [Tile(64), Tile(128), Tile(128, True)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FUSEWISE_TUNED", raising=False)
+    return tmp_path / "cache" / "tuned"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "kernel.py"
+    path.write_text("a kernel")
+    return path
+
+
+def tuned(source: Path, space: list[Tile] = SPACE) -> Tuned[Tile]:
+    """As another process would have it."""
+    return Tuned("op", "impl", [source], lambda key, device: space if key.kernel == "y" else [])
+
+
+def test_what_is_kept_is_found_by_its_key_alone(source: Path, cache: Path) -> None:
+    path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    assert path.parent == cache and path.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
+    later = tuned(source)
+    assert later.find(-1, KEY) == Tile(128)
+    for change in (
+        {"rows": 4097}, {"hidden": 1}, {"inner": 2}, {"dtype": torch.float16}, {"kernel": "preact"}, {"way": "half, pointers"},
+    ):  # fmt: skip
+        assert later.find(-1, KEY._replace(**change)) is None
+
+
+def test_a_later_result_replaces_an_earlier_one_and_no_other(source: Path) -> None:
+    one = tuned(source)
+    one.keep(-1, KEY, Tile(128), FOUND)
+    one.keep(-1, KEY._replace(rows=8), Tile(64), FOUND)
+    assert one.find(-1, KEY) == Tile(128)
+    path = one.keep(-1, KEY, Tile(128, True), FOUND)
+    assert one.find(-1, KEY) == Tile(128, True) and one.find(-1, KEY._replace(rows=8)) == Tile(64)
+    assert len(json.loads(path.read_text())["entries"]) == 2
+
+
+def test_one_read_a_process_and_none_before_a_call(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    reads, read = [], kept.read
+    monkeypatch.setattr(kept, "read", lambda path: reads.append(path) or read(path))
+    later = tuned(source)
+    assert not reads
+    for rows in range(1, 50):
+        later.find(-1, KEY._replace(rows=rows))
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("what", ["torch", "triton", "fusewise", "source", "device"])
+def test_results_of_another_version_or_device_are_stale(
+    what: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    first = tuned(source)
+    path = first.keep(-1, KEY, Tile(128), FOUND)
+    if what == "source":
+        source.write_text("another kernel")
+    elif what == "device":
+        identity = Tuned.identity
+        monkeypatch.setattr(Tuned, "identity", lambda self, device: {**identity(self, device), "device": "another"})
+    else:
+        monkeypatch.setattr(__import__(what), "__version__", "0.0.1")
+    later = tuned(source)
+    assert later.find(-1, KEY) is None and not later.problems
+    # Nor does a file that was copied to the new name bring them back.
+    later.path(-1).write_bytes(path.read_bytes())
+    later.path(-1).chmod(0o600)
+    assert tuned(source).find(-1, KEY) is None
+
+
+def test_an_entry_outside_of_the_space_is_ignored(source: Path) -> None:
+    first = tuned(source)
+    first.keep(-1, KEY, Tile(128), FOUND)
+    first.keep(-1, KEY._replace(rows=8), Tile(4096), FOUND)  # of no space
+    first.keep(-1, KEY._replace(kernel="other"), Tile(128), FOUND)
+    assert first.known(-1) == {KEY: Tile(128)}
+    assert tuned(source, [Tile(64)]).known(-1) == {}
+
+
+ENTRY = {
+    "kernel": "y", "dtype": "bfloat16", "way": "half, tma", "rows": 4096, "inner": 1024, "hidden": 2048,
+    "config": {"size": 128, "split": False}, "us": 10.0, "heuristic_us": 12.5, "rounds": 7, "created": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": "4096"}, {"rows": True}, {"rows": -1}, {"rows": 0}, {"rows": 2**50}, {"kernel": None}, {"dtype": "int8"},
+        {"us": "fast"}, {"us": -1.0}, {"config": None}, {"config": [128, False]}, {"config": {"size": 128}},
+        {"config": {"size": 128.0, "split": False}}, {"config": {"size": 128, "split": 0}},
+        {"config": {"size": 128, "split": False, "more": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_entry_that_is_none_costs_itself_alone(change: dict[str, Any], source: Path) -> None:
+    first = tuned(source)
+    path = first.keep(-1, KEY._replace(rows=8), Tile(64), FOUND)
+    data = json.loads(path.read_text())
+
+    def with_entry(entry: Any) -> dict[Key, Tile]:
+        path.write_text(json.dumps({**data, "entries": [entry, "nonsense", *data["entries"]]}))
+        return tuned(source).known(-1)
+
+    good = {KEY._replace(rows=8): Tile(64)}
+    assert with_entry(ENTRY) == {KEY: Tile(128), **good}
+    assert with_entry({**ENTRY, **change}) == good
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100_000, "null", "[]", "7", '{"version": 2}', '{"version": 1, "entries": {}}', "\xff\xfe"]
+)
+def test_a_damaged_file_is_ignored_told_of_and_replaced(text: str, source: Path) -> None:
+    first = tuned(source)
+    path = first.keep(-1, KEY, Tile(128), FOUND)
+    path.write_bytes(text.encode("latin-1"))
+    later = tuned(source)
+    assert later.find(-1, KEY) is None
+    if text != "null":
+        assert str(path) in later.problems[-1] and "ignored" in later.explain(-1, [KEY])
+    later.keep(-1, KEY, Tile(64), FOUND)
+    assert tuned(source).find(-1, KEY) == Tile(64)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_what_others_could_have_written_is_refused(part: str, mode: int, source: Path, cache: Path) -> None:
+    path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    (path if part == "file" else cache).chmod(mode | 0o100 * (part == "folder"))
+    later = tuned(source)
+    assert later.find(-1, KEY) is None and "writable by others" in later.problems[-1]
+    if part == "folder":
+        with pytest.raises(kept.Refused, match="writable by others"):
+            later.keep(-1, KEY, Tile(64), FOUND)
+    cache.chmod(0o700)
+
+
+def test_files_of_another_user_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    later = tuned(source)
+    assert later.find(-1, KEY) is None and f"belongs to user {user}" in later.problems[-1]
+    with pytest.raises(kept.Refused, match="belongs to user"):
+        later.keep(-1, KEY, Tile(64), FOUND)
+
+
+def test_a_symbolic_link_is_neither_read_nor_written_through(source: Path, tmp_path: Path) -> None:
+    path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    target = tmp_path / "elsewhere.json"
+    path.rename(target)
+    path.symlink_to(target)
+    before = target.read_bytes()
+    later = tuned(source)
+    assert later.find(-1, KEY) is None and later.problems
+    with pytest.raises(kept.Refused):
+        later.keep(-1, KEY, Tile(64), FOUND)
+    assert target.read_bytes() == before
+
+
+def test_writers_at_once_lose_nothing(source: Path) -> None:
+    def write(first: int) -> None:
+        for rows in range(first, first + 5):
+            tuned(source).keep(-1, KEY._replace(rows=rows), Tile(128), FOUND)
+
+    writers = [threading.Thread(target=write, args=(1 + 5 * i,)) for i in range(6)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(key.rows for key in tuned(source).known(-1)) == list(range(1, 31))
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(file / "below"))
+    with pytest.raises(kept.Refused, match="FUSEWISE_CACHE_DIR"):
+        tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    assert tuned(source).find(-1, KEY) is None
+
+
+def test_the_environment_turns_it_off(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    monkeypatch.setenv("FUSEWISE_TUNED", "0")
+    assert tuned(source).find(-1, KEY) is None
+
+
+def test_a_search_overrides_and_watches(source: Path) -> None:
+    one = tuned(source)
+    one.keep(-1, KEY, Tile(128), FOUND)
+    with one.using(Tile(64)):
+        assert one.find(-1, KEY) == Tile(64)
+    watch = Watch()
+    with one.using(watch):
+        assert one.find(-1, KEY) is None
+    assert watch.keys == [KEY] and one.find(-1, KEY) == Tile(128)
+
+
+# The gated linear unit.
+
+triton = pytest.importorskip("triton")
+
+from fusewise.ops.gated_linear import _gluon, _triton  # noqa: E402
+
+
+@pytest.fixture
+def fresh() -> Any:
+    """No process-wide results before and after."""
+    _triton.TUNED.forget()
+    yield _triton.TUNED
+    _triton.TUNED.forget()
+
+
+SHAPES = [(1, 64), (64, 4096), (65, 40), (300, 136), (4096, 2048), (65536, 32768)]
+
+
+@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+@pytest.mark.parametrize("kind", ["half", "tf32", "ieee"])
+@pytest.mark.parametrize("tma", [True, False])
+def test_the_space_of_triton_has_the_heuristic_first_and_can_run(rows: int, hidden: int, kind: str, tma: bool) -> None:
+    for epilogue in ("y", "preact", "gradient", "down"):
+        space = _triton.configurations(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
+        assert space[0] == _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
+        assert len(space) == len(set(space)) and 6 <= len(space) <= 40
+        for config in space:
+            assert config.block_d >= 16 and config.block_f >= 16 and config.block_m >= 16
+            assert not config.split or (tma and config.block_f >= 32)
+        way = f"{kind}, {'tma' if tma else 'pointers'}"
+        assert _triton._space(Key(epilogue, torch.float32, way, rows, 64, hidden), -1) == space
+
+
+@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+@pytest.mark.parametrize("module", [_triton, _gluon], ids=["triton", "gluon"])
+def test_the_space_of_the_elementwise_kernel(module: Any, rows: int, hidden: int) -> None:
+    space = module.gate_configurations(rows, hidden, 132)
+    assert space[0] == module.choose_gate(rows, hidden, 132) and len(space) == len(set(space)) > 1
+    assert all(config.rows % config.block_m == 0 for config in space)
+    if module is _gluon:  # a warp's lanes are spread over 256 columns
+        assert max(config.block_f for config in space) <= 256
+
+
+def test_the_space_of_gluon_has_the_heuristic_first() -> None:
+    for epilogue in ("y", "preact", "gradient", "down"):
+        space = _gluon._space(Key(epilogue, torch.bfloat16, "", 4096, 64, 64), -1)
+        assert space[0] == _gluon.choose(epilogue) and set(space) == set(_gluon.configurations(epilogue))
+
+
+@pytest.mark.parametrize("module", [_triton, _gluon], ids=["triton", "gluon"])
+@pytest.mark.parametrize("way", ["", "half", "double, tma", "half, tma, more"])
+def test_no_space_for_what_is_no_kernel(module: Any, way: str) -> None:
+    assert module._space(Key("sideways", torch.bfloat16, way, 64, 64, 64), -1) == []
+
+
+def test_a_call_takes_what_was_tuned_for_its_shape_alone(fresh: Any) -> None:
+    x, other = torch.randn(128, 64, dtype=torch.bfloat16), torch.randn(129, 64, dtype=torch.bfloat16)
+    before = _triton._configure("y", x, 96, True)
+    config = _triton.configurations(128, 96, "half", 132, epilogue="y", tma=True)[-1]
+    assert config != before == _triton.choose(128, 96, "half", 132, epilogue="y", tma=True)
+    fresh.keep(-1, _triton.product_key("y", x, 96, True), config, FOUND)
+    assert _triton._configure("y", x, 96, True) == config
+    for epilogue, tensor, hidden, tma in (
+        ("preact", x, 96, True), ("y", other, 96, True), ("y", x, 104, True), ("y", x, 96, False), ("y", x.half(), 96, True),
+    ):  # fmt: skip
+        chosen = _triton.choose(tensor.shape[0], hidden, "half", 132, epilogue=epilogue, tma=tma)
+        assert _triton._configure(epilogue, tensor, hidden, tma) == chosen
+
+
+@pytest.mark.interpreter
+def test_explain_dispatch_says_tuned_and_the_kernel_is_launched_so(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(40, 32), torch.randn(64, 32) / 6
+    call = {"impl": "triton"}
+    assert "tuned" not in fusewise.explain_dispatch(fusewise.geglu_linear, x, weight, **call).path
+    space = _triton.configurations(40, 32, "ieee", 132, epilogue="y", tma=True)
+    config = next(c for c in space if c.block_f != space[0].block_f)
+    fresh.keep(-1, _triton.product_key("y", x, 32, True), config, FOUND)
+    told = fusewise.explain_dispatch(fusewise.geglu_linear, x, weight, **call)
+    assert told.path.endswith("configuration tuned on this machine for y")
+    launched, launch = [], _triton._launch
+    monkeypatch.setattr(_triton, "_launch", lambda *a: launched.append(a[2]) or launch(*a))
+    y = fusewise.geglu_linear(x, weight, **call)
+    assert launched == [config]
+    torch.testing.assert_close(y, fusewise.geglu_linear(x, weight, impl="reference"))
