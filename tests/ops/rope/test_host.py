@@ -183,6 +183,18 @@ def test_positions_and_an_offset_are_refused_the_second_time_too() -> None:
         fusewise.rope(q, k, **TABLE, positions=positions, offset=1)
 
 
+def test_what_equals_an_option_but_is_of_another_type_is_refused_the_second_time_too() -> None:
+    q, k = qk()
+    fusewise.rope(q, k, **TABLE, rotary_dim=16, rotary_start=0)
+    for options in (
+        {"rotary_dim": 16, "rotary_start": 0.0},
+        {"rotary_dim": 16.0},
+        {"rotary_dim": 16, "rotary_start": False},
+    ):
+        with pytest.raises(TypeError, match="must be an int"):
+            fusewise.rope(q, k, **TABLE, **options)
+
+
 class Watching(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

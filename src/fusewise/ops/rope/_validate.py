@@ -67,6 +67,7 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
                 ],
                 type(offset) if offsets is None else (offsets.shape, offsets.dtype, offsets.device),
                 *rest,
+                *map(type, rest),  # 0.0 equals 0, and is not an int
             )
             spec, max_offset = _VALIDATED.get(key, (None, 0.0))
             if offsets is None and spec is not None and not 0 <= offset <= max_offset:
