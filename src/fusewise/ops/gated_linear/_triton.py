@@ -17,6 +17,7 @@ from .._tuned import Key, Tuned
 from ._problem import Halves, Spec, split_preact
 from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
+SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
 INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
 
 
@@ -43,6 +44,7 @@ class GateConfig:
     num_warps: int = 4
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
     """The configuration of the product kernels, from the shape and the device alone. `kind` is "half" for 16-bit
     operands, else the precision of float32 products, "tf32" or "ieee".
@@ -89,14 +91,16 @@ def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilog
     chosen = choose(rows, hidden, kind, processors, epilogue=epilogue, tma=tma)
     if rows <= 64:
         deep = {"half": (64, 128, 256), "tf32": (32, 64, 128), "ieee": (16, 32, 64)}[kind]
-        every = product((16, 32, 64), deep, (3, 4, 5))
-        return _unique(chosen, [Config(chosen.block_m, f, d, 4, s, group_m=1) for f, d, s in every])
-    if kind != "half":
+        few = [Config(chosen.block_m, f, d, 4, s, group_m=1) for f, d, s in product((16, 32, 64), deep, (3, 4, 5))]
+        most = SHARED // (2 if kind == "half" else 4)
+        others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d <= most]
+    elif kind != "half":
         blocks = product(((128, 64, 8), (64, 64, 4), (128, 32, 4)), (chosen.block_d // 2, chosen.block_d), (2, 3, 4))
-        return _unique(chosen, [Config(m, f, max(d, 16), w, s) for (m, f, w), d, s in blocks])
-    tiles = ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8))
-    every_tile = product(tiles, (3, 4), (4, 8, 16))
-    return _unique(chosen, [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in every_tile])
+        others = [Config(m, f, max(d, 16), w, s) for (m, f, w), d, s in blocks]
+    else:
+        tiles = product(((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16))
+        others = [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles]
+    return list(dict.fromkeys([chosen, *others]))
 
 
 def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
@@ -104,11 +108,7 @@ def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateCon
     chosen = choose_gate(rows, hidden, processors)
     columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
     every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
-    return _unique(chosen, every)
-
-
-def _unique(first: Any, others: list[Any]) -> list[Any]:
-    return list(dict.fromkeys([first, *others]))
+    return list(dict.fromkeys([chosen, *every]))
 
 
 def _space(key: Key, device: int) -> list[Any]:
