@@ -242,3 +242,28 @@ def test_every_kernel_is_searched_in_the_interpreter(kernel: str, dtype: str, mo
     (file,) = json.loads(invoke("tune", "geglu", "--list", "--device", "cpu", "--json").output)
     assert not file["entries"] and file["problem"] == "FUSEWISE_TUNED=0 is set"
     _triton.TUNED.forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["y", "gate", "gradient"])
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_search_on_the_device(kernel: str, rows: int) -> None:
+    """Every candidate that is tried is right or does not fit, and a new process finds what is kept."""
+    arguments = (
+        "--shape",
+        f"{rows},512,1024",
+        "--epilogue",
+        kernel,
+        "--time-limit",
+        "60",
+        "--device",
+        "cuda",
+        "--json",
+    )
+    found = invoke("tune", "geglu", *arguments)
+    assert found.exit_code == 0, found.output
+    (result,) = json.loads(found.stdout)["results"]
+    status = [c["status"] for c in result["candidates"]]
+    assert status[0] == "ok" and "wrong" not in status and result["heuristic_us"] > 0
+    listed = json.loads(invoke("tune", "geglu", "--list", "--device", "cuda", "--json").stdout)
+    assert [result["kept"]] == [entry["config"] for file in listed for entry in file["entries"]]
