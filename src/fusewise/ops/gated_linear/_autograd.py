@@ -24,7 +24,8 @@ SLICED_BYTES = 256 << 20
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether autograd must see a call on these tensors: not in an exported graph, which has no place for it."""
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return wanted and not torch.compiler.is_exporting()
+    # Not torch.compiler.is_exporting(), which torch 2.11 takes to be true in every trace.
+    return wanted and not torch.compiler._is_exporting_flag
 
 
 def transforms_active() -> bool:
