@@ -91,7 +91,9 @@ def test_every_epilogue(epilogue: str, shape: tuple[int, int, int], timing: str)
     if epilogue != "y":
         close(preact, expected)
     if epilogue not in ("y", "preact"):
-        close(sums.sum(0), dbias, 4e-3 * rows**0.5)
+        # Sums of what is stored: each term is rounded to bfloat16, by half a unit in its last place at most.
+        terms = torch.stack([part.float().abs().sum(0) for part in split_preact(expected, STACKED)])
+        assert ((sums.sum(0) - dbias).abs() <= 2**-8 * terms + 1e-6).all()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

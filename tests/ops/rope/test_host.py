@@ -205,6 +205,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's, of its own default
 def test_who_watches_sees_the_operator() -> None:
     """Dispatch modes, torch.func, forward mode and profiles: none of them loses the call."""
     q, k = qk()
