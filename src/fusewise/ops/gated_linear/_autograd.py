@@ -78,6 +78,8 @@ def weight_gradient(dpreact: Tensor, x: Tensor, weight: Tensor, spec: Spec) -> t
     du, dg = dpreact
     if spec.layout == "separate":
         return torch.mm(du.mT, x), torch.mm(dg.mT, x)
+    if type(x) is not Tensor:  # DTensors have no product into a given tensor before torch 2.13
+        return joined(torch.mm(du.mT, x), torch.mm(dg.mT, x), weight, spec)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for to, part in zip(_value_and_gate(dweight, spec), (du, dg), strict=True):
         torch.mm(part.mT, x, out=to)
