@@ -373,13 +373,24 @@ struct Alignment {
   int64_t bytes() const { return static_cast<int64_t>(bits & -bits); }
 };
 
-int processors() {
-  static int counts[64];
-  int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return 132;
-  if (counts[device] == 0 && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess)
-    counts[device] = count;
-  return counts[device];
+// Of the current device.
+struct Device {
+  int processors = 132, generation = 0;
+};
+
+Device current_device() {
+  static Device known[64];
+  int index = 0;
+  if (cudaGetDevice(&index) != cudaSuccess || index >= 64) return Device{};
+  Device& device = known[index];
+  if (device.generation == 0) {
+    Device asked;
+    if (cudaDeviceGetAttribute(&asked.processors, cudaDevAttrMultiProcessorCount, index) != cudaSuccess ||
+        cudaDeviceGetAttribute(&asked.generation, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess)
+      return Device{};
+    device = asked;
+  }
+  return device;
 }
 
 }  // namespace
@@ -464,7 +475,8 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
     all += int64_t(t.heads) * (p.rotated + t.copied) * tokens * batch;
   }
   if (all == 0) return cudaSuccess;
-  const int64_t enough = int64_t(processors()) * 2048;
+  const Device device = current_device();
+  const int64_t enough = int64_t(device.processors) * 2048;
   const int64_t several = heads_read(static_cast<int>(np), static_cast<int>(size));
   const int64_t unrolled = all >= several * enough ? several : 1;
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
@@ -475,7 +487,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
     if (p.tensors[o].heads) fewest = std::min(fewest, ceil_div(p.tensors[o].heads, unrolled * p.steps));
   const int64_t most = std::clamp<int64_t>(fewest, 1, room);  // threads for heads in a block
   int64_t block_tokens = std::clamp<int64_t>(room / most, 1, std::min<int64_t>(tokens, 64));
-  while (block_tokens > 1 && all / (chunks * most * block_tokens * unrolled * p.steps) < 4 * processors()) block_tokens /= 2;
+  while (block_tokens > 1 && all / (chunks * most * block_tokens * unrolled * p.steps) < 4 * device.processors) block_tokens /= 2;
   int64_t parts = 0;
   for (int o = 0; o < plan->operands; ++o) {
     parts += ceil_div(p.tensors[o].heads, most * unrolled * p.steps);
@@ -494,7 +506,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = 1;
+  config.numAttrs = device.generation >= 9 ? 1 : 0;  // older GPUs have no such launch
   return cudaLaunchKernelEx(&config, kernel_for(*plan, np, unrolled), p);
 }
 
