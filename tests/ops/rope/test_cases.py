@@ -77,6 +77,31 @@ def test_bytes_and_flops_of_a_case_counted_by_hand() -> None:
     assert SMALL.output_bytes("fp16") == 288 * 2
 
 
+def test_serving_preset_has_decode_and_chunks_of_every_model() -> None:
+    found = cases("rope-serving")
+    mine = [c for c in found if c.name.startswith("llama-3-8b")]
+    assert [c.batch for c in mine if c.regime == "decode"] == [1, 8, 64, 256, 1024]
+    assert [c.seqlen for c in mine if c.regime == "prefill"] == [128, 256, 512, 1024, 2048, 4096, 8192]
+    assert all(c.serving and c.passes == ("fwd",) and c.layout == "thd" for c in found)
+    assert {c.name.split("-serve-")[0] for c in found} == set(MODELS)
+    assert set(cases("rope-serving-quick")) <= set(found)
+
+
+def test_serving_inputs_are_tokens_with_one_cache_and_a_position_each() -> None:
+    decode, chunk = case("glm-4-9b-serve-decode-b8"), case("glm-4-9b-serve-prefill-128")
+    for found, tokens in ((decode, 8), (chunk, 128)):
+        inputs = found.make_inputs("cpu", "bf16")
+        assert inputs.q.shape == (tokens, 32, 128) and inputs.k is not None and inputs.k.shape == (tokens, 2, 128)
+        assert inputs.positions is not None and inputs.positions.dtype == torch.int64
+        assert inputs.positions.shape == (tokens,) and inputs.cache is inputs.kwargs["cos_sin"]
+        assert inputs.cache is not None and torch.equal(inputs.cache, torch.cat((inputs.cos, inputs.sin), dim=-1))
+        assert inputs.cache.shape == (8192, 64) and "cos" not in inputs.kwargs and "offset" not in inputs.kwargs
+    assert torch.equal(chunk.make_inputs("cpu", "bf16").kwargs["positions"], torch.arange(128))
+    # in place only what rotates moves: 8 tokens of 34 heads, 64 of their 128 features, twice 2 bytes; 8 rows; 8 ids
+    assert decode.bytes_min("fwd", "bf16") == 8 * 34 * 64 * 2 * 2 + 8 * 64 * 4 + 8 * 8
+    assert decode.output_bytes("bf16") == 0
+
+
 def test_quick_preset_covers_what_a_first_look_needs() -> None:
     quick = cases("rope-quick")
     moved = {(found, dtype): found.bytes_min("fwd", dtype) for found in quick for dtype in found.dtypes}
@@ -131,7 +156,10 @@ def test_inputs_are_the_same_in_another_process() -> None:
     assert run.stdout.split() == [inputs.q.sum().item().hex(), inputs.dq.sum().item().hex()]
 
 
-@pytest.mark.parametrize("name", ["cube-6", "glm-4-9b-decode-b64", "deepseek-v3-decode-b1", "phi-2-decode-b1"])
+@pytest.mark.parametrize(
+    "name",
+    ["cube-6", "glm-4-9b-decode-b64", "deepseek-v3-decode-b1", "phi-2-decode-b1", "deepseek-v3-serve-decode-b8"],
+)
 def test_the_op_accepts_the_inputs_and_rotates_what_the_case_says(name: str) -> None:
     rope = pytest.importorskip("fusewise").rope
     found = case(name)

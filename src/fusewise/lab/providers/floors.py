@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..plugin import Provider, Run
 from ..problem import Problem
+from .rope_peers import rope_problem
 
 
 class Copy(Provider):
@@ -78,5 +79,8 @@ class TritonLaunch(Provider):
     def build(self, problem: Problem) -> Run:
         from ._launch import bare_rope
 
-        kwargs = problem.inputs.kwargs  # type: ignore[attr-defined]
-        return Run(lambda *xs: xs[-1](), lambda *xs: (bare_rope(xs, kwargs),), backward=False, checked=False)
+        rope = rope_problem(self, problem)
+        kwargs = rope.inputs.kwargs
+        return Run(
+            lambda *xs: xs[-1](), lambda *xs: (bare_rope(rope.heads(xs), kwargs),), backward=False, checked=False
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
 
 import fusewise
 
@@ -11,6 +13,7 @@ from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Provider, Run, Unsupported
 from ..problem import Problem
+from ..targets.rope import RopeProblem
 from .gated_peers import gated_problem
 from .rope_peers import rope_problem
 
@@ -41,11 +44,25 @@ class _Fusewise(_Ours):
 
     def build(self, problem: Problem) -> Run:
         rope = rope_problem(self, problem)
+        arguments = {**rope.inputs.kwargs, "impl": self.impl}
+        if rope.case.serving:
+            if self.in_place:
+                raise Unsupported(f"serving engines call it in place anyway: see fusewise-{self.impl}")
+            return served(rope, arguments)
         if self.in_place and problem.task.pass_ != "fwd":
             raise Unsupported("in place it would overwrite leaves that want a gradient")
         function = fusewise.rope_ if self.in_place else fusewise.rope
-        arguments = {**rope.inputs.kwargs, "impl": self.impl}
         return Run(lambda *xs: function(*xs, **arguments), in_place=self.in_place)
+
+
+def served(problem: RopeProblem, arguments: dict[str, Any]) -> Run:
+    """In place on flat tensors; that they must be seen by heads is the call's own work."""
+
+    def call(*xs: Tensor) -> tuple[Tensor, ...]:
+        fusewise.rope_(*problem.heads(xs), **arguments)
+        return xs
+
+    return Run(call, in_place=True, backward=False)
 
 
 class Reference(_Fusewise):
@@ -84,6 +101,8 @@ class TritonGathered(Triton):
 
     def build(self, problem: Problem) -> Run:
         rope = rope_problem(self, problem)
+        if rope.case.serving:
+            raise Unsupported("takes gathered rows of the table, not positions and a cache")
         if rope.inputs.positions is None:
             raise Unsupported("the rows of the table are in the order of the tokens already")
         cos, sin = rope.rows(rope.inputs.cos.dtype)

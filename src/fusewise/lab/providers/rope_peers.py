@@ -7,6 +7,7 @@ patch others when imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..plugin import Provider, Run, Unsupported, installed, require
 from ..problem import Problem
 from ..targets.rope import RopeProblem
+from ..targets.rope_serving import ServingProblem
 
 
 def rope_problem(provider: Provider, problem: Problem) -> RopeProblem:
@@ -32,6 +34,7 @@ class _Peer(Provider):
     pairings: tuple[str, ...] = ("half",)
     partial = True
     backward = True
+    takes = ""  # instead of what serving engines have
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
     def build(self, problem: Problem) -> Run:
@@ -39,7 +42,7 @@ class _Peer(Provider):
         case = rope.case
         if case.pairing not in self.pairings:
             raise Unsupported(f"pairs features {' or '.join(self.pairings)}, not {case.pairing}")
-        if any(rope.start(x) for x in rope.tensors):
+        if any(rope.start(x) for x in rope.inputs.operands):
             raise Unsupported("rotates the leading features of a head only")
         if not self.partial and case.rotated != case.head_dim:
             raise Unsupported("rotates whole heads only")
@@ -47,10 +50,16 @@ class _Peer(Provider):
             raise Unsupported(f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only")
         if problem.task.pass_ != "fwd" and not self.backward:
             raise Unsupported("has no backward")
+        if isinstance(rope, ServingProblem):
+            return self.serve(rope)
         return self.rope(rope)
 
     def rope(self, problem: RopeProblem) -> Run:
         raise NotImplementedError
+
+    def serve(self, problem: ServingProblem) -> Run:
+        """The form of serving engines, for the libraries that have it."""
+        raise Unsupported(f"takes {self.takes}, not positions, one cos and sin cache and flat tokens")
 
 
 def _per_tensor(problem: RopeProblem, rotate: Any, **facts: Any) -> Run:
@@ -68,6 +77,7 @@ class _TransformerEngine(_Peer):
     packages = ("transformer_engine", "transformer_engine_torch")
     install = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
     pairings = ("half", "interleaved")
+    takes = "angles and the first position of each sequence"
     fused = False
 
     def rope(self, problem: RopeProblem) -> Run:
@@ -107,6 +117,7 @@ class Liger(_Peer):
 
     name, module, packages = "liger", "liger_kernel", ("liger-kernel",)
     install = "pip install liger-kernel"
+    takes = "the rows of cos and sin in the order of the tokens"
 
     def rope(self, problem: RopeProblem) -> Run:
         function = require("liger_kernel.ops.rope", self.install).LigerRopeFunction
@@ -129,6 +140,7 @@ class FlashAttn(_Peer):
     name, module, packages = "flash_attn", "flash_attn", ("flash-attn",)
     install = "pip install flash-attn, or put flash_attn/ops/triton/rotary.py on PYTHONPATH"
     pairings = ("half", "interleaved")
+    takes = "cos and sin apart and an offset for each sequence"
 
     def rope(self, problem: RopeProblem) -> Run:
         cos, sin, offsets = _half_table(problem)
@@ -147,6 +159,7 @@ class Quack(_Peer):
     name, module, packages = "quack", "quack", ("quack-kernels", "nvidia-cutlass-dsl")
     install = "pip install quack-kernels"
     pairings = ("half", "interleaved")
+    takes = "cos and sin apart and an offset for each sequence"
 
     def rope(self, problem: RopeProblem) -> Run:
         apply = require("quack.rotary", self.install).apply_rotary_emb
@@ -165,11 +178,17 @@ class Vllm(_Peer):
     backward = False
 
     def rope(self, problem: RopeProblem) -> Run:
+        cache = torch.cat((problem.inputs.cos, problem.inputs.sin), -1).to(problem.dtype)
+        return _flat(problem, self.kernel(problem, cache))
+
+    def serve(self, problem: ServingProblem) -> Run:
+        return Run(self.kernel(problem, problem.cache(problem.dtype)), in_place=True, backward=False)
+
+    def kernel(self, problem: RopeProblem, cache: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         # Either registers torch.ops._C: versions since 0.33 have their kernels in the first, older ones in the second.
         newer = "vllm._C_stable_libtorch"
         require(newer if installed(newer) else "vllm._C", self.install)
         rotate = torch.ops._C.rotary_embedding
-        cache = torch.cat((problem.inputs.cos, problem.inputs.sin), -1).to(problem.dtype)
         positions = problem.position_ids().flatten()
         width, neox = problem.case.head_dim, problem.case.pairing == "half"
 
@@ -177,7 +196,7 @@ class Vllm(_Peer):
             rotate(positions, q, k, width, cache, neox)
             return (q,) if k is None else (q, k)
 
-        return _flat(problem, call, heads_flat=True)
+        return call
 
 
 class FlashInfer(_Peer):
@@ -190,10 +209,15 @@ class FlashInfer(_Peer):
     dtypes = (torch.bfloat16, torch.float16)
 
     def rope(self, problem: RopeProblem) -> Run:
-        rotate = require("flashinfer.rope", self.install).apply_rope_with_cos_sin_cache_inplace
         if len(problem.tensors) != 2:
             raise Unsupported("rotates q and k together, not one alone")
-        cache = torch.cat((problem.inputs.cos, problem.inputs.sin), -1)
+        return _flat(problem, self.kernel(problem, torch.cat((problem.inputs.cos, problem.inputs.sin), -1)))
+
+    def serve(self, problem: ServingProblem) -> Run:
+        return Run(self.kernel(problem, problem.cache(torch.float32)), in_place=True, backward=False)
+
+    def kernel(self, problem: RopeProblem, cache: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        rotate = require("flashinfer.rope", self.install).apply_rope_with_cos_sin_cache_inplace
         positions = problem.position_ids().flatten()
         width, neox = problem.case.head_dim, problem.case.pairing == "half"
 
@@ -201,7 +225,7 @@ class FlashInfer(_Peer):
             rotate(positions, q, k, width, cache, is_neox=neox)
             return q, k
 
-        return _flat(problem, call, heads_flat=True)
+        return call
 
 
 class Unsloth(_Peer):
@@ -210,6 +234,7 @@ class Unsloth(_Peer):
     name, module, packages = "unsloth", "unsloth", ("unsloth",)
     install = "pip install unsloth"
     partial = False
+    takes = "cos and sin apart, each angle twice, and int32 positions"
 
     def rope(self, problem: RopeProblem) -> Run:
         apply = require("unsloth.kernels.rope_embedding", self.install).fast_rope_embedding
@@ -243,12 +268,11 @@ def _half_table(problem: RopeProblem) -> tuple[Tensor, Tensor, Tensor | int]:
     return cos, sin, 0 if starts is None else starts
 
 
-def _flat(problem: RopeProblem, call: Any, heads_flat: bool) -> Run:
+def _flat(problem: RopeProblem, call: Any) -> Run:
     """A library that wants (tokens, H · D) and writes in place."""
 
     def enter(*xs: Tensor) -> tuple[Tensor, ...]:
-        flat = (problem.to_bshd(x).flatten(0, 1) for x in xs)
-        return tuple(x.flatten(1) if heads_flat else x for x in flat)
+        return tuple(problem.to_bshd(x).flatten(0, 1).flatten(1) for x in xs)
 
     def leave(ys: Any) -> tuple[Tensor, ...]:
         shapes = (problem.to_bshd(x).shape for x in problem.tensors)

@@ -26,12 +26,18 @@ class Rope(Target):
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "rope-quick": {"time_limit": 60.0, "max_rounds": 10},
         "rope-models": {"time_limit": 400.0},
+        "rope-serving": {"time_limit": 400.0},
+        "rope-serving-quick": {"time_limit": 60.0, "max_rounds": 10},
     }
 
     def presets(self) -> Mapping[str, Sequence[Case]]:
         return PRESETS
 
     def problem(self, task: Task) -> Problem:
+        if case(task.case).serving:
+            from .rope_serving import ServingProblem
+
+            return ServingProblem(task)
         return RopeProblem(task)
 
 
@@ -42,6 +48,10 @@ class RopeProblem(Problem):
         self.inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
         self.tensors = self.inputs.operands
         self.upstream = self.inputs.gradients
+
+    def heads(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors like the problem's as `fusewise.rope` takes them: by heads, no copy."""
+        return tuple(xs)
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         result = fusewise.rope(*tensors, **self.inputs.kwargs, impl="reference")
