@@ -10,6 +10,7 @@ from .ops.gated_linear import gated_mlp as gated_mlp
 from .ops.gated_linear import geglu_linear as geglu_linear
 from .ops.rope import rope as rope
 from .ops.rope import rope_ as rope_
+from .ops.rope_and_cache import rope_and_cache_ as rope_and_cache_
 
 __version__ = "0.1.0"
 

@@ -15,10 +15,13 @@ from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
 from .rope import _op as _rope_op
 from .rope import rope, rope_
+from .rope_and_cache import _op as _rope_and_cache_op
+from .rope_and_cache import rope_and_cache_
 
 _OPERATIONS: dict[Callable[..., Any], Choice] = {
     rope: _rope_op.choice,
     rope_: _rope_op.choice,
+    rope_and_cache_: _rope_and_cache_op.choice,
     geglu_linear: _gated_linear_op.choice,
     gated_linear: _gated_linear_op.choice,
     gated_mlp: _gated_linear_op.choice,

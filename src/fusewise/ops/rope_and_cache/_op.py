@@ -1,0 +1,51 @@
+"""The registered operators and their dispatch to an implementation. Torch only; for inference, so no autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._choice import Choice
+from .._register import register
+from ..rope._op import _COMMON as ROTATION
+
+# In order of preference. Each has `launch`, with the arguments of `CacheProblem.build`.
+IMPLEMENTATIONS = ("reference",)
+choice = Choice("rope_and_cache", IMPLEMENTATIONS)
+
+_CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots, Tensor? block_table"
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any, write_k: bool) -> None:
+    *call, impl = rest
+    choice.serving(impl, q.device.type, q.dtype).launch(q, k, v, key_cache, value_cache, *call, write_k)
+    written = (q, k, key_cache, value_cache) if write_k else (q, key_cache, value_cache)
+    # Autograd does not see a write through a pointer.
+    torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+
+
+def _writing_k(*arguments: Any) -> None:
+    _run(*arguments, write_k=True)
+
+
+def _keeping_k(*arguments: Any) -> None:
+    _run(*arguments, write_k=False)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+# Two operators, so that the schema says whether k is written to. The arguments that they share with those of rope are
+# described there; slots and block_table in `CacheProblem`.
+_writing = register(f"rope_and_cache_(Tensor(a!) q, Tensor(b!) k, {_CACHES}, {ROTATION}) -> ()", _writing_k, _nothing)
+_keeping = register(
+    f"rope_and_cache_keep_k_(Tensor(a!) q, Tensor k, {_CACHES}, {ROTATION}) -> ()", _keeping_k, _nothing
+)
+
+
+def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> None:
+    """Run a validated call: q, k, v, the caches, slots and block_table, and the common arguments of rope's operators."""
+    (_writing if write_k else _keeping)(*tensors, *call)

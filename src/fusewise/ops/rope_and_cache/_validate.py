@@ -1,0 +1,256 @@
+"""What a call must satisfy: that of `rope` for q, k and the table, and here for v, the caches and where k and v go.
+
+Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rope._op import transforms_active
+from ..rope._overlap import overlaps, overlaps_itself
+from ..rope._problem import layout_dims
+from ..rope._validate import MAX_HEAD_DIM, dtype_of, fail, shape_of
+from ..rope._validate import _check_index_tensor as check_index_tensor
+from ..rope._validate import validated as validated_rotation
+from ._op import choice
+from ._problem import CACHE_LAYOUTS
+
+OP = "rope_and_cache_"
+MOST_SLOTS = 2**31 - 1
+
+
+def validated(
+    q: Any,
+    k: Any,
+    v: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    block_table: Any,
+    cache_layout: str,
+    write_k: bool,
+    options: tuple[Any, ...],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Check a call, of which `options` are rope's in the order of its DEFAULTS; returns the arguments of the operators:
+    q, k and v with heads, the caches with slots before heads, slots, block_table; and those in common with rope."""
+    impl = options[-1]
+    for name, x in (("q", q), ("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if not isinstance(x, Tensor):
+            fail(OP, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
+    key_cache, value_cache = _caches(key_cache, value_cache, cache_layout)
+    layout = options[11]
+    if layout == "thd":
+        q, k = (_heads(name, x, key_cache, "key_cache") for name, x in (("q", q), ("k", k)))
+        v = _heads("v", v, value_cache, "value_cache")
+    *call, _ = validated_rotation(OP, q, k, (*options[:-1], "auto"))
+    _check_values(k, v, layout)
+    _check_caches(k, v, key_cache, value_cache, layout)
+    _check_places(q, key_cache, slots, block_table, layout, options)
+    if not isinstance(write_k, bool):
+        fail(OP, "write_k", "be a bool", repr(write_k), "pass True to rotate k in place, too", TypeError)
+    _check_impl(q, impl)
+    _check_written(q, k, v, key_cache, value_cache, write_k)
+    return (q, k, v, key_cache, value_cache, slots, block_table), (*call, impl)
+
+
+def _caches(key_cache: Tensor, value_cache: Tensor, cache_layout: str) -> tuple[Tensor, Tensor]:
+    """The caches as (N, S, H, D)."""
+    if cache_layout not in CACHE_LAYOUTS:
+        fail(OP, "cache_layout", f"be one of {', '.join(CACHE_LAYOUTS)}", repr(cache_layout), "choose one of them")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dim() != 4:
+            form = "(blocks, block_size, heads, D)" if cache_layout == "nhd" else "(blocks, heads, block_size, D)"
+            fix = (
+                f"take {name} out of a combined cache by unbind or an index; a contiguous cache has a block a sequence"
+            )
+            fail(OP, name, f"have 4 dimensions, {form}", shape_of(cache), fix)
+    if cache_layout == "hnd":
+        return key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    return key_cache, value_cache
+
+
+def _heads(name: str, x: Tensor, cache: Tensor, cache_name: str) -> Tensor:
+    """x as (tokens, heads, D), a view, D that of the cache."""
+    if x.dim() != 2:
+        return x
+    width = cache.shape[-1]
+    if width == 0 or x.shape[-1] % width:
+        fail(
+            OP, name, f"have heads as wide as those of {cache_name}, {width}, in its {x.shape[-1]} features", shape_of(x),
+            f"pass {name} as (tokens, heads, D)",
+        )  # fmt: skip
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() > 0:
+        fail(
+            OP,
+            name,
+            "have a contiguous last dimension (stride 1)",
+            f"strides {x.stride()}",
+            f"call {name}.contiguous()",
+        )
+    with_heads: Tensor = x.unflatten(-1, (x.shape[-1] // width, width))
+    return with_heads
+
+
+def _check_values(k: Tensor, v: Tensor, layout: str) -> None:
+    if v.dtype != k.dtype:
+        fail(OP, "v", f"have the dtype of k, {dtype_of(k)}", dtype_of(v), f"call v.to(torch.{dtype_of(k)})", TypeError)
+    if v.device != k.device:
+        fail(OP, "v", f"be on the device of k, {k.device}", v.device, f"call v.to({str(k.device)!r})")
+    if v.layout != torch.strided:
+        fail(OP, "v", "be a strided tensor", v.layout, "call v.to_dense()", TypeError)
+    if v.dim() != k.dim() or v.shape[:-1] != k.shape[:-1]:
+        form = f"{shape_of(k)[:-1]} and a width"
+        fail(
+            OP, "v", f"have the tokens and heads of k in layout {layout}, {form}", shape_of(v), "check the layout of v"
+        )
+    if not 1 <= v.shape[-1] <= MAX_HEAD_DIM:
+        fail(OP, "v", f"have a head_dim from 1 to {MAX_HEAD_DIM}", v.shape[-1], "pass the values of the heads")
+    if v.shape[-1] != 1 and v.stride(-1) != 1 and v.numel() > 0:
+        fail(OP, "v", "have a contiguous last dimension (stride 1)", f"strides {v.stride()}", "call v.contiguous()")
+
+
+def _check_caches(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, layout: str) -> None:
+    heads = k.shape[layout_dims(layout)[2]]
+    for name, cache, x_name, x in (("key_cache", key_cache, "k", k), ("value_cache", value_cache, "v", v)):
+        if cache.dtype != x.dtype:
+            fix = (
+                "quantised caches are not supported" if cache.element_size() == 1 else f"allocate {name} in that dtype"
+            )
+            fail(OP, name, f"have the dtype of {x_name}, {dtype_of(x)}", dtype_of(cache), fix, TypeError)
+        if cache.layout != torch.strided:
+            fail(OP, name, "be a strided tensor", cache.layout, f"call {name}.to_dense()", TypeError)
+        if cache.device != x.device:
+            fail(OP, name, f"be on the device of {x_name}, {x.device}", cache.device, "allocate the caches there")
+        if cache.shape[2] != heads or cache.shape[3] != x.shape[-1]:
+            fail(
+                OP, name, f"have the heads of {x_name}, {heads} of {x.shape[-1]} features",
+                f"{cache.shape[2]} of {cache.shape[3]} features", 'say cache_layout="hnd" where heads come before slots',
+            )  # fmt: skip
+        if cache.shape[-1] != 1 and cache.stride(-1) != 1 and cache.numel() > 0:
+            fail(
+                OP, name, "have a contiguous last dimension (stride 1)", f"strides {cache.stride()}",
+                "allocate it with the features of a head last",
+            )  # fmt: skip
+    if key_cache.shape[:2] != value_cache.shape[:2]:
+        fail(
+            OP, "value_cache", f"have the blocks and slots of key_cache, {shape_of(key_cache)[:2]}",
+            shape_of(value_cache)[:2], "allocate both caches alike",
+        )  # fmt: skip
+    if key_cache.shape[0] * key_cache.shape[1] > MOST_SLOTS:
+        fail(
+            OP, "key_cache", f"have at most {MOST_SLOTS} slots", key_cache.shape[0] * key_cache.shape[1],
+            "divide the cache",
+        )  # fmt: skip
+
+
+def _check_places(
+    q: Tensor, key_cache: Tensor, slots: Any, block_table: Any, layout: str, options: tuple[Any, ...]
+) -> None:
+    b_dim, t_dim, _ = layout_dims(layout)
+    tokens, cu_seqlens = q.shape[t_dim], options[7]
+    if slots is not None:
+        check_index_tensor(OP, "slot_mapping", slots, q)
+        if block_table is not None:
+            fail(OP, "block_table", "be None where there is a slot_mapping", shape_of(block_table), "pass one of them")
+        if b_dim is None:
+            if slots.dim() != 1 or slots.shape[0] > tokens:
+                fail(
+                    OP, "slot_mapping", f"have shape ({tokens},), or fewer entries where tokens are padded", shape_of(slots),
+                    "pass a slot a token",
+                )  # fmt: skip
+        elif shape_of(slots) != (q.shape[b_dim], tokens):
+            fail(OP, "slot_mapping", f"have shape {(q.shape[b_dim], tokens)}", shape_of(slots), "pass a slot a token")
+        return
+    if options[8] is not None:
+        fail(OP, "slot_mapping", "come with sections: axes have positions of their own", "None", "pass a slot a token")
+    sequences = q.shape[b_dim] if b_dim is not None else tokens if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    each = "batch entry" if b_dim is not None else "token" if cu_seqlens is None else "sequence"
+    if block_table is None:
+        if key_cache.shape[0] < sequences:
+            fail(
+                OP, "key_cache", f"have a block for every {each}, {sequences}, without slot_mapping and block_table",
+                key_cache.shape[0], "pass a slot_mapping, a block_table or, for packed sequences, cu_seqlens",
+            )  # fmt: skip
+        return
+    check_index_tensor(OP, "block_table", block_table, q)
+    if block_table.dim() != 2 or block_table.shape[0] != sequences:
+        fail(
+            OP, "block_table", f"have shape ({sequences}, blocks), a row for every {each}", shape_of(block_table),
+            "pass a slot_mapping, or cu_seqlens for packed sequences",
+        )  # fmt: skip
+
+
+def _check_impl(q: Tensor, impl: Any) -> None:
+    if impl == "auto":
+        return
+    if impl not in choice.names:
+        fail(OP, "impl", f"be auto or one of {', '.join(choice.names)}", repr(impl), 'use impl="auto"')
+    if torch.compiler.is_compiling():
+        return  # the operator checks the device when it runs; a probe of the machine cannot be traced
+    reason = choice.unavailable(impl, q.device.type, q.dtype)
+    if reason is not None:
+        fail(OP, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
+
+
+def _check_written(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, write_k: bool) -> None:
+    """No gradients, and what is written to is free to be and shares memory with nothing else of the call."""
+    named = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
+    for name, x in named.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            fix = "call it under torch.no_grad(), or use rope, which has a gradient, and write k and v yourself"
+            fail(
+                OP,
+                name,
+                "not require grad: the write into a cache has no gradient",
+                "requires_grad=True",
+                fix,
+                RuntimeError,
+            )
+    if transforms_active():
+        fix = "call it outside, or use rope and write k and v yourself"
+        fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
+    if torch.compiler.is_compiling():
+        return  # memory is the compiler's
+    written = ["q", "k", "key_cache", "value_cache"] if write_k else ["q", "key_cache", "value_cache"]
+    for name in written:
+        x = named[name]
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            fail(OP, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
+        if _folded(x.shape, x.stride()) and overlaps_itself(x):
+            fail(
+                OP, name, "not have elements that share memory, being written to", f"strides {x.stride()}",
+                f"call {name}.contiguous()",
+            )  # fmt: skip
+    for name in written:
+        for other, y in named.items():
+            if other in written[: written.index(name) + 1] or not _near(named[name], y):
+                continue
+            if overlaps(named[name], y):
+                fail(OP, other, f"not overlap {name}, which is written to", "shared memory", f"clone {other}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _folded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two indices may address one element: not where strides nest from the inside out."""
+    reach = 1
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1:
+            if stride < reach:
+                return True
+            reach = stride * n
+    return False
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    """Whether the ranges of addresses of x and y meet."""
+    return x.data_ptr() < _end(y) and y.data_ptr() < _end(x)
+
+
+def _end(x: Tensor) -> int:
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (elements * x.element_size() if x.numel() else 0)

@@ -1,0 +1,98 @@
+"""The public function: what it computes, what it accepts, and one validation for all implementations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..rope._problem import Layout, Pairing
+from . import _op
+from ._problem import CacheLayout
+from ._validate import validated
+
+
+def rope_and_cache_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_layout: CacheLayout = "nhd",
+    write_k: bool = True,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    angles: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    offset: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    sections: tuple[int, int, int] | None = None,
+    sections_interleaved: bool = False,
+    layout: Layout = "thd",
+    pairing: Pairing = "half",
+    rotary_dim: int | None = None,
+    rotary_start: int = 0,
+    scale: float = 1.0,
+    impl: str = "auto",
+) -> None:
+    """Rotate q and k in place, and write the rotated k and v into a KV cache, in one launch. For inference.
+
+        q, k ← rope(q, k),   key_cache[s // S, s % S] ← k of a token,   value_cache[s // S, s % S] ← v,   s its slot
+
+    Shape legend: B batch, T tokens, H heads of q, G heads of k and v, D head_dim (v's may differ), N blocks of the cache,
+    S slots of a block.
+
+    Args:
+        q, k, v: (tokens, H, D) and twice (tokens, G, D), or flattened, (tokens, H · D), the width of a head then being
+            that of the caches; with `layout` "bshd", "sbhd" or "bhsd" in four dimensions. float32, bfloat16 or float16
+            (float64 through the reference), all three alike. Any strides with a contiguous last dimension, so views of
+            a packed qkv tensor are welcome. v is read only.
+        key_cache, value_cache: (N, S, G, D) or, with `cache_layout="hnd"`, (N, G, S, D); the dtype of k, any strides
+            with a contiguous last dimension. Paged caches of vLLM and FlashInfer: the two parts of a combined tensor
+            are views, `kv.unbind(0)` of (2, N, S, G, D), `kv.unbind(1)` of (N, 2, S, G, D). A contiguous cache
+            (B, tokens, G, D) is one whose block is a sequence.
+        slot_mapping: int32 or int64 (tokens,), or (B, T) in four dimensions: the slot of each token. In layout thd it may
+            be shorter: tokens after its end are padding, rotated and not cached.
+        block_table: instead, int32 or int64 (sequences, blocks): a token at position p of its sequence goes into slot
+            p % S of block `block_table[sequence, p // S]`. Sequences are batch entries, in layout thd those of
+            `cu_seqlens`, and without these tokens, a sequence each (decode). With neither, sequence i has block i.
+        write_k: rotate k in place, as the engines' kernels do. False: k is left as it is, and 2 · G · D bytes a token
+            in 16 bits are not written.
+        cos, sin, cos_sin, angles, inv_freq: the table, as in `rope`.
+        positions, offset, cu_seqlens, sections, sections_interleaved: the position of each token in its sequence, by
+            which it rotates and finds its slot in a block table, as in `rope`. `sections` need a slot_mapping.
+        layout, pairing, rotary_dim, rotary_start, scale: as in `rope`. What does not rotate of k is cached as it is.
+        impl: "auto", "cuda", "triton" or "reference". A named one never falls back; `explain_dispatch` tells what auto
+            takes.
+
+    A slot outside [0, N · S), as -1, a block outside [0, N) and a position outside the block table are skipped: q and k
+    are rotated, no cache is written, and never memory outside the caches. Of tokens with the same slot one is cached, each
+    element of it from one of them; which is not defined. A position without a table row gives NaN, as in `rope`.
+
+    Returns None. Not differentiable: an argument that requires grad is an error where gradients are recorded. Bitwise
+    deterministic but for slots that several tokens have. Works in CUDA graphs and under torch.compile.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: `rope_and_cache_: <argument> must <contract>, got <value>; <one fix>`, before
+            anything is written.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 8 * 64), torch.randn(3, 2 * 64), torch.randn(3, 2 * 64)
+        >>> key_cache, value_cache = torch.zeros(2, 10, 16, 2, 64)  # 10 blocks of 16 slots
+        >>> inv_freq = 10000 ** -(torch.arange(0, 64, 2) / 64)
+        >>> positions, slots = torch.tensor([7, 0, 1]), torch.tensor([39, 112, -1])
+        >>> fusewise.rope_and_cache_(
+        ...     q, k, v, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, positions=positions, inv_freq=inv_freq
+        ... )
+    """
+    tensors, call = validated(
+        q, k, v, key_cache, value_cache, slot_mapping, block_table, cache_layout, write_k,
+        (
+            cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
+            None, layout, pairing, rotary_dim, rotary_start, scale, False, impl,
+        ),
+    )  # fmt: skip
+    _op.write(tensors, call, write_k)

@@ -1,0 +1,59 @@
+"""Every implementation against the oracle: what is rotated, what is cached and where, and that nothing else is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.ops.rope_and_cache._op import choice
+
+from ..rope.support import DTYPES, Place, assert_bits
+from .cases import CASES, PLACES, Made, check, make
+
+
+def marks(place: Place) -> list[Any]:
+    if place.device == "cuda":
+        return [pytest.mark.gpu]
+    return [pytest.mark.interpreter] if place.impl == "triton" else []
+
+
+every_place = pytest.mark.parametrize("place", [pytest.param(p, marks=marks(p), id=str(p)) for p in PLACES])
+
+
+def run(name: str, place: Place) -> tuple[Made, Made, Any]:
+    """The call before and after, and the storages of both."""
+    case = CASES[name]
+    reason = choice.unavailable(place.impl, place.device, DTYPES[case.dtype])
+    if reason is not None:
+        pytest.skip(reason)
+    before, old = make(case, place.device).copy()
+    after, new = before.copy()
+    assert fusewise.rope_and_cache_(after.q, after.k, after.v, **after.arguments(), impl=place.impl) is None
+    return before, after, (old, new)
+
+
+@every_place
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_oracle(name: str, place: Place) -> None:
+    before, after, storages = run(name, place)
+    check(before, after, storages, CASES[name].options.get("write_k", True))
+
+
+@every_place
+def test_one_of_the_tokens_of_a_slot_is_cached(place: Place) -> None:
+    """Each element comes from one of them, and no other slot is written."""
+    case = CASES["vllm"]
+    made = make(case, place.device)
+    if (reason := choice.unavailable(place.impl, place.device, torch.float32)) is not None:
+        pytest.skip(reason)
+    made.kwargs["slot_mapping"].copy_(torch.tensor([6, 6, 1, 6, 6]))
+    old = made.key_cache.clone(), made.value_cache.clone()
+    fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments(), impl=place.impl)
+    for cache, before, x in ((made.key_cache, old[0], made.k), (made.value_cache, old[1], made.v)):
+        assert (cache[1, 2] == x[[0, 1, 3, 4]]).any(0).all()
+        assert_bits(cache[0, 1], x[2])
+        cache[1, 2], cache[0, 1] = before[1, 2], before[0, 1]
+        assert_bits(cache, before)
