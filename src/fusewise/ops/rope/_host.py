@@ -3,16 +3,18 @@
     done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
     _host.remember(False, arguments, call, reach, out)      # after the first
 
-A repeated call needs no Python between its arguments and its launch. Where the extension cannot be built (no compiler, no
-headers of Python), and for implementations that are not native code, every call goes through Python: slower, no different.
+A repeated call needs no Python between its arguments and its launch, and so it is for the operators, which graphs of
+torch.compile call: once the extension is loaded it serves them, too. Where it cannot be built (no compiler, no headers of
+Python), and for implementations that are not native code, every call goes through Python: slower, no different.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import PYFUNCTYPE, py_object
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ import torch
 from torch import Tensor
 
 from ..._shared import build
-from . import _op
+from ._auto import serving
 from ._native import planned
 from ._problem import Spec, layout_dims
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("host.cpp", "host_call.h", "host_backward.h", "plan.h"))
+_NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", "plan.h")
+SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
 
 
 def _not_loaded(*_: Any) -> None:
@@ -36,6 +39,7 @@ def _not_loaded(*_: Any) -> None:
 # order, what these return, or None, nothing done, where the call has not been before or is not an ordinary one.
 rope: Callable[..., Any] = _not_loaded
 rope_: Callable[..., Any] = _not_loaded
+_quick = True  # whether what has been before is launched, see `through_python`
 
 
 def flags() -> tuple[str, ...]:
@@ -66,8 +70,11 @@ def extension() -> Any:
     """
     if sys.platform != "linux":
         raise build.BuildError("the quick way on the host is made for Linux")
+    from ._op import gradients  # which imports this module
+
     library = build.library(*recipe())
-    made = PYFUNCTYPE(py_object, py_object)(("fusewise_rope_host", library))(_op.gradients)
+    made = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))(gradients, _planned)
+    made.quick(_quick)
     global rope, rope_
     rope, rope_ = made.rope, made.rope_
     return made
@@ -89,6 +96,37 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
+def served(implementation: Any, device_type: str) -> None:
+    """Load the extension after an operator in Python was served by native code, so that it takes the next call."""
+    if hasattr(implementation, "tell"):
+        unavailable(device_type)
+
+
+def _planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], *call: Any) -> tuple[bytes, int] | None:
+    """What the extension keeps of an operator's call that Python has served: None if no native code did."""
+    *rest, impl = call
+    implementation = serving(impl, xs)
+    if not hasattr(implementation, "tell"):
+        return None
+    implementation.tell(extension())
+    return planned(xs, ys, *rest)
+
+
+@contextlib.contextmanager
+def through_python() -> Iterator[None]:
+    """Inside, every call goes through Python: for those who watch the launches of an implementation."""
+    global _quick
+    before, _quick = _quick, False
+    if rope is not _not_loaded:
+        extension().quick(False)
+    try:
+        yield
+    finally:
+        _quick = before
+        if rope is not _not_loaded:
+            extension().quick(before)
+
+
 def forget() -> None:
     """Forget all calls, so that the next of each goes through Python, which may have changed."""
     if rope is not _not_loaded:
@@ -105,14 +143,14 @@ def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], 
         return
     q, *rest = arguments[:2]
     cos, sin, positions, offsets, cu_seqlens, offset, spec, impl = call
-    tell = getattr(_op.serving(impl, q.device.type, q.dtype), "tell", None)
+    xs = (q,) if rest == [None] else (q, *rest)
+    tell = getattr(serving(impl, xs), "tell", None)
     if tell is None or unavailable(q.device.type) is not None:
         return
     host = extension()
     if not host.new(in_place, arguments):
         return
     tell(host)
-    xs = (q,) if rest == [None] else (q, *rest)
     ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
     dense = [list(y.stride()) if not in_place else list(torch.empty_like(y, device="meta").stride()) for y in ys]
     b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._choice import Choice
+from . import _auto, _host
 from ._problem import Spec, transposed_spec
 
 # The arguments after the rotated tensors, the same in every operator:
@@ -28,17 +28,15 @@ _COMMON = (
     "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
 )
 
-# In order of preference. Each has `launch(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)`, which writes
-# the rotation of every x into its y; where y is x it works in place.
-IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
-choice = Choice("rope", IMPLEMENTATIONS)
-unavailable, choose, serving = choice.unavailable, choice.choose, choice.serving
+choice = _auto.choice
+IMPLEMENTATIONS, unavailable, choose = _auto.IMPLEMENTATIONS, choice.unavailable, choice.choose
 
 
 def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
     *call, impl = rest
-    x = xs[0]
-    serving(impl, x.device.type, x.dtype).launch(xs, ys, *call)
+    implementation = _auto.serving(impl, xs)
+    implementation.launch(xs, ys, *call)
+    _host.served(implementation, xs[0].device.type)
 
 
 def _empty(x: Tensor, strides: list[int]) -> Tensor:

@@ -14,7 +14,7 @@
 
 #include <array>
 
-#include "host_backward.h"
+#include "host_operators.h"
 
 namespace {
 
@@ -42,7 +42,7 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
     for (int o = 0; o < a.operands; ++o)
       if (!followed(*a.x[o])) Py_RETURN_NONE;
 
-  const c10::DeviceGuard there(a.x[0]->device());
+  const There there(a.x[0]->device());
   Call call = call_on(*entry, a.x[0], a.x[a.operands - 1], a.table, a.sin, a.positions, a.offsets, a.bounds, a.offset);
   NodePointer node;
   if (records) node = node_of(entry, a);
@@ -117,6 +117,12 @@ PyObject* forget(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// quick(on): whether what has been before is launched, or all is left to Python.
+PyObject* quick(PyObject*, PyObject* on) {
+  enabled = on == Py_True;
+  Py_RETURN_NONE;
+}
+
 // on_cpu(entry point, GOMP_parallel or 0).
 PyObject* on_cpu(PyObject*, PyObject* given) {
   unsigned long long run = 0, parallel = 0;
@@ -141,6 +147,7 @@ PyMethodDef methods[] = {
     {"new", is_new, METH_VARARGS, nullptr},
     {"remember", remember, METH_VARARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
+    {"quick", quick, METH_O, nullptr},
     {"on_cpu", on_cpu, METH_VARARGS, nullptr},
     {"on_cuda", on_cuda, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -150,11 +157,17 @@ PyModuleDef definition = {
 
 }  // namespace
 
-// The module, made by the function that computes gradients in Python: `_op.gradients`.
-extern "C" __attribute__((visibility("default"))) PyObject* fusewise_rope_host(PyObject* gradients) {
-  differentiable = Py_NewRef(gradients);
+// The module, made once by two functions in Python: the one that computes gradients, `_op.gradients`, and the one that plans a
+// call of an operator, `_host._planned`.
+extern "C" __attribute__((visibility("default"))) PyObject* fusewise_rope_host(PyObject* gradients, PyObject* plans) {
+  static PyObject* module = nullptr;
+  if (module != nullptr) return Py_NewRef(module);
+  module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  differentiable = Py_NewRef(gradients), planned = Py_NewRef(plans);
   // A forked child has none of the parent's OpenMP threads, and the lock must not be another thread's at that time.
   pthread_atfork([] { cache.mutex.lock(); }, [] { cache.mutex.unlock(); },
                  [] { cache.mutex.unlock(), kernels.parallel = nullptr; });
-  return PyModule_Create(&definition);
+  register_operators();
+  return Py_NewRef(module);
 }

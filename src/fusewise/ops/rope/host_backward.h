@@ -5,7 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -34,6 +34,27 @@ void launch(const Plan& plan, const Call& call, c10::Device device) {
   const int code = kernels.cuda(&plan, &call, impl->getStreamNativeHandle(impl->getStream(device)));
   TORCH_CHECK(code == 0, "rope: the CUDA launch must succeed, got ", kernels.explain(code), "; use impl=\"triton\"");
 }
+
+// Makes the device of a call the current one where it is not. c10::DeviceGuard asks for the current one twice.
+class There {
+ public:
+  explicit There(c10::Device device) {
+    if (device.is_cpu()) return;
+    const auto* const impl = c10::impl::getDeviceGuardImpl(device.type());
+    before = impl->getDevice();
+    if (before == device) return;
+    impl->setDevice(device);
+    changed = impl;
+  }
+  ~There() {
+    if (changed != nullptr) changed->uncheckedSetDevice(before);
+  }
+  There(const There&) = delete;
+
+ private:
+  const c10::impl::DeviceGuardImplInterface* changed = nullptr;
+  c10::Device before{c10::DeviceType::CPU};
+};
 
 Tensor empty(const Tensor& like, at::IntArrayRef strides) {
   const DispatchKey key = like.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
@@ -153,7 +174,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
   }
 
   variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
-    const c10::DeviceGuard there(device);
+    const There there(device);
     Plan plan = entry->plan;
     plan.inverse ^= 1, plan.in_place = 0;
     std::swap(plan.interleaved_in, plan.interleaved_out);

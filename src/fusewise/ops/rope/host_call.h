@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -31,8 +32,10 @@ constexpr c10::DispatchKeySet DENSE{DispatchKey::CPU,          DispatchKey::CUDA
 // Keys that every thread has: more of them are tracing, dispatch modes or torch.func transforms.
 constexpr c10::DispatchKeySet QUIET{DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView};
 
+std::atomic<bool> enabled{true};  // else every call goes through Python
+
 bool nobody_watches() {
-  return QUIET.has_all(c10::impl::tls_local_dispatch_key_set().included_) && !at::impl::torch_function_mode_enabled() &&
+  return enabled && QUIET.has_all(c10::impl::tls_local_dispatch_key_set().included_) && !at::impl::torch_function_mode_enabled() &&
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
@@ -86,6 +89,17 @@ struct Key {
     } else {
       return false;
     }
+    return true;
+  }
+
+  // A text; false: too long to be kept.
+  bool add(const std::string& text) {
+    if (text.size() > 240) return false;
+    add(static_cast<int64_t>(text.size()));
+    const size_t whole = (text.size() + 7) / 8;
+    if (whole > 0) words[count + whole - 1] = 0;
+    std::memcpy(words + count, text.data(), text.size());
+    count += whole;
     return true;
   }
 
@@ -167,6 +181,7 @@ struct Arguments {
 
 struct Entry {
   std::vector<int64_t> key;
+  bool native = true;  // else Python launches it: the rest is not there
   Plan plan;
   int64_t sin_distance;          // bytes from the table to its sine part where both are one tensor
   int64_t most_offset;           // that the validation holds for
