@@ -31,8 +31,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What the package itself offers: the operations and what explains them.
 PUBLIC = {
-    "", "rope", "rope_", "rope_and_cache_", "geglu_linear", "gated_linear", "gated_mlp", "explain_dispatch", "Dispatch",
-    "__version__",
+    "", "rope", "rope_", "rope_and_cache_", "qk_norm_rope", "geglu_linear", "gated_linear", "gated_mlp", "explain_dispatch",
+    "Dispatch", "__version__",
 }  # fmt: skip
 # Beside its own parts, an operation is torch, and triton in the files of its Triton implementation alone.
 OUTSIDE_OF_OPS = {"torch", "triton"}

@@ -8,6 +8,7 @@ from .ops.dispatch import explain_dispatch as explain_dispatch
 from .ops.gated_linear import gated_linear as gated_linear
 from .ops.gated_linear import gated_mlp as gated_mlp
 from .ops.gated_linear import geglu_linear as geglu_linear
+from .ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from .ops.rope import rope as rope
 from .ops.rope import rope_ as rope_
 from .ops.rope_and_cache import rope_and_cache_ as rope_and_cache_

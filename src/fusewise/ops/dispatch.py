@@ -13,6 +13,8 @@ from ._choice import Choice
 from .gated_linear import _op as _gated_linear_op
 from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
+from .qk_norm_rope import _op as _qk_norm_rope_op
+from .qk_norm_rope import qk_norm_rope
 from .rope import _op as _rope_op
 from .rope import rope, rope_
 from .rope_and_cache import _op as _rope_and_cache_op
@@ -22,6 +24,7 @@ _OPERATIONS: dict[Callable[..., Any], Choice] = {
     rope: _rope_op.choice,
     rope_: _rope_op.choice,
     rope_and_cache_: _rope_and_cache_op.choice,
+    qk_norm_rope: _qk_norm_rope_op.choice,
     geglu_linear: _gated_linear_op.choice,
     gated_linear: _gated_linear_op.choice,
     gated_mlp: _gated_linear_op.choice,

@@ -26,7 +26,7 @@ def _quotient(n, magic, shift):
 
 
 @triton.jit
-def _batch_and_token(n, batches, magic, shift, stripe, stripe_magic, stripe_shift):
+def batch_and_token(n, batches, magic, shift, stripe, stripe_magic, stripe_shift):
     """The place of the n-th token: a stripe of tokens, then the same tokens of the next batch entry, so that table rows
     are used again while they are in the cache, and what is read and written stays contiguous over many tiles."""
     number = _quotient(n, stripe_magic, stripe_shift)
@@ -36,7 +36,7 @@ def _batch_and_token(n, batches, magic, shift, stripe, stripe_magic, stripe_shif
 
 
 @triton.jit
-def _base(batch, token, offs_h, stride_b, stride_t, stride_h, UNIT: tl.constexpr, INDEX: tl.constexpr):
+def base_of(batch, token, offs_h, stride_b, stride_t, stride_h, UNIT: tl.constexpr, INDEX: tl.constexpr):
     """The offset of each head, (BLOCK_T, BLOCK_H, 1)."""
     of_token = batch.to(INDEX) * stride_b + token.to(INDEX) * stride_t
     return (of_token[:, None, None] + (offs_h.to(INDEX) * stride_h)[None, :, None]) * UNIT
@@ -65,7 +65,7 @@ def _store_span(y_ptr, base, mask, head, tail, FIRST: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _rotate(x_a, x_b, cos, sin):
+def rotate(x_a, x_b, cos, sin):
     """(x_a cos − x_b sin, x_b cos + x_a sin), rounded alike wherever it stands: the fused operation is named, so that
     the compiler has nothing to choose and in place gives the bits of out of place."""
     return tl.fma(x_a, cos, -(x_b * sin)), tl.fma(x_b, cos, x_a * sin)
@@ -91,9 +91,9 @@ def _rotate_pairs_tile(
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_p = tl.arange(0, BLOCK_P)
     mask_n = offs_n < batches * tokens
-    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
-    x_base = _base(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
-    y_base = _base(batch, token, offs_h, stride_y_b, stride_y_t, stride_y_h, X_UNIT, INDEX)
+    batch, token = batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
+    x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
+    y_base = base_of(batch, token, offs_h, stride_y_b, stride_y_t, stride_y_h, X_UNIT, INDEX)
     mask = mask_n[:, None, None]
     if HEADS % BLOCK_H != 0:
         mask = mask & (offs_h < HEADS)[None, :, None]
@@ -134,7 +134,7 @@ def _rotate_pairs_tile(
     cos = cos[:, None, :]
     sin = sin[:, None, :]
 
-    y_a, y_b = _rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
+    y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
     y_a = y_a.to(y_ptr.dtype.element_ty)
     y_b = y_b.to(y_ptr.dtype.element_ty)
     if SOURCE == "packed":
@@ -178,7 +178,7 @@ def _rotate_flat_tile(
     offs_n = first_token + (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     feature = (tile % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask_n = offs_n < batches * tokens
-    batch, token = _batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
+    batch, token = batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
     mask = mask_n[:, None]
     if FEATURES % BLOCK_F != 0:
         mask = mask & (feature < FEATURES)[None, :]
@@ -225,7 +225,7 @@ def _rotate_flat_tile(
         rotated = rotated & ~identity[:, None]
     if INTERLEAVED:
         x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_F // 2, 2)))
-        y_a, y_b = _rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
+        y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
         y_a = tl.where(rotated, y_a.to(y_ptr.dtype.element_ty), x_a)
         y_b = tl.where(rotated, y_b.to(y_ptr.dtype.element_ty), x_b)
         y = tl.join(y_a, y_b).reshape(BLOCK_T, BLOCK_F)

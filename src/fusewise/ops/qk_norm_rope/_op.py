@@ -1,0 +1,151 @@
+"""The two registered operators of `qk_norm_rope`, their dispatch to an implementation, and autograd around them.
+
+    qk_norm_rope       xs, weights -> ys
+    qk_norm_rope_grad  dys, xs, weights -> the gradients of xs, then those of the weights where they are wanted
+
+`xs` are q, or q and k; there is a weight for each of them, or none. Torch only. The operators take a validated call and
+know nothing of autograd, which lies outside, so that a call without gradients pays for one operator boundary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._choice import Choice
+from .._register import register
+from ..rope._op import transforms_active
+from . import reference
+from ._problem import Norm, Rotation
+
+# The arguments after the tensors that are normalised, and their weights:
+#   cos ... spec   the rotation, as in RoPE's operators
+#   eps, weight_offset, over   see `Norm`
+#   impl           the name of an implementation, or "auto"
+_COMMON = (
+    "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, "
+    "float eps, float weight_offset, str over, str impl"
+)
+
+# In order of preference. Each has the functions `forward` and `backward` that `reference.py` shows, which write into
+# tensors that are given.
+IMPLEMENTATIONS = ("triton", "reference")
+choice = Choice("qk_norm_rope", IMPLEMENTATIONS)
+unavailable, choose = choice.unavailable, choice.choose
+
+
+def _split(rest: tuple[Any, ...]) -> tuple[Rotation, Norm, str]:
+    *rotation, eps, weight_offset, over, impl = rest
+    return tuple(rotation), Norm(eps, weight_offset, over), impl
+
+
+def _module(impl: str, x: Tensor) -> Any:
+    return choice.serving(impl, x.device.type, x.dtype)
+
+
+def _qk_norm_rope(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    rotation, norm, impl = _split(rest)
+    ys = [torch.empty_like(x) for x in xs]
+    _module(impl, xs[0]).forward(xs, ys, weights, rotation, norm)
+    return ys
+
+
+def _qk_norm_rope_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    *call, wants_weights = rest
+    rotation, norm, impl = _split(tuple(call))
+    dxs = [torch.empty_like(x) for x in xs]
+    dweights = [torch.empty_like(weight) for weight in weights] if wants_weights else []
+    _module(impl, xs[0]).backward(dys, xs, dxs, weights, dweights, rotation, norm)
+    return [*dxs, *dweights]
+
+
+def _fake(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in xs]
+
+
+def _fake_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (*xs, *(weights if rest[-1] else []))]
+
+
+_op = register(f"qk_norm_rope(Tensor[] xs, Tensor[] weights, {_COMMON}) -> Tensor[]", _qk_norm_rope, _fake)
+_op_grad = register(
+    f"qk_norm_rope_grad(Tensor[] dys, Tensor[] xs, Tensor[] weights, {_COMMON}, bool weight_grad) -> Tensor[]",
+    _qk_norm_rope_grad,
+    _fake_grad,
+)
+
+
+def _unit_stride(dy: Tensor) -> Tensor:
+    """The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`."""
+    return dy if dy.stride(-1) == 1 else dy.contiguous()
+
+
+def _wants_formula(dy: Tensor) -> bool:
+    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
+    the formula in plain torch."""
+    if transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy)
+
+
+class _QkNormRope(torch.autograd.Function):
+    """Held for backward: q, k and their weights, and nothing that was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        q, k, q_weight, k_weight, *call = inputs
+        ctx.save_for_backward(q, k, q_weight, k_weight, *call[:5])
+        ctx.rest = call[5:]
+        ctx.set_materialize_grads(False)
+        ys = _op(*_lists(q, k, q_weight, k_weight), *call)
+        return tuple(ys) if len(ys) == 2 else ys[0]
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
+        call = (*tensors, *ctx.rest)
+        given = [i for i, dy in enumerate(dys) if dy is not None]
+        results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
+        if given:
+            picked = [_unit_stride(dy) for dy in dys if dy is not None]
+            xs = [(q, k)[i] for i in given]
+            weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
+            wants_weights = any(ctx.needs_input_grad[2 + i] for i in given) and bool(weights)
+            if _wants_formula(picked[0]):
+                rotation, norm, _ = _split(call)
+                dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
+            else:
+                made = _op_grad(picked, xs, weights, *call, wants_weights)
+                dxs, dweights = made[: len(xs)], made[len(xs) :]
+            for place, i in enumerate(given):
+                results[i] = dxs[place]
+                if dweights:
+                    results[2 + i] = dweights[place]
+        wanted = [result if needed else None for result, needed in zip(results, ctx.needs_input_grad, strict=False)]
+        return *wanted, *(None,) * len(call)
+
+
+def _lists(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    return [x for x in (q, k) if x is not None], [w for w in (q_weight, k_weight) if w is not None]
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)  # untyped in torch's stubs
+
+
+def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, call: tuple[Any, ...]) -> Any:
+    """A validated call, recording a gradient where one is wanted: a tensor, or a pair where there is a k."""
+    if transforms_active():
+        rotation, norm, _ = _split(call)
+        ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight)):
+        return _apply(_QkNormRope, q, k, q_weight, k_weight, *call)
+    else:
+        ys = _op(*_lists(q, k, q_weight, k_weight), *call)
+    return ys[0] if k is None else (ys[0], ys[1])

@@ -1,0 +1,37 @@
+"""The normalisation of a call: what is not a tensor of it. The rotation is RoPE's own `Spec` and `Problem`.
+
+Shape legend: B batch, T tokens, H heads, D features of a head, W features that are normalised together and have a weight
+each: D, or H · D of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..rope._problem import layout_dims
+
+Over = Literal["head", "all"]
+OVERS: tuple[str, ...] = get_args(Over)
+
+# The rotation of a call, as RoPE's operators take it: table, sin, positions, offsets, cu_seqlens, offset, spec.
+Rotation = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, str]
+
+
+class Norm(NamedTuple):
+    """z = x / sqrt(mean(x²) + eps) · (weight + weight_offset), the mean over the features of a head, or of all heads."""
+
+    eps: float
+    weight_offset: float
+    over: str
+
+    def width(self, x: Tensor, layout: str) -> int:
+        """W, the entries of the weight of x."""
+        return int(x.shape[-1]) if self.over == "head" else int(x.shape[-1] * x.shape[layout_dims(layout)[2]])
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of all arithmetic: float32, or float64 for float64 tensors."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

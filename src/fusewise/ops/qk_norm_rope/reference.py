@@ -1,0 +1,111 @@
+"""The specification of `qk_norm_rope` in plain torch: differentiable, on any device, in float64 if the tensors are.
+
+    y = R z,   z = x̂ · (w + offset),   x̂ = x · r,   r = 1 / sqrt(mean(x²) + eps)
+
+with R the rotation of `fusewise.ops.rope.reference`. Written for reading; every kernel is held against it. Shape legend as
+in `_problem.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..rope._problem import layout_dims, transposed_spec
+from ..rope.reference import formula as rope
+from ._problem import Norm, Rotation, compute_dtype
+
+
+def formula(xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm) -> list[Tensor]:
+    """y for each of one or two x; there is a weight for each of them, or none at all."""
+    layout = _layout(rotation)
+    zs = []
+    for x, weight in _with_weights(xs, weights):
+        x_hat, _ = _normalised(x, layout, norm)
+        zs.append(x_hat if weight is None else x_hat * _scale(weight, x, layout, norm))
+    return [y.to(x.dtype) for y, x in zip(_rotated(zs, rotation), xs, strict=True)]
+
+
+def gradients(
+    dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
+) -> tuple[list[Tensor], list[Tensor]]:
+    """dx for each x and dw for each weight, as one differentiable composition of torch functions.
+
+    dz = Rᵀ dy,   g = dz · (w + offset),   dx = r · (g − x̂ mean(g x̂)),   dw = Σ dz x̂ over all rows
+    """
+    layout = _layout(rotation)
+    *tensors, spec = rotation
+    transposed: Rotation = (*tensors, transposed_spec(spec))  # type: ignore[assignment]
+    dzs = _rotated([dy.to(compute_dtype(dy)) for dy in dys], transposed)
+    dxs, dweights = [], []
+    for dz, (x, weight) in zip(dzs, _with_weights(xs, weights), strict=True):
+        x_hat, r = _normalised(x, layout, norm)
+        g = dz if weight is None else dz * _scale(weight, x, layout, norm)
+        dx = r * (g - x_hat * (g * x_hat).mean(_dims(layout, norm), keepdim=True))
+        dxs.append(dx.to(x.dtype))
+        if weight is not None:
+            rows = (dz * x_hat).movedim(layout_dims(layout)[2], -2)  # (..., H, D)
+            rows = rows.flatten(-2) if norm.over == "all" else rows
+            dweights.append(rows.flatten(0, -2).sum(0).to(weight.dtype))
+    return dxs, dweights
+
+
+def forward(
+    xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
+) -> None:
+    """The implementation `impl="reference"`: write the result for every x into its y."""
+    for y, result in zip(ys, formula(xs, weights, rotation, norm), strict=True):
+        y.copy_(result)
+
+
+def backward(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    dxs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    dweights: Sequence[Tensor],
+    rotation: Rotation,
+    norm: Norm,
+) -> None:
+    """Write the gradient of every x, and of every weight unless `dweights` is empty."""
+    of_xs, of_weights = gradients(dys, xs, weights, rotation, norm)
+    for to, result in zip((*dxs, *dweights), (*of_xs, *of_weights), strict=False):
+        to.copy_(result)
+
+
+def _layout(rotation: Rotation) -> str:
+    """The layout in an encoded spec, read from the text: torch.compile traces this and looks through caches."""
+    words = [word.removeprefix("layout=") for word in rotation[-1].split() if word.startswith("layout=")]
+    return words[0] if words else "bshd"
+
+
+def _with_weights(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    return [(x, weights[i] if weights else None) for i, x in enumerate(xs)]
+
+
+def _dims(layout: str, norm: Norm) -> tuple[int, ...]:
+    return (-1,) if norm.over == "head" else (layout_dims(layout)[2], -1)
+
+
+def _normalised(x: Tensor, layout: str, norm: Norm) -> tuple[Tensor, Tensor]:
+    """x̂ and r in the dtype of the arithmetic."""
+    x = x.to(compute_dtype(x))
+    r = torch.rsqrt(x.square().mean(_dims(layout, norm), keepdim=True) + norm.eps)
+    return x * r, r
+
+
+def _scale(weight: Tensor, x: Tensor, layout: str, norm: Norm) -> Tensor:
+    """w + offset, shaped to be multiplied with x."""
+    scale = weight.to(compute_dtype(x)) + norm.weight_offset
+    if norm.over == "head":
+        return scale
+    heads = scale.view(x.shape[layout_dims(layout)[2]], x.shape[-1])
+    return heads[:, None] if layout == "bhsd" else heads
+
+
+def _rotated(zs: list[Tensor], rotation: Rotation) -> list[Tensor]:
+    k = zs[1] if len(zs) == 2 else None
+    rotated = rope(zs[0], k, rotation)
+    return [rotated] if k is None else list(rotated)
