@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._tuned import Key, Tuned
-from ._gluon_gate import gate_gradient_kernel
+from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._problem import Halves, Spec, split_preact
 
@@ -25,6 +25,7 @@ ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
 NUM_WARPS = 4
 FEW_ROWS = 64  # to which weights are streamed rather than multiplied
+PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -37,7 +38,7 @@ class Config:
     stages: int
     slots: int  # of each group's epilogue
     group_m: int = 8
-    lead: int = 2  # blocks that one group of warps is ahead of the other
+    lead: int = 1  # blocks that one group of warps is ahead of the other
 
 
 @dataclass(frozen=True)
@@ -62,28 +63,32 @@ def choose(epilogue: str) -> Config:
     return Config(256, 64, 3, 5) if epilogue == "down" else Config(128, 64, 4, 2)
 
 
-def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
-    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
-    programs for every multiprocessor."""
-    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
+def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
+    """The configuration of the elementwise kernel. With sums, the same number of programs for every multiprocessor, few
+    enough that little is left to add up; without, shorter ones, since the hardware then evens out their times."""
+    block_f = min(1024 if sums else 256, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
-    per_program = 128
-    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
-        per_program //= 2
-    return GateConfig(max(per_program, block_m), block_m, block_f)
+    stripes = max(1, PROGRAMS_EACH * processors // triton.cdiv(hidden, block_f))
+    per_program = triton.cdiv(rows, stripes) if sums else min(128, triton.cdiv(rows, 2 * stripes))
+    return GateConfig(max(block_m, per_program), block_m, block_f)
 
 
-def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
+def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) -> list[GateConfig]:
     """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
-    chosen = choose_gate(rows, hidden, processors)
-    columns = [f for f in (64, 128, 256) if f <= max(64, triton.next_power_of_2(hidden))]
+    chosen = choose_gate(rows, hidden, processors, sums=sums)
+    columns = [f for f in (128, 256, 512, 1024) if f <= max(128, triton.next_power_of_2(hidden))]
     every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
     return list(dict.fromkeys([chosen, *every]))
 
 
+def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
+    """What a tuned configuration of the elementwise kernel is found by."""
+    return Key("gate", dtype, "sums" if sums else "", rows, 0, hidden)
+
+
 def _space(key: Key, device: int) -> list[Any]:
     if key.kernel == "gate":
-        return gate_configurations(key.rows, key.hidden, _processors(device))
+        return gate_configurations(key.rows, key.hidden, _processors(device), sums=key.way == "sums")
     if key.kernel not in ("y", "preact", "gradient", "down"):
         return []
     return list(dict.fromkeys([choose(key.kernel), *configurations(key.kernel)]))
@@ -111,7 +116,7 @@ def describable(x: Tensor) -> bool:
     return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, down: bool = False) -> str | None:
+def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
     not. By choice are left those that are better off there."""
     if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
@@ -119,8 +124,6 @@ def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, down:
     rows = matrices[0].shape[0]
     if by_choice and rows <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows the time is that of reading the weights, for which its tiles are too large"
-    if by_choice and down:
-        return "behind a down projection its epilogue's code is larger than the instruction cache"
     return None
 
 
@@ -128,7 +131,8 @@ def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says of the configurations: which are tuned, of those for this shape."""
     hidden = halves.value.shape[0]
     keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
-    return TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
+    sums = halves.value_bias is not None
+    return TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
 
 
 @functools.cache
@@ -230,7 +234,13 @@ def _launch(
                     template.base = None
             _PLANS[key] = compiled[(grid, 1, 1)], tuple(templates), tuple(called.values())[len(MATRICES) + 3 :]
     if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+        _add_up(sums, dbias)
+
+
+def _add_up(sums: Tensor, dbias: Tensor) -> None:
+    width = dbias.numel()
+    with torch.cuda.device(sums.device):
+        add_up_kernel[(triton.cdiv(width, 64),)](sums, dbias, sums.shape[0], width, BLOCK_R=32, num_warps=NUM_WARPS)
 
 
 def _direct() -> bool:
@@ -273,9 +283,9 @@ def gate_arguments(
     rows, hidden = dy.shape
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
-        "M": rows, "F": hidden, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
+        "M": rows, "F": hidden, "rows": config.rows, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
         "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation, "BIAS_GRAD": sums is not None,
-        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
     }  # fmt: skip
 
 
@@ -286,8 +296,8 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
             dbias.zero_()
         return
     device = dy.get_device()
-    key = Key("gate", dy.dtype, "", rows, 0, hidden)
-    config = TUNED.find(device, key) or choose_gate(rows, hidden, _processors(device))
+    key = gate_key(dy.dtype, rows, hidden, dbias is not None)
+    config = TUNED.find(device, key) or choose_gate(rows, hidden, _processors(device), sums=dbias is not None)
     sums = None
     if dbias is not None:
         sums = torch.empty((triton.cdiv(rows, config.rows), *dbias.shape), dtype=dbias.dtype, device=dy.device)
@@ -297,4 +307,4 @@ def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Ten
     with torch.cuda.device(device):
         gate_gradient_kernel[(grid,)](**called, num_warps=config.num_warps)
     if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+        _add_up(sums, dbias)

@@ -44,12 +44,13 @@ def _gate(g, ACTIVATION: gl.constexpr):
         return g * s, s + g * (0.3989422804014327 * e)
     elif ACTIVATION == "silu":
         s = _reciprocal(1.0 + _exp2(g * -1.4426950408889634))
-        return g * s, s * (1.0 + g * (1.0 - s))
+        a = g * s
+        return a, s + (a - a * s)
     elif ACTIVATION == "relu":
         return gl.where(g <= 0.0, 0.0, g), gl.where(g <= 0.0, 0.0, 1.0)  # NaN stays
     elif ACTIVATION == "sigmoid":
         s = _reciprocal(1.0 + _exp2(g * -1.4426950408889634))
-        return s, s * (1.0 - s)
+        return s, s - s * s
     else:
         return g, g * 0.0 + 1.0
 
@@ -74,27 +75,32 @@ def _load_gate(u_ptr, g_ptr, dy_ptr, row, column, stride_preact, stride_dy, mask
     return u, g, dy
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "rows"])
 def gate_gradient_kernel(
-    u_ptr, g_ptr, dy_ptr, du_ptr, dg_ptr, dbias_ptr, M, F, stride_preact, stride_dy, stride_dpreact,
-    ACTIVATION: gl.constexpr, BIAS_GRAD: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr,
+    u_ptr, g_ptr, dy_ptr, du_ptr, dg_ptr, dbias_ptr, M, F, rows, stride_preact, stride_dy, stride_dpreact,
+    ACTIVATION: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr,
 ):  # fmt: skip
-    """du and dg from u, g and dy in memory, ROWS rows and BLOCK_F columns a program, BLOCK_M rows at a time, eight columns a
+    """du and dg from u, g and dy in memory, `rows` rows and BLOCK_F columns a program, BLOCK_M rows at a time, eight columns a
     thread. du and dg may be u and g themselves."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_F, BLOCK_F // 8], [gl.num_warps(), 1], [1, 0])
+    COLUMNS: gl.constexpr = BLOCK_F // 8  # of threads; those of a warp side by side first
+    ACROSS: gl.constexpr = min(COLUMNS, 32)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // ACROSS, ACROSS], [gl.num_warps() * ACROSS // COLUMNS, COLUMNS // ACROSS], [1, 0]
+    )
     tiles_f = gl.cdiv(F, BLOCK_F)
     tile_m = gl.program_id(0) // tiles_f
     offs_f = gl.program_id(0) % tiles_f * BLOCK_F + gl.arange(0, BLOCK_F, layout=gl.SliceLayout(0, layout))
     column = gl.expand_dims(offs_f, 0)
     sum_u = gl.zeros((BLOCK_M, BLOCK_F), gl.float32, layout)
     sum_g = gl.zeros((BLOCK_M, BLOCK_F), gl.float32, layout)
-    offs_m = tile_m * ROWS + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    end = gl.minimum(M, (tile_m + 1) * rows)
+    offs_m = tile_m * rows + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     row = gl.expand_dims(offs_m, 1).to(gl.int64)
-    mask = (row < M) & (column < F)
+    mask = (row < end) & (column < F)
     u, g, dy = _load_gate(u_ptr, g_ptr, dy_ptr, row, column, stride_preact, stride_dy, mask)
-    for start in range(0, ROWS, BLOCK_M):
+    for _ in range(0, rows, BLOCK_M):
         next_row = row + BLOCK_M
-        next_mask = (next_row < M) & (column < F) & (start + BLOCK_M < ROWS)
+        next_mask = (next_row < end) & (column < F)
         # Before this block is stored: the compiler must assume that it lies where the next one is read.
         following = _load_gate(u_ptr, g_ptr, dy_ptr, next_row, column, stride_preact, stride_dy, next_mask)
         _, du, dg = _gate_gradient(dy.to(gl.float32), u.to(gl.float32), g.to(gl.float32), ACTIVATION)
@@ -110,3 +116,17 @@ def gate_gradient_kernel(
         to = dbias_ptr + tile_m.to(gl.int64) * 2 * F + offs_f
         gl.store(to, gl.sum(sum_u, 0), mask=offs_f < F)
         gl.store(to + F, gl.sum(sum_g, 0), mask=offs_f < F)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def add_up_kernel(sums_ptr, to_ptr, R, WIDTH, BLOCK_R: gl.constexpr):
+    """The sum over R rows of (R, WIDTH), 64 columns a program."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+    offs = gl.program_id(0) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    rows = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, layout))
+    total = gl.zeros((BLOCK_R, 64), gl.float32, layout)
+    for start in range(0, R, BLOCK_R):
+        row = gl.expand_dims(start + rows, 1)
+        mask = (row < R) & (gl.expand_dims(offs, 0) < WIDTH)
+        total += gl.load(sums_ptr + row.to(gl.int64) * WIDTH + gl.expand_dims(offs, 0), mask=mask, other=0.0)
+    gl.store(to_ptr + offs, gl.sum(total, 0), mask=offs < WIDTH)

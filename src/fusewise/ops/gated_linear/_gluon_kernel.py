@@ -41,6 +41,14 @@ from ._gluon_gate import _gate, _gate_gradient
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+# Of a piece whose columns are added up: every thread takes two columns and sixteen rows, so that a warp reads all banks at
+# once and two exchanges finish a sum.
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]], [[0, 2], [0, 4], [0, 8], [2, 0], [4, 0]], [[0, 16], [0, 32]], [], [64, 64]
+    )
+)  # fmt: skip
+
 
 @gluon.jit
 def _tile(tile, tiles_m, tiles_f, GROUP_M: gl.constexpr):
@@ -106,39 +114,49 @@ def _put(to_map, row, column, slot, block, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _get(from_map, row, column, slot, barrier):
+def _get(from_map, row, column, slot, barrier, pred=True):
     """Begin to load a piece into a slot; `barrier` tells when it has arrived."""
-    mbarrier.expect(barrier, slot.shape[0] * slot.shape[1] * 2)
-    _load(from_map, [row, column], barrier, slot)
+    mbarrier.expect(barrier, slot.shape[0] * slot.shape[1] * 2, pred=pred)
+    _load(from_map, [row, column], barrier, slot, pred=pred)
 
 
 @gluon.jit
-def _bias(ptr, column, stride, F, WIDTH: gl.constexpr):
-    """A part of the bias, spread thinly over the threads: it is held through the whole product."""
+def _keep_bias(ptr, column, stride, F, to):
+    """Bring a part of the bias into shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    offs = column + gl.arange(0, WIDTH, layout=layout)
-    return gl.load(ptr + offs * stride, mask=offs < F, other=0.0)
+    offs = column + gl.arange(0, to.shape[0], layout=layout)
+    to.store(gl.load(ptr + offs * stride, mask=offs < F, other=0.0).to(gl.float32))
 
 
 @gluon.jit
 def _biased(block, bias):
-    layout: gl.constexpr = gl.SliceLayout(0, block.type.layout)
-    return block + gl.expand_dims(gl.convert_layout(bias.to(gl.float32), layout), 0)
+    return block + gl.expand_dims(bias.load(gl.SliceLayout(0, block.type.layout)), 0)
 
 
 @gluon.jit
-def _store_sums(ptr, row, column, M, F, slot):
-    """The column sums of a piece in its slot, as it is stored, into a row of (M / 64, F) with two of them to a row of 2F."""
-    # Every thread takes two columns and sixteen rows: all banks are read at once, and two exchanges finish a sum.
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]], [[0, 2], [0, 4], [0, 8], [2, 0], [4, 0]], [[0, 16], [0, 32]], [], [64, 64]
-    )  # fmt: skip
-    block = slot.load(layout).to(gl.float32)
-    if row + 64 > M:  # a bias of ∞ makes NaN beyond the last row
-        inside = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < M
-        block = gl.where(gl.expand_dims(inside, 1), block, 0.0)
-    offs = column + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-    gl.store(ptr + (row // 64).to(gl.int64) * 2 * F + offs, gl.sum(block, 0), mask=offs < F)
+def _sums(row, M, slot, EPILOGUE: gl.constexpr):
+    """The column sums of a piece in its slot, as it is stored."""
+    block = slot.load(SUMS).to(gl.float32)
+    if EPILOGUE == "gradient":  # noqa: SIM102 - decided when it is compiled, the other when it runs
+        if row + 64 > M:  # a bias of ∞ makes NaN beyond the last row
+            inside = row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)) < M
+            block = gl.where(gl.expand_dims(inside, 1), block, 0.0)
+    return gl.sum(block, 0)
+
+
+@gluon.jit
+def _no_sums():
+    return gl.zeros((64,), gl.float32, gl.SliceLayout(0, SUMS))
+
+
+@gluon.jit
+def _store_sums(ptr, row, column, F, du, dg):
+    """Sums of 64 rows into the row of (M / 64, 2, F) that is theirs. Last of a tile: where pieces are handed to TMA, a
+    fence waits for what was stored."""
+    offs = column + gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS))
+    to = ptr + (row // 64).to(gl.int64) * 2 * F + offs
+    gl.store(to, du, mask=offs < F)
+    gl.store(to + F, dg, mask=offs < F)
 
 
 @gluon.jit
@@ -160,7 +178,7 @@ def _multiply(acc, start, stop, x_ring, w_ring, ready, free, slot, phase, last, 
 
 @gluon.jit
 def _consume(
-    maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead, sizes, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
+    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
@@ -186,9 +204,6 @@ def _consume(
         tile_m, tile_f = _tile(tile, tiles_m, tiles_f, GROUP_M)
         row = tile_m * ROWS + GROUP * 64
         column = tile_f * BLOCK_F
-        if HAS_BIAS:
-            b_value = _bias(biases[0], column, biases[2], F, BLOCK_F)
-            b_gate = _bias(biases[1], column, biases[3], F, BLOCK_F)
         acc = warpgroup_mma_init(gl.zeros((64, 256), gl.float32, WIDE))
         first = gl.minimum(LEAD, steps)
         acc, slot, phase, last = _multiply(
@@ -196,6 +211,10 @@ def _consume(
         )
         if GROUP == 0:
             mbarrier.arrive(ahead, count=1, pred=turn == 0)
+        # While the first products are under way, what the epilogue will need.
+        if HAS_BIAS:
+            _keep_bias(biases[0], column, biases[2], F, bias_slots.index(2 * GROUP))
+            _keep_bias(biases[1], column, biases[3], F, bias_slots.index(2 * GROUP + 1))
         if EPILOGUE == "gradient" or EPILOGUE == "down":
             tma.store_wait(pendings=0)  # of the tile before: by now they have read their slots
             for i in gl.static_range(2):
@@ -212,98 +231,107 @@ def _consume(
 
         left, right = _halves(product)
         if HAS_BIAS:
-            left = _biased(left, b_value)
-            right = _biased(right, b_gate)
-        left, next_left = _halves(left)
-        right, next_right = _halves(right)
+            left = _biased(left, bias_slots.index(2 * GROUP))
+            right = _biased(right, bias_slots.index(2 * GROUP + 1))
+        # One piece after the other, in a loop that moves the next into the registers of the last: its code is short enough
+        # for the instruction cache, which both groups share.
         if EPILOGUE == "down":
-            quarters = (left, next_left, right, next_right)
-            for i in gl.static_range(4):
+            dy, dy_1 = _halves(left)
+            dy_2, dy_3 = _halves(right)
+            if BIAS_GRAD:
+                du_0, du_1, du_2, du_3 = _no_sums(), _no_sums(), _no_sums(), _no_sums()
+                dg_0, dg_1, dg_2, dg_3 = _no_sums(), _no_sums(), _no_sums(), _no_sums()
+            for i in range(4):
                 at = column + i * WIDTH
-                if i == 1 or i == 2:  # what the piece before this one left has been stored: make room for the next
-                    tma.store_wait(pendings=0)
-                    _get(
-                        first_map, row, at + WIDTH, slots.index(SLOT + 1 - i % 2), arrived.index(4 * GROUP + 1 - i % 2)
-                    )
-                    _get(
-                        second_map, row, at + WIDTH, slots.index(SLOT + 3 - i % 2), arrived.index(4 * GROUP + 3 - i % 2)
-                    )
-                u_slot = slots.index(SLOT + i % 2)
-                g_slot = slots.index(SLOT + 2 + i % 2)
+                mine = SLOT + i % 2
+                other = SLOT + 1 - i % 2
+                # The piece before this one has been stored: its slots are for the one after this.
+                tma.store_wait(pendings=0)
+                more = (i == 1) | (i == 2)
+                _get(first_map, row, at + WIDTH, slots.index(other), arrived.index(4 * GROUP + 1 - i % 2), more)
+                _get(second_map, row, at + WIDTH, slots.index(other + 2), arrived.index(4 * GROUP + 3 - i % 2), more)
                 mbarrier.wait(arrived.index(4 * GROUP + i % 2), i // 2)
                 mbarrier.wait(arrived.index(4 * GROUP + 2 + i % 2), i // 2)
-                u = u_slot.load(PIECE).to(gl.float32)
-                a, du, dg = _gate_gradient(quarters[i], u, g_slot.load(PIECE).to(gl.float32), ACTIVATION)
-                _put(y_map, row, at, slots.index(SLOT + 4), u * a, PENDING=2)
-                _put(u_map, row, at, u_slot, du, PENDING=2)
-                _put(g_map, row, at, g_slot, dg, PENDING=2)
+                u = slots.index(mine).load(PIECE).to(gl.float32)
+                g = slots.index(mine + 2).load(PIECE).to(gl.float32)
+                a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
+                # All before the one fence: as soon as a few columns of the three are done, their registers are free.
+                slots.index(SLOT + 4).store((u * a).to(slots.dtype))
+                slots.index(mine).store(du.to(slots.dtype))
+                slots.index(mine + 2).store(dg.to(slots.dtype))
+                fence_async_shared()
+                _store(y_map, [row, at], slots.index(SLOT + 4))
+                _store(u_map, [row, at], slots.index(mine))
+                _store(g_map, [row, at], slots.index(mine + 2))
                 if BIAS_GRAD:
-                    _store_sums(dbias_ptr, row, at, M, F, u_slot)
-                    _store_sums(dbias_ptr + F, row, at, M, F, g_slot)
+                    du_0, du_1, du_2, du_3 = du_1, du_2, du_3, _sums(row, M, slots.index(mine), EPILOGUE)
+                    dg_0, dg_1, dg_2, dg_3 = dg_1, dg_2, dg_3, _sums(row, M, slots.index(mine + 2), EPILOGUE)
+                dy, dy_1, dy_2 = dy_1, dy_2, dy_3
+            if BIAS_GRAD:
+                _store_sums(dbias_ptr, row, column, F, du_0, dg_0)
+                _store_sums(dbias_ptr, row, column + WIDTH, F, du_1, dg_1)
+                _store_sums(dbias_ptr, row, column + 2 * WIDTH, F, du_2, dg_2)
+                _store_sums(dbias_ptr, row, column + 3 * WIDTH, F, du_3, dg_3)
         else:
-            first_slot = slots.index(SLOT)
-            second_slot = slots.index(SLOT + 1)
+            u, next_u = _halves(left)
+            g, next_g = _halves(right)
             if EPILOGUE == "gradient":
                 mbarrier.wait(arrived.index(4 * GROUP), turn & 1)
-                _, du, dg = _gate_gradient(first_slot.load(PIECE).to(gl.float32), left, right, ACTIVATION)
-                _put(u_map, row, column, first_slot, du, PENDING=2)
-                if BIAS_GRAD:
-                    _store_sums(dbias_ptr, row, column, M, F, first_slot)
                 mbarrier.wait(arrived.index(4 * GROUP + 1), turn & 1)
-                _, next_du, next_dg = _gate_gradient(
-                    second_slot.load(PIECE).to(gl.float32), next_left, next_right, ACTIVATION
-                )
-                _put(u_map, row, column + WIDTH, second_slot, next_du, PENDING=2)
+                dy = slots.index(SLOT).load(PIECE)
+                next_dy = slots.index(SLOT + 1).load(PIECE)
                 if BIAS_GRAD:
-                    _store_sums(dbias_ptr, row, column + WIDTH, M, F, second_slot)
-                _put(g_map, row, column, first_slot, dg, PENDING=1)
-                if BIAS_GRAD:
-                    _store_sums(dbias_ptr + F, row, column, M, F, first_slot)
-                _put(g_map, row, column + WIDTH, second_slot, next_dg, PENDING=1)
-                if BIAS_GRAD:
-                    _store_sums(dbias_ptr + F, row, column + WIDTH, M, F, second_slot)
-            elif EPILOGUE == "preact":
-                for i in gl.static_range(2):
-                    u = (left, next_left)[i]
-                    g = (right, next_right)[i]
-                    at = column + i * WIDTH
+                    du_0, du_1, dg_0, dg_1 = _no_sums(), _no_sums(), _no_sums(), _no_sums()
+            for i in range(2):
+                at = column + i * WIDTH
+                if EPILOGUE == "gradient":
+                    _, du, dg = _gate_gradient(dy.to(gl.float32), u, g, ACTIVATION)
+                    tma.store_wait(pendings=0)
+                    slots.index(SLOT).store(du.to(slots.dtype))
+                    slots.index(SLOT + 1).store(dg.to(slots.dtype))
+                    fence_async_shared()
+                    _store(u_map, [row, at], slots.index(SLOT))
+                    _store(g_map, [row, at], slots.index(SLOT + 1))
+                    if BIAS_GRAD:
+                        du_0, du_1 = du_1, _sums(row, M, slots.index(SLOT), EPILOGUE)
+                        dg_0, dg_1 = dg_1, _sums(row, M, slots.index(SLOT + 1), EPILOGUE)
+                    dy = next_dy
+                elif EPILOGUE == "preact":
                     _put(u_map, row, at, slots.index(SLOT + 3 * i % SLOTS), u, PENDING=SLOTS - 1)
                     _put(g_map, row, at, slots.index(SLOT + (3 * i + 1) % SLOTS), g, PENDING=SLOTS - 1)
-                    _put(
-                        y_map,
-                        row,
-                        at,
-                        slots.index(SLOT + (3 * i + 2) % SLOTS),
-                        u * _gate(g, ACTIVATION)[0],
-                        PENDING=SLOTS - 1,
-                    )
-            else:
-                _put(y_map, row, column, first_slot, left * _gate(right, ACTIVATION)[0], PENDING=1)
-                _put(y_map, row, column + WIDTH, second_slot, next_left * _gate(next_right, ACTIVATION)[0], PENDING=1)
+                    y = u * _gate(g, ACTIVATION)[0]
+                    _put(y_map, row, at, slots.index(SLOT + (3 * i + 2) % SLOTS), y, PENDING=SLOTS - 1)
+                else:
+                    _put(y_map, row, at, slots.index(SLOT + i), u * _gate(g, ACTIVATION)[0], PENDING=1)
+                u = next_u
+                g = next_g
+            if EPILOGUE == "gradient" and BIAS_GRAD:
+                _store_sums(dbias_ptr, row, column, F, du_0, dg_0)
+                _store_sums(dbias_ptr, row, column + WIDTH, F, du_1, dg_1)
         turn += 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _first_group(
-    maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead, sizes, EPILOGUE: gl.constexpr,
+    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, EPILOGUE: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead, sizes, 0, EPILOGUE, ACTIVATION, HAS_BIAS,
+        maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, 0, EPILOGUE, ACTIVATION, HAS_BIAS,
         BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD,
     )  # fmt: skip
 
 
 @gluon.jit
 def _second_group(
-    maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead, sizes, EPILOGUE: gl.constexpr,
+    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, EPILOGUE: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead, sizes, 1, EPILOGUE, ACTIVATION, HAS_BIAS,
+        maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, 1, EPILOGUE, ACTIVATION, HAS_BIAS,
         BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD,
     )  # fmt: skip
 
@@ -330,6 +358,9 @@ def gated_linear_kernel(
         dtype, [STAGES, BLOCK_D, BLOCK_F] if EPILOGUE == "down" else [STAGES, 2 * BLOCK_F, BLOCK_D], w_value_map.layout
     )  # fmt: skip
     slots = gl.allocate_shared_memory(dtype, [2 * SLOTS, 64, 64], gl.NVMMASharedLayout(128, 16))
+    bias_slots = gl.allocate_shared_memory(
+        gl.float32, [4, BLOCK_F if HAS_BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrived = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
@@ -347,8 +378,8 @@ def gated_linear_kernel(
     biases = (b_value_ptr, b_gate_ptr, stride_b_value, stride_b_gate)
     gl.warp_specialize(
         [
-            (_first_group, (maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead.index(0), sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD)),
-            (_second_group, (maps, biases, dbias_ptr, memory, slots, arrived, ready, free, ahead.index(0), sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD)),
+            (_first_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead.index(0), sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD)),
+            (_second_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead.index(0), sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD)),
             (_produce, ((x_map, w_value_map, w_gate_map), memory, ready, free, sizes, EPILOGUE, BLOCK_F, BLOCK_D, STAGES, GROUP_M)),
         ],
         [4, 1],

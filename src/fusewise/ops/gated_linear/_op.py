@@ -39,12 +39,12 @@ choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
-def _module(impl: str, hidden: int, x: Tensor, *others: Tensor, down: bool = False) -> Any:
-    """The module that serves a call with these matrices and F = `hidden`; `down` where it is a down projection's gradient."""
+def _module(impl: str, hidden: int, x: Tensor, *others: Tensor) -> Any:
+    """The module that serves a call with these matrices and F = `hidden`."""
     device_type, dtype = x.device.type, x.dtype
     module = choice.serving(impl, device_type, dtype)
     refuses = getattr(module, "refuses", None)
-    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto", down=down)
+    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto")
     if reason is None:
         return module
     if impl != "auto":
@@ -136,7 +136,7 @@ def _down_grad_into(
     hidden = w_down.shape[1]
     y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
-        module = _module(impl, hidden, dz, w_down, down=True)
+        module = _module(impl, hidden, dz, w_down)
         module.down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
 

@@ -123,7 +123,7 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
     if kernel == "gate":
         module = _op._module(impl, hidden, dy) if impl == "auto" else _op.choice.serving(impl, device.type, x.dtype)
     elif kernel == "down":
-        module = _op._module(impl, hidden, inputs[0], weights, down=True)
+        module = _op._module(impl, hidden, inputs[0], weights)
     else:
         module = _op._module(impl, hidden, x, halves.value, halves.gate)
     if getattr(module, "TUNED", None) is None:
