@@ -10,8 +10,11 @@ import torch
 _library = torch.library.Library("fusewise", "FRAGMENT")
 
 
-def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an operator that looks at exact strides, with its function for every device and for fake tensors.
+def register(
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any], vmap: Callable[..., Any] | None = None
+) -> Any:
+    """Define an operator that looks at exact strides, with its function for every device and for fake tensors, and its
+    rule for vmap if it has one.
 
     The function runs without recording gradients: autograd lies outside the operators, yet a compiled or exported graph
     may call them with parameters that require gradients.
@@ -29,4 +32,6 @@ def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, below_autograd, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusewise::{name}", fake, lib=_library)
+    if vmap is not None:
+        torch.library.register_vmap(f"fusewise::{name}", vmap, lib=_library)
     return getattr(torch.ops.fusewise, name).default

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._register import register
 from . import _auto, _host
 from ._problem import Spec, transposed_spec
 
@@ -91,44 +92,12 @@ def _fake_nothing(*_: Any) -> None:
     return None
 
 
-# Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient takes
-# the strides of the tensor it belongs to, not of the gradient that came in.
-_SCHEMAS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    (f"rope(Tensor q, {_COMMON}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope),
-    (
-        f"rope_qk(Tensor q, Tensor k, {_COMMON}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
-        _rope_qk,
-        _fake_rope_qk,
-    ),
-    (f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, _fake_nothing),
-    (
-        f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
-        _rope_qk_out,
-        _fake_nothing,
-    ),
-    (f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, _fake_nothing),
-    (f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, _fake_nothing),
-)
-
-_library = torch.library.Library("fusewise", "FRAGMENT")
-for _schema, _impl, _fake in _SCHEMAS:
-    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusewise::{_name}", _fake, lib=_library)
-
-_op_rope = torch.ops.fusewise.rope.default
-_op_rope_qk = torch.ops.fusewise.rope_qk.default
-_op_rope_out = torch.ops.fusewise.rope_out.default
-_op_rope_qk_out = torch.ops.fusewise.rope_qk_out.default
-_op_rope_ = torch.ops.fusewise.rope_.default
-_op_rope_qk_ = torch.ops.fusewise.rope_qk_.default
-
-
-def _vmap_functional(op: Any, count: int) -> Callable[..., Any]:
-    """A vmap rule that folds the mapped dimension of the rotated tensors into their heads: a rotation is the same for
+def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
+    """A vmap rule for operator `name` that folds the mapped dimension of the rotated tensors into their heads: a rotation is the same for
     every head. A mapped table or position tensor has no such fold; those run a call an entry."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        op = getattr(torch.ops.fusewise, name).default
         strides: list[list[int]] = [[]] * count
         call = args[: len(args) - count]  # without the strides, whose in_dims are lists of their own
         if any(dim is not None for dim in in_dims[count : len(call)]):
@@ -154,8 +123,21 @@ def _vmap_functional(op: Any, count: int) -> Callable[..., Any]:
     return rule
 
 
-torch.library.register_vmap("fusewise::rope", _vmap_functional(_op_rope, 1), lib=_library)
-torch.library.register_vmap("fusewise::rope_qk", _vmap_functional(_op_rope_qk, 2), lib=_library)
+# Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient takes
+# the strides of the tensor it belongs to, not of the gradient that came in.
+_op_rope = register(
+    f"rope(Tensor q, {_COMMON}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope, _vmap_functional("rope", 1)
+)
+_op_rope_qk = register(
+    f"rope_qk(Tensor q, Tensor k, {_COMMON}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
+    _rope_qk, _fake_rope_qk, _vmap_functional("rope_qk", 2),
+)  # fmt: skip
+_op_rope_out = register(f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, _fake_nothing)
+_op_rope_qk_out = register(
+    f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()", _rope_qk_out, _fake_nothing
+)
+_op_rope_ = register(f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, _fake_nothing)
+_op_rope_qk_ = register(f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, _fake_nothing)
 
 
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
