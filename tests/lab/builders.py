@@ -84,3 +84,43 @@ def full_record(cases=3, hostile=""):
     limits = {"device": "test", "created": "2026-01-01", "copy_gb_s": 800.0, "triad_gb_s": 750.0, "launch_us": 2.0,
               "matmul_tflop_s": {"fp32": 0.5, "bf16": None}, "clocks": None, "versions": {}}  # fmt: skip
     return study_record(rows, measurements, comparisons, ledgers=ledgers, code=code, limits=limits)
+
+
+#: Device and host microseconds of a decode step and of a long chunk: what a compiled call and two kernels cost.
+SERVED = {
+    "decode": {"eager": (30.0, 90.0), "torch.compile": (5.0, 48.0), "vllm": (4.0, 6.0), "fusewise-cuda": (3.5, 5.0)},
+    "chunk": {
+        "eager": (500.0, 95.0),
+        "torch.compile": (91.0, 49.0),
+        "vllm": (180.0, 6.5),
+        "fusewise-cuda": (84.0, 5.5),
+    },
+}
+
+
+def gpu_record(hostile=""):
+    """A record with host times, profiles and what its seconds went into."""
+    rows, profiles = [], []
+    for case, times in SERVED.items():
+        rows += [row(f"{name}{hostile}" if name == "vllm" else name, case=case, device_us=device, host_us=host)
+                 for name, (device, host) in times.items()]  # fmt: skip
+        rows.append(row("floor-launch", case=case, device_us=2.0, host_us=1.0))
+    for name in ("torch.compile", "fusewise-cuda"):
+        lines = [
+            {"name": f"kernel of {name}{hostile}", "self_cpu_percent": 25.0, "self_cpu_us": 10.0, "cpu_total_percent": 100.0,
+             "cpu_total_us": 40.0, "cpu_avg_us": 4.0, "calls": 10, "self_device_us": 50.0, "self_device_percent": 100.0,
+             "device_total_us": 50.0, "device_avg_us": 5.0},
+        ]  # fmt: skip
+        profiles.append({"op": "rope", "case": "decode", "dtype": "fp32", "pass": "fwd", "provider": name, "calls": 10,
+                         "rows": lines})  # fmt: skip
+    profiles.append({**profiles[0], "provider": "jax", "rows": []})
+    spent = {
+        "starting": 5.0,
+        "inputs": 1.0,
+        "truth": 3.0,
+        "compiling": 40.0,
+        "measuring": 45.0,
+        "code": 5.0,
+        "rest": 1.0,
+    }
+    return study_record(rows, profiles=profiles, spent=spent, seconds=100.0)

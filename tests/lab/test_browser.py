@@ -4,7 +4,7 @@ import time
 
 import browser
 import pytest
-from builders import HOSTILE, full_record
+from builders import HOSTILE, full_record, gpu_record
 
 from fusewise.lab.render import html
 
@@ -24,6 +24,7 @@ def files(tmp_path_factory):
         "plain": full_record(),
         "hostile": full_record(hostile=HOSTILE),
         "large": full_record(10),
+        "gpu": gpu_record(),
     }.items():
         (folder / f"{name}.html").write_text(html.report(made), encoding="utf-8")
     return folder
@@ -159,3 +160,21 @@ def test_the_policy_refuses_a_script_that_got_in_all_the_same(tab, files, tmp_pa
     tab.open(tmp_path / "broken.html")
     assert tab.run("document.title") == "fusewise study: rope-cube"
     assert any("Content Security Policy" in str(error) for error in tab.errors)
+
+
+def test_host_and_device_and_profiles_beside_each_other(tab, files):
+    tab.errors.clear()
+    tab.open(files / "gpu.html")
+    tables = "document.querySelectorAll('#host table.sorts')"
+    assert tab.run(f"{tables}.length") == 4  # two groups, two profiles with lines
+    tab.run(f"{tables}[0].querySelectorAll('thead button')[1].click()")
+    order = tab.run(f"[...{tables}[0].querySelectorAll('tbody th')].map(c => c.textContent)")
+    assert order == ["fusewise-cuda", "vllm", "torch.compile", "eager"]
+    places = "[...document.querySelectorAll('#host .beside figure')].map(f => f.getBoundingClientRect().top)"
+    first, second, third = tab.run(places)
+    assert first == second <= third
+    tab.open(files / "gpu.html", width=375, height=700)
+    first, second, _ = tab.run(places)
+    assert first < second and tab.run("document.documentElement.scrollWidth") <= 375
+    assert "10 % of it is the harness" in tab.run("document.getElementById('where').textContent")
+    assert tab.errors == []

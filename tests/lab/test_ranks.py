@@ -1,11 +1,14 @@
 """What ranks tell each other, over a store that is a dictionary; real processes are in test_survival.py."""
 
+import dataclasses
 import json
+import socket
 
 import pytest
+import torch
 from builders import full_record
 
-from fusewise.lab import ranks, study
+from fusewise.lab import plan, ranks, study
 from fusewise.lab.problem import Task
 
 
@@ -49,6 +52,35 @@ def test_parts_are_disjoint_together_all_and_of_one_run(whole):
     assert [len(p.tasks) for p in parts] == [2, 2, 1, 1]
     assert len({p.run for p in parts}) == 1
     assert {p.out for p in parts} == {asked.out.absolute() / f"rank-{n}" for n in range(4)}
+
+
+def test_ranks_that_share_a_gpu_are_refused(whole):
+    _, asked = whole
+    for devices, shared in ((("cuda:0", "cuda:1"), False), (("cuda:1", "cuda:1"), True)):
+        store = Store({f"gpu/{n}": f"{device} of {socket.gethostname()}".encode() for n, device in enumerate(devices)})
+        for number, device in enumerate(devices):
+            rank, wanted = ranks.Rank(number, 2, store), dataclasses.replace(asked, device=device)
+            if shared:
+                with pytest.raises(ValueError, match="every rank must have a GPU of its own, got 2 on cuda:1"):
+                    rank.share(wanted)
+            else:
+                assert len(rank.share(wanted).tasks) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks_here", "found"),
+    [("cuda", "2", "cuda:1"), ("cuda:0", "1", "cuda:0"), ("cuda:0", "2", ValueError), ("cuda:2", "1", ValueError)],
+)
+def test_cuda_is_the_gpu_of_the_rank_and_an_index_is_not_for_many(name, ranks_here, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    if isinstance(found, str):
+        assert plan.device(name) == found
+    else:
+        with pytest.raises(found, match="study: device must be one"):
+            plan.device(name)
 
 
 def test_one_record_is_gathered_in_the_order_of_the_tasks(whole):

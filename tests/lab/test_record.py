@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from builders import full_record, measurement, row, study_record
+from builders import full_record, gpu_record, measurement, row, study_record
 
 from fusewise.lab import analysis, record
 
@@ -78,12 +78,24 @@ def test_the_schema_accepts_code_ledgers_and_limits():
     assert not validator.is_valid({k: v for k, v in good.items() if k != "resumed"})
 
 
+def test_the_schema_accepts_profiles_and_what_the_time_went_into():
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(record.schema())
+    good = gpu_record().to_json()
+    validator.validate(good)
+    assert not validator.is_valid({**good, "spent": {"truth": -1.0}})
+    assert not validator.is_valid({**good, "profiles": [{**good["profiles"][0], "rows": [{"name": "x"}]}]})
+
+
 def test_a_record_of_version_1_is_read_as_todays():
     now = complete()
-    old = {k: v for k, v in now.to_json().items() if k not in ("code", "ledgers", "limits", "resumed")}
+    old = {
+        k: v for k, v in now.to_json().items() if k not in ("code", "ledgers", "profiles", "spent", "limits", "resumed")
+    }
     old["schema"] = 1
     assert record.Record.from_json(old) == now
     assert old["schema"] == 1
+    second = {k: v for k, v in now.to_json().items() if k not in ("profiles", "spent")}
+    assert record.Record.from_json({**second, "schema": 2}) == now
     assert set(record.MIGRATIONS) == set(range(1, record.SCHEMA_VERSION))
 
 

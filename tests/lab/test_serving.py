@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from fusewise.lab import Unsupported, targets, truth
+from fusewise.lab import Unsupported, commands, plan, targets, truth
+from fusewise.lab.code.worker import Server
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import floors, ours, pytorch
@@ -21,7 +22,7 @@ NAMES = (
     "glm-4-9b-serve-decode-b8",
     "deepseek-v3-serve-decode-b8",
 )
-SMALL = {name: dataclasses.replace(case(name), heads=4, kv_heads=1, table_rows=128) for name in NAMES}
+SMALL = {name: dataclasses.replace(case(name), heads=4, kv_heads=1, table_rows=256) for name in NAMES}
 
 
 def problem(name, pass_="fwd", dtype="bf16"):
@@ -30,6 +31,7 @@ def problem(name, pass_="fwd", dtype="bf16"):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
+    """Fewer heads and rows, in this process."""
     monkeypatch.setattr(rope, "case", SMALL.__getitem__)
 
 
@@ -120,3 +122,47 @@ def test_the_floor_copies_what_has_to_move_in_place():
     out_of_place = pytorch.Eager().build(p).call(*p.program().enter(*p.tensors))
     assert p.bytes_min() < 2 * sum(y.numel() * y.element_size() for y in out_of_place)
     assert isinstance(p, rope_serving.ServingProblem)
+
+
+def test_the_quick_preset_runs_on_a_cpu_and_its_report_has_the_section(tmp_path):
+    request = plan.Request(
+        target="rope-serving-quick", providers=["floor-copy", "eager", "fusewise-cpu", "liger"], device="cpu", warm=True,
+        rounds=(3, 3), out=tmp_path,
+    )  # fmt: skip
+    made, report = commands.run(plan.options(request, tmp_path))
+    status = {(row.case, row.provider): row.status for row in made.rows}
+    assert len(status) == 4 * 4
+    assert {s for (_, p), s in status.items() if p != "liger"} == {"ok"}
+    assert {s for (_, p), s in status.items() if p == "liger"} == {"missing"}
+    assert [p["provider"] for p in made.profiles] == ["eager", "fusewise-cpu"]
+    assert any("rope" in line["name"] for line in made.profiles[1]["rows"])
+    assert (tmp_path / "profiles").is_dir() and len(list((tmp_path / "profiles").glob("*/flame.svg"))) == 2
+    assert made.spent["code"] > 0 and sum(made.spent.values()) == pytest.approx(made.seconds)
+    assert (
+        "There are no host times" in report.read_text()
+        and "Profiles of llama-3-8b-serve-decode-b64" in report.read_text()
+    )
+    eager, ours = (next(e for e in made.ledgers if e["provider"] == p and "decode-b64" in e["case"]) for p in ("eager", "fusewise-cpu"))  # fmt: skip
+    moved = sum(k["read"] + k["written"] for k in ours["kernels"])
+    assert 0.99 < moved / ours["bytes_min"] < 1.01
+    assert sum(k["read"] + k["written"] for k in eager["kernels"]) > 3 * moved
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ledgers_count_the_rows_in_use_and_what_rotates(name):
+    p = problem(name)
+    for provider in (ours.Cpu(), ours.Cuda()):
+        assert Server(provider).ledger(p, "sm_90").bytes == p.bytes_min()
+    eager = Server(pytorch.Eager()).ledger(p, "sm_90")
+    lookup = next(k for k in eager.kernels if "index_select" in k.name)
+    tokens = p.tensors[0].shape[0]
+    assert lookup.written == tokens * p.case.rotated * 2 and lookup.read == lookup.written + tokens * 8
+    assert eager.bytes > 2 * p.bytes_min()
+    small = p.compact()
+    assert small.inputs.cache.shape[0] == tokens < p.inputs.cache.shape[0]
+    assert all(map(torch.equal, small.eager(small.tensors), p.eager(p.tensors)))
+
+
+def test_a_compiled_lookup_reads_no_more_of_the_cache_than_it_uses():
+    ledger = Server(pytorch.TorchCompile()).ledger(problem(NAMES[0]), "sm_90")
+    assert ledger.excess < 1.01

@@ -127,7 +127,7 @@ def limits(device: str | None, kept: bool, as_json: bool) -> None:
     from fusewise.lab import limits as measuring
 
     try:
-        where = plan._device(device)
+        where = plan.device(device)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if kept:

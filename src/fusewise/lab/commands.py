@@ -35,7 +35,7 @@ def run(
             try:
                 study.run()
                 if code:
-                    inside.look(options, study.record, live.looking)
+                    study.account(*inside.look(options, study.record, live.looking))
                     record.save(study.record, options.out)
             finally:
                 report = render(study.record, options.out)

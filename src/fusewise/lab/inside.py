@@ -1,16 +1,19 @@
 """After the times, a look inside: the code of every provider that was right, and what each reads and writes.
 
 The code is that of the study's first case; the ledgers are those of a few, since a ratio of traffic is the same for all
-sizes of a sweep. Both are made in processes of their own, after the last round, so that no time depends on them.
+sizes of a sweep; profiles are those of the cases that a preset names. All are made in processes of their own, after the
+last round, so that no time depends on them.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from . import analysis, machine, plugin, record
+from . import analysis, machine, plugin, record, spent
 from .code import capture
 from .problem import Task
 from .process import WorkerProcess
@@ -21,17 +24,23 @@ from .study import Options
 LEDGER_TASKS = 6
 #: A listing longer than this, characters, is cut in the record; the file beside it is whole.
 LONGEST_TEXT = 300_000
+#: Of a profile's table the record keeps this many lines, and of a name this much.
+PROFILE_ROWS, PROFILE_NAME = 15, 200
 
 
-def look(options: Options, found: Record, told: Callable[[str], None]) -> None:
-    """Add `code` and `ledgers` to a record. The texts are in `code/` beside it, too, with their index."""
+def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[float, dict[str, float]]:
+    """Add `code`, `ledgers` and `profiles` to a record; the seconds that took, and by part. The texts are in `code/` beside
+    it, too, with their index, traces and flame graphs in `profiles/`."""
+    begun = time.monotonic()
     right = {row.provider for row in found.rows if row.status == "ok" and not analysis.is_floor(row.provider)}
     entries = [entry for entry in options.providers if entry.name in right]
     if not entries:
-        return
+        return 0.0, {}
     target, folder = capture.default_target(options.device), options.out.resolve() / "code"
     first, tasks = options.tasks[0], chosen(options.tasks)
     traffic = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
+    seen = [task for task in options.tasks if task.case in options.profiled]
+    busy: list[dict[str, float]] = []
 
     workers: list[WorkerProcess] = []
     ended = threading.Event()
@@ -41,12 +50,25 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> None:
         if ended.is_set():
             worker.kill()
 
-    def ask(entry: plugin.Entry) -> list[capture.Answer]:
+    def profile(entry: plugin.Entry, task: Task) -> dict[str, Any]:
+        name = "-".join((task.case, task.dtype, task.pass_, entry.name))
+        where = options.out.resolve() / "profiles" / capture.folder_name(name)
+        return {"do": "profile", "task": task.to_json(), "folder": str(where)}
+
+    def answered(entry: plugin.Entry, requests: list[dict[str, Any]]) -> list[capture.Answer]:
         told(entry.name)
         log = folder / "logs" / f"{capture.folder_name(entry.name)}.log"
-        requests = [capture.wish(entry, first, target, folder), *traffic]
-        return capture.ask(entry, requests, log, timeout=options.timeout, started=started)
+        return capture.ask(entry, requests, log, timeout=options.timeout, started=started, spent=busy.append)
 
+    def ask(entry: plugin.Entry) -> list[capture.Answer]:
+        return answered(entry, [capture.wish(entry, first, target, folder), *traffic])
+
+    if seen:  # one after another, undisturbed, each in a process that nothing has been made to believe otherwise
+        for entry in entries:
+            profiles = answered(entry, [profile(entry, task) for task in seen])
+            found.profiles += [
+                profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
+            ]
     with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # nothing is timed any more
         try:
             answers = list(pool.map(ask, entries))
@@ -61,6 +83,16 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> None:
     place = {"op": first.op, "case": first.case, "dtype": first.dtype, "pass": first.pass_}
     found.code = [{**stage, **place, "text": cut(stage["text"])} for stage in capture.for_record(index, folder)]
     found.ledgers = [answer.found["ledger"] for mine in answers for answer in mine[1:] if answer.status == "ok"]
+    wall = time.monotonic() - begun
+    return wall, spent.scaled(busy, wall)
+
+
+def profiled(task: Task, answer: capture.Answer) -> dict[str, Any]:
+    """A profile as the record keeps it: the lines that take most."""
+    op, case, dtype, pass_ = task.key
+    place = {"op": op, "case": case, "dtype": dtype, "pass": pass_, "provider": answer.provider}
+    rows = [{**row, "name": row["name"][:PROFILE_NAME]} for row in answer.found["rows"][:PROFILE_ROWS]]
+    return {**place, "calls": answer.found["calls"], "rows": rows}
 
 
 def chosen(tasks: Sequence[Task]) -> list[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def options(request: Request, out: Path) -> Options:
     if (request.preset or preset) is not None and request.cases:
         raise ValueError("study: give --preset or --case, got both; leave one out")
     preset = request.preset or preset or (None if request.cases else target.default_preset)
-    device = _device(request.device)
+    where = device(request.device)
     chosen = [target.case(name) for name in request.cases] or target.cases(preset or "")
     for dtype in request.dtypes:
         if dtype not in DTYPES:
@@ -56,7 +57,7 @@ def options(request: Request, out: Path) -> Options:
     if request.passes is not None and request.passes not in PASS_CHOICES:
         raise ValueError(f"study: pass must be one of {', '.join(PASS_CHOICES)}, got {request.passes!r}; choose one")
     tasks = [
-        Task(target.name, case.name, dtype, pass_, device, request.seed, target.detail(case))
+        Task(target.name, case.name, dtype, pass_, where, request.seed, target.detail(case))
         for case in chosen
         for dtype in (request.dtypes or case.dtypes)
         for pass_ in _passes(request.passes, case.passes)
@@ -75,14 +76,15 @@ def options(request: Request, out: Path) -> Options:
     return Options(
         op=target.name,
         tasks=tasks,
-        providers=plugin.select(request.providers, target.name, device),
-        device=device,
+        providers=plugin.select(request.providers, target.name, where),
+        device=where,
         out=out,
         title=preset or ", ".join(request.cases) or target.name,
         warm=request.warm,
         seed=request.seed,
         timeout=request.timeout,
         memory_limit=_memory_limit(request.memory_limit),
+        profiled=target.profiled.get(preset or "", ()),
         **extra,
     )
 
@@ -96,23 +98,30 @@ def _passes(wanted: str | None, of_case: Sequence[Pass]) -> Sequence[Pass]:
     return [p for p in PASSES if p in PASS_CHOICES[wanted] and p in of_case]
 
 
-def _device(name: str | None) -> str:
+def device(name: str | None) -> str:
+    """The device of a name, or this machine's own. Under torchrun `cuda` is the GPU of this process's local rank."""
     if name is None:
         return machine.default_device()
     try:
-        device = torch.device(name)
+        found = torch.device(name)
     except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
         raise ValueError(
             f"study: device must be cpu or cuda[:index], got {name!r}; leave it out for this machine's own"
         )
-    if device.type == "cpu":
+    if found.type == "cpu":
         return "cpu"
-    index = device.index or 0
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index, count = found.index, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index is None and count:
+        return machine.default_device()
+    if index is None or index >= count:
         raise ValueError(f"study: device must be one of {count} CUDA devices, got {name!r}; try --device cpu")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"study: device must be one for each rank of this machine, got {name!r} for all, which would disturb each "
+            "other; say --device cuda"
+        )
     return f"cuda:{index}"
 
 

@@ -156,6 +156,11 @@ class Problem:
         that has JAX."""
         return None
 
+    def compact(self) -> Problem:
+        """The same problem for a ledger of its traffic: tables that are read through an index hold the rows in use and no
+        others, since compilers' kernels do not tell how much of a table they read."""
+        return self
+
     def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
         """The bare matrix products that the pass needs at least, each two matrices; none for most problems."""
         return []

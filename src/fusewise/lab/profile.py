@@ -55,7 +55,9 @@ def capture(problem: Problem, run: Run, folder: Path, calls: int = CALLS) -> dic
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
     # Once more for the stacks, whose frames would crowd the table and slow down what it counts.
     _profiled(problem, before, step, calls, stacks=True).export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    text = (folder / "trace.json").read_text(encoding="utf-8", errors="replace")
+    (folder / "trace.json").write_text(text, encoding="utf-8")
+    events = json.loads(text)["traceEvents"]
     host, device = fold(events)
     files = ["table.txt", "trace.json"]
     what = f"{problem.op} {problem.task.case} {problem.task.dtype} {problem.task.pass_}"
@@ -71,14 +73,15 @@ def capture(problem: Problem, run: Run, folder: Path, calls: int = CALLS) -> dic
 def _profiled(
     problem: Problem, before: Callable[[], Any], step: Callable[[Any], Any], calls: int, *, stacks: bool
 ) -> Any:
-    """A finished profile of `calls` steps; what they need was made before it began."""
+    """A finished profile of `calls` steps; what they need was made before it began. With stacks its events are for export
+    only: torch 2.13 has names among them that are no UTF-8, which it cannot read itself."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if problem.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     states = [before() for _ in range(calls)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*profiler", category=UserWarning)
-        with torch.profiler.profile(activities=activities, with_stack=stacks, acc_events=True) as profiler:
+        with torch.profiler.profile(activities=activities, with_stack=stacks, acc_events=not stacks) as profiler:
             for state in states:
                 if stacks:
                     with torch.profiler.record_function(STEP):

@@ -23,6 +23,8 @@ from . import record, study
 from .record import Record
 from .study import Options
 
+#: How long the ranks wait for each other at the start.
+STARTING = datetime.timedelta(minutes=5)
 #: How long rank 0 waits for the slowest rank.
 PATIENCE = datetime.timedelta(days=7)
 
@@ -43,10 +45,22 @@ class Rank:
 
     def share(self, options: Options) -> Options:
         """This rank's part of a study: every `size`-th task, in a folder of its own."""
+        if options.device.startswith("cuda"):
+            self._check_alone_on(f"{options.device} of {socket.gethostname()}")
         out = Path(self.agreed("out", str(options.out.absolute())))
         tasks = options.tasks[self.number :: self.size]
         run = self.agreed("run", study.new_id(datetime.datetime.now(datetime.timezone.utc)))
         return replace(options, out=out / f"rank-{self.number}", tasks=tasks, run=run)
+
+    def _check_alone_on(self, gpu: str) -> None:
+        """Two ranks on one GPU would take turns on it, and both would call that the provider's time."""
+        self.store.set(f"gpu/{self.number}", gpu)
+        self.store.wait([f"gpu/{number}" for number in range(self.size)], STARTING)
+        sharing = [self.store.get(f"gpu/{number}").decode() for number in range(self.size)].count(gpu)
+        if sharing > 1:
+            raise ValueError(
+                f"study: every rank must have a GPU of its own, got {sharing} on {gpu}; start one for each GPU"
+            )
 
     def gather(self, mine: Record | None, options: Options) -> Record | None:
         """Rank 0: the one record of all ranks. The others: None. `mine` is None where this rank's study failed."""
@@ -97,6 +111,8 @@ def merged(records: Sequence[Record], options: Options, complete: bool) -> Recor
         comparisons=sorted_by_task([x for r in records for x in r.comparisons], key_of),
         code=first.code,
         ledgers=sorted_by_task([x for r in records for x in r.ledgers], key_of),
+        profiles=first.profiles,
+        spent=max(records, key=lambda r: r.seconds or 0.0).spent,  # of the rank whose seconds these are
         limits=first.limits,
         resumed=sorted({x for r in records for x in r.resumed}),
     )

@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-#: 2 added `code`, `ledgers`, `limits` and `resumed`; see MIGRATIONS.
-SCHEMA_VERSION = 2
+#: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`; see MIGRATIONS.
+SCHEMA_VERSION = 3
 KIND = "fusewise.record"
 
 Json = dict[str, Any]
@@ -109,6 +109,8 @@ class Record:
     comparisons: list[Json] = field(default_factory=list)  # ratios with their intervals, and the A/A noise
     code: list[Json] = field(default_factory=list)  # what compilers wrote: provider, stage, order, language, text, …
     ledgers: list[Json] = field(default_factory=list)  # a provider's kernels with the bytes each reads and writes
+    profiles: list[Json] = field(default_factory=list)  # torch.profiler's tables: provider, calls, rows
+    spent: dict[str, float] = field(default_factory=dict)  # `seconds` by part; see spent.py
     limits: Json | None = None  # of this machine, measured earlier by `fusewise limits`
     resumed: list[str] = field(default_factory=list)  # when an interrupted run went on, UTC, ISO 8601
 
@@ -134,8 +136,13 @@ def _with_code_and_limits(data: Json) -> Json:
     return {**data, "code": [], "ledgers": [], "limits": None, "resumed": []}
 
 
+def _with_profiles(data: Json) -> Json:
+    """2 → 3: likewise."""
+    return {**data, "profiles": [], "spent": {}}
+
+
 #: Each takes a record of its key's version to the next one. A change of the schema adds one here; none is ever removed.
-MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits}
+MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits, 2: _with_profiles}
 
 
 def migrate(data: Mapping[str, Any]) -> Json:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import analysis, folder, limits, machine, plugin, record
+from . import analysis, folder, limits, machine, plugin, record, spent
 from .problem import Task
 from .process import WorkerFailed, WorkerProcess
 from .record import Measurement, Record, Row
@@ -55,6 +55,7 @@ class Options:
     memory_limit: int | None = None  # resident bytes of one worker
     twin: bool = True  # measure one provider twice
     run: str | None = None  # its id; by default made from the time
+    profiled: Sequence[str] = ()  # cases of which the record gets every provider's profile
 
 
 def new_id(created: datetime.datetime) -> str:
@@ -139,6 +140,8 @@ class Study:
         self.seats = self._seats()
         self.twin: Seat | None = None
         self.deadline = math.inf
+        self.spent = spent.Parts()
+        self.preparing: list[Mapping[str, float]] = []  # what the workers of the group at hand were busy with
 
     def run(self) -> Record:
         options = self.options
@@ -146,7 +149,6 @@ class Study:
         if options.time_limit is not None:
             self.deadline = started + options.time_limit
         (options.out / "logs").mkdir(parents=True, exist_ok=True)
-        before = self.record.seconds or 0.0
         (options.out / "rows.jsonl").write_text("", encoding="utf-8")
         record.append_rows(options.out / "rows.jsonl", self.record.rows)
         record.save(self.record, options.out)  # what cannot be written is better known now than after an hour
@@ -163,9 +165,15 @@ class Study:
             for seat in [*self.seats, *([self.twin] if self.twin else [])]:
                 self._stop(seat)
             shutil.rmtree(self.caches, ignore_errors=True)
-            self.record.seconds = before + time.monotonic() - started
+            self.account(time.monotonic() - started, self.spent.seconds)
             record.save(self.record, options.out)
         return self.record
+
+    def account(self, seconds: float, parts: Mapping[str, float]) -> None:
+        """Add `seconds` to those of the record, by what they were spent on."""
+        self.record.seconds = (self.record.seconds or 0.0) + seconds
+        mine = spent.completed(parts, seconds)
+        self.record.spent = {name: self.record.spent.get(name, 0.0) + mine[name] for name in mine}
 
     def _seats(self) -> list[Seat]:
         seats = []
@@ -248,7 +256,10 @@ class Study:
             return {"ok": False, "status": "failed", "reason": seat.gone or "the worker could not be started"}
         try:
             if not seat.greeted:
-                greeting = seat.worker.ready()
+                waited = spent.Parts()
+                with waited.part("starting"):
+                    greeting = seat.worker.ready()
+                self.preparing.append(waited.seconds)
                 if not greeting["ok"]:
                     self._stop(seat)
                     if greeting["status"] == "missing":
@@ -258,6 +269,7 @@ class Study:
                 seat.greeted = True
                 seat.versions = greeting["versions"]
             reply = seat.worker.ask("prepare", task=task.to_json())
+            self.preparing.append(reply.get("spent", {}))
             if reply.get("leaving"):
                 self._stop(seat)
                 return self._failure(seat, reply["reason"])
@@ -268,11 +280,14 @@ class Study:
 
     def _group(self, task: Task, groups_left: int) -> None:
         """Prepare, measure and record one task with every provider."""
+        begun = time.monotonic()
         replies = self._prepare_all(task)
         twin = self._seat_twin(replies)
         seats = [*self.seats, *([twin] if twin else [])]
         if twin is not None:
             replies[twin.name] = self._prepare(twin, task)
+        self.spent.add(spent.scaled(self.preparing, time.monotonic() - begun))
+        self.preparing.clear()
         for seat in seats:
             self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
         measurements = {
@@ -287,7 +302,8 @@ class Study:
             for seat in seats
         }
         running = [seat for seat in seats if replies[seat.name]["ok"]]
-        self._rounds(running, measurements, replies, groups_left)
+        with self.spent.part("measuring"):
+            self._rounds(running, measurements, replies, groups_left)
         shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
         rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats]

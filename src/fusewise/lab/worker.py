@@ -26,7 +26,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from . import machine, memory, plugin, targets, truth
+from . import machine, memory, plugin, spent, targets, truth
 from .problem import Problem, Task
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 
@@ -62,6 +62,7 @@ class Server:
         provider.check(device)
         self.problem: Problem | None = None
         self.prepared: Prepared | None = None
+        self.spent = spent.Parts()  # of the preparation at hand
         self.flush_bytes = flush_bytes
         self.timer: Timer = (
             CudaTimer(self.device, flush_bytes, machine.clock_reader(self.device))
@@ -73,6 +74,7 @@ class Server:
         """Do what is asked; whatever goes wrong in the provider becomes a status and a reason."""
         try:
             if request["do"] == "prepare":
+                self.spent = spent.Parts()
                 return self.prepare(Task(**request["task"]))
             if request["do"] == "round":
                 return self.round()
@@ -115,21 +117,24 @@ class Server:
     def prepare(self, task: Task) -> Reply:
         """First call, truth, memory, warm-up. Rounds may follow when the reply's status is ok."""
         self.prepared = None
-        problem = self.load(task)
-        self.synchronize()
+        with self.spent.part("inputs"):
+            problem = self.load(task)
+            self.synchronize()
         start = time.perf_counter()
-        run = self.provider.build(problem)
-        if task.pass_ != "fwd" and run.checked and not run.backward:
-            raise plugin.Unsupported("has no backward")
-        calls = calls_per_sample(problem.bytes_min(), task.device)
-        work = make_work(problem, run, 1)
-        work.step(work.begin(0))
-        self.synchronize()
+        with self.spent.part("compiling"):
+            run = self.provider.build(problem)
+            if task.pass_ != "fwd" and run.checked and not run.backward:
+                raise plugin.Unsupported("has no backward")
+            calls = calls_per_sample(problem.bytes_min(), task.device)
+            work = make_work(problem, run, 1)
+            work.step(work.begin(0))
+            self.synchronize()
         reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
         reply |= {"versions": self.provider.versions(), "shape": problem.shape(), "calls_per_sample": calls}
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
         if run.checked:
-            verdict = truth.check(problem, run)
+            with self.spent.part("truth"):
+                verdict = truth.check(problem, run)
             reply |= {
                 "error": _finite(verdict.errors.max),
                 "error_rms": _finite(verdict.errors.rms),
@@ -138,14 +143,15 @@ class Server:
             }
             if verdict.reason:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
-        reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
-        work = make_work(problem, run, calls)
-        timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
-        seconds, warm = math.inf, time.perf_counter()
-        for _ in range(WARM_UP_CALLS):
-            seconds = min(seconds, timer.once(work))
-            if time.perf_counter() - warm > WARM_UP_SECONDS:
-                break
+        with self.spent.part("measuring"):
+            reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
+            work = make_work(problem, run, calls)
+            timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
+            seconds, warm = math.inf, time.perf_counter()
+            for _ in range(WARM_UP_CALLS):
+                seconds = min(seconds, timer.once(work))
+                if time.perf_counter() - warm > WARM_UP_SECONDS:
+                    break
         flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
         samples = min(SAMPLES[1], max(SAMPLES[0], int(TURN_SECONDS / (seconds * calls + flush))))
         self.prepared = Prepared(work, samples, calls, timer)
@@ -238,7 +244,8 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
     send({"id": 0, "ok": True, "versions": provider.versions(), "pid": os.getpid()})
     for line in requests:
         request = json.loads(line)
-        send({"id": request["id"]} | server.answer(request))
+        reply = {"id": request["id"]} | server.answer(request)
+        send(reply | {"spent": server.spent.seconds} if request["do"] == "prepare" else reply)
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:

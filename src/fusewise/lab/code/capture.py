@@ -17,6 +17,7 @@ from .. import machine, plugin, record
 from ..ledger import Ledger
 from ..problem import Task
 from ..process import WorkerFailed, WorkerProcess
+from ..spent import Parts
 
 KIND = "fusewise.code"
 SCHEMA_VERSION = 1
@@ -47,9 +48,11 @@ def ask(
     *,
     timeout: float = TIMEOUT_S,
     started: Callable[[WorkerProcess], None] = lambda _: None,
+    spent: Callable[[dict[str, float]], None] = lambda _: None,
 ) -> list[Answer]:
     """Put requests to one provider in a process of its own. One that dies is started again for the next request.
-    `started` is told of each process, for whoever may have to end it from another thread."""
+    `started` is told of each process, for whoever may have to end it from another thread; `spent`, at the end, of the
+    seconds by part."""
 
     def failed(reason: str, status: str = "failed") -> Answer:
         return Answer(entry.name, status, reason, {})
@@ -64,6 +67,7 @@ def ask(
     log.parent.mkdir(parents=True, exist_ok=True)
     answers: list[Answer] = []
     worker: WorkerProcess | None = None
+    parts = Parts()
     try:
         for request in requests:
             try:
@@ -73,11 +77,13 @@ def ask(
                         module="fusewise.lab.code.worker",
                     )  # fmt: skip
                     started(worker)
-                    greeting = worker.ready()
+                    with parts.part("starting"):
+                        greeting = worker.ready()
                     if not greeting["ok"]:
                         answers.append(failed(greeting["reason"]))
                         continue
-                reply = worker.ask(request["do"], **{key: value for key, value in request.items() if key != "do"})
+                with parts.part("code"):
+                    reply = worker.ask(request["do"], **{key: value for key, value in request.items() if key != "do"})
             except (WorkerFailed, OSError) as error:
                 worker = None
                 answers.append(failed(str(error)))
@@ -89,6 +95,7 @@ def ask(
     finally:
         if worker is not None:
             worker.stop()
+    spent(parts.seconds)
     return answers
 
 

@@ -52,7 +52,7 @@ class Server:
             }
 
     def ledger(self, problem: Problem, target: str) -> Ledger:
-        kernels = tuple(self.provider.traffic(problem, target))
+        kernels = tuple(self.provider.traffic(problem.compact(), target))
         op, case, dtype, pass_ = problem.task.key
         return Ledger(
             op=op, case=case, dtype=dtype, pass_=pass_, provider=self.provider.name, kernels=kernels,

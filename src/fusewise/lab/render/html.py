@@ -20,8 +20,9 @@ from markupsafe import Markup
 
 from ..analysis import TWIN, is_floor, is_ours
 from ..record import Json, Record, Row
+from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import charts, gigabytes_per_second, groups, measured, number, percent, script, size, svg
+from . import charts, gigabytes_per_second, groups, host, measured, number, percent, script, size, svg
 
 #: Without a colon or a slash: what a table's cell sorts by when it is no number.
 Cell = tuple[str, float | None]
@@ -79,6 +80,7 @@ def report(record: Record) -> str:
         charts=charts.charts(record, anchors),
         legend=[_legend(name, looks[name]) for name in measured(record.rows)],
         glances=_glances(record, anchors),
+        hosts=_hosts(record, anchors),
         row_columns=ROW_COLUMNS,
         rows=[_line(record, row, anchors[row.id]) for row in record.rows],
         stages=_stages(record.code),
@@ -87,6 +89,8 @@ def report(record: Record) -> str:
         else "",
         code=[{"lines": stage.get("lines", {}), "counts": stage.get("counts", {})} for stage in _ordered(record.code)],
         facts=_facts(record),
+        spent=_spent(record),
+        own=own_share(record.spent),
         request=json.dumps(record.request, indent=1, ensure_ascii=False),
     )
 
@@ -161,6 +165,35 @@ def _glances(record: Record, anchors: Mapping[str, str]) -> list[dict[str, Any]]
             lines.append({"case": case, "cells": cells})
         found.append({"title": f"{dtype} {pass_}", "names": names, "lines": lines})
     return found
+
+
+def _hosts(record: Record, anchors: Mapping[str, str]) -> dict[str, Any] | None:
+    """What the section on host and device shows; None where there is nothing to say."""
+    if not host.shown(record):
+        return None
+    found = host.groups(record.rows)
+    return {
+        "said": [*host.answer(found), *filter(None, [host.lack(record)])],
+        "columns": host.COLUMNS,
+        "groups": [
+            {
+                "name": group.name,
+                "said": host.waits(group),
+                "lines": [(group.cells(line), anchors[line.row]) for line in group.lines],
+            }
+            for group in found
+        ],
+        "profile_columns": host.PROFILE_COLUMNS,
+        "profiles": [
+            (name, [(p["provider"], p["calls"], host.profile_lines(p)) for p in beside])
+            for name, beside in host.profiles(record)
+        ],
+    }
+
+
+def _spent(record: Record) -> list[tuple[str, float, str]]:
+    """What the seconds were spent on: the part, its seconds, and what belongs to it."""
+    return [(name, record.spent[name], PARTS[name]) for name in PARTS if name in record.spent]
 
 
 def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
+from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import gigabytes_per_second, groups, measured, memory, number, percent, printable, size
+from . import gigabytes_per_second, groups, host, measured, memory, number, percent, printable, size
 
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
@@ -53,6 +54,8 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         "## Case by case",
         *(section(v, members, record.comparisons) for v, members in zip(judged, groups(record).values(), strict=True)),
         *memories(record),
+        *hosts(record),
+        *spent_on(record),
         "## How to read it",
         HOW_TO_READ.format(
             cache="The cache is warm: every call finds what the last one left."
@@ -73,6 +76,33 @@ def memories(record: Record) -> list[str]:
         "a hidden width of 4 d. **predicted**: bytes beside the inputs, by how the provider computes it."
     )
     return ["## Memory, predicted and measured", note, table(memory.COLUMNS, lines)]
+
+
+def hosts(record: Record) -> list[str]:
+    """Who waits for whom, and the profiles."""
+    if not host.shown(record):
+        return []
+    found = host.groups(record.rows)
+    parts = ["## Host against device", *map(text, host.answer(found)), *map(text, filter(None, [host.lack(record)]))]
+    for group in found:
+        lines = [[text(cell) for cell, _ in group.cells(line)] for line in group.lines]
+        parts += [f"### {text(group.name)}", text(host.waits(group)), table(host.COLUMNS, lines)]
+    for name, beside in host.profiles(record):
+        for profile in beside:
+            lines = [[text(cell) for cell in line] for line in host.profile_lines(profile)]
+            seen = table(host.PROFILE_COLUMNS, lines) if lines else "torch.profiler sees nothing of it."
+            parts += [f"### Profile of {text(name)}: {text(profile['provider'])}", seen]
+    return parts
+
+
+def spent_on(record: Record) -> list[str]:
+    """What the seconds of the study were."""
+    own = own_share(record.spent)
+    if own is None:
+        return []
+    lines = [[name, number(record.spent[name]), PARTS[name]] for name in PARTS if name in record.spent]
+    said = f"{percent(own)} of it is the harness's own, outside of measuring and compiling."
+    return ["## What the time went into", said, table(["part", "seconds", "what belongs to it"], lines)]
 
 
 def opening(record: Record) -> str:

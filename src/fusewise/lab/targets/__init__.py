@@ -53,6 +53,8 @@ class Target:
     default_preset: ClassVar[str] = ""
     #: Options (`study.Options`) of presets that are to end within minutes.
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    #: Cases of presets whose record has every provider's profile, too.
+    profiled: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def presets(self) -> Mapping[str, Sequence[Case]]:
         """Named sets of cases, in the order in which they are listed."""

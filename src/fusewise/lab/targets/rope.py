@@ -29,6 +29,11 @@ class Rope(Target):
         "rope-serving": {"time_limit": 400.0},
         "rope-serving-quick": {"time_limit": 60.0, "max_rounds": 10},
     }
+    profiled: ClassVar[Mapping[str, Sequence[str]]] = {
+        "rope-seqlen": ("seqlen-512",),
+        "rope-serving": ("llama-3-8b-serve-decode-b64", "llama-3-8b-serve-prefill-8192"),
+        "rope-serving-quick": ("llama-3-8b-serve-decode-b64",),
+    }
 
     def presets(self) -> Mapping[str, Sequence[Case]]:
         return PRESETS

@@ -7,7 +7,9 @@ functions do; kernels of serving engines overwrite q and k, and the least bytes 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +43,16 @@ class ServingProblem(RopeProblem):
         """[cos ‖ sin], (R, 2P), rounded to `dtype`."""
         assert self.inputs.cache is not None
         return self.inputs.cache.to(dtype)
+
+    def compact(self) -> ServingProblem:
+        assert self.inputs.cache is not None
+        positions = self.position_ids()
+        cache, running = self.inputs.cache[positions], torch.arange(len(positions), device=self.device)
+        cos, sin = cache.chunk(2, dim=-1)
+        kwargs = {**self.inputs.kwargs, "cos_sin": cache, "positions": running}
+        small = copy.copy(self)
+        small.inputs = replace(self.inputs, cos=cos, sin=sin, cache=cache, positions=running, kwargs=kwargs)
+        return small
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         found = fusewise.rope(*self.heads(tensors), **self.inputs.kwargs, impl="reference")

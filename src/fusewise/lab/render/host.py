@@ -1,0 +1,188 @@
+"""Host against device: what a call costs the device, what it costs the thread that makes it, and which of them decides.
+
+Calls made one after another from Python take the longer of the two, since the device works on one while the host
+prepares the next. Pure functions of rows, so that published ones can be asked as well as a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..analysis import is_floor
+from ..record import Json, Record, Row
+from ..verdict import is_compiler
+from . import number, percent
+
+COLUMNS = (
+    "provider",
+    "device µs",
+    "host µs",
+    "a call µs",
+    "decided by",
+    "× the quickest call",
+    "× the best device time",
+)
+#: What "PyTorch" is in the question.
+COMPILED = "torch.compile"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One provider in one group, microseconds."""
+
+    provider: str
+    row: str  # the id of its row
+    device_us: float
+    host_us: float
+
+    @property
+    def call_us(self) -> float:
+        return max(self.device_us, self.host_us)
+
+    @property
+    def decided_by(self) -> str:
+        return "host" if self.host_us > self.device_us else "device"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The providers of one group whose host time is known, quickest call first."""
+
+    key: tuple[str, str, str, str]
+    lines: tuple[Line, ...]
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.key[1:])
+
+    @property
+    def compiled(self) -> Line | None:
+        return next((line for line in self.lines if line.provider == COMPILED), None)
+
+    @property
+    def written(self) -> Line | None:
+        """The hand-written kernel with the quickest call."""
+        return next((line for line in self.lines if not is_compiler(line.provider)), None)
+
+    def cells(self, line: Line) -> list[tuple[str, float | None]]:
+        """The line as COLUMNS has it: texts, and what they sort by where that is a number."""
+        best = min(other.device_us for other in self.lines)
+        times = (line.device_us, line.host_us, line.call_us)
+        ratios = (line.call_us / self.lines[0].call_us, line.device_us / best)
+        return [
+            (line.provider, None),
+            *((number(x), x) for x in times),
+            (line.decided_by, None),
+            *((number(x), x) for x in ratios),
+        ]
+
+
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """Every group with a host time, in the order of the rows. Of floors there are none: they are no rivals."""
+    found: dict[tuple[str, str, str, str], list[Line]] = {}
+    for row in rows:
+        if row.device_us is not None and row.host_us is not None and not is_floor(row.provider):
+            found.setdefault(row.key, []).append(Line(row.provider, row.id, row.device_us, row.host_us))
+    return [Group(key, tuple(sorted(lines, key=lambda line: line.call_us))) for key, lines in found.items()]
+
+
+def answer(found: Sequence[Group]) -> list[str]:
+    """Whether a kernel of one's own is worth it where a compiler's is as fast: sentences with the numbers of the groups
+    that have both."""
+    both = [(g, g.compiled, g.written) for g in found if g.compiled is not None and g.written is not None]
+    pairs = [(g, c, w) for g, c, w in both if c is not None and w is not None]
+    if not pairs:
+        return []
+    waiting = [pair for pair in pairs if pair[1].decided_by == "host"]
+    working = [pair for pair in pairs if pair[1].decided_by == "device"]
+    said = []
+    if waiting:
+        said.append(
+            f"In {len(waiting)} of {len(pairs)} comparisons {COMPILED} waits for the host: the device needs "
+            f"{_range([c.device_us for _, c, _ in waiting])} µs, the call {_range([c.call_us for _, c, _ in waiting])} µs. "
+            f"On the device it takes {_range([c.device_us / w.device_us for _, c, w in waiting])} times what the "
+            f"hand-written kernel with the quickest call takes (median {_middle([c.device_us / w.device_us for _, c, w in waiting])}), "
+            f"as a call {_range([c.call_us / w.call_us for _, c, w in waiting])} times "
+            f"(median {_middle([c.call_us / w.call_us for _, c, w in waiting])}). There the host decides, "
+            f"and that is what a kernel behind a C++ operator is for. In a CUDA graph device times are what is left."
+        )
+    if working:
+        said.append(
+            f"In {len(working)} the device decides: {COMPILED} takes "
+            f"{_range([c.device_us / w.device_us for _, c, w in working])} times the device time of that kernel "
+            f"(median {_middle([c.device_us / w.device_us for _, c, w in working])})."
+        )
+    largest = max(waiting, key=lambda pair: pair[1].call_us / pair[2].call_us, default=None)
+    if largest is not None:
+        group, compiled, written = largest
+        said.append(
+            f"The widest gap is {group.name}: {COMPILED} {number(compiled.device_us)} µs of device and "
+            f"{number(compiled.host_us)} of host, {written.provider} {number(written.device_us)} and "
+            f"{number(written.host_us)}."
+        )
+    return said
+
+
+def waits(group: Group) -> str:
+    """The group in a sentence."""
+    waiting = [line for line in group.lines if line.decided_by == "host"]
+    first = group.lines[0]
+    return (
+        f"{len(waiting)} of {len(group.lines)} wait for the host; the quickest call is that of {first.provider}, "
+        f"{number(first.call_us)} µs."
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _middle(values: Sequence[float]) -> str:
+    return number(median(values))
+
+
+def shown(record: Record) -> bool:
+    """Whether there is anything to say: host times, or profiles to put beside each other."""
+    return bool(record.profiles) or bool(groups(record.rows))
+
+
+def lack(record: Record) -> str:
+    """Why there are no numbers, where there are none."""
+    if groups(record.rows):
+        return ""
+    return (
+        "There are no host times: on a CPU a call is its own host time. What the host of a GPU waits for is answered by the "
+        f"same study on a GPU: fusewise study {record.request['title'] or record.request['op']}"
+    )
+
+
+PROFILE_COLUMNS = ("name", "self CPU", "CPU total", "self device", "calls")
+
+
+def profile_lines(profile: Json) -> list[list[str]]:
+    """torch.profiler's table: of the host and the device the share of all self time and the microseconds of one call."""
+    calls = profile["calls"]
+    lines = []
+    for row in profile["rows"]:
+        device = row.get("self_device_us")
+        lines.append(
+            [
+                row["name"],
+                f"{number(row['self_cpu_us'] / calls)} µs ({percent(row['self_cpu_percent'] / 100)})",
+                f"{number(row['cpu_total_us'] / calls)} µs",
+                "–" if device is None else f"{number(device / calls)} µs ({percent(row['self_device_percent'] / 100)})",
+                number(row["calls"] / calls),
+            ]
+        )
+    return lines
+
+
+def profiles(record: Record) -> list[tuple[str, list[Json]]]:
+    """The profiles of a group beside each other, under its name."""
+    found: dict[str, list[Json]] = {}
+    for profile in record.profiles:
+        found.setdefault(" ".join((profile["case"], profile["dtype"], profile["pass"])), []).append(profile)
+    return list(found.items())

@@ -1,0 +1,71 @@
+"""Host against device: what decides a call, and the sentences about it, on constructed rows."""
+
+import pytest
+from builders import HOSTILE, SERVED, gpu_record, row, study_record
+
+from fusewise.lab.render import host, html, markdown
+
+
+def test_the_longer_of_device_and_host_is_what_a_call_takes():
+    decode, chunk = host.groups(gpu_record().rows)
+    assert [line.provider for line in decode.lines] == ["fusewise-cuda", "vllm", "torch.compile", "eager"]
+    assert [line.call_us for line in decode.lines] == [5.0, 6.0, 48.0, 90.0]
+    assert {line.decided_by for line in decode.lines} == {"host"}
+    assert {line.decided_by for line in chunk.lines} == {"device"}
+    assert chunk.compiled.provider == "torch.compile" and chunk.written.provider == "fusewise-cuda"
+    assert decode.cells(decode.lines[2]) == [
+        ("torch.compile", None), ("5.00", 5.0), ("48.0", 48.0), ("48.0", 48.0), ("host", None), ("9.60", 9.6),
+        ("1.43", pytest.approx(5 / 3.5)),
+    ]  # fmt: skip
+    assert host.waits(decode) == "4 of 4 wait for the host; the quickest call is that of fusewise-cuda, 5.00 µs."
+    assert host.waits(chunk) == "0 of 4 wait for the host; the quickest call is that of fusewise-cuda, 84.0 µs."
+
+
+def test_the_answer_is_in_the_numbers_of_the_groups():
+    waiting, working, widest = host.answer(host.groups(gpu_record().rows))
+    assert "In 1 of 2 comparisons torch.compile waits for the host" in waiting
+    assert "the device needs 5.00 µs, the call 48.0 µs" in waiting
+    assert "takes 1.43 times" in waiting and "as a call 9.60 times" in waiting
+    assert "In 1 the device decides: torch.compile takes 1.08 times" in working
+    assert "decode fp32 fwd: torch.compile 5.00 µs of device and 48.0 of host, fusewise-cuda 3.50 and 5.00." in widest
+
+
+def test_rows_without_both_say_nothing():
+    assert (
+        host.groups([row("eager", device_us=3.0), row("bad", "wrong"), row("floor-launch", device_us=1.0, host_us=1.0)])
+        == []
+    )
+    lonely = [row("eager", device_us=3.0, host_us=9.0), row("torch.compile", device_us=3.0, host_us=9.0)]
+    assert host.answer(host.groups(lonely)) == []  # nobody wrote a kernel
+    assert not host.shown(study_record([row("eager", device_us=3.0)]))
+    seen = study_record([row("eager", device_us=3.0)], profiles=gpu_record().profiles)
+    assert host.shown(seen) and host.lack(seen).endswith("fusewise study rope-cube")
+    assert host.lack(gpu_record()) == ""
+
+
+def test_profiles_are_per_call_and_beside_each_other():
+    ((name, beside),) = host.profiles(gpu_record())
+    assert name == "decode fp32 fwd" and [p["provider"] for p in beside] == ["torch.compile", "fusewise-cuda", "jax"]
+    assert host.profile_lines(beside[0]) == [
+        ["kernel of torch.compile", "1.00 µs (25 %)", "4.00 µs", "5.00 µs (100 %)", "1.00"]
+    ]
+    on_cpu = {**beside[0], "rows": [{k: v for k, v in beside[0]["rows"][0].items() if "device" not in k}]}
+    assert host.profile_lines(on_cpu)[0][3] == "–"
+
+
+def test_reports_have_the_section_and_where_the_time_went():
+    made = gpu_record()
+    page, plain = html.report(made), markdown.report(made)
+    for text in (page, plain):
+        assert "Host against device" in text and "10 % of it is the harness" in text
+        assert "as a call 9.60 times" in text
+        assert "torch.profiler sees nothing of it." in text
+    assert page.count("<figcaption>") == 3 and 'href="#host"' in page
+    without = html.report(study_record([row("eager", device_us=3.0)]))
+    assert 'id="host"' not in without and "What the time went into" not in without
+
+
+def test_hostile_names_in_profiles_are_escaped():
+    page = html.report(gpu_record(HOSTILE))
+    assert "<img src=x" not in page and "<script>document" not in page
+    assert len(SERVED["decode"]) == 4
