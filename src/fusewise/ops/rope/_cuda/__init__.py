@@ -1,5 +1,7 @@
 """RoPE in CUDA C++: the kernels in `rope.cu`, compiled on first use with the user's nvcc, and their launcher.
 
+The headers serve every operation that rotates; `Library` and `no_gpu` load and explain for all of them.
+
 The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch. It
 has machine code for the GPUs of this machine only.
 """
@@ -17,7 +19,9 @@ from torch import Tensor
 from ...._shared import build
 from .._native import packed
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("rope.cu", "../plan.h"))
+FOLDER = Path(__file__).parent
+HEADERS = tuple(FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "../plan.h"))
+SOURCES = (FOLDER / "rope.cu", *HEADERS)
 OLDEST = (8, 0)  # compute capability
 
 
@@ -38,16 +42,15 @@ def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
     return "rope-cuda", SOURCES, build.nvcc(), flags(capabilities)
 
 
-class _Kernel:
-    """The loaded library."""
+class Library:
+    """A loaded library of kernels: its function `name`, which takes addresses and returns an error code."""
 
-    def __init__(self) -> None:
-        library = build.library(*recipe(present()))
-        self.run = library.fusewise_rope
-        self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    def __init__(self, recipe: build.Recipe, name: str) -> None:
+        library = build.library(*recipe)
+        self.run = getattr(library, name)
         self.explain = library.fusewise_error
         self.explain.restype = ctypes.c_char_p
-        if code := library.fusewise_rope_probe():
+        if code := getattr(library, f"{name}_probe")():
             raise build.BuildError(f"the CUDA kernels do not run here: {self.error(code)}; update the driver")
 
     def error(self, code: int) -> str:
@@ -56,12 +59,14 @@ class _Kernel:
 
 
 @functools.cache
-def _kernel() -> _Kernel:
-    return _Kernel()
+def _kernel() -> Library:
+    library = Library(recipe(present()), "fusewise_rope")
+    library.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    return library
 
 
-def unavailable(device_type: str) -> str | None:
-    """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds them if need be."""
+def no_gpu(device_type: str) -> str | None:
+    """Why no CUDA kernel can serve tensors of this device type, or None if one can that is built."""
     if device_type != "cuda":
         return f"cuda runs on NVIDIA GPUs, not on device type {device_type}"
     if torch.version.hip is not None:
@@ -71,6 +76,13 @@ def unavailable(device_type: str) -> str | None:
     oldest = min(present())
     if oldest < OLDEST:
         return f"cuda needs compute capability {OLDEST[0]}.{OLDEST[1]}, and a GPU here has {oldest[0]}.{oldest[1]}"
+    return None
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds them if need be."""
+    if (reason := no_gpu(device_type)) is not None:
+        return reason
     try:
         _kernel()
     except build.BuildError as error:

@@ -1,0 +1,47 @@
+// What a thread has of a head, a chunk of 2 · NP elements, and its rotation.
+
+#pragma once
+
+#include "memory.cuh"
+
+namespace {
+
+// A chunk of one head: NP pairs, neighbours or halves apart, or 2 · NP elements to copy.
+template <class T, bool INTERLEAVED, int NP>
+struct Chunk {
+  static constexpr bool WHOLE = INTERLEAVED && NP > 1;  // one access; a single pair need not be aligned as a whole
+  Pack<T, WHOLE ? 2 * NP : NP> first;
+  Pack<T, NP> second;
+  __device__ void read(const char* from, uint32_t apart, bool both) {
+    first.read(from);
+    if (!WHOLE && both) second.read(from + apart);
+  }
+  __device__ void write(char* to, uint32_t apart, bool both) const {
+    first.write(to);
+    if (!WHOLE && both) second.write(to + apart);
+  }
+  __device__ T& a(int i) { return first.values[WHOLE ? 2 * i : i]; }
+  __device__ T& b(int i) { return WHOLE ? first.values[(2 * i + 1) % (2 * NP)] : second.values[i]; }
+  __device__ T& element(int i) { return WHOLE || i < NP ? first.values[i % (WHOLE ? 2 * NP : NP)] : second.values[i % NP]; }
+};
+
+// The chunk as it is to be written: rotated, or as it is where it does not rotate. What passes keeps its values, in the
+// pairing of the output.
+template <class T, bool IN, bool OUT, int NP>
+__device__ __forceinline__ void turn(Chunk<T, IN, NP>& from, Chunk<T, OUT, NP>& to, const float (&cos)[NP],
+                                     const float (&sin)[NP], bool rotates, bool passes) {
+  if (rotates) {
+#pragma unroll
+    for (int j = 0; j < NP; ++j) {
+      const T a = from.a(j), b = from.b(j);
+      const float x_a = to_float(a), x_b = to_float(b);
+      to.a(j) = IN != OUT && passes ? a : from_float<T>(fmaf(x_a, cos[j], -(x_b * sin[j])));
+      to.b(j) = IN != OUT && passes ? b : from_float<T>(fmaf(x_b, cos[j], x_a * sin[j]));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 2 * NP; ++j) to.element(j) = from.element(j);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,99 @@
+// What the host decides before a launch: how wide accesses may be, how many heads a thread has, and which kernel that is.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../plan.h"
+
+namespace {
+
+constexpr int THREADS = 128;  // of a block, at most, where a head of 512 features has no more chunks
+constexpr int READ = 128;     // bytes that a thread reads at once where there is enough to do
+
+// A head is in one block: in chunks of a single pair it may have 256.
+constexpr int most_threads(int np) { return np > 1 ? THREADS : 2 * THREADS; }
+
+// Heads of which a thread then has a chunk of NP pairs. Its first instructions, as many as those for 30 bytes, serve all.
+constexpr int heads_read(int np, int size) { return np * size >= 8 ? READ / (2 * np * size) : 1; }
+
+// The kernel for a dtype, a pairing, chunks of `np` pairs, and one head or several a thread, out of a family of them:
+// Family<T, INTERLEAVED_IN, INTERLEAVED_OUT, NP, HEADS>::kernel.
+template <template <class, bool, bool, int, int> class Family, class T, bool IN, bool OUT, int NP>
+auto with_heads(int64_t heads) {
+  return heads > 1 ? Family<T, IN, OUT, NP, heads_read(NP, sizeof(T))>::kernel : Family<T, IN, OUT, NP, 1>::kernel;
+}
+
+template <template <class, bool, bool, int, int> class Family, class T, bool IN, bool OUT>
+auto with_pairs(int64_t np, int64_t heads) {
+  constexpr int MOST = 16 / sizeof(T) / (IN || OUT ? 2 : 1);
+  if constexpr (MOST >= 8) if (np == 8) return with_heads<Family, T, IN, OUT, 8>(heads);
+  if constexpr (MOST >= 4) if (np == 4) return with_heads<Family, T, IN, OUT, 4>(heads);
+  if (np == 2) return with_heads<Family, T, IN, OUT, 2>(heads);
+  return with_heads<Family, T, IN, OUT, 1>(heads);
+}
+
+template <template <class, bool, bool, int, int> class Family, class T>
+auto with_pairing(const Plan& plan, int64_t np, int64_t heads) {
+  if (plan.interleaved_in)
+    return (plan.interleaved_out ? with_pairs<Family, T, true, true> : with_pairs<Family, T, true, false>)(np, heads);
+  return (plan.interleaved_out ? with_pairs<Family, T, false, true> : with_pairs<Family, T, false, false>)(np, heads);
+}
+
+template <template <class, bool, bool, int, int> class Family>
+auto kernel_for(const Plan& plan, int64_t np, int64_t heads) {
+  if (plan.kind == FLOAT32) return with_pairing<Family, float>(plan, np, heads);
+  return (plan.kind == BFLOAT16 ? with_pairing<Family, __nv_bfloat16> : with_pairing<Family, __half>)(plan, np, heads);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The largest power of two, 16 at most, that divides all bits seen.
+struct Alignment {
+  uint64_t bits = 16;
+  void see(int64_t value) { bits |= static_cast<uint64_t>(value); }
+  void see(const void* pointer) { bits |= reinterpret_cast<uintptr_t>(pointer); }
+  int64_t bytes() const { return static_cast<int64_t>(bits & -bits); }
+};
+
+// Of the current device.
+struct Device {
+  int processors = 132, generation = 0;
+};
+
+inline Device current_device() {
+  static Device known[64];
+  int index = 0;
+  if (cudaGetDevice(&index) != cudaSuccess || index >= 64) return Device{};
+  Device& device = known[index];
+  if (device.generation == 0) {
+    Device asked;
+    if (cudaDeviceGetAttribute(&asked.processors, cudaDevAttrMultiProcessorCount, index) != cudaSuccess ||
+        cudaDeviceGetAttribute(&asked.generation, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess)
+      return Device{};
+    device = asked;
+  }
+  return device;
+}
+
+// Launch on a stream of the current device. The blocks may take their places while the last ones of the kernel before are
+// still at work: the kernel waits for that one's end before it touches memory.
+template <class Params>
+cudaError_t launched(void (*kernel)(Params), dim3 grid, dim3 block, void* stream, const Device& device, const Params& params) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = device.generation >= 9 ? 1 : 0;  // older GPUs have no such launch
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
