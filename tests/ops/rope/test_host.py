@@ -50,10 +50,14 @@ def recalled(function: Callable[..., Any], *xs: Tensor, **kwargs: Any) -> Any:
     return getattr(_host, function.__name__)(q, k, *{**DEFAULTS, **kwargs}.values())
 
 
+def into(out: Any, *xs: Tensor, **kwargs: Any) -> Any:
+    """What the quick way answers to a call with `out=`."""
+    q, k = (*xs, None)[:2]
+    return _host.rope_out(q, k, *{**DEFAULTS, **kwargs}.values(), out)
+
+
 def by_python(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:
-    with monkeypatch.context() as patch:
-        for name in ("rope", "rope_"):
-            patch.setattr(_host, name, lambda *_: None)
+    with _host.through_python(), monkeypatch.context() as patch:
         patch.setattr(_host, "remember", lambda *_: None)
         return call()
 
@@ -97,6 +101,14 @@ def test_the_second_call_has_the_bits_of_the_first(case: Case, device: str, monk
     for dx, want in zip(gradients(), by_python(monkeypatch, gradients), strict=True):
         assert_bits(dx, want)
         assert dx.stride() == want.stride()
+
+    for outs in (tuple(torch.full_like(y, float("nan")) for y in expected) for _ in range(2)):
+        out = outs if len(outs) == 2 else outs[0]
+        assert fusewise.rope(*call.xs, **call.kwargs, out=out) is out
+        for y, want in zip(outs, expected, strict=True):
+            assert_bits(y, want)
+            assert y._version > 0
+    assert into(out, *call.xs, **call.kwargs) is out
 
     first, second = again(call), again(call)
     if case.memory == "expanded":  # its elements share memory: not to be written to
@@ -265,6 +277,40 @@ def test_what_may_not_be_written_to_is_refused_the_second_time_too() -> None:
     with pytest.raises(RuntimeError, match="inference tensor"):
         fusewise.rope_(inferred, **TABLE)
     assert_bits(storage, before)
+
+
+def test_outputs_that_may_not_be_written_to_are_refused_the_second_time_too() -> None:
+    """Of the same sizes and strides, but overlapping each other or an input, with a gradient, or of another kind."""
+    q, k = qk()
+    storage = torch.zeros(2, 4, 5, 16)
+    outs = storage[:, :, :3], storage[:, :, 3:4]
+    for _ in range(2):
+        fusewise.rope(q, k, **TABLE, out=outs)
+    assert into(outs, q, k, **TABLE) is outs
+    assert storage[:, :, 4].eq(0).all()
+    before = storage.clone()
+    with pytest.raises(ValueError, match="out for k must not overlap out for q"):
+        fusewise.rope(q, k, **TABLE, out=(outs[0], storage[:, :, 2:3]))
+    with pytest.raises(ValueError, match="out for q must not overlap an input"):
+        fusewise.rope(outs[0], k, **TABLE, out=outs)
+    with pytest.raises(ValueError, match="not require grad"):
+        fusewise.rope(q, k, **TABLE, out=(outs[0], torch.zeros(2, 4, 1, 16, requires_grad=True)))
+    with pytest.raises(ValueError, match="None where a gradient is wanted"):
+        fusewise.rope(q.requires_grad_(), k, **TABLE, out=outs)
+    q.requires_grad_(False)
+    with pytest.raises(TypeError, match="be 2 tensor"):
+        fusewise.rope(q, k, **TABLE, out=outs[0])
+    with pytest.raises(ValueError, match="have the shape of q"):
+        fusewise.rope(q, k, **TABLE, out=(outs[1], outs[1]))
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 4, 3, 16), torch.zeros(2, 4, 1, 16)
+        for _ in range(2):
+            fusewise.rope(q, k, **TABLE, out=inferred)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        fusewise.rope(q, k, **TABLE, out=inferred)
+    assert_bits(storage, before)
+    for y, z in zip(fusewise.rope(q, k, **TABLE, out=list(outs)), outs, strict=True):
+        assert y is z
 
 
 # --- Several at once -------------------------------------------------------------------------------------------------

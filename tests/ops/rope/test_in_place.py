@@ -230,6 +230,51 @@ def test_outputs_that_share_memory_are_refused() -> None:
     fusewise.rope(q, k, **TABLE, out=(one[:, :, :2], one[:, :, 2:]))  # neighbours in one buffer are not
 
 
+def beside(x: Tensor, *sizes: int) -> Tensor:
+    """A tensor in the memory of x, from its third element on."""
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).as_strided(sizes, (sizes[-1], 1), 2)
+
+
+READ: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "cos": lambda x: {"cos": beside(x, 6, 8), "sin": torch.zeros(6, 8)},
+    "sin": lambda x: {"cos": torch.zeros(6, 8), "sin": beside(x, 6, 8)},
+    "cos_sin": lambda x: {"cos_sin": beside(x, 5, 16)},
+    "angles": lambda x: {"angles": beside(x, 6, 8)},
+    "inv_freq": lambda x: {"inv_freq": beside(x, 1, 8)[0]},
+    "positions": lambda x: {**TABLE, "positions": x.view(torch.int32)[0, :, 0, 0]},
+    "offset": lambda x: {**TABLE, "offset": x.view(torch.int64)[0, 3:, 1, 0]},
+}
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_read_may_not_be_written_to(name: str, again: bool) -> None:
+    """Also after a call that differs from the refused one in nothing but where its tensors lie."""
+    q, k = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 1, 16)
+    options, out = READ[name](q), (torch.empty_like(q), torch.empty_like(k))
+    if again:
+        apart = {key: x.clone().as_strided(x.shape, x.stride()) if x.is_contiguous() else
+                 torch.zeros(99, dtype=x.dtype).as_strided(x.shape, x.stride()) for key, x in options.items()}  # fmt: skip
+        for _ in range(2):
+            fusewise.rope_(q.clone(), k, **apart)
+            fusewise.rope(q, k, **apart, out=out)
+    message = rf"^rope_: q must not overlap {name}, which is read, got shared memory; clone {name}$"
+    refused(ValueError, message, q, lambda: fusewise.rope_(q, k, **options))
+    message = message.replace("rope_: q", "rope: out for q")
+    refused(ValueError, message, q, lambda: fusewise.rope(out[0], k, **options, out=(q, out[1])))
+    message = message.replace("out for q", "out for k")
+    refused(ValueError, message, q, lambda: fusewise.rope(k, out[0], **options, out=(out[1], q)))
+    fusewise.rope(q, k, **options)  # read twice is not written
+
+
+def test_memory_that_two_storages_share_is_seen() -> None:
+    array = torch.zeros(200).numpy()
+    q, cos = torch.from_numpy(array[:128]).view(1, 4, 2, 16), torch.from_numpy(array[120:184]).view(8, 8)
+    sin = torch.zeros(8, 8)
+    fusewise.rope_(q.clone(), cos=cos, sin=sin)
+    refused(ValueError, "q must not overlap cos", q, lambda: fusewise.rope_(q, cos=cos, sin=sin))
+
+
 def test_neighbours_in_packed_memory_do_not_overlap() -> None:
     """Address ranges interleave, elements do not: each layout of packed qkv passes."""
     qkv = torch.randn(2, 4, 6, 16)

@@ -1,7 +1,7 @@
 """The quick way for a call of `rope` and `rope_` that has been before: `host.cpp`, and what it is told.
 
     done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
-    _host.remember(False, arguments, call, reach, out)      # after the first
+    _host.remember(_host.NEW, arguments, call, reach, out)      # after the first
 
 A repeated call needs no Python between its arguments and its launch, and so it is for the operators, which graphs of
 torch.compile call: once the extension is loaded it serves them, too. Where it cannot be built (no compiler, no headers of
@@ -35,9 +35,12 @@ def _not_loaded(*_: Any) -> None:
     return None
 
 
-# The functions of the extension once it is loaded: given the arguments of `api.rope` (all but `out`) or `api.rope_`, in
-# order, what these return, or None, nothing done, where the call has not been before or is not an ordinary one.
+NEW, GIVEN, IN_PLACE = range(3)  # where a rotation goes, `Form` of host_call.h
+
+# The functions of the extension once it is loaded: given the arguments of `api.rope` (without `out` and with it) or
+# `api.rope_`, in order, what these return, or None, nothing done, where the call has not been before or is no ordinary one.
 rope: Callable[..., Any] = _not_loaded
+rope_out: Callable[..., Any] = _not_loaded
 rope_: Callable[..., Any] = _not_loaded
 _quick = True  # whether what has been before is launched, see `through_python`
 
@@ -75,8 +78,8 @@ def extension() -> Any:
     library = build.library(*recipe())
     made = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))(gradients, _planned)
     made.quick(_quick)
-    global rope, rope_
-    rope, rope_ = made.rope, made.rope_
+    global rope, rope_out, rope_
+    rope, rope_out, rope_ = made.rope, made.rope_out, made.rope_
     return made
 
 
@@ -133,11 +136,11 @@ def forget() -> None:
         extension().forget()
 
 
-def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], reach: float, out: Any) -> None:
+def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach: float, out: Any) -> None:
     """Keep a call that has just succeeded, if a native implementation served it.
 
-    `arguments` are those of `rope`, `call` what `validated` made of them, `reach` the largest int offset for which it
-    did, and `out` what was returned.
+    `arguments` are those of the function above, `call` what `validated` made of them, `reach` the largest int offset for
+    which it did, and `out` what was returned.
     """
     if torch.compiler.is_compiling():  # also where torch.compile left the caller and traces this alone
         return
@@ -148,14 +151,18 @@ def remember(in_place: bool, arguments: tuple[Any, ...], call: tuple[Any, ...], 
     if tell is None or unavailable(q.device.type) is not None:
         return
     host = extension()
-    if not host.new(in_place, arguments):
+    if not host.new(form, arguments):
         return
     tell(host)
     ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
-    dense = [list(y.stride()) if not in_place else list(torch.empty_like(y, device="meta").stride()) for y in ys]
+    # Of new tensors like xs, which gradients are, too.
+    dense = [
+        list(y.stride() if form == NEW else torch.empty_like(x, device="meta").stride())
+        for x, y in zip(xs, ys, strict=True)
+    ]
     b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)
     plan, sin_distance = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
     host.remember(
-        in_place, arguments, plan, sin_distance, int(min(reach, 2**62)),
+        form, arguments, plan, sin_distance, int(min(reach, 2**62)),
         (-1 if b_dim is None else b_dim, t_dim, h_dim), dense, spec, impl,
     )  # fmt: skip

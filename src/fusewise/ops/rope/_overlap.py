@@ -15,13 +15,23 @@ _MAX_STEPS = 10_000
 
 def overlaps(x: Tensor, y: Tensor) -> bool:
     """Whether x and y share memory; True as well if the search grows past its bound."""
-    if x.numel() == 0 or y.numel() == 0 or _storage(x) != _storage(y):
+    if x.numel() == 0 or y.numel() == 0:
         return False
-    size = x.element_size()
-    # An element's bytes: a dimension of stride one byte, so that tensors of different dtypes could be compared too.
-    steps = [(size * stride, n) for stride, n in zip(x.stride(), x.shape, strict=True)]
-    steps += [(-y.element_size() * stride, n) for stride, n in zip(y.stride(), y.shape, strict=True)]
-    distance = y.data_ptr() - x.data_ptr()
+    if _has_no_memory(x):
+        if id(x.untyped_storage()) != id(y.untyped_storage()):
+            return False
+        distance = y.storage_offset() * y.element_size() - x.storage_offset() * x.element_size()
+    else:
+        distance = y.data_ptr() - x.data_ptr()
+        if distance >= _extent(x) or -distance >= _extent(y):
+            return False
+    # An element's bytes: a dimension of stride one byte, so that tensors of different dtypes can be compared, too.
+    steps = [(x.element_size() * stride, n) for stride, n in zip(x.stride(), x.shape, strict=True)] + [
+        (1, x.element_size())
+    ]
+    steps += [(-y.element_size() * stride, n) for stride, n in zip(y.stride(), y.shape, strict=True)] + [
+        (-1, y.element_size())
+    ]
     return _reaches(
         distance, [(abs(s), (n - 1) if s > 0 else 0, 0 if s > 0 else (n - 1)) for s, n in steps if s and n > 1]
     )
@@ -41,10 +51,13 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def _storage(x: Tensor) -> int:
-    if isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
-        return id(x.untyped_storage())
-    return x.untyped_storage().data_ptr()
+def _extent(x: Tensor) -> int:
+    """Bytes from the first of x's elements to the end of the last."""
+    return x.element_size() * (1 + sum([stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True)]))
+
+
+def _has_no_memory(x: Tensor) -> bool:
+    return isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta"
 
 
 def _reaches(target: int, steps: list[tuple[int, int, int]]) -> bool:

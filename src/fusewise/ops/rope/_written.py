@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ._op import transforms_active
 from ._overlap import overlaps, overlaps_itself
-from ._validate import dtype_of, fail, shape_of
+from ._validate import DEFAULTS, dtype_of, fail, shape_of
 
 
-def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
-    """Check `out=` against the tensors it receives the rotation of; returns a tuple of as many tensors."""
+def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Check `out=` against the tensors it receives the rotation of, and the options of the call; returns a tuple of as
+    many tensors."""
     outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
         fail(
@@ -62,7 +63,7 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
     if torch.compiler.is_compiling():
         return outs  # memory is the compiler's: it reads inputs before it writes outputs
-    check_written(op, outs, tuple(f"out for {name}" for name in ("q", "k")))
+    check_written(op, outs, options, ("out for q", "out for k"))
     for name, y in zip(("q", "k"), outs, strict=False):
         for x in xs:
             if overlaps(x, y):
@@ -70,8 +71,11 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any) -> tuple[Tensor, ...]:
     return outs
 
 
-def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q", "k")) -> None:
-    """Tensors that are written to must be free to be, and not share memory with each other or with themselves."""
+def check_written(
+    op: str, ys: tuple[Tensor, ...], options: tuple[Any, ...], names: tuple[str, str] = ("q", "k")
+) -> None:
+    """Tensors that are written to must be free to be, and not share memory with each other, with themselves, or with a
+    tensor among the options (in the order of DEFAULTS), which is read meanwhile."""
     for name, y in zip(names, ys, strict=False):
         if y.is_inference() and not torch.is_inference_mode_enabled():
             fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
@@ -83,6 +87,9 @@ def check_written(op: str, ys: tuple[Tensor, ...], names: tuple[str, ...] = ("q"
                 f"strides {y.stride()}",
                 f"call {name}.contiguous()",
             )
+        for option, x in zip(DEFAULTS, options, strict=True):
+            if isinstance(x, Tensor) and overlaps(x, y):
+                fail(op, name, f"not overlap {option}, which is read", "shared memory", f"clone {option}")
     if len(ys) == 2 and overlaps(*ys):
         fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")
 

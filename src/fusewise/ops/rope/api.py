@@ -12,6 +12,9 @@ from ._problem import Layout, Pairing
 from ._validate import fail, validated_as_far
 from ._written import check_followed, check_out, check_written
 
+# Arguments after k are meant to be given by name, and no `*` says so: for every keyword-only parameter that is not given
+# CPython looks its default up in a dictionary, 0.3 µs for these, of a call that takes one.
+
 # Whether torch.compile looks at the code; of the ways to ask this one costs the least where it does not.
 _traced = torch.compiler.is_dynamo_compiling
 
@@ -19,7 +22,6 @@ _traced = torch.compiler.is_dynamo_compiling
 def rope(
     q: Tensor,
     k: Tensor | None = None,
-    *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     cos_sin: Tensor | None = None,
@@ -76,7 +78,8 @@ def rope(
             the end if negative: `rotary_start=-rotary_dim` rotates the trailing part.
         scale: factor of the cos and sin made from angles or frequencies (YaRN's attention scaling).
         inverse: rotate by −θ.
-        out: tensors to write to, like q and k in shape, dtype and device; not with autograd.
+        out: tensors to write to, like q and k in shape, dtype and device, that share memory with no argument; not with
+            autograd.
         impl: "auto", "cuda", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells what auto
             takes.
 
@@ -98,10 +101,13 @@ def rope(
         >>> inv_freq = 10000 ** -(torch.arange(0, 64, 2) / 64)
         >>> q_rotated, k_rotated = fusewise.rope(q, k, inv_freq=inv_freq)
     """
-    if out is None and not _traced():
+    if not _traced():
         done = _host.rope(
             q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
             context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
+        ) if out is None else _host.rope_out(
+            q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
+            context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl, out,
         )  # fmt: skip
         if done is not None:
             return done
@@ -112,7 +118,7 @@ def rope(
     call, reach = validated_as_far("rope", q, k, options)
     if out is None:
         rotated = _op.rotate(q, k, call)
-        _host.remember(False, (q, k, *options), call, reach, rotated)
+        _host.remember(_host.NEW, (q, k, *options), call, reach, rotated)
         return rotated
     if _op.needs_autograd(q, k):
         fail(
@@ -122,15 +128,15 @@ def rope(
             "out=",
             "call rope without out= or under torch.no_grad()",
         )
-    outs = check_out("rope", (q,) if k is None else (q, k), out)
+    outs = check_out("rope", (q,) if k is None else (q, k), out, options)
     _op.rotate_into(q, k, call, outs)
+    _host.remember(_host.GIVEN, (q, k, *options, out), call, reach, outs)
     return outs[0] if k is None else outs
 
 
 def rope_(
     q: Tensor,
     k: Tensor | None = None,
-    *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     cos_sin: Tensor | None = None,
@@ -155,8 +161,9 @@ def rope_(
     The mutation stands in the operator's schema and is known to autograd, so that what has saved the old values raises
     in backward instead of using the new ones. It is refused where it could not be right: on a leaf that requires grad
     or a view of one, on a view among several made at once (unbind, split, chunk) that requires grad, under torch.func
-    transforms and forward mode, on tensors whose elements share memory, and with gradients under torch.compile, which
-    does not see a mutation in an autograd function (use `rope` there: the compiler makes it in-place where it may).
+    transforms and forward mode, on tensors that share memory with each other, with themselves or with the table, and with
+    gradients under torch.compile, which does not see a mutation in an autograd function (use `rope` there: the compiler
+    makes it in-place where it may).
 
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
@@ -186,8 +193,8 @@ def rope_(
     else:
         tensors = (q,) if k is None else (q, k)
         check_followed("rope_", tensors)
-        check_written("rope_", tensors)
+        check_written("rope_", tensors, options)
     _op.rotate_in_place(q, k, call)
     rotated = q if k is None else (q, k)
-    _host.remember(True, (q, k, *options), call, reach, rotated)
+    _host.remember(_host.IN_PLACE, (q, k, *options), call, reach, rotated)
     return rotated

@@ -29,74 +29,83 @@ struct OthersGoOn {
 // Whether autograd can follow a write into x without what Python does for views and leaves.
 bool followed(const Tensor& x) { return x.requires_grad() && !x.is_leaf() && !x.is_view(); }
 
-template <bool IN_PLACE>
+template <Form FORM>
 PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == ARGUMENTS, "rope: the host function must have ", int(ARGUMENTS), " arguments, got ", count);
+  TORCH_CHECK_TYPE(count == Arguments::count(FORM), "rope: the host function must have ", Arguments::count(FORM),
+                   " arguments, got ", count);
   Arguments a;
-  if (!a.read(given, IN_PLACE)) Py_RETURN_NONE;
+  if (!a.read(given, FORM)) Py_RETURN_NONE;
   Remembered entry = cache.find(a.key);
   if (entry == nullptr || a.offset > entry->most_offset) Py_RETURN_NONE;
-  const bool records = a.records();
-  if (IN_PLACE && records)
+  const bool records = FORM != GIVEN && a.records();
+  if (FORM == IN_PLACE && records)
     for (int o = 0; o < a.operands; ++o)
       if (!followed(*a.x[o])) Py_RETURN_NONE;
 
-  const There there(a.x[0]->device());
+  const c10::Device device = a.x[0]->device();
+  const There there(device);
   Call call = call_on(*entry, a.x[0], a.x[a.operands - 1], a.table, a.sin, a.positions, a.offsets, a.bounds, a.offset);
   NodePointer node;
   if (records) node = node_of(entry, a);
-  Tensor ys[2];
-  for (int o = 0; o < a.operands; ++o) ys[o] = IN_PLACE ? *a.x[o] : empty(*a.x[o], entry->dense[o]);
-  for (int o = 0; o < 2; ++o) call.y[o] = ys[a.operands == 2 ? o : 0].mutable_data_ptr();
+  Tensor made[2];
+  for (int o = 0; FORM == NEW && o < a.operands; ++o) a.y[o] = &(made[o] = empty(*a.x[o], entry->dense[o]));
+  for (int o = 0; o < 2; ++o) call.y[o] = a.y[a.operands == 2 ? o : 0]->mutable_data_ptr();
   {
     // A profile shows the operator that Python would have called.
-    const char* const name = a.operands == 1 ? (IN_PLACE ? "fusewise::rope_" : "fusewise::rope")
-                                             : (IN_PLACE ? "fusewise::rope_qk_" : "fusewise::rope_qk");
-    RECORD_FUNCTION(name, (std::vector<c10::IValue>{*a.x[0]}));
+    constexpr const char* NAMES[][2] = {{"fusewise::rope", "fusewise::rope_qk"},
+                                        {"fusewise::rope_out", "fusewise::rope_qk_out"},
+                                        {"fusewise::rope_", "fusewise::rope_qk_"}};
+    RECORD_FUNCTION(NAMES[FORM][a.operands - 1], (std::vector<c10::IValue>{*a.x[0]}));
     const OthersGoOn while_this_lives;
-    launch(entry->plan, call, a.x[0]->device());
+    launch(entry->plan, call, device);
   }
   for (int o = 0; o < a.operands; ++o) {
-    if (IN_PLACE && !ys[o].is_inference()) ys[o].unsafeGetTensorImpl()->bump_version();
+    const Tensor& y = *a.y[o];
+    if (FORM != NEW && !y.is_inference()) y.unsafeGetTensorImpl()->bump_version();
     if (!records) continue;
-    if (IN_PLACE) torch::autograd::impl::rebase_history(ys[o], {node, node->add_input_metadata(ys[o])});
-    else torch::autograd::set_history(ys[o], node);
+    if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(y, {node, node->add_input_metadata(y)});
+    else torch::autograd::set_history(y, node);
   }
-  if (IN_PLACE) return a.operands == 1 ? Py_NewRef(given[Q]) : PyTuple_Pack(2, given[Q], given[K]);
-  if (a.operands == 1) return THPVariable_Wrap(std::move(ys[0]));
-  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move(ys[0])), THPVariable_Wrap(std::move(ys[1])));
+  if (FORM == GIVEN) return Py_NewRef(given[OUT]);
+  if (FORM == IN_PLACE) return a.operands == 1 ? Py_NewRef(given[Q]) : PyTuple_Pack(2, given[Q], given[K]);
+  if (a.operands == 1) return THPVariable_Wrap(std::move(made[0]));
+  return Py_BuildValue("(NN)", THPVariable_Wrap(std::move(made[0])), THPVariable_Wrap(std::move(made[1])));
   END_HANDLE_TH_ERRORS
 }
 
-// new(in_place, arguments): whether a call can be remembered and is not yet.
+// The arguments of a call in a tuple.
+PyObject* const* items(PyObject* arguments, Form form) {
+  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(arguments) == Arguments::count(form), "rope: a call has ", Arguments::count(form), " arguments");
+  return &PyTuple_GET_ITEM(arguments, 0);
+}
+
+// new(form, arguments): whether a call can be remembered and is not yet.
 PyObject* is_new(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  int in_place = 0;
+  int form = 0;
   PyObject* arguments = nullptr;
-  if (!PyArg_ParseTuple(given, "pO!", &in_place, &PyTuple_Type, &arguments)) return nullptr;
+  if (!PyArg_ParseTuple(given, "iO!", &form, &PyTuple_Type, &arguments)) return nullptr;
   Arguments a;
-  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(arguments) == ARGUMENTS, "rope: a call has ", int(ARGUMENTS), " arguments");
-  const bool readable = a.read(&PyTuple_GET_ITEM(arguments, 0), in_place != 0);
+  const bool readable = a.read(items(arguments, Form(form)), Form(form));
   return PyBool_FromLong(readable && cache.find(a.key) == nullptr);
   END_HANDLE_TH_ERRORS
 }
 
-// remember(in_place, arguments, plan, sin_distance, most_offset, dims, strides of new tensors, spec, impl).
+// remember(form, arguments, plan, sin_distance, most_offset, dims, strides of new tensors, spec, impl).
 PyObject* remember(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  int in_place = 0;
+  int form = 0;
   PyObject *arguments = nullptr, *dims = nullptr, *strides = nullptr;
   const char *plan = nullptr, *spec = nullptr, *impl = nullptr;
   Py_ssize_t size = 0;
   long long sin_distance = 0, most_offset = 0;
-  if (!PyArg_ParseTuple(given, "pO!y#LLOOss", &in_place, &PyTuple_Type, &arguments, &plan, &size, &sin_distance,
+  if (!PyArg_ParseTuple(given, "iO!y#LLOOss", &form, &PyTuple_Type, &arguments, &plan, &size, &sin_distance,
                         &most_offset, &dims, &strides, &spec, &impl))
     return nullptr;
   TORCH_CHECK_TYPE(size == sizeof(Plan), "rope: a plan has ", sizeof(Plan), " bytes, got ", size);
-  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(arguments) == ARGUMENTS, "rope: a call has ", int(ARGUMENTS), " arguments");
   Arguments a;
-  if (!a.read(&PyTuple_GET_ITEM(arguments, 0), in_place != 0)) Py_RETURN_FALSE;
+  if (!a.read(items(arguments, Form(form)), Form(form))) Py_RETURN_FALSE;
   auto entry = std::make_shared<Entry>();
   entry->key.assign(a.key.words, a.key.words + a.key.count);
   std::memcpy(&entry->plan, plan, sizeof(Plan));
@@ -142,8 +151,9 @@ PyObject* on_cuda(PyObject*, PyObject* given) {
 }
 
 PyMethodDef methods[] = {
-    {"rope", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<false>)), METH_FASTCALL, nullptr},
-    {"rope_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<true>)), METH_FASTCALL, nullptr},
+    {"rope", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<NEW>)), METH_FASTCALL, nullptr},
+    {"rope_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<GIVEN>)), METH_FASTCALL, nullptr},
+    {"rope_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<IN_PLACE>)), METH_FASTCALL, nullptr},
     {"new", is_new, METH_VARARGS, nullptr},
     {"remember", remember, METH_VARARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},

@@ -41,6 +41,17 @@ bool nobody_watches() {
 
 bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4; }
 
+// Whether two tensors could share memory: their storages do.
+bool neighbours(const Tensor& x, const Tensor& y) {
+  const c10::Storage &a = x.storage(), &b = y.storage();
+  const auto *first = static_cast<const char*>(a.data()), *second = static_cast<const char*>(b.data());
+  return first < second + b.nbytes() && second < first + a.nbytes();
+}
+
+int64_t distance(const Tensor& x, const Tensor& y) {
+  return static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());
+}
+
 // --- The arguments of a call and its key -----------------------------------------------------------------------------
 
 struct Key {
@@ -113,20 +124,25 @@ struct Key {
   }
 };
 
-// The arguments of `fusewise.rope`, in its order.
-enum Argument { Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, ARGUMENTS = 20 };
+// Where the rotation goes. The first word of a key, with OPERATOR added in those of the operators.
+enum Form : int64_t { NEW, GIVEN, IN_PLACE, OPERATOR = 8 };
+
+// The arguments of `fusewise.rope`, in its order; OUT is there in form GIVEN alone.
+enum Argument { Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, OUT = 20 };
 
 struct Arguments {
-  const Tensor* x[2] = {};
+  const Tensor *x[2] = {}, *y[2] = {};  // y: the tensors to write to, if there are such
   const Tensor *table = nullptr, *sin = nullptr, *positions = nullptr, *offsets = nullptr, *bounds = nullptr;
   int64_t offset = 0;
   int operands = 1;
   Key key;
 
+  static Py_ssize_t count(Form form) { return form == GIVEN ? OUT + 1 : OUT; }
+
   // Whether this is a call that can be remembered or recalled.
-  bool read(PyObject* const* given, bool in_place) {
+  bool read(PyObject* const* given, Form form) {
     if (!nobody_watches()) return false;
-    key.add(in_place);
+    key.add(int64_t(form));
     for (int i = 0; i < FIRST_OPTION; ++i) {
       PyObject* const object = given[i];
       if (object == Py_None) {
@@ -140,23 +156,18 @@ struct Arguments {
         key.add(int64_t(4));
         continue;
       }
-      if (!THPVariable_CheckExact(object)) return false;
+      if (!add(object)) return false;
       const Tensor& tensor = THPVariable_Unpack(object);
-      if (!dense(tensor) || (i > K && tensor.requires_grad())) return false;
-      key.add(tensor);
+      if (i > K && tensor.requires_grad()) return false;
       keep(i, tensor);
     }
-    for (int i = FIRST_OPTION; i < ARGUMENTS; ++i)
+    for (int i = FIRST_OPTION; i < OUT; ++i)
       if (!key.add(given[i])) return false;
     if (x[0] == nullptr || table == nullptr) return false;
     operands = x[1] == nullptr ? 1 : 2;
-    if (in_place) {
-      for (int o = 0; o < operands; ++o)
-        if (x[o]->is_inference() && !c10::InferenceMode::is_enabled()) return false;
-      if (operands == 2 && x[0]->storage().data() == x[1]->storage().data())  // whether they overlap depends on it
-        key.add(static_cast<const char*>(x[1]->const_data_ptr()) - static_cast<const char*>(x[0]->const_data_ptr()));
-    }
-    return true;
+    if (form == IN_PLACE) y[0] = x[0], y[1] = x[1];
+    if (form == GIVEN && !read_out(given[OUT])) return false;
+    return form == NEW || writable(form);
   }
 
   bool records() const {
@@ -164,6 +175,12 @@ struct Arguments {
   }
 
  private:
+  bool add(PyObject* object) {
+    if (!THPVariable_CheckExact(object) || !dense(THPVariable_Unpack(object))) return false;
+    key.add(THPVariable_Unpack(object));
+    return true;
+  }
+
   void keep(int i, const Tensor& tensor) {
     switch (i) {
       case Q: x[0] = &tensor; break;
@@ -174,6 +191,31 @@ struct Arguments {
       case BOUNDS: bounds = &tensor; break;
       default: table = &tensor;
     }
+  }
+
+  // A tensor, or a pair of them where there is a k.
+  bool read_out(PyObject* out) {
+    const bool pair = PyTuple_CheckExact(out);
+    if (pair != (operands == 2) || (pair && PyTuple_GET_SIZE(out) != 2)) return false;
+    for (int o = 0; o < operands; ++o) {
+      PyObject* const object = pair ? PyTuple_GET_ITEM(out, o) : out;
+      if (!add(object)) return false;
+      y[o] = &THPVariable_Unpack(object);
+      if (y[o]->requires_grad()) return false;
+    }
+    return !records();
+  }
+
+  // Whether the call may write without asking Python: what the key has not in it must not matter. Two tensors that are
+  // written to may be neighbours in one storage, then their distance is in the key; what is read may not.
+  bool writable(Form form) {
+    for (int o = 0; o < operands; ++o) {
+      if (y[o]->is_inference() && !c10::InferenceMode::is_enabled()) return false;
+      for (const Tensor* other : {table, sin, positions, offsets, bounds, form == GIVEN ? x[0] : nullptr, form == GIVEN ? x[1] : nullptr})
+        if (other != nullptr && neighbours(*y[o], *other)) return false;
+    }
+    if (operands == 2 && neighbours(*y[0], *y[1])) key.add(distance(*y[0], *y[1]));
+    return true;
   }
 };
 

@@ -16,8 +16,6 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-enum Form : int64_t { NEW = 2, GIVEN, IN_PLACE };  // where the rotation goes; 0 and 1 begin the keys of `rope` and `rope_`
-
 PyObject* planned = nullptr;  // `_host._planned`
 
 // The arguments of an operator: its N tensors, COMMON, and by form N lists of strides, N tensors to write to, or nothing.
@@ -31,12 +29,13 @@ struct Operands {
 
   // Whether this is a call that can be kept.
   bool read(const IValue* a) {
-    key.add(int64_t(FORM)), key.add(int64_t(N));
+    key.add(int64_t(OPERATOR + FORM)), key.add(int64_t(N));
     for (int o = 0; o < N; ++o) {
       if (!add(a[o], x[o])) return false;
+      y[o] = x[o];
       if (FORM != GIVEN) continue;
       if (!add(a[N + COMMON + o], y[o])) return false;
-      key.add(int64_t(x[o]->const_data_ptr() == y[o]->const_data_ptr()));
+      key.add(int64_t(distance(*x[o], *y[o]) == 0));
     }
     for (int i = OP_TABLE; i <= OP_BOUNDS; ++i) {
       if (a[N + i].isNone()) key.add(int64_t(0));
@@ -118,15 +117,14 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
   const There there(device);
   Call call = call_on(*entry, read.x[0], read.x[N - 1], read.given[OP_TABLE], read.given[OP_SIN], read.given[OP_POSITIONS],
                       read.given[OP_OFFSETS], read.given[OP_BOUNDS], a[N + OP_OFFSET].toInt());
-  Tensor ys[2];
-  for (int o = 0; o < N; ++o) ys[o] = FORM == NEW ? empty(*read.x[o], entry->dense[o]) : FORM == GIVEN ? *read.y[o] : *read.x[o];
-  for (int o = 0; o < 2; ++o) call.y[o] = ys[N == 2 ? o : 0].mutable_data_ptr();
+  Tensor made[2];
+  for (int o = 0; FORM == NEW && o < N; ++o) read.y[o] = &(made[o] = empty(*read.x[o], entry->dense[o]));
+  for (int o = 0; o < 2; ++o) call.y[o] = read.y[N == 2 ? o : 0]->mutable_data_ptr();
   launch(entry->plan, call, device);
+  for (int o = 0; FORM != NEW && o < N; ++o)
+    if (!read.y[o]->is_inference()) read.y[o]->unsafeGetTensorImpl()->bump_version();
   torch::jit::drop(*stack, Read::COUNT);
-  for (int o = 0; o < N; ++o) {
-    if (FORM == NEW) stack->emplace_back(std::move(ys[o]));
-    else if (!ys[o].is_inference()) ys[o].unsafeGetTensorImpl()->bump_version();
-  }
+  for (int o = 0; FORM == NEW && o < N; ++o) stack->emplace_back(std::move(made[o]));
 }
 
 // Take the operators over from Python, for as long as the process lives.
