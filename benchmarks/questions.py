@@ -1,0 +1,238 @@
+"""docs/questions.md, made from the published rows and from ledgers computed here: `python benchmarks/questions.py [FILE]`.
+
+Every figure on that page is a function of `benchmarks/baselines/*.jsonl` or of the bytes of operators, which no machine
+changes; a test holds the page to both. Of a comparison that was measured more than once the latest run counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from fusewise.lab import record, targets
+from fusewise.lab.code import inductor, passes
+from fusewise.lab.code.worker import Server
+from fusewise.lab.problem import Task
+from fusewise.lab.providers import pytorch
+from fusewise.lab.record import Row
+from fusewise.lab.render import host, markdown, number, percent, size
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINES = ROOT / "benchmarks" / "baselines"
+PAGE = ROOT / "docs" / "questions.md"
+COMPILED = "torch.compile"
+#: Kernels of ours that give new tensors, as those they are compared with do.
+OURS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu")
+Groups = dict[tuple[str, str, str, str], dict[str, Row]]
+
+
+def latest(rows: Iterable[Row], needed: Sequence[str] = (COMPILED,)) -> Groups:
+    """Right and timed rows by group, then by provider: those of the latest run that has what is needed."""
+    runs: dict[tuple[str, str, str, str], dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        if row.status == "ok" and row.device_us is not None:
+            runs.setdefault(row.key, {}).setdefault(row.run, {})[row.provider] = row
+    found: Groups = {}
+    for key, of_runs in runs.items():
+        fitting = [run for run, group in of_runs.items() if set(needed) <= set(group)]
+        if fitting:  # a run's id begins with the time at which it began
+            found[key] = of_runs[max(fitting)]
+    return found
+
+
+def time(group: Mapping[str, Row], provider: str) -> float:
+    value = group[provider].device_us
+    assert value is not None
+    return value
+
+
+def best(group: Mapping[str, Row], of: Sequence[str] = OURS) -> Row:
+    """The fastest of these that the group has."""
+    return group[min((name for name in of if name in group), key=lambda name: time(group, name))]
+
+
+def spread(values: Sequence[float]) -> str:
+    """`1.05 to 1.40, median 1.20`."""
+    return f"{number(min(values))} to {number(max(values))}, median {number(median(values))}"
+
+
+def lacking(what: str, command: str) -> str:
+    return f"**Not measured yet:** {what}. The command that answers it there:\n\n```\n{command}\n```"
+
+
+def where(rows: Sequence[Row]) -> str:
+    days = sorted({row.run[:8] for row in rows})
+    versions = sorted({row.versions["torch"].partition("+")[0] for row in rows})
+    dates = [f"{day[:4]}-{day[4:6]}-{day[6:]}" for day in days]
+    return f"{rows[0].device}, torch {', '.join(versions)}, {' and '.join(dict.fromkeys((dates[0], dates[-1])))}"
+
+
+def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
+    """Kernel against kernel: what fusing RoPE is worth on the device."""
+    parts = [
+        "## How much faster is a fused RoPE, kernel against kernel?",
+        "Device time alone: no launch, no Python; cold cache, the same tensors, every result within the error that eager code "
+        "itself makes against float64.",
+    ]
+    found = latest(h200, (COMPILED, "eager"))
+    lines = []
+    for pass_ in ("fwd", "bwd"):
+        groups = {k: g for k, g in found.items() if k[1].endswith("-train") and k[3] == pass_ and set(OURS) & set(g)}
+        if not groups:
+            continue
+        for key, group in groups.items():
+            copy, eager, compiled = (time(group, name) for name in ("floor-copy", "eager", COMPILED))
+            mine = time(group, best(group).provider)
+            ratios = (number(eager / mine), number(compiled / mine))
+            lines.append([f"{key[1]} {pass_}", *map(number, (copy, eager, compiled, mine)), *ratios])
+        eagers = [time(g, "eager") / time(g, best(g).provider) for g in groups.values()]
+        compilers = [time(g, COMPILED) / time(g, best(g).provider) for g in groups.values()]
+        name = {"fwd": "Forward", "bwd": "Backward"}[pass_]
+        parts.append(
+            f"{name}, {len(groups)} models' training shapes on an H200: eager code takes {spread(eagers)} times as long as the "
+            f"better of ours that gives new tensors, {COMPILED} {spread(compilers)}."
+        )
+    columns = ["case", "copy µs", "eager µs", f"{COMPILED} µs", "fusewise µs", "eager ×", f"{COMPILED} ×"]
+    parts.append(markdown.table(columns, lines))
+    parts.append(
+        "So against eager code the answer is large and mostly not about the kernel: any way of fusing gets most of it. The "
+        "fair rival is the compiler; what differs there is in its graphs and its code, which `fusewise code rope` prints "
+        "stage by stage ([code.md](code.md))."
+    )
+    small = {k: g for k, g in latest(cpu, (COMPILED, "eager")).items() if k[1] == "seqlen-128"}
+    for key, group in small.items():
+        mine = best(group)
+        parts.append(
+            f"On two CPU cores, batch 32, 128 tokens, 8 heads of 256, {key[2]} {key[3]}: eager {number(time(group, 'eager'))} µs, "
+            f"{COMPILED} {number(time(group, COMPILED))}, {mine.provider} {number(time(group, mine.provider))}, a copy "
+            f"{number(time(group, 'floor-copy'))}."
+        )
+    sweep = {k: g for k, g in found.items() if k[1].startswith("seqlen-")}
+    if sweep:
+        ratios = [time(g, "eager") / time(g, best(g).provider) for g in sweep.values()]
+        parts.append(
+            f"Over the sweep of {len(sweep)} sequence lengths and passes on an H200 eager code takes {spread(ratios)} times as long."
+        )
+    else:
+        parts.append(
+            lacking(
+                "the sweep over sequence lengths 32 to 2048 (batch 32, 8 heads of 256, fp32) on an H200, forward and backward",
+                "fusewise study rope-seqlen --append-rows benchmarks/baselines/h200.jsonl",
+            )
+        )
+    return parts
+
+
+def launches(h200: Sequence[Row]) -> list[str]:
+    """PyTorch and CUDA have similar device times: why a kernel of one's own?"""
+    served = [row for row in h200 if "-serve-" in row.case]
+    rows = [row for group in latest(served or h200).values() for row in group.values() if row.pass_ == "fwd"]
+    found = [g for g in host.groups(rows) if served or "width" not in g.key[1]]
+    parts = [
+        "## PyTorch and CUDA have similar performance. Why write a CUDA kernel then?",
+        "Because of the host. Calls that follow each other take the longer of device and host.",
+        *host.answer(found),
+    ]
+    shown = ("eager", COMPILED, "vllm", "flashinfer", "liger", *OURS[:2])
+    sizes = [g for g in found if g.key[1].startswith("llama-3-8b")]
+    lines = []
+    for group in sorted(sizes, key=lambda g: min(line.device_us for line in g.lines)):
+        by_name = {line.provider: line for line in group.lines}
+        cells = [by_name.get(name) for name in shown]
+        text = ["–" if c is None else f"{number(c.device_us)} / {number(c.host_us)} {c.decided_by}" for c in cells]
+        lines.append([group.key[1], *text])
+    if lines:
+        parts.append(
+            "Microseconds of device / host, and which of them decides, 32 heads of q and 8 of k, 128 wide, bf16:"
+        )
+        parts.append(markdown.table(["case", *shown], lines))
+    if not served:
+        parts.append(
+            lacking(
+                "the same in the form of serving engines (in place, flat tokens, positions and one cache), with the CUDA kernel "
+                "of fusewise",
+                "fusewise study rope-serving --append-rows benchmarks/baselines/h200.jsonl",
+            )
+        )
+    return parts
+
+
+def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, int, float]]) -> list[str]:
+    """Computing or moving memory? `excess(op, case, dtype)`: bytes of eager code over the least, its kernels, and the
+    compiler's bytes over the least."""
+    gelu, count, fused = excess("gelu", "gelu-256", "fp32")
+    rope, rope_count, rope_fused = excess("rope", "llama-3-8b-step-4k", "bf16")
+    parts = [
+        "## Are we computing, or moving memory?",
+        f"GELU written out in its tanh form reads and writes its tensor in {count} kernels: {number(gelu)} times the bytes of one "
+        f"read and one write. Compiled for a GPU it is {number(fused)}. RoPE as transformers has it, q and k of a Llama-3-8B "
+        f"training step, moves {number(rope)} times the least in {rope_count} kernels, compiled for a GPU {number(rope_fused)}. These "
+        "are counts of bytes ([profile.md](profile.md)), true of every machine on which the operators are these.",
+    ]
+    found = {k: g for k, g in latest(h200, (COMPILED, "eager")).items() if k[1] == "llama-3-8b-train" and k[3] == "fwd"}
+    for group in found.values():
+        copy, eager, compiled = (time(group, name) for name in ("floor-copy", "eager", COMPILED))
+        row = group["eager"]
+        assert row.bytes_min is not None and row.flops_min is not None
+        parts.append(
+            f"Rotating {size(row.bytes_min)} needs {number(row.flops_min / row.bytes_min)} operations a byte, and on an H200 "
+            f"{COMPILED} takes {number(compiled / copy)} times as long as a copy of those bytes ({number(copy)} µs), which computes "
+            f"nothing: what it does is moving memory. Eager code takes {number(eager / copy)} times the copy. Its bytes explain "
+            f"{number(rope)} of that; the rest is that its kernels move theirs at {percent(rope * copy / eager)} of the copy's rate."
+        )
+    decode = {
+        k: g for k, g in latest(h200, (COMPILED, "eager")).items() if k[1] == "llama-3-8b-decode-b1" and k[3] == "fwd"
+    }
+    for group in decode.values():
+        eager_row, launch = group["eager"], group["floor-launch"]
+        parts.append(
+            f"With one token neither binds. The bytes take {number(time(group, 'floor-copy'))} µs to copy, starting a kernel that "
+            f"does nothing {number(launch.device_us)} µs of the device, and eager code keeps the host {number(eager_row.host_us)} µs "
+            f"for {number(eager_row.device_us)} µs of device: there the CPU cannot feed the GPU fast enough."
+        )
+    if not any(row.op == "gelu" for row in h200):
+        parts.append(
+            lacking(
+                "GELU from 5 × 5 elements to 4 GiB on an H200, where the share of a copy would show at which size moving memory "
+                "takes over from starting kernels",
+                "fusewise study gelu-sizes --append-rows benchmarks/baselines/h200.jsonl",
+            )
+        )
+    return parts
+
+
+def excess(op: str, case: str, dtype: str) -> tuple[float, int, float]:
+    """Bytes of eager code over the least, its kernels, and the bytes over the least of what Inductor makes for Hopper. No
+    GPU is needed; torch is made to believe in one, so this belongs in a process that does nothing else."""
+    problem = targets.problem_for(Task(op, case, dtype, "fwd", "cpu", 0))
+    eager = Server(pytorch.Eager()).ledger(problem, "sm_90")
+    assert eager.excess is not None
+    program = problem.program()
+    graphs = inductor.lowered(passes.runner(problem, pytorch.TorchCompile().build(problem)), program.function)
+    compiled = [kernel for graph in inductor.cross_compiled(graphs, "sm_90") for kernel in graph.kernels]
+    return eager.excess, len(eager.kernels), sum(kernel.bytes for kernel in compiled) / problem.bytes_min()
+
+
+def page(
+    h200: Sequence[Row], cpu: Sequence[Row], excess: Callable[[str, str, str], tuple[float, int, float]] = excess
+) -> str:
+    parts = [
+        "# Three questions, answered by rows",
+        "Made by `python benchmarks/questions.py` from [h200.jsonl](../benchmarks/baselines/h200.jsonl) "
+        f"({where(h200)}) and [cpu.jsonl](../benchmarks/baselines/cpu.jsonl) ({where(cpu)}). A test holds every figure to the rows.",
+        *kernels(h200, cpu),
+        *launches(h200),
+        *moving(h200, excess),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(out: Path = PAGE) -> None:
+    h200, cpu = (record.read_rows(BASELINES / f"{name}.jsonl") for name in ("h200", "cpu"))
+    record.write_atomically(out, page(h200, cpu))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

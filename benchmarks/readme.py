@@ -1,0 +1,199 @@
+"""The figures of the README, made from the published rows: `python benchmarks/readme.py` writes them into README.md, between
+the comments that name them, and draws docs/rope-h200.png. A test compares the README with the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINES = ROOT / "benchmarks" / "baselines"
+README = ROOT / "README.md"
+
+#: Those marked * work in place.
+GPU = {
+    "fusewise-triton": "Triton",
+    "fusewise-cuda": "CUDA",
+    "fusewise-triton-inplace": "Triton*",
+    "fusewise-cuda-inplace": "CUDA*",
+    "torch.compile": "torch.compile",
+    "liger": "Liger*",
+    "flash_attn": "flash-attn",
+    "quack": "QuACK",
+    "flashinfer": "FlashInfer*",
+    "vllm": "vLLM*",
+    "transformer_engine-fused": "TE",
+}
+CPU = {"fusewise-cpu": "fusewise", "torch.compile": "torch.compile", "eager": "eager", "torchscript": "TorchScript"}
+SHOWN = {
+    "llama-3-8b-train": "Llama-3-8B training",
+    "gemma-7b-train": "Gemma-7B training",
+    "phi-2-train": "Phi-2 training (32 of 80 features rotate)",
+    "gpt-neox-20b-train": "GPT-NeoX-20B training (24 of 96)",
+    "glm-4-9b-train": "GLM-4-9B training (64 of 128, interleaved)",
+    "deepseek-v3-train": "DeepSeek-V3 training (64 of 192, interleaved to half)",
+    "llama-3-8b-prefill-8k": "Llama-3-8B prefill of 8192",
+    "llama-3-8b-decode-b64": "Llama-3-8B decode, 64 tokens",
+    "gemma-7b-decode-b64": "Gemma-7B decode, 64 tokens",
+}
+HOST_CASE = "llama-3-8b-decode-b64"
+MODELS = ("llama", "gemma", "qwen", "mistral", "phi", "gpt", "glm", "deepseek")
+
+Row = Mapping[str, Any]
+Group = dict[str, Row]
+Groups = dict[tuple[str, str, str], Group]
+
+
+def groups(name: str, op: str = "rope") -> Groups:
+    """Right and timed rows of an operation by (case, dtype, pass), then by provider."""
+    found: Groups = defaultdict(dict)
+    for line in (BASELINES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["op"] == op and row["status"] == "ok" and row["device_us"]:
+            found[row["case"], row["dtype"], row["pass"]][row["provider"]] = row
+    return found
+
+
+def time(group: Group, provider: str) -> float:
+    value = group[provider]["device_us"]
+    assert isinstance(value, float)
+    return value
+
+
+def share(group: Group, provider: str) -> float:
+    """Time of a copy of the same bytes over the provider's time, in percent; NaN where it was not measured."""
+    return 100 * time(group, "floor-copy") / time(group, provider) if provider in group else math.nan
+
+
+def ours(group: Group) -> list[float]:
+    return [time(group, p) for p in group if p.startswith("fusewise")]
+
+
+def others(group: Group) -> list[float]:
+    return [time(group, p) for p in group if not p.startswith(("fusewise", "floor"))]
+
+
+def percent(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.0f} %"
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    names = list(header)
+    lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * (len(names) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def shares(found: Groups, pass_: str) -> str:
+    """Each provider's share of the rate of a copy, in the cases shown."""
+    present = [p for p in GPU if any(p in group for key, group in found.items() if key[2] == pass_)]
+    rows = []
+    for case, label in SHOWN.items():
+        for (name, dtype, of), group in found.items():
+            if (name, of) == (case, pass_):
+                cells = [percent(share(group, provider)) for provider in present]
+                rows.append([f"{label}, {dtype}", f"{time(group, 'floor-copy'):.1f}", *cells])
+    return markdown([{"fwd": "forward", "bwd": "backward"}[pass_], "copy µs", *(GPU[p] for p in present)], rows)
+
+
+def host(found: Groups) -> str:
+    """The time of one call on the host."""
+    group = next(group for (case, _, _), group in found.items() if case == HOST_CASE)
+    present = [p for p in GPU if p in group]
+    cells = [f"{group[p]['host_us']:.1f}" for p in present]
+    return markdown([f"{SHOWN[HOST_CASE]}", *(GPU[p] for p in present)], [["µs of the host a call", *cells]])
+
+
+def summary(found: Groups) -> str:
+    """Ours against the best other, over all forward cases of the published models and over all head widths."""
+    forward = {case: group for (case, _, pass_), group in found.items() if pass_ == "fwd"}
+    ratio = {case: min(ours(forward[case])) / min(others(forward[case])) for case in forward if case.startswith(MODELS)}
+    small = [ratio[case] for case in ratio if forward[case]["floor-copy"]["bytes_min"] < 64 * 2**20]
+    slower = sorted(((value, case) for case, value in ratio.items() if value > 1.02), reverse=True)
+    names = ": " + ", ".join(f"{case} ({100 * value - 100:.0f} %)" for value, case in slower)
+    wide = [group for (case, _, _), group in found.items() if case.startswith("width-")]
+    best = [100 * time(group, "floor-copy") / min(ours(group)) for group in wide]
+    faster = sum(min(others(group)) < 0.99 * min(ours(group)) for group in wide)
+    return textwrap.fill(
+        f"Over the {len(ratio)} forward cases of `rope-models` the best of ours takes {geometric_mean(ratio.values()):.2f} of "
+        f"the time of the best other in the geometric mean, {geometric_mean(small):.2f} over the {len(small)} that move less "
+        f"than 64 MiB; it is slower by more than 2 % in {len(slower)}{names if slower else ''}. Forward, at head widths of 64, "
+        f"80, 96, 112, 128, 160, 192 and 256 in bf16, fp16 and fp32, 390 to 775 MiB a call, the best of ours is at "
+        f"{min(best):.0f} to {max(best):.0f} %, and another provider is faster by more than 1 % in {faster} of {len(wide)} rows.",
+        120,
+        break_on_hyphens=False,
+    )
+
+
+def cpu(found: Groups) -> str:
+    rows = []
+    for (case, dtype, pass_), group in found.items():
+        moved = group["floor-copy"]["bytes_min"] / 2**20
+        cells = [f"{time(group, p):,.0f}" if p in group else "–" for p in ("floor-copy", *CPU)]
+        rows.append([f"{case} {dtype} {pass_}", f"{moved:.1f}", *cells])
+    return markdown(["µs a call", "MiB moved", "copy", *CPU.values()], rows)
+
+
+def parts() -> dict[str, str]:
+    """What stands in the README between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    gpu = groups("h200")
+    return {
+        "h200-forward": shares(gpu, "fwd"),
+        "h200-backward": shares(gpu, "bwd"),
+        "h200-host": host(gpu),
+        "h200-summary": summary(gpu),
+        "cpu": cpu(groups("cpu")),
+    }
+
+
+def filled(text: str) -> str:
+    """The README with its figures made anew."""
+    for name, part in parts().items():
+        text, count = re.subn(
+            rf"(?s)(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, part=part: m[1] + part + m[2], text
+        )
+        if count != 1:
+            raise ValueError(f"readme: <!-- {name} --> must stand once in README.md, got {count}; put it back")
+    return text
+
+
+def figure(found: Groups) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    chosen = [(case, group) for (case, _, name), group in found.items() if name == "fwd" and case.endswith("-train")]
+    providers = [p for p in GPU if any(p in group for _, group in chosen)]
+    width = 0.8 / len(providers)
+    plot, axes = plt.subplots(figsize=(11, 4.2))
+    for i, provider in enumerate(providers):
+        places = [x + (i - len(providers) / 2 + 0.5) * width for x in range(len(chosen))]
+        colour = {"fusewise-triton": "#111111", "fusewise-cuda": "#444444", "fusewise-triton-inplace": "#888888"}
+        heights = [share(group, provider) for _, group in chosen]
+        label = ("fusewise " if provider.startswith("fusewise") else "") + GPU[provider]
+        axes.bar(places, heights, width, label=label, color=colour.get(provider))
+    axes.axhline(100, color="grey", linewidth=0.8)
+    axes.set_xticks(range(len(chosen)), [case.removesuffix("-train") for case, _ in chosen], rotation=20, ha="right")
+    axes.set_ylabel("% of the rate of a copy")
+    axes.set_title("RoPE forward, training shapes, H200 (* in place: moves less where only a part of the head rotates)")
+    axes.legend(ncols=5, fontsize=8, loc="upper left")
+    axes.set_ylim(0, 260)
+    plot.tight_layout()
+    plot.savefig(ROOT / "docs" / "rope-h200.png", dpi=110)
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    figure(groups("h200"))
