@@ -103,17 +103,17 @@ def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
     )
     small = {k: g for k, g in latest(cpu, (COMPILED, "eager")).items() if k[1] == "seqlen-128"}
     for key, group in small.items():
-        mine = best(group)
+        ours = best(group)
         parts.append(
             f"On two CPU cores, batch 32, 128 tokens, 8 heads of 256, {key[2]} {key[3]}: eager {number(time(group, 'eager'))} µs, "
-            f"{COMPILED} {number(time(group, COMPILED))}, {mine.provider} {number(time(group, mine.provider))}, a copy "
+            f"{COMPILED} {number(time(group, COMPILED))}, {ours.provider} {number(time(group, ours.provider))}, a copy "
             f"{number(time(group, 'floor-copy'))}."
         )
     sweep = {k: g for k, g in found.items() if k[1].startswith("seqlen-")}
     if sweep:
-        ratios = [time(g, "eager") / time(g, best(g).provider) for g in sweep.values()]
+        swept = [time(g, "eager") / time(g, best(g).provider) for g in sweep.values()]
         parts.append(
-            f"Over the sweep of {len(sweep)} sequence lengths and passes on an H200 eager code takes {spread(ratios)} times as long."
+            f"Over the sweep of {len(sweep)} sequence lengths and passes on an H200 eager code takes {spread(swept)} times as long."
         )
     else:
         parts.append(
