@@ -11,15 +11,17 @@ def _sincos(angle):
     """cos and sin of a float64 angle in radians, as float32, to half a unit in the last place of 1.
 
     Reduced in float64 by quarter turns, then polynomials (Cephes) on [-π/4, π/4]. The float64 work is five operations
-    a token and pair, shared by all heads of the tile.
+    a token and pair, shared by the heads that a thread has. Conversions of float64 run at a quarter of its rate, so
+    that quarter turns are rounded and counted without one: added to 1.5 · 2⁵², they end at the last bit.
     """
     quarter = angle * 0.6366197723675814
-    turns = tl.floor(quarter + 0.5)
+    counted = quarter + 6755399441055744.0
+    turns = counted - 6755399441055744.0
     x = ((quarter - turns) * 1.5707963267948966).to(tl.float32)
     x2 = x * x
     sin = x + x * x2 * (-1.6666654611e-1 + x2 * (8.3321608736e-3 + x2 * -1.9515295891e-4))
     cos = 1.0 - 0.5 * x2 + x2 * x2 * (4.166664568298827e-2 + x2 * (-1.388731625493765e-3 + x2 * 2.443315711809948e-5))
-    quadrant = turns.to(tl.int64).to(tl.int32) & 3
+    quadrant = counted.to(tl.int64, bitcast=True).to(tl.int32) & 3
     swap = (quadrant & 1) == 1
     c = tl.where(swap, sin, cos)
     s = tl.where(swap, cos, sin)
