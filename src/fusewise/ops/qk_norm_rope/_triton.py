@@ -83,7 +83,8 @@ def arguments(
     outs = {"q_out": q.y, "k_out": k.y}
     reach = rope._reach(problem)
     if backward:
-        gradients = Problem.build(dys, dys, problem.cos, None, None, None, None, 0, _plain(problem.spec))
+        bare = Spec(layout=problem.spec.layout, table="inv_freq")  # their strides are all that is asked for
+        gradients = Problem.build(dys, dys, problem.cos, None, None, None, None, 0, bare)
         reach = max(reach, rope._reach(gradients))
         dq, dk = gradients.operands[0], gradients.operands[-1]
         outs = {"q_out": dq.x, "k_out": dk.x}
@@ -138,11 +139,6 @@ def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
     return tuple(triton.cdiv(count, each) for count in counts)
 
 
-def _plain(spec: Spec) -> Spec:
-    """The layout of a rotation without the rest of it."""
-    return Spec(layout=spec.layout, rotary_dim=2)
-
-
 def forward(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> None:
@@ -164,32 +160,31 @@ def backward(
     problem, processors = _problem(xs, dxs, rotation), _processors(xs[0])
     config = choose(problem, norm, True, processors)
     partials: tuple[Tensor, ...] = ()
+    counts = split(problem, config, processors)
     if dweights:
-        counts = split(problem, config, processors)
         sizes = [count * weight.numel() for count, weight in zip(counts, weights, strict=True)]
         partials = torch.empty(sum(sizes), dtype=torch.float32, device=xs[0].device).split(sizes)
     _launch(xs[0], *arguments(problem, weights, norm, processors, tuple(dys), partials, config))
     if dweights:
-        _launch(xs[0], *sum_arguments(partials, dweights))
+        _launch(xs[0], *sum_arguments(partials, dweights, counts))
 
 
 def sum_arguments(
-    partials: Sequence[Tensor], dweights: Sequence[Tensor]
+    partials: Sequence[Tensor], dweights: Sequence[Tensor], counts: Sequence[int]
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
     """The launch that adds up the partial sums, as `arguments` gives the others."""
     widths = [weight.numel() for weight in dweights]
-    rows = [part.numel() // width for part, width in zip(partials, widths, strict=True)]
     block = 16  # columns: 64 bytes of a row
     bound = {
         "q_partials_ptr": partials[0],
         "k_partials_ptr": partials[-1],
         "q_dw_ptr": dweights[0],
         "k_dw_ptr": dweights[-1],
-        "q_programs": rows[0],
-        "k_programs": rows[-1],
+        "q_programs": counts[0],
+        "k_programs": counts[-1],
         "Q_WIDTH": widths[0],
         "K_WIDTH": widths[1] if len(widths) == 2 else 0,
-        "BLOCK_R": min(max(triton.next_power_of_2(max(rows)), 16), 512),
+        "BLOCK_R": min(max(triton.next_power_of_2(max(counts)), 16), 512),
         "BLOCK_W": block,
     }
     return sum_kernel, sum(triton.cdiv(width, block) for width in widths), bound, {"num_warps": 8}

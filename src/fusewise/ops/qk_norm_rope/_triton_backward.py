@@ -20,6 +20,7 @@ from ._triton_kernel import (
     NOT_SPECIALISED,
     load_pairs,
     load_span,
+    reciprocal_rms,
     store_pairs,
     store_span,
     tokens_of,
@@ -90,8 +91,7 @@ def _backward_tiles(
             squares += total(x_before * x_before, ALL)
         if REST > 0:
             squares += total(x_after * x_after, ALL)
-        # Of rows that are not there x is 0, and so must x̂ be: r is infinite where eps is 0.
-        r = tl.where(mask_n[:, None, None], tl.rsqrt(squares * share + eps), 0.0)
+        r = reciprocal_rms(squares, mask_n[:, None, None] if ALL else mask, eps, share)
 
         cos, sin = turn_of(
             batch, token, mask_n, offs_p, *place,

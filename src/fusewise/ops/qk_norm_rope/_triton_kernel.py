@@ -116,6 +116,12 @@ def total(x, ALL: tl.constexpr):
 
 
 @triton.jit
+def reciprocal_rms(squares, mask, eps, SHARE: tl.constexpr):
+    """1 / sqrt(mean(x²) + eps) of each row, 1 for one that is not there: it is all zeros, and eps may be 0."""
+    return tl.rsqrt(tl.where(mask, squares * SHARE + eps, 1.0))
+
+
+@triton.jit
 def _norm_rotate_tile(
     first_token, tile, x_ptr, y_ptr, w_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
     order, place, eps, weight_offset,
@@ -146,7 +152,7 @@ def _norm_rotate_tile(
     if REST > 0:
         after = load_span(x_ptr, x_base, mask, HEAD_DIM - REST, REST)
         squares += total(after * after, ALL)
-    r = tl.rsqrt(squares * (1 / (HEAD_DIM * HEADS if ALL else HEAD_DIM)) + eps)
+    r = reciprocal_rms(squares, mask_n[:, None, None] if ALL else mask, eps, 1 / (HEAD_DIM * HEADS if ALL else HEAD_DIM))
 
     cos, sin = turn_of(
         batch, token, mask_n, tl.arange(0, BLOCK_P), *place,

@@ -5,7 +5,6 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -70,11 +69,12 @@ def validated(
 
 
 def _check_norm(eps: Any, weight_offset: Any, over: Any) -> None:
-    for name, value, least in (("eps", eps, 0.0), ("weight_offset", weight_offset, -math.inf)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    for name, value in (("eps", eps), ("weight_offset", weight_offset)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or value != value or abs(value) == float("inf"):  # torch.compile does not trace math.isfinite
             fail(OP, name, "be a finite number", repr(value), f"pass the model's {name}", TypeError)
-        if value < least:
-            fail(OP, name, "be at least 0", value, "pass the model's rms_norm_eps")
+    if eps < 0:
+        fail(OP, "eps", "be at least 0", eps, "pass the model's rms_norm_eps")
     if over not in OVERS:
         fail(OP, "norm", f"be one of {', '.join(OVERS)}", repr(over), "choose one of them")
 

@@ -1,0 +1,183 @@
+"""Gradients: exact in float64, of every order and combination, deterministic, and nothing held that need not be."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+import fusewise
+
+from ..rope.support import Case, Operators, Place, make_table
+from .support import NormCase, build, places
+
+FREQ = make_table("inv_freq", 8, 2, torch.float64)["inv_freq"]
+
+
+def leaves(norm: str, tokens: int = 3) -> tuple[Tensor, ...]:
+    heads = 2 if norm == "all" else 1
+    shapes = [(1, tokens, 2, 16), (1, tokens, 1, 16), (16 * heads,), (16,)]
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+
+@pytest.mark.parametrize("norm", ["head", "all"])
+@pytest.mark.parametrize("kwargs", [{}, {"rotary_dim": 8, "rotary_start": 4}, {"pairing": "interleaved_to_half"}, {"weight_offset": 1.0, "layout": "bhsd"}], ids=str)  # fmt: skip
+def test_gradcheck(norm: str, kwargs: dict[str, Any]) -> None:
+    q, k, q_weight, k_weight = leaves(norm)
+    if kwargs.get("layout") == "bhsd":
+        q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
+    inv_freq = FREQ[: kwargs.get("rotary_dim", 16) // 2]
+
+    def f(*tensors: Tensor) -> Any:
+        return fusewise.qk_norm_rope(*tensors, inv_freq=inv_freq, norm=norm, **kwargs)
+
+    assert torch.autograd.gradcheck(f, (q, k, q_weight, k_weight))
+    assert torch.autograd.gradgradcheck(f, (q, k, q_weight, k_weight))
+
+
+@pytest.mark.parametrize("place", places())
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_any_of_the_gradients(norm: str, place: Place) -> None:
+    """Each is the same whichever others are wanted, and whichever outputs have one."""
+    made = build(NormCase(Case(name="some", tokens=2), norm), place.device)
+    _, want = made.run(place.impl)
+    for wanted in itertools.product([False, True], repeat=4):
+        if not any(wanted):
+            continue
+        tensors = [x.detach().requires_grad_(n) for x, n in zip((*made.xs, *made.weights), wanted, strict=True)]
+        ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
+        needed = [x for x in tensors if x.requires_grad]
+        of_needed = [g for g, n in zip(want, wanted, strict=True) if n]
+        for got, exact in zip(torch.autograd.grad(ys, needed, made.dys), of_needed, strict=True):
+            assert torch.equal(got, exact)
+    for i in (0, 1):  # one output alone: the other's gradient is missing, not zero
+        tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+        ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
+        got = torch.autograd.grad(ys[i], tensors, made.dys[i], allow_unused=True)
+        assert [g is None for g in got] == [i == 1, i == 0] * 2
+        assert torch.equal(got[i], want[i])
+        torch.testing.assert_close(got[2 + i], want[2 + i])
+
+
+@pytest.mark.parametrize("place", places())
+def test_expanded_gradient(place: Place) -> None:
+    """The gradient of a sum has no strides."""
+    made = build(NormCase(Case(name="sum", tokens=2)), place.device)
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+    ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
+    got = torch.autograd.grad(sum(y.sum() for y in ys), tensors)
+    ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
+    want = torch.autograd.grad(ys, tensors, [torch.ones_like(y) for y in ys])
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("place", places())
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_the_same_bits_each_time(norm: str, place: Place) -> None:
+    made = build(NormCase(Case(name="bits", tokens=17 if place.impl == "reference" else 5), norm), place.device)
+    first = made.run(place.impl)
+    for _ in range(3):
+        again = made.run(place.impl)
+        for a, b in zip((*first[0], *first[1]), (*again[0], *again[1]), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_held_for_backward_are_the_inputs() -> None:
+    """q, k, their weights and the table: no tensor that was computed."""
+    made = build(NormCase(Case(name="held")))
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+    held: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        held.append(x.untyped_storage().data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        made.call(tuple(tensors[:2]), tuple(tensors[2:]))
+    given = [*tensors, made.rotation["cos"], made.rotation["sin"]]
+    assert sorted(held) == sorted(x.untyped_storage().data_ptr() for x in given)
+
+
+def test_one_operator_each_way() -> None:
+    """No copy, no view, no allocation but by the operator."""
+    made = build(NormCase(Case(name="operators", memory="packed")))
+    with Operators() as forward, torch.no_grad():
+        made.call(made.xs, made.weights)
+    assert forward.names["fusewise::qk_norm_rope"] == 1
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+    ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]))
+    with Operators() as backward:
+        torch.autograd.grad(ys, tensors, made.dys)
+    assert backward.names["fusewise::qk_norm_rope_grad"] == 1
+    assert not {n for n in backward.names if n.startswith("fusewise")} - {"fusewise::qk_norm_rope_grad"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_memory(norm: str) -> None:
+    """Allocated are the outputs; in backward the gradients and the partial sums of those of the weights."""
+    case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16")
+    made = build(NormCase(case, norm), "cuda")
+    made.run("triton")
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+
+    def allocated(f: Any) -> tuple[int, Any]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = f()
+        return torch.cuda.max_memory_allocated() - before, result
+
+    bytes_of = sum(x.numel() * x.element_size() for x in made.xs)
+    peak, ys = allocated(lambda: made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl="triton"))
+    assert peak == bytes_of
+    peak, _ = allocated(lambda: torch.autograd.grad(ys, tensors, made.dys))
+    programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    widest = max(weight.numel() for weight in made.weights)
+    assert bytes_of < peak <= bytes_of + 4 * programs * widest + 4096
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch itself
+def test_transforms() -> None:
+    """Forward mode, vmap and torch.func's gradients go through the formula."""
+    q, k, q_weight, k_weight = (x.detach() for x in leaves("head"))
+
+    def f(*tensors: Tensor) -> Tensor:
+        y, z = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ)
+        return (y.square().sum() + z.exp().sum()).sqrt()
+
+    tensors = (q, k, q_weight, k_weight)
+    want = torch.autograd.grad(f(*(x.requires_grad_() for x in tensors)), tensors)
+    tensors = tuple(x.detach() for x in tensors)
+    for a, b in zip(grad(f, argnums=(0, 1, 2, 3))(*tensors), want, strict=True):
+        torch.testing.assert_close(a, b)
+    directions = tuple(torch.randn_like(x) for x in tensors)
+    _, tangent = jvp(f, tensors, directions)
+    torch.testing.assert_close(tangent, sum((a * b).sum() for a, b in zip(want, directions, strict=True)))
+    mapped = vmap(f, in_dims=(0, None, None, None))(torch.stack((q, 2 * q)).detach(), *tensors[1:])
+    torch.testing.assert_close(mapped, torch.stack((f(*tensors), f(2 * tensors[0], *tensors[1:]))))
+
+
+def test_autocast_changes_nothing() -> None:
+    """Tensors are taken as they come: 16-bit q and k beside float32 weights."""
+    made = build(NormCase(Case(name="autocast", dtype="bf16")))
+    want = made.run("auto")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = made.run("auto")
+    for a, b in zip((*want[0], *want[1]), (*got[0], *got[1]), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_checkpointing() -> None:
+    made = build(NormCase(Case(name="checkpoint")))
+    _, want = made.run("auto")
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+    ys = torch.utils.checkpoint.checkpoint(lambda *t: made.call(t[:2], t[2:]), *tensors, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(ys, tensors, made.dys), want, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,106 @@
+"""Every mistake has one error: its type, and `qk_norm_rope: <argument> must <contract>, got <value>; <one fix>`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fusewise
+
+from ..rope.support import make_table
+
+Q, K = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 2, 16)
+W = torch.randn(16)
+TABLE = make_table("half", 8, 2, torch.float32)
+FORM = re.compile(r"qk_norm_rope: [\w ]+? must .+, got .+; .+", re.DOTALL)
+
+# What is passed on top of q, k, their weights and the table, the error, and the words that say what is wrong.
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # the weights
+    "weight-list": ({"q_weight": [1.0] * 16}, TypeError, "q_weight must be a torch.Tensor, got list; pass a tensor for q_weight"),
+    "k-weight-number": ({"k_weight": 1.0}, TypeError, "k_weight must be a torch.Tensor, got float"),
+    "weight-integer": ({"q_weight": W.int()}, TypeError, "q_weight must have dtype float32, bfloat16, float16 or float64, got int32"),
+    "weight-float64": ({"k_weight": W.double()}, TypeError, "k_weight must have dtype float32, bfloat16 or float16 for such a q, got float64"),
+    "weight-device": ({"q_weight": W.to("meta")}, ValueError, "q_weight must be on the device of q, cpu, got meta"),
+    "weight-shape": ({"q_weight": W[:8]}, ValueError, r'q_weight must be contiguous, of shape \(head_dim,\) = \(16,\) for norm="head", got shape \(8,\)'),
+    "weight-2d": ({"q_weight": W[None]}, ValueError, r"q_weight must be contiguous, of shape \(head_dim,\) = \(16,\).*got shape \(1, 16\)"),
+    "weight-strides": ({"q_weight": torch.randn(32)[::2]}, ValueError, r"q_weight must be contiguous.*with strides \(2,\)"),
+    "weight-all": ({"norm": "all"}, ValueError, r'q_weight must be contiguous, of shape \(heads · head_dim,\) = \(64,\) for norm="all", got shape \(16,\)'),
+    "k-weight-all": ({"norm": "all", "q_weight": torch.randn(64)}, ValueError, r"k_weight must be contiguous, of shape \(heads · head_dim,\) = \(32,\)"),
+    "no-k-weight": ({"k_weight": None}, ValueError, "k_weight must be given where the other weight is, got None; pass both weights or none"),
+    "no-q-weight": ({"q_weight": None}, ValueError, "q_weight must be given where the other weight is, got None"),
+    "k-weight-alone": ({"k": None}, ValueError, "k_weight must be None where there is no k, got a tensor"),
+    # the norm
+    "norm": ({"norm": "token"}, ValueError, "norm must be one of head, all, got 'token'"),
+    "norm-None": ({"norm": None}, ValueError, "norm must be one of head, all, got None"),
+    "eps-negative": ({"eps": -1e-6}, ValueError, "eps must be at least 0, got -1e-06"),
+    "eps-nan": ({"eps": float("nan")}, TypeError, "eps must be a finite number, got nan"),
+    "eps-text": ({"eps": "1e-6"}, TypeError, "eps must be a finite number, got '1e-6'"),
+    "eps-bool": ({"eps": True}, TypeError, "eps must be a finite number, got True"),
+    "eps-tensor": ({"eps": torch.tensor(1e-6)}, TypeError, "eps must be a finite number"),
+    "offset-inf": ({"weight_offset": float("inf")}, TypeError, "weight_offset must be a finite number, got inf"),
+    "offset-None": ({"weight_offset": None}, TypeError, "weight_offset must be a finite number, got None"),
+    "wide": ({"q": torch.empty(1, 1, 200, 512), "k": None, "k_weight": None, "norm": "all", **make_table("half", 256, 1, torch.float32)},
+             ValueError, r'q must have at most 65536 features a token for norm="all", got \(1, 1, 200, 512\)'),
+    # what RoPE asks for, under this name
+    "q-list": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+    "q-integer": ({"q": Q.int()}, TypeError, "q must have dtype float32, bfloat16, float16 or float64, got int32"),
+    "q-strides": ({"q": Q.mT.contiguous().mT}, ValueError, r"q must have a contiguous last dimension \(stride 1\)"),
+    "k-dtype": ({"k": K.bfloat16()}, TypeError, "k must have the dtype of q, float32, got bfloat16"),
+    "k-tokens": ({"k": K[:, :5]}, ValueError, r"k must have as many tokens as q \(6\)"),
+    "layout": ({"layout": "bsdh"}, ValueError, "layout must be one of bshd, sbhd, bhsd, thd, got 'bsdh'"),
+    "no-table": ({"cos": None, "sin": None}, ValueError, "the table must be exactly one of cos and sin, cos_sin, angles, inv_freq"),
+    "no-sin": ({"sin": None}, ValueError, "the table must be exactly one of"),
+    "table-short": ({"offset": 59}, ValueError, "the table must have a row for each of the positions up to 64, got 64 rows"),
+    "rotary_dim": ({"rotary_dim": 18}, ValueError, "rotary_dim must be even and from 2 to head_dim = 16, got 18"),
+    "positions": ({"positions": torch.zeros(6)}, TypeError, "positions must have dtype int32 or int64, got float32"),
+    # the rest
+    "impl": ({"impl": "cuda"}, ValueError, "impl must be auto or one of triton, reference, got 'cuda'"),
+    "impl-device": ({"impl": "triton"}, ValueError, "impl must be able to serve the tensors, got 'triton': .*; use impl=\"auto\""),
+    "impl-None": ({"impl": None}, ValueError, "impl must be auto or one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name: str) -> None:
+    changes, error, words = MISTAKES[name]
+    arguments = {"q": Q, "k": K, "q_weight": W, "k_weight": W, **TABLE, **changes}
+    for _ in range(2):  # a call that failed is not remembered as one that passed
+        with pytest.raises(error, match=f"^qk_norm_rope: {words}") as caught:
+            fusewise.qk_norm_rope(**arguments)
+        assert type(caught.value) is error
+        assert FORM.fullmatch(str(caught.value)), str(caught.value)
+
+
+def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
+    """Validation is remembered by all that it looked at: each of these differs in one respect from a call before it."""
+    fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0)
+    with pytest.raises(TypeError, match="eps must be a finite number, got True"):
+        fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=True, weight_offset=0)
+    with pytest.raises(TypeError, match="weight_offset must be a finite number, got False"):
+        fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=False)
+    with pytest.raises(ValueError, match="k_weight must be contiguous"):
+        fusewise.qk_norm_rope(Q, K, W, torch.randn(32)[::2], **TABLE, eps=1, weight_offset=0)
+    with pytest.raises(ValueError, match="positions up to 64"):
+        fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=59)
+
+
+def test_the_operator_itself_refuses_too() -> None:
+    """A compiled graph may run where it was not traced."""
+    rotation = (*TABLE.values(), None, None, None, 0, "")
+    with pytest.raises(ValueError, match=r"qk_norm_rope: impl must be able to serve the tensors, got 'triton'"):
+        torch.ops.fusewise.qk_norm_rope([Q], [W], *rotation, 1e-6, 0.0, "head", "triton")
+
+
+def test_explain_dispatch() -> None:
+    told = fusewise.explain_dispatch(fusewise.qk_norm_rope, Q, K, W, W, **TABLE)
+    assert (told.op, told.impl) == ("qk_norm_rope", "reference")
+    assert "TRITON_INTERPRET" in told.passed_over["triton"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_kernel() -> None:
+    assert fusewise.explain_dispatch(fusewise.qk_norm_rope, Q.cuda(), K.cuda(), W.cuda(), W.cuda()).impl == "triton"
