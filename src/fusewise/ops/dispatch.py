@@ -15,6 +15,7 @@ from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
 from .qk_norm_rope import _op as _qk_norm_rope_op
 from .qk_norm_rope import qk_norm_rope
+from .rope import _auto as _rope_auto
 from .rope import _op as _rope_op
 from .rope import rope, rope_
 from .rope_and_cache import _op as _rope_and_cache_op
@@ -58,8 +59,9 @@ class Dispatch:
 def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Dispatch:
     """Tell which implementation `op(*args, impl=impl, **kwargs)` takes, without running it.
 
-    The device and dtype of the first tensor among the arguments decide, and for the gated linear unit whether TMA can
-    move the matrices and how many rows there are.
+    The device and dtype of the first tensor among the arguments decide; for RoPE on a GPU also the bytes that the call
+    moves, its kind of table, and whether CUDA is built; for the gated linear unit whether TMA can move the matrices and
+    how many rows there are.
 
     Raises:
         TypeError: if `op` is not a function of fusewise that takes `impl=`, or no argument is a tensor.
@@ -78,9 +80,11 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         raise TypeError("explain_dispatch: args must hold a tensor, got none; pass the arguments of the call")
     device_type, dtype = tensors[0].device.type, tensors[0].dtype
     kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
-    reasons = {name: choice.unavailable(name, device_type, dtype) for name in choice.names}
-    chosen = choice.choose(device_type, dtype) if impl == "auto" else impl
     paths, arguments = _PATHS.get(choice.op), _arguments(op, args, kwargs)
+    by_size = _rope_auto.explained(arguments) if impl == "auto" and choice is _rope_auto.choice else None
+    left = {} if by_size is None else by_size[2]
+    reasons = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
+    chosen = impl if impl != "auto" else choice.choose(device_type, dtype) if by_size is None else by_size[0]
     if paths is not None and reasons.get(chosen, "") is None:
         reasons[chosen] = paths.refusal(chosen, arguments, impl == "auto")
         if impl == "auto" and reasons[chosen] is not None:
@@ -98,7 +102,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         for name, reason in reasons.items()
         if name != chosen
     }
-    reason = f"the first that serves {kind}" if impl == "auto" else "as asked"
+    reason = "as asked" if impl != "auto" else f"the first that serves {kind}" if by_size is None else by_size[1]
     path = "" if paths is None else paths.path(chosen, arguments)
     return Dispatch(op.__name__, chosen, reason, passed_over, path)
 

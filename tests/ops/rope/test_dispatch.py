@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise.ops.rope import _host, _op
+from fusewise._shared import build
+from fusewise.ops.rope import _auto, _host, _op
 
-from .support import make_table
+from .support import Case, Place, assert_bits, make, make_table, require
+from .test_matrix import CASES
 
 Q = torch.randn(1, 4, 2, 16)
 TABLE = make_table("half", 8, 1, torch.float32)
@@ -41,7 +46,58 @@ def test_a_gpu_takes_a_kernel() -> None:
     q = Q.cuda()
     told = fusewise.explain_dispatch(fusewise.rope, q)
     assert told.impl in ("triton", "cuda")
-    assert told.impl == _op.choose("cuda", torch.float32)
+    assert _auto.serving("auto", (q,), "") is _op.choice.implementation(told.impl)
+
+
+SHAPES = [  # of q and k where a thread of CUDA has several heads, or rows do not fill a block
+    ((1, 2000, 32, 128), (1, 2000, 8, 128), {}),
+    ((2, 700, 64, 96), (2, 700, 64, 96), {"rotary_dim": 24}),
+    ((2, 1000, 32, 80), (2, 1000, 32, 80), {"rotary_dim": 32}),
+    ((1, 1000, 128, 192), (1, 1000, 1, 64), {"rotary_dim": 64, "rotary_start": -64, "pairing": "interleaved_to_half"}),
+    ((64, 1, 32, 128), (64, 1, 8, 128), {}),
+]
+
+
+def assert_bits_of(a: Tensor, b: Tensor) -> None:
+    """Equal bit for bit; a NaN is a NaN."""
+    assert torch.equal(a.isnan(), b.isnan())
+    assert_bits(a.nan_to_num(0), b.nan_to_num(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_auto_has_the_bits_of_triton_whatever_it_takes(case: Case) -> None:
+    """Forward and backward. With a table, CUDA has them as well; computed angles are left to Triton."""
+    for impl in ("triton", "cuda"):
+        require(Place(impl, "cuda"))
+    call = make(case, "cuda")
+    computed = "inv_freq" in call.kwargs or "angles" in call.kwargs
+    assert (fusewise.explain_dispatch(fusewise.rope, *call.xs, **call.kwargs).impl == "triton") == computed
+    xs = tuple(x.detach().requires_grad_() for x in call.xs)
+    results = {}
+    for impl in ("triton", "auto") if computed else ("triton", "auto", "cuda"):
+        ys = fusewise.rope(*xs, **call.kwargs, impl=impl)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        dys = results["triton"][: len(ys)] if results else tuple(torch.randn_like(y) for y in ys)
+        results[impl] = (*dys, *(y.detach() for y in ys), *torch.autograd.grad(ys, xs, dys))
+    for result in results.values():
+        for y, want in zip(result, results["triton"], strict=True):
+            assert_bits_of(y, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("q", "k", "options"), SHAPES, ids=str)
+def test_cuda_has_the_bits_of_triton_where_it_has_work(
+    q: tuple[int, ...], k: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    for impl in ("triton", "cuda"):
+        require(Place(impl, "cuda"))
+    xs = tuple(torch.randn(shape, device="cuda", dtype=dtype) for shape in (q, k))
+    angles = torch.randn(q[1] + 1, options.get("rotary_dim", q[-1]) // 2, device="cuda")
+    call = {"cos": angles.cos(), "sin": angles.sin(), **options, "offset": 1}
+    for y, want in zip(fusewise.rope(*xs, **call, impl="cuda"), fusewise.rope(*xs, **call, impl="triton"), strict=True):
+        assert_bits(y, want)
 
 
 def test_what_auto_takes_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +151,77 @@ def test_a_missing_compiler_leaves_the_reference(monkeypatch: pytest.MonkeyPatch
         assert told.passed_over["cpu"] == reason
     finally:
         _op.choose.cache_clear()
+
+
+SMALL, LARGE = (1, 64, 32, 128), (4, 4096, 32, 128)
+A_TABLE = {"cos": torch.ones(4096, 64), "sin": torch.ones(4096, 64)}
+FREQUENCIES = {"inv_freq": torch.ones(64)}
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A machine with a GPU as far as dispatch looks: Triton serves, and CUDA once it is built, which is when the list that
+    is returned is empty. Nothing is compiled."""
+    missing = ["its library is not built"]
+    cuda = _op.choice.implementation("cuda")
+    monkeypatch.setattr(cuda, "no_gpu", lambda _: None)
+    monkeypatch.setattr(cuda, "recipe", lambda _: ())
+    monkeypatch.setattr(build, "built", lambda *_: not missing)
+    monkeypatch.setattr(_auto.choice, "choose", lambda *_: "triton")
+    monkeypatch.setattr(_auto.choice, "unavailable", lambda impl, *_: "not on a GPU" if impl == "cpu" else None)
+    monkeypatch.setattr(_auto.choice, "serving", lambda impl, *_: "triton" if impl == "auto" else impl)
+    _auto.unready.cache_clear()
+    yield missing
+    _auto.unready.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("built", "shape", "table", "dtype", "taken", "not_cuda"),
+    [
+        (True, SMALL, A_TABLE, torch.bfloat16, "cuda", ""),
+        (True, SMALL, {"cos_sin": torch.ones(4096, 128)}, torch.float32, "cuda", ""),
+        (False, SMALL, A_TABLE, torch.bfloat16, "triton", 'not built; `fusewise build` or a call with impl="cuda"'),
+        (True, LARGE, A_TABLE, torch.bfloat16, "triton", "up to 64 MiB, whose time is the host's; this one moves 256"),
+        (True, SMALL, FREQUENCIES, torch.bfloat16, "triton", "angles that are computed in the kernel"),
+    ],
+)
+def test_on_a_gpu_cuda_takes_small_calls_once_it_is_built(
+    built: bool, shape: tuple[int, ...], table: dict[str, Any], dtype: torch.dtype, taken: str, not_cuda: str, a_gpu: list[str]
+) -> None:  # fmt: skip
+    a_gpu[:] = [] if built else a_gpu
+    with FakeTensorMode():
+        q = torch.empty(shape, dtype=dtype, device="cuda")
+        told = fusewise.explain_dispatch(fusewise.rope, q, **table)
+        assert told.impl == taken
+        assert not_cuda in told.passed_over.get("cuda", "")
+        assert ("triton" in told.passed_over) == (taken == "cuda")
+        kind = {"cos": "", "cos_sin": "table=fused", "inv_freq": "table=inv_freq"}[next(iter(table))]
+        assert _auto.serving("auto", (q,), kind) == taken
+        for impl in ("triton", "cuda"):
+            assert (
+                _auto.serving(impl, (q,), kind) == impl == fusewise.explain_dispatch(fusewise.rope, q, impl=impl).impl
+            )
+        double = q.double()
+        assert _auto.serving("auto", (double,), kind) == "triton"  # by the order of preference
+
+
+def test_a_call_that_names_cuda_makes_auto_take_it(a_gpu: list[str]) -> None:
+    with FakeTensorMode():
+        q = torch.empty(SMALL, device="cuda")
+        assert _auto.serving("auto", (q,), "") == "triton"
+        a_gpu.clear()
+        assert _auto.serving("auto", (q,), "") == "triton", "looked for at every call"
+        assert _auto.serving("cuda", (q,), "") == "cuda"
+        assert _auto.serving("auto", (q,), "") == "cuda"
+
+
+def test_the_bound_is_of_bytes_read_and_written(a_gpu: list[str]) -> None:
+    a_gpu.clear()
+    with FakeTensorMode():
+        q = torch.empty(1, _auto.MOST_BYTES_FOR_CUDA // 2048, 4, 64, device="cuda")
+        assert 2 * q.nbytes == _auto.MOST_BYTES_FOR_CUDA
+        assert _auto.serving("auto", (q,), "") == "cuda"
+        assert _auto.serving("auto", (q, torch.empty(1, 1, 4, 64, device="cuda")), "") == "triton"
 
 
 def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:

@@ -34,7 +34,7 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _host.extension()
     except build.BuildError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(_host, "unavailable", lambda device_type: None)  # on a CPU, too
+    monkeypatch.setattr(_host, "unavailable", lambda *_: None)  # on a CPU, too
     _host.forget()
     yield
     _host.forget()
@@ -359,7 +359,7 @@ def test_a_forked_child_goes_on() -> None:
 
 
 def test_without_it_every_call_goes_through_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_host, "unavailable", lambda device_type: "no headers of Python")
+    monkeypatch.setattr(_host, "unavailable", lambda *_: "no headers of Python")
     q, k = qk()
     for _ in range(2):
         torch.testing.assert_close(fusewise.rope(q, k, **TABLE), fusewise.rope(q, k, **TABLE, impl="reference"))

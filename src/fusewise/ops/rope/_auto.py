@@ -1,19 +1,85 @@
-"""Which implementation serves a call of RoPE."""
+"""Which implementation serves a call of RoPE.
+
+`impl="auto"` takes the first of IMPLEMENTATIONS that serves the tensors, but for calls on a GPU that end before Triton has
+started the next one: those take CUDA, whose calls cost the host a fifth. No call waits for a compiler that it did not ask
+for: CUDA is taken once its library is there, from `fusewise build` or from a first call with `impl="cuda"`. (Where there is
+no Triton, CUDA is what a GPU has, and the first call builds it.) So what auto takes may change within a process. What it
+returns does not: CUDA gives the bits of Triton, and where it would not, with angles that are computed in the kernel, auto
+leaves the call to Triton whatever its size.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from .._choice import Choice
+from ..._shared import build
+from .._choice import FLOATS, Choice
+from ._problem import Spec
 
 # In order of preference. Each has `launch(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)`, which writes
 # the rotation of every x into its y; where y is x it works in place.
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 
+# Bytes read and written up to which auto takes CUDA. An H200 moves them in 16 µs (4.1 TB/s), and a call in Triton takes its
+# host 26 (docs/notes/rope-triton-h200.md); above it is the device that counts, and Triton's kernel is the faster.
+MOST_BYTES_FOR_CUDA = 64 * 2**20
 
-def serving(impl: str, xs: tuple[Tensor, ...]) -> Any:
+
+def serving(impl: str, xs: tuple[Tensor, ...], spec: str) -> Any:
     """The module that serves a call on xs with `impl`, which may be "auto". A named one is taken or refused."""
-    return choice.serving(impl, xs[0].device.type, xs[0].dtype)
+    x = xs[0]
+    if impl == "auto" and x.device.type == "cuda" and x.dtype in FLOATS:
+        impl = "auto" if _passes_cuda_over(xs, Spec.decode(spec).table) else "cuda"
+    module = choice.serving(impl, x.device.type, x.dtype)
+    if impl == "cuda" and unready() is not None:
+        unready.cache_clear()  # it is there now
+    return module
+
+
+def _passes_cuda_over(xs: tuple[Tensor, ...], table: str) -> str | None:
+    """Why auto does not take CUDA for a call on a GPU, or None if it does."""
+    if (reason := unready()) is not None:
+        return reason
+    if table in ("angles", "inv_freq"):
+        return "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
+    moved = 2 * sum([x.numel() * x.element_size() for x in xs])
+    if moved > MOST_BYTES_FOR_CUDA:
+        most = f"{MOST_BYTES_FOR_CUDA / 2**20:g}"
+        return f"it is for calls that move up to {most} MiB, whose time is the host's; this one moves {moved / 2**20:.0f}"
+    return None
+
+
+@functools.cache
+def unready() -> str | None:
+    """Why CUDA cannot be taken at once, without compiling, or None if it can."""
+    cuda = choice.implementation("cuda")
+    if (reason := cuda.no_gpu("cuda")) is not None:
+        return str(reason)
+    try:
+        if not build.built(*cuda.recipe(cuda.present())):
+            return 'its library is not built; `fusewise build` or a call with impl="cuda" does that'
+    except build.BuildError as error:
+        return str(error)
+    # The library is there, so this only loads it.
+    return choice.unavailable("cuda", "cuda", FLOATS[0])
+
+
+def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
+    """What auto takes for a call on a GPU, `arguments` those of `rope` by name: the implementation, why, and why not Triton
+    or CUDA. None where the order of preference says all."""
+    xs = tuple(arguments[name] for name in ("q", "k") if isinstance(arguments[name], Tensor))
+    if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in FLOATS:
+        return None
+    table = next((name for name in ("angles", "inv_freq") if arguments[name] is not None), "cos_sin")
+    reason = _passes_cuda_over(xs, table)
+    if reason is None:
+        most = f"{MOST_BYTES_FOR_CUDA / 2**20:g} MiB"
+        why = f"which costs the host the least, for a call that moves at most {most}"
+        return "cuda", why, {"triton": f"it is for calls that move more than {most}"}
+    chosen = choice.choose("cuda", xs[0].dtype)
+    return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})

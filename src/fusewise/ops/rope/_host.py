@@ -83,15 +83,21 @@ def extension() -> Any:
     return made
 
 
-@functools.cache
-def unavailable(device_type: str) -> str | None:
-    """Why repeated calls go through Python as well, or None if they do not.
+def unavailable(device_type: str, impl: str) -> str | None:
+    """Why repeated calls with `impl` go through Python as well, or None if they do not.
 
-    With a GPU, where a launch costs microseconds, the extension is built if need be. On a CPU nobody is made to wait half
-    a minute for it: there it serves once it is built.
+    Nobody is made to wait half a minute who did not ask for it: the extension serves once it is built, by `fusewise build`
+    or by a first call with impl="cuda", which compiles more than this.
     """
+    if rope is not _not_loaded:
+        return None
+    return _unavailable(device_type == "cuda" and impl == "cuda")
+
+
+@functools.cache
+def _unavailable(build_it: bool) -> str | None:
     try:
-        if device_type == "cpu" and not build.built(*recipe()):
+        if not build_it and not build.built(*recipe()):
             return "it is not built; `fusewise build` does that"
         extension()
     except build.BuildError as error:
@@ -99,16 +105,16 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-def served(implementation: Any, device_type: str) -> None:
+def served(implementation: Any, device_type: str, impl: str) -> None:
     """Load the extension after an operator in Python was served by native code, so that it takes the next call."""
     if hasattr(implementation, "tell"):
-        unavailable(device_type)
+        unavailable(device_type, impl)
 
 
 def _planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], *call: Any) -> tuple[bytes, int] | None:
     """What the extension keeps of an operator's call that Python has served: None if no native code did."""
     *rest, impl = call
-    implementation = serving(impl, xs)
+    implementation = serving(impl, xs, rest[-1])
     if not hasattr(implementation, "tell"):
         return None
     implementation.tell(extension())
@@ -147,8 +153,8 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
     q, *rest = arguments[:2]
     cos, sin, positions, offsets, cu_seqlens, offset, spec, impl = call
     xs = (q,) if rest == [None] else (q, *rest)
-    tell = getattr(serving(impl, xs), "tell", None)
-    if tell is None or unavailable(q.device.type) is not None:
+    tell = getattr(serving(impl, xs, spec), "tell", None)
+    if tell is None or unavailable(q.device.type, impl) is not None:
         return
     host = extension()
     if not host.new(form, arguments):

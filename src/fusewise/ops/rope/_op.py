@@ -35,9 +35,9 @@ IMPLEMENTATIONS, unavailable, choose = _auto.IMPLEMENTATIONS, choice.unavailable
 
 def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
     *call, impl = rest
-    implementation = _auto.serving(impl, xs)
+    implementation = _auto.serving(impl, xs, call[-1])
     implementation.launch(xs, ys, *call)
-    _host.served(implementation, xs[0].device.type)
+    _host.served(implementation, xs[0].device.type, impl)
 
 
 def _empty(x: Tensor, strides: list[int]) -> Tensor:

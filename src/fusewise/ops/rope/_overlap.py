@@ -20,7 +20,7 @@ def overlaps(x: Tensor, y: Tensor) -> bool:
     if _has_no_memory(x):
         if id(x.untyped_storage()) != id(y.untyped_storage()):
             return False
-        distance = y.storage_offset() * y.element_size() - x.storage_offset() * x.element_size()
+        distance = int(y.storage_offset()) * y.element_size() - int(x.storage_offset()) * x.element_size()
     else:
         distance = y.data_ptr() - x.data_ptr()
         if distance >= _extent(x) or -distance >= _extent(y):

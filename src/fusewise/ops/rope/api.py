@@ -81,7 +81,8 @@ def rope(
         out: tensors to write to, like q and k in shape, dtype and device, that share memory with no argument; not with
             autograd.
         impl: "auto", "cuda", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells what auto
-            takes.
+            takes. "cuda" compiles its kernels with nvcc at the first call; auto takes them, for calls too small to keep a
+            GPU busy, once they are there by such a call or by `fusewise build`.
 
     Returns:
         The rotated q, or (q, k) if there is a k; in the physical layout (stride order) of the input, and so are the

@@ -145,6 +145,7 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
 PyObject* on_cuda(PyObject*, PyObject* given) {
   unsigned long long run = 0, explain = 0;
   if (!PyArg_ParseTuple(given, "KK", &run, &explain)) return nullptr;
+  if (kernels.cuda == nullptr) cache.clear();  // of "auto", which has not taken it so far
   kernels.cuda = reinterpret_cast<decltype(kernels.cuda)>(run);
   kernels.explain = reinterpret_cast<decltype(kernels.explain)>(explain);
   Py_RETURN_NONE;
