@@ -142,6 +142,11 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
         raise BuildError(f"what the library of {name} is made from cannot be read: {error}") from error
 
 
+def loads() -> int:
+    """How many libraries this process has loaded, or failed to. While that is the same, so is what could be loaded."""
+    return len(_LOADED)
+
+
 def cache_folder() -> Path:
     """Where native code is kept: $FUSEWISE_CACHE_DIR, or `fusewise` in the user's cache folder."""
     chosen = os.environ.get("FUSEWISE_CACHE_DIR")

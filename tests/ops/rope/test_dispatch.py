@@ -205,13 +205,13 @@ def test_on_a_gpu_cuda_takes_small_calls_once_it_is_built(
         assert _auto.serving("auto", (double,), kind) == "triton"  # by the order of preference
 
 
-def test_a_call_that_names_cuda_makes_auto_take_it(a_gpu: list[str]) -> None:
+def test_auto_takes_cuda_after_a_call_has_made_it(a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         q = torch.empty(SMALL, device="cuda")
         assert _auto.serving("auto", (q,), "") == "triton"
         a_gpu.clear()
         assert _auto.serving("auto", (q,), "") == "triton", "looked for at every call"
-        assert _auto.serving("cuda", (q,), "") == "cuda"
+        monkeypatch.setitem(build._LOADED, "rope-cuda", build.BuildError())
         assert _auto.serving("auto", (q,), "") == "cuda"
 
 

@@ -35,28 +35,27 @@ def serving(impl: str, xs: tuple[Tensor, ...], spec: str) -> Any:
     x = xs[0]
     if impl == "auto" and x.device.type == "cuda" and x.dtype in FLOATS:
         impl = "auto" if _passes_cuda_over(xs, Spec.decode(spec).table) else "cuda"
-    module = choice.serving(impl, x.device.type, x.dtype)
-    if impl == "cuda" and unready() is not None:
-        unready.cache_clear()  # it is there now
-    return module
+    return choice.serving(impl, x.device.type, x.dtype)
 
 
 def _passes_cuda_over(xs: tuple[Tensor, ...], table: str) -> str | None:
     """Why auto does not take CUDA for a call on a GPU, or None if it does."""
-    if (reason := unready()) is not None:
+    if (reason := unready(build.loads())) is not None:
         return reason
     if table in ("angles", "inv_freq"):
         return "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
     moved = 2 * sum([x.numel() * x.element_size() for x in xs])
     if moved > MOST_BYTES_FOR_CUDA:
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g}"
-        return f"it is for calls that move up to {most} MiB, whose time is the host's; this one moves {moved / 2**20:.0f}"
+        return (
+            f"it is for calls that move up to {most} MiB, whose time is the host's; this one moves {moved / 2**20:.0f}"
+        )
     return None
 
 
 @functools.cache
-def unready() -> str | None:
-    """Why CUDA cannot be taken at once, without compiling, or None if it can."""
+def unready(loads: int) -> str | None:
+    """Why CUDA cannot be taken at once, without compiling, or None if it can; looked for after every load of a library."""
     cuda = choice.implementation("cuda")
     if (reason := cuda.no_gpu("cuda")) is not None:
         return str(reason)
