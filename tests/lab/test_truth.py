@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fusewise.lab import truth
+from fusewise.lab import targets, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.rope import RopeProblem
@@ -98,3 +98,29 @@ def test_errors_are_relative_and_never_hidden():
     assert truth.errors([torch.zeros(0)], [torch.zeros(0, dtype=torch.float64)]) == Errors(0.0, 0.0)
     zero = torch.zeros(2, dtype=torch.float64)
     assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5
+
+
+def test_what_is_known_of_a_providers_arithmetic_is_told_with_its_error():
+    p = targets.problem_for(Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0))
+    wrong = truth.check(p, Run(lambda x: x * 0.9, arithmetic="it multiplies by 0.9"))
+    assert wrong.reason.endswith("; it multiplies by 0.9")
+    right = truth.check(p, Run(lambda x: torch.nn.functional.gelu(x, approximate="tanh"), arithmetic="nothing"))
+    assert right.reason == ""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.export, which its importer calls
+def test_tvms_products_are_sums_of_one_term_after_another_and_its_row_says_so():
+    pytest.importorskip("tvm")
+    from fusewise.lab.providers.relax import Tvm
+
+    p = targets.problem_for(Task("geglu", "quick-decode", "fp32", "fwd", "cpu", 0))
+    found = truth.check(p, Tvm().build(p))
+    assert "adds the terms of a product one after another" in found.reason
+    x, weight = (t.double() for t in p.tensors)
+    total = torch.zeros(len(x), len(weight), dtype=torch.float64)
+    for k in range(x.shape[1]):  # one fused multiply-add: a product in full, one rounding of the sum
+        total = (total + x[:, k, None] * weight[:, k]).float().double()
+    value, gate = total.float().chunk(2, dim=-1)
+    by_hand = truth.errors([value * torch.nn.functional.silu(gate)], p.truth((x, weight)))
+    assert by_hand.max == pytest.approx(found.errors.max, rel=0.02)
+    assert by_hand.max > 2 * found.eager.max

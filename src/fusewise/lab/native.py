@@ -17,6 +17,7 @@ from fusewise.ops.gated_linear import _cpu as gate
 from fusewise.ops.rope import _cpu as rope
 from fusewise.ops.rope import _cuda as rope_cuda
 from fusewise.ops.rope import _host as rope_host
+from fusewise.ops.rope_and_cache import _cuda as rope_and_cache_cuda
 
 Capability = tuple[int, int]
 
@@ -61,6 +62,7 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
     for group in [(one,) for one in chosen] if chosen else [rope_cuda.present()] if here else []:
         words = " ".join(f"sm_{major}{minor}" for major, minor in group)
         yield f"rope-cuda {words}", functools.partial(rope_cuda.recipe, group)
+        yield f"rope-and-cache-cuda {words}", functools.partial(rope_and_cache_cuda.recipe, group)
 
 
 def build_all(chosen: tuple[Capability, ...] = ()) -> Iterator[Built]:

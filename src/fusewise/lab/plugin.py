@@ -115,6 +115,7 @@ class Run:
     form: how it is computed, for problems with a model of their memory: for geglu eager, two-kernels, fused or
         fused-recompute.
     torch_memory: every tensor it makes is torch's, so that torch knows how much memory it takes.
+    arithmetic: what is known of how it rounds, told with an error that is too large.
     foreign: on a GPU it works on streams that torch does not know, and every call waits for its results.
     """
 
@@ -129,6 +130,7 @@ class Run:
     vjp: Vjp | None = None
     form: str = ""
     torch_memory: bool = True
+    arithmetic: str = ""
     foreign: bool = False
 
 

@@ -143,6 +143,7 @@ def check(problem: Problem, run: Run) -> Verdict:
             f"error {measured.max:.3g} (rms {measured.rms:.3g}) is more than twice eager's {eager.max:.3g} "
             f"(rms {eager.rms:.3g}) plus the rounding band {band(problem.dtype):.3g}"
             + (f", eager's counting as {LOOSEST} at most" if max(eager.max, eager.rms) > LOOSEST else "")
+            + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
     elif changed and not run.in_place:
         reason = "it overwrote its inputs and does not say so"
