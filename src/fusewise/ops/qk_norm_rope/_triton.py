@@ -93,6 +93,8 @@ def arguments(
         strides |= {"q_out": q.y_strides, "k_out": k.y_strides}
     unit = math.gcd(16, *(stride for three in strides.values() for stride in three))
     tiles = config.tiles
+    half = problem.spec.pairing == "half"
+    vector = math.gcd(16 // q.x.element_size(), problem.pairs, q.start, k.start) if half else 1
     # A tensor that the call does not have is never read; another stands in for its pointer.
     bound = dict(
         q_ptr=q.x, k_ptr=k.x, q_out_ptr=outs["q_out"], k_out_ptr=outs["k_out"],
@@ -101,6 +103,8 @@ def arguments(
         **{f"stride_{name}_{dim}": n // unit for name, three in strides.items() for dim, n in zip("bth", three, strict=True)},
         eps=norm.eps, weight_offset=norm.weight_offset,
         Q_BLOCK_T=tiles[0].block_t, Q_BLOCK_H=tiles[0].block_h, K_BLOCK_T=tiles[-1].block_t, K_BLOCK_H=tiles[-1].block_h,
+        FLAT=2 * problem.pairs < q.head_dim or 2 * problem.pairs < k.head_dim,
+        BLOCK_D=triton.next_power_of_2(max(q.head_dim, k.head_dim)), VECTOR=vector,
         ALL=norm.over == "all", HAS_WEIGHT=bool(weights), X_UNIT=unit,
         INDEX=tl.int64 if reach > 2**31 - 1 else tl.int32,
     )  # fmt: skip

@@ -3,7 +3,7 @@ of the weights' gradients.
 
     dz = Rᵀ dy,   g = dz (w + offset),   x̂ = x r,   dx = r (g − x̂ mean(g x̂)),   dw = Σ dz x̂
 
-Legend and tiles as in `_triton_kernel.py`. Read once: dy and x, of which r is taken again; written once: dx. A program takes
+Legend and tiles as in `_triton_kernel.py`. Read once from memory: dy and x, of which r is taken again; written once: dx. A program takes
 every q_programs-th tile of q, or every k_programs-th of k, and keeps its part of dw in registers, where each thread adds to
 sums of its own, until the last: a row of partial sums a program, added up in a fixed order.
 """
@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 
 from ..rope._triton_kernel import base_of, rotate
-from ._triton_kernel import (
-    NOT_SPECIALISED,
+from ._triton_kernel import NOT_SPECIALISED
+from ._triton_parts import (
+    features_of,
     load_pairs,
-    load_span,
     reciprocal_rms,
     store_pairs,
-    store_span,
     tokens_of,
     total,
     turn_of,
@@ -49,23 +48,29 @@ def _backward_tiles(
     ALL: tl.constexpr, HAS_WEIGHT: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
     HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
     SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr,
-    TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
+    TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr, FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    REST: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
-    BLOCK_R: tl.constexpr = triton.next_power_of_2(REST) if REST > 0 else 1
-    BLOCK_S: tl.constexpr = triton.next_power_of_2(START) if START > 0 else 1
     share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL else HEAD_DIM)
-    offs_p = tl.arange(0, BLOCK_P)
     tokens, batches, _, _, _, _, _ = order
     tiles = (tokens * batches + BLOCK_T - 1) // BLOCK_T * head_blocks
+
+    # Every feature of x has its partner in dy. The weights are the same for all tiles; all heads' are too many to keep.
+    features = tl.arange(0, BLOCK_D)[None, None, :]
+    own, partner, pair, rotated, second = features_of(START, PAIRS, BLOCK_D, INTERLEAVED_IN, INTERLEAVED_OUT, VECTOR)
     w_base, w_mask = weights_of(tl.arange(0, BLOCK_H), BLOCK_T, HEADS, HEAD_DIM, ALL)
-    if HAS_WEIGHT and not ALL:
-        w_a, w_b = load_pairs(w_ptr, w_base, w_mask, START, PAIRS, BLOCK_P, INTERLEAVED_IN)
-    dw_a = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_P], tl.float32)
-    dw_b = dw_a
-    dw_before = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_S], tl.float32)
-    dw_after = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_R], tl.float32)
+    if FLAT:
+        w_mask = w_mask & (features < HEAD_DIM)
+        dw = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_D], tl.float32)
+        if HAS_WEIGHT and not ALL:
+            w = tl.load(w_ptr + w_base + features, w_mask, 0.0).to(tl.float32)
+    else:
+        dw_a = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_P], tl.float32)
+        dw_b = dw_a
+        if HAS_WEIGHT and not ALL:
+            w_a, w_b = load_pairs(w_ptr, w_base, w_mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
+
     for tile in tl.range(program, tiles, programs, num_stages=STAGES):
         offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
         batch, token, mask_n = tokens_of((tile // head_blocks) * BLOCK_T, BLOCK_T, *order)
@@ -75,79 +80,64 @@ def _backward_tiles(
         mask = mask_n[:, None, None]
         if HEADS % BLOCK_H != 0:
             mask = mask & (offs_h < HEADS)[None, :, None]
+        mask_r = mask_n[:, None, None] if ALL else mask
 
-        # All loads of x and dy first, so that they are under way together.
-        x_a, x_b = load_pairs(x_ptr, x_base, mask, START, PAIRS, BLOCK_P, INTERLEAVED_IN)
-        dy_a, dy_b = load_pairs(dy_ptr, dy_base, mask, START, PAIRS, BLOCK_P, INTERLEAVED_OUT)
-        if START > 0:
-            x_before = load_span(x_ptr, x_base, mask, 0, START)
-            g_before = load_span(dy_ptr, dy_base, mask, 0, START)
-        if REST > 0:
-            x_after = load_span(x_ptr, x_base, mask, HEAD_DIM - REST, REST)
-            g_after = load_span(dy_ptr, dy_base, mask, HEAD_DIM - REST, REST)
-
-        squares = total(x_a * x_a + x_b * x_b, ALL)
-        if START > 0:
-            squares += total(x_before * x_before, ALL)
-        if REST > 0:
-            squares += total(x_after * x_after, ALL)
-        r = reciprocal_rms(squares, mask_n[:, None, None] if ALL else mask, eps, share)
-
-        cos, sin = turn_of(
-            batch, token, mask_n, offs_p, *place,
-            SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
-            CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
-        )  # fmt: skip
-        g_a, g_b = rotate(dy_a, dy_b, cos, -sin)
-        # There is no cos and sin, NaN, of tokens and pairs that are not there.
-        there = mask_n[:, None, None] & (offs_p < PAIRS)[None, None, :]
-        g_a, g_b = tl.where(there, g_a, 0.0), tl.where(there, g_b, 0.0)
-        x_a, x_b = x_a * r, x_b * r
-        if WEIGHT_GRAD:
-            dw_a += g_a * x_a
-            dw_b += g_b * x_b
-        if HAS_WEIGHT:
-            if ALL:
-                w_a, w_b = load_pairs(w_ptr, w_base, w_mask, START, PAIRS, BLOCK_P, INTERLEAVED_IN)
-            g_a, g_b = g_a * (w_a + weight_offset), g_b * (w_b + weight_offset)
-        products = total(g_a * x_a + g_b * x_b, ALL)
-        if START > 0:
-            x_before = x_before * r
+        # Tokens that are not there have NaN for cos and sin, and so do pairs: their gradients are taken to be 0.
+        if FLAT:
+            mask = mask & (features < HEAD_DIM)
+            x = tl.load(x_ptr + x_base + features, mask, 0.0).to(tl.float32)
+            g = tl.load(dy_ptr + dy_base + own, mask, 0.0).to(tl.float32)
+            g_partner = tl.load(dy_ptr + dy_base + partner, mask & rotated, 0.0).to(tl.float32)
+            cos, sin = turn_of(
+                batch, token, mask_n, pair, *place, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
+                SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
+            )  # fmt: skip
+            cos = tl.where(rotated, cos, 1.0)
+            sin = tl.where(rotated, tl.where(second, -sin, sin), 0.0)
+            r = reciprocal_rms(total(x * x, ALL), mask_r, eps, share)
+            x = x * r
+            g = tl.where(mask_n[:, None, None], tl.fma(g, cos, g_partner * sin), 0.0)
             if WEIGHT_GRAD:
-                dw_before += g_before * x_before
+                dw += g * x
             if HAS_WEIGHT:
-                g_before = g_before * (load_span(w_ptr, w_base, w_mask, 0, START) + weight_offset)
-            products += total(g_before * x_before, ALL)
-        if REST > 0:
-            x_after = x_after * r
+                if ALL:
+                    w = tl.load(w_ptr + w_base + features, w_mask, 0.0).to(tl.float32)
+                g = g * (w + weight_offset)
+            mean = total(g * x, ALL) * share
+            tl.store(dx_ptr + dx_base + features, (r * (g - x * mean)).to(dx_ptr.dtype.element_ty), mask)
+        else:
+            x_a, x_b = load_pairs(x_ptr, x_base, mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
+            g_a, g_b = load_pairs(dy_ptr, dy_base, mask, PAIRS, BLOCK_P, INTERLEAVED_OUT)
+            offs_p = tl.arange(0, BLOCK_P)
+            cos, sin = turn_of(
+                batch, token, mask_n, offs_p, *place, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
+                SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
+            )  # fmt: skip
+            r = reciprocal_rms(total(x_a * x_a + x_b * x_b, ALL), mask_r, eps, share)
+            x_a, x_b = x_a * r, x_b * r
+            g_a, g_b = rotate(g_a, g_b, cos, -sin)
+            there = mask_n[:, None, None] & (offs_p < PAIRS)[None, None, :]
+            g_a, g_b = tl.where(there, g_a, 0.0), tl.where(there, g_b, 0.0)
             if WEIGHT_GRAD:
-                dw_after += g_after * x_after
+                dw_a += g_a * x_a
+                dw_b += g_b * x_b
             if HAS_WEIGHT:
-                g_after = g_after * (load_span(w_ptr, w_base, w_mask, HEAD_DIM - REST, REST) + weight_offset)
-            products += total(g_after * x_after, ALL)
-
-        mean = products * share
-        store_pairs(
-            dx_ptr, dx_base, mask, r * (g_a - x_a * mean), r * (g_b - x_b * mean),
-            START, PAIRS, BLOCK_P, INTERLEAVED_IN,
-        )  # fmt: skip
-        if START > 0:
-            store_span(dx_ptr, dx_base, mask, r * (g_before - x_before * mean), 0, START)
-        if REST > 0:
-            store_span(dx_ptr, dx_base, mask, r * (g_after - x_after * mean), HEAD_DIM - REST, REST)
+                if ALL:
+                    w_a, w_b = load_pairs(w_ptr, w_base, w_mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
+                g_a, g_b = g_a * (w_a + weight_offset), g_b * (w_b + weight_offset)
+            mean = total(g_a * x_a + g_b * x_b, ALL) * share
+            dx_a, dx_b = r * (g_a - x_a * mean), r * (g_b - x_b * mean)
+            store_pairs(dx_ptr, dx_base, mask, dx_a, dx_b, PAIRS, BLOCK_P, INTERLEAVED_IN)
 
     if WEIGHT_GRAD:
         offs_h = tl.arange(0, BLOCK_H if ALL else 1)
         w_base = (program * (HEADS if ALL else 1) + offs_h)[None, :, None] * HEAD_DIM
         w_mask = (offs_h < HEADS)[None, :, None]
-        store_pairs(
-            partials_ptr, w_base, w_mask, _over_rows(dw_a, ALL), _over_rows(dw_b, ALL),
-            START, PAIRS, BLOCK_P, INTERLEAVED_IN,
-        )  # fmt: skip
-        if START > 0:
-            store_span(partials_ptr, w_base, w_mask, _over_rows(dw_before, ALL), 0, START)
-        if REST > 0:
-            store_span(partials_ptr, w_base, w_mask, _over_rows(dw_after, ALL), HEAD_DIM - REST, REST)
+        if FLAT:
+            tl.store(partials_ptr + w_base + features, _over_rows(dw, ALL), w_mask & (features < HEAD_DIM))
+        else:
+            dw_a, dw_b = _over_rows(dw_a, ALL), _over_rows(dw_b, ALL)
+            store_pairs(partials_ptr, w_base, w_mask, dw_a, dw_b, PAIRS, BLOCK_P, INTERLEAVED_IN)
 
 
 def _name(proxy: Any) -> str:
@@ -182,7 +172,7 @@ def backward_kernel(
     TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr,
     CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q_out and k_out are the gradients of the outputs, laid out as they."""
     order = (tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
@@ -199,7 +189,7 @@ def backward_kernel(
             Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
             ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
             SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX,
-            WEIGHT_GRAD, STAGES,
+            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD, STAGES,
         )  # fmt: skip
     elif K_HEADS > 0:
         _backward_tiles(
@@ -209,7 +199,7 @@ def backward_kernel(
             K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
             ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
             SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX,
-            WEIGHT_GRAD, STAGES,
+            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD, STAGES,
         )  # fmt: skip
 
 
