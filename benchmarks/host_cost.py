@@ -3,12 +3,17 @@
     python benchmarks/host_cost.py [--device cpu|cuda] [--rounds 15] [--json]
 
 The floors are functions behind pybind11 that take q, k, cos and sin and start one kernel that does nothing: in place; with
-two outputs allocated; with autograd around that, as a Python `autograd.Function` and as a C++ one. On a CPU nothing is
-started, and q and k are a token of one head, so that the kernel's own time is next to nothing.
+two outputs allocated; with autograd around that, as a Python `autograd.Function` and as a C++ one; as operators of torch.
+Those of compiled functions are RoPE in the formula, fused by Inductor: alone, and between two other operations, where its
+one kernel is compared with three. On a CPU nothing is started, and q and k are a token of one head, so that the kernel's own
+time is next to nothing.
 
 A time is the median over rounds of the host's seconds for a loop of calls that nobody waits for, by the number of calls;
 the rows take turns in every round. The last column is the ratio to the fastest floor of the
 same group. `both` is forward and backward.
+
+On a GPU, `graph`: the replay of a CUDA graph with the RoPE calls of a decode step of 32 layers, in place, on the device's own
+clock, beside the sum of its kernels' times in a profile.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,6 +40,7 @@ from fusewise.ops.rope import _host, _op
 
 HERE = Path(__file__).parent
 CALLS = 300  # of a loop: fewer than a stream takes before it makes the host wait
+LAYERS = 32  # of the decode step in a graph
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,102 @@ def calls(device: str) -> list[Call]:
                 Call("out of place", name, lambda given=given: fusewise.rope(q, k, **given), quick),
                 Call("recorded", name, lambda given=given: fusewise.rope(q_grad, k_grad, **given), quick),
             ]
-    return found + [backward(call) for call in found if call.group == "recorded"]
+    found += [backward(call) for call in found if call.group == "recorded"]
+    native = "cuda" if device == "cuda" else "cpu"
+    if _op.unavailable(native, device, dtype) is None:
+        found += operators(native, q, k, cos, sin) + compiled(native, q, k, cos, sin)
+    return found
+
+
+def operators(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
+    """The operators, as code calls them that `fusewise.rope` does not stand before."""
+    ours, floor = torch.ops.fusewise, torch.ops.host_floors
+    rest = (cos, sin, None, None, None, 0, "", impl)
+    found = [
+        Call("operator in place", "floor: an operator", lambda: floor.in_place.default(q, k, cos, sin)),
+        Call("operator out of place", "floor: an operator", lambda: floor.out_of_place.default(q, k, cos, sin)),
+    ]
+    for quick in (True, False):
+        name = f"fusewise-{impl}" + ("" if quick else ", through Python")
+        found += [
+            Call("operator in place", name, lambda: ours.rope_qk_.default(q, k, *rest), quick),
+            Call("operator out of place", name, lambda: ours.rope_qk.default(q, k, *rest, [], []), quick),
+        ]
+    return found
+
+
+def compiled(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
+    """Functions of torch.compile, without gradients."""
+
+    def formula(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        c, s = cos[: x.shape[1], None], sin[: x.shape[1], None]
+        return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+    def by_inductor(q: Tensor, k: Tensor) -> Any:
+        return formula(q), formula(k)
+
+    def ours(q: Tensor, k: Tensor) -> Any:
+        return fusewise.rope(q, k, cos=cos, sin=sin, impl=impl)
+
+    def between(rotate: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
+        def function(q: Tensor, k: Tensor) -> Any:
+            y, z = rotate(q * 2, k * 2)
+            return y + 1, z + 1
+
+        return function
+
+    found = []
+    for name, rotate in (("floor: fused by Inductor", by_inductor), (f"fusewise-{impl}", ours)):
+        for group, function in (("compiled", rotate), ("compiled, between two operations", between(rotate))):
+            f = torch.compile(function, fullgraph=True)
+            found.append(Call(group, name, torch.no_grad()(lambda f=f: f(q, k))))
+    return found
+
+
+def graph(impl: str, rounds: int) -> list[dict[str, Any]]:
+    """Rows of the replay of a decode step's calls: 64 tokens, 32/8 heads of 128, one table."""
+    shape = {"dtype": torch.bfloat16, "device": "cuda"}
+    layers = [(torch.randn(64, 1, 32, 128, **shape), torch.randn(64, 1, 8, 128, **shape)) for _ in range(LAYERS)]
+    cos, sin = (torch.ones(4096, 64, device="cuda") for _ in range(2))
+    offset = torch.zeros(64, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        for q, k in layers:
+            fusewise.rope_(q, k, cos=cos, sin=sin, offset=offset, impl=impl)
+
+    step()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        step()
+    captured.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        captured.replay()
+        torch.cuda.synchronize()
+    kernels = [e.time_range.elapsed_us() for e in profile.events() if "rope" in e.name]
+    assert len(kernels) == LAYERS, f"{len(kernels)} kernels in a profile of {LAYERS} calls"
+    samples = []
+    for _ in range(10 * rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        captured.replay()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end))
+    low, median, high = statistics.quantiles(samples, n=4)
+    whole = sum(kernels)
+    return [
+        {"group": "graph", "name": f"floor: kernels of fusewise-{impl}", "us": whole, "us_iqr": 0.0, "ratio": 1.0},
+        {"group": "graph", "name": f"fusewise-{impl}", "us": median, "us_iqr": high - low, "ratio": median / whole},
+    ]
 
 
 def loop(call: Call, device: str) -> float:
     """Seconds of the host for a call."""
     run = call.run
-    with contextlib.ExitStack() as patches:
-        if not call.quick:
-            for name in ("rope", "rope_", "remember"):
-                patches.enter_context(mock.patch.object(_host, name, _host._not_loaded))
+    with contextlib.nullcontext() if call.quick else _host.through_python():
         run()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -158,6 +249,9 @@ def main() -> None:
     _host.extension()  # on a CPU it is taken only where it is built
     torch.set_num_threads(1)
     rows = measure(options.device, options.rounds)
+    if options.device == "cuda":
+        served = [impl for impl in ("cuda", "triton") if _op.unavailable(impl, "cuda", torch.bfloat16) is None]
+        rows += [row for impl in served for row in graph(impl, options.rounds)]
     if options.json:
         print(json.dumps(rows))
         return

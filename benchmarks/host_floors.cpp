@@ -1,10 +1,12 @@
 // Floors of the host cost of a call on q and k: the least that a C++ function behind pybind11 can do before and after one
-// launch. The launch is an address: an empty kernel's on a GPU (host_floors.cu), an empty function's on a CPU.
+// launch; and the same behind an operator of torch. The launch is an address: an empty kernel's on a GPU (host_floors.cu), an
+// empty function's on a CPU.
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 namespace {
 
@@ -47,6 +49,15 @@ variable_list recorded(const Tensor& q, const Tensor& k, const Tensor& cos, cons
 }
 
 }  // namespace
+
+TORCH_LIBRARY(host_floors, library) {
+  library.def("in_place(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()");
+  library.def("out_of_place(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
+  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+    library.impl("in_place", torch::dispatch(key, TORCH_FN(in_place)));
+    library.impl("out_of_place", torch::dispatch(key, TORCH_FN(out_of_place)));
+  }
+}
 
 PYBIND11_MODULE(host_floors, module) {
   module.def("in_place", in_place);
