@@ -237,6 +237,11 @@ DECODE = ((3, 1), (0, 5), (4, 2))
 BOUNDS = torch.tensor([0, 3, 3, 7])  # of three sequences of 9 tokens, the last two padding
 FAR = (2**31 - 1, -(2**31))
 WIDE = (2**40, -(2**40))
+# Enough for the path of large calls on a GPU of one multiprocessor, as the machine in `cuda_machine.cpp` is.
+LARGE: dict[str, Any] = {
+    "tokens": 230, "heads": 32, "kv_heads": 8, "dtype": "bf16", "blocks": 40, "block_size": 6,
+    "slots": tuple((37 * i) % 241 - 1 for i in range(230)), "positions": tuple((5 * i) % 64 for i in range(230)),
+}  # fmt: skip
 
 CASES: dict[str, Case] = {
     case.name: case
@@ -293,6 +298,10 @@ CASES: dict[str, Case] = {
         Case(name="blocks of one", block_size=1, blocks=24, slots=(3, 9, -1, 23, 0)),
         Case(name="blocks of seven", block_size=7, blocks=5, slots=(3, 9, -1, 34, 35), dtype="bf16"),
         Case(name="many tokens", tokens=150, heads=7, kv_heads=3, blocks=25, block_size=6, dtype="bf16", head_dim=32, slots=tuple((37 * i) % 151 - 1 for i in range(150)), positions=tuple((5 * i) % 64 for i in range(150))),
+        Case(name="several heads a thread", **LARGE),
+        Case(name="several heads a thread, keeps k", **LARGE, pairing="interleaved", memory="packed", options={"write_k": False}),
+        Case(name="several heads a thread, frequencies", **LARGE, table="inv_freq", cache="flashinfer hnd"),
+        Case(name="several heads a thread, partial", **{**LARGE, "head_dim": 24}, rotary_dim=16, pairing="interleaved_to_half"),
         Case(name="head of 80", head_dim=80, tokens=3, heads=6, dtype="bf16", slots=(3, 9, -1)),
         Case(name="head of 2", head_dim=2, tokens=3, slots=(3, 9, -1)),
         Case(name="llama", heads=32, kv_heads=8, head_dim=128, dtype="bf16", cache="vllm", slots=(3, 9, -1, 23, 0)),

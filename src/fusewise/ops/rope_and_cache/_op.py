@@ -12,7 +12,7 @@ from .._register import register
 from ..rope._op import _COMMON as ROTATION
 
 # In order of preference. Each has `launch`, with the arguments of `CacheProblem.build`.
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("triton", "cuda", "reference")
 choice = Choice("rope_and_cache", IMPLEMENTATIONS)
 
 _CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots, Tensor? block_table"

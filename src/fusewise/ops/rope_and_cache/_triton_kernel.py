@@ -1,0 +1,259 @@
+"""The device code in Triton: q and k rotated in place, k and v into their caches, one kernel.
+
+Shape legend: T tokens of all batch entries, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H
+heads of one of q, k and v. Read once: x, the table rows, positions and slots of a tile; written once: what the call writes.
+Arithmetic in float32, rounded once. Bound by memory, at a few tokens by the chain of position, table row and store: x and
+the slot are asked for before these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..rope._triton_angles import cos_and_sin, table_rows_of
+from ..rope._triton_kernel import _quotient, base_of, rotate
+
+
+@triton.jit
+def _sequence_of(token, mask, cu_seqlens_ptr, sequences, search_steps):
+    """The last sequence that starts at or before the token."""
+    low = tl.zeros_like(token)
+    high = low + sequences + 1
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        below = tl.load(cu_seqlens_ptr + middle, mask & (middle <= sequences), 0) <= token
+        below = below & (middle <= sequences)
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _place_of(
+    batch, token, mask, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
+    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
+    search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+    PLACES: tl.constexpr, SEQUENCE_IS_TOKEN: tl.constexpr, SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """The block of each token and the entry in it, int64 (BLOCK_T,), and which tokens have one."""
+    if SOURCE == "packed":
+        mask = mask & (token < tl.load(cu_seqlens_ptr + sequences))
+    if PLACES == "slots":
+        index = batch.to(tl.int64) * stride_slot_b + token.to(tl.int64) * stride_slot_t
+        slot = tl.load(slots_ptr + index, mask & (token < mapped), -1).to(tl.int64)
+    else:
+        offs_p = tl.arange(0, 1)
+        rows, _ = table_rows_of(
+            batch, token, mask, offs_p,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            sequences, search_steps,
+            SOURCE, HAS_OFFSETS, 0, 0, 0, False, 0, 1,
+        )  # fmt: skip
+        position = tl.reshape(rows, token.shape).to(tl.int64)
+        sequence = batch
+        if SOURCE == "packed":
+            sequence = _sequence_of(token, mask, cu_seqlens_ptr, sequences, search_steps)
+        elif SEQUENCE_IS_TOKEN:
+            sequence = token
+        if PLACES == "table":
+            mask = mask & (position >= 0) & (position < size.to(tl.int64) * table_blocks)
+            position = tl.where(mask, position, 0).to(tl.int32)
+            nth = _quotient(position, size_magic, size_shift)
+            index = sequence.to(tl.int64) * stride_row + nth.to(tl.int64) * stride_nth
+            block = tl.load(block_table_ptr + index, mask, -1).to(tl.int64)
+            block = tl.where((block >= 0) & (block < count), block, -1)
+            slot = tl.where(block >= 0, block * size + (position - nth * size), -1)
+        else:
+            slot = tl.where((position >= 0) & (position < size), sequence.to(tl.int64) * size + position, -1)
+    there = mask & (slot >= 0) & (slot < count)
+    slot = tl.where(there, slot, 0).to(tl.int32)
+    block = _quotient(slot, size_magic, size_shift)
+    return block.to(tl.int64), (slot - block * size).to(tl.int64), there
+
+
+@triton.jit
+def _copy(x_ptr, x_base, cache_ptr, cache_base, mask, there, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Features [FIRST, FIRST + WIDTH) of every head."""
+    offs = tl.arange(0, triton.next_power_of_2(WIDTH))[None, None, :]
+    inside = offs < WIDTH
+    x = tl.load(x_ptr + x_base + FIRST + offs, mask & inside)
+    tl.store(cache_ptr + cache_base + FIRST + offs, x, there & inside)
+
+
+def _name(proxy: Any) -> str:
+    """The kernel's name in profiles: what it rotates and where it writes."""
+    c = proxy.constants
+    pairing = "interleaved" if c["INTERLEAVED_IN"] else "half"
+    return (
+        f"_rope_and_cache_kernel_{pairing}_{c['TABLE']}_{c['PLACES']}_h{c['Q_HEADS']}_{c['K_HEADS']}_d{c['HEAD_DIM']}"
+    )
+
+
+@triton.jit(
+    repr=_name,
+    do_not_specialize=[
+        "offset", "tokens", "batches", "token_magic", "token_shift", "sequences", "search_steps", "table_rows", "mapped", "count",
+        "table_blocks", "size", "size_magic", "size_shift",
+    ],
+)  # fmt: skip
+def rope_and_cache_kernel(
+    q_ptr, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, block_table_ptr,
+    cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,
+    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
+    stride_key_n, stride_key_s, stride_key_h, stride_value_n, stride_value_s, stride_value_h,
+    stride_slot_b, stride_slot_t, stride_row, stride_nth,
+    stride_table_b, stride_table_r, stride_pos_a, stride_pos_b, stride_pos_t,
+    table_rows, scale, tokens, batches, token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks,
+    size, size_magic, size_shift,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK_T: tl.constexpr, Q_BLOCK_H: tl.constexpr,
+    K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr, Q_START: tl.constexpr, HEAD_DIM: tl.constexpr,
+    START: tl.constexpr, V_DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr,
+    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
+    SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, PLACES: tl.constexpr,
+    SEQUENCE_IS_TOKEN: tl.constexpr, WRITE_K: tl.constexpr, UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+):  # fmt: skip
+    # The tiles of q, k and v of the same tokens are neighbours.
+    GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
+    q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_HEADS + Q_BLOCK_H - 1) // Q_BLOCK_H)
+    k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_HEADS + K_BLOCK_H - 1) // K_BLOCK_H)
+    first_token = tl.program_id(0) // (q_tiles + 2 * k_tiles) * GROUP
+    tile = tl.program_id(0) % (q_tiles + 2 * k_tiles)
+    if tile < q_tiles:
+        _rotate_tile(
+            first_token, tile, q_ptr, stride_q_b, stride_q_t, stride_q_h, key_cache_ptr, 0, 0, 0,
+            slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
+            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
+            token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, 0, Q_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, TABLE,
+            TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, PLACES,
+            SEQUENCE_IS_TOKEN, True, False, UNIT, TABLE_UNIT,
+        )  # fmt: skip
+    elif tile < q_tiles + k_tiles:
+        _rotate_tile(
+            first_token, tile - q_tiles, k_ptr, stride_k_b, stride_k_t, stride_k_h,
+            key_cache_ptr, stride_key_n, stride_key_s, stride_key_h,
+            slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
+            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
+            token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, TABLE,
+            TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, PLACES,
+            SEQUENCE_IS_TOKEN, WRITE_K, True, UNIT, TABLE_UNIT,
+        )  # fmt: skip
+    else:
+        batch, token, offs_h, mask_n, mask = _rows_of(
+            first_token, tile - q_tiles - k_tiles, tokens, batches, token_magic, token_shift,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H,
+        )  # fmt: skip
+        block, entry, there = _place_of(
+            batch, token, mask_n, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+            PLACES, SEQUENCE_IS_TOKEN, SOURCE, HAS_OFFSETS,
+        )  # fmt: skip
+        x_base = base_of(batch, token, offs_h, stride_v_b, stride_v_t, stride_v_h, UNIT, tl.int64)
+        cache_base = base_of(block, entry, offs_h, stride_value_n, stride_value_s, stride_value_h, UNIT, tl.int64)
+        _copy(v_ptr, x_base, value_cache_ptr, cache_base, mask, mask & there[:, None, None], 0, V_DIM)
+
+
+@triton.jit
+def _rows_of(
+    first_token, tile, tokens, batches, token_magic, token_shift,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Batch entry, token and heads of a tile, the mask of its tokens, and that of its heads, (BLOCK_T, BLOCK_H, 1)."""
+    head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_n = offs_n < batches * tokens
+    batch = _quotient(offs_n, token_magic, token_shift)
+    mask = mask_n[:, None, None] & (offs_h < HEADS)[None, :, None]
+    return batch, offs_n - batch * tokens, offs_h, mask_n, mask
+
+
+@triton.jit
+def _rotate_tile(
+    first_token, tile, x_ptr, stride_x_b, stride_x_t, stride_x_h, cache_ptr, stride_cache_n, stride_cache_s, stride_cache_h,
+    slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
+    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
+    token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
+    TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr,
+    PLACES: tl.constexpr, SEQUENCE_IS_TOKEN: tl.constexpr, IN_PLACE: tl.constexpr, CACHED: tl.constexpr,
+    UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of q or k: rotated, and written in place, into the cache, or both."""
+    batch, token, offs_h, mask_n, mask = _rows_of(
+        first_token, tile, tokens, batches, token_magic, token_shift, HEADS, BLOCK_T, BLOCK_H
+    )
+    offs_p = tl.arange(0, BLOCK_P)
+    x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, UNIT, tl.int64)
+    pairs = offs_p[None, None, :]
+    both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+    if INTERLEAVED_IN:
+        x = tl.load(x_ptr + x_base + START + both, mask & (both < 2 * PAIRS))
+        x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_P, 2)))
+    else:
+        x_a = tl.load(x_ptr + x_base + START + pairs, mask & (pairs < PAIRS))
+        x_b = tl.load(x_ptr + x_base + START + PAIRS + pairs, mask & (pairs < PAIRS))
+
+    if CACHED:
+        block, entry, there = _place_of(
+            batch, token, mask_n, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
+            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+            sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+            PLACES, SEQUENCE_IS_TOKEN, SOURCE, HAS_OFFSETS,
+        )  # fmt: skip
+        cache_base = base_of(block, entry, offs_h, stride_cache_n, stride_cache_s, stride_cache_h, UNIT, tl.int64)
+        cached = mask & there[:, None, None]
+        if START > 0:
+            _copy(x_ptr, x_base, cache_ptr, cache_base, mask, cached, 0, START)
+        if HEAD_DIM > START + 2 * PAIRS:
+            _copy(x_ptr, x_base, cache_ptr, cache_base, mask, cached, START + 2 * PAIRS, HEAD_DIM - START - 2 * PAIRS)
+
+    rows, identity = table_rows_of(
+        batch, token, mask_n, offs_p,
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+        sequences, search_steps,
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1,
+    )  # fmt: skip
+    cos, sin = cos_and_sin(
+        rows, batch, mask_n, offs_p, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+        TABLE, TABLE_STEP, PAIRS, False, TABLE_UNIT, tl.int64,
+    )  # fmt: skip
+    y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos[:, None, :], sin[:, None, :])
+    y_a = y_a.to(x_ptr.dtype.element_ty)
+    y_b = y_b.to(x_ptr.dtype.element_ty)
+    if SOURCE == "packed":
+        y_a = tl.where(identity[:, None, None], x_a, y_a)
+        y_b = tl.where(identity[:, None, None], x_b, y_b)
+
+    if IN_PLACE:
+        if INTERLEAVED_IN != INTERLEAVED_OUT:
+            tl.debug_barrier()  # a head must be read whole before another thread writes into it
+        _store_pairs(x_ptr, x_base, y_a, y_b, mask, START, PAIRS, BLOCK_P, INTERLEAVED_OUT)
+    if CACHED:
+        _store_pairs(cache_ptr, cache_base, y_a, y_b, cached, START, PAIRS, BLOCK_P, INTERLEAVED_OUT)
+
+
+@triton.jit
+def _store_pairs(
+    y_ptr, base, y_a, y_b, mask, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    pairs = tl.arange(0, BLOCK_P)[None, None, :]
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+        y = tl.reshape(tl.join(y_a, y_b), (y_a.shape[0], y_a.shape[1], 2 * BLOCK_P))
+        tl.store(y_ptr + base + START + both, y, mask & (both < 2 * PAIRS))
+    else:
+        tl.store(y_ptr + base + START + pairs, y_a, mask & (pairs < PAIRS))
+        tl.store(y_ptr + base + START + PAIRS + pairs, y_b, mask & (pairs < PAIRS))
