@@ -70,6 +70,16 @@ def test_predictions_for_each_form_in_units_of_one_output() -> None:
     assert train == [3072 * mib, 2560 * mib, 1536 * mib + gradients, 1024 * mib + gradients]
 
 
+def test_on_a_cpu_a_chunk_of_the_gate_comes_on_top() -> None:
+    found, mib = case("memory-n1024-d1024"), 2**20
+    assert found.predicted_bytes("fwd", "fp32", "chunked") == (16 + 8) * mib  # 512 rows of 4096
+    assert found.predicted_bytes("fwd", "fp32", "chunked-recompute") == (16 + 8) * mib
+    for form, plain in (("chunked", "fused"), ("chunked-recompute", "fused-recompute")):
+        assert found.predicted_bytes("fwd+bwd", "fp32", form) == found.predicted_bytes("fwd+bwd", "fp32", plain)
+    decode = case("quick-decode")
+    assert decode.predicted_bytes("fwd", "fp32", "chunked") == 3 * decode.output_bytes("fp32")
+
+
 @pytest.mark.parametrize("name", ["quick-diffusers", "quick-swiglu", "quick-decode"])
 def test_the_op_accepts_the_inputs(name: str) -> None:
     found = case(name)

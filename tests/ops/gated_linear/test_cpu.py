@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusewise.ops.gated_linear import _op, geglu_linear, reference
-from fusewise.ops.gated_linear._problem import Spec
+from fusewise.ops.gated_linear._problem import Halves, Spec
 
 pytestmark = pytest.mark.skipif(
     _op.unavailable("cpu", "cpu", torch.float32) is not None, reason="no compiler for the native kernel"
@@ -62,6 +63,39 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu, "CHUNK_ROWS", 64)
         torch.testing.assert_close(run(save), whole, rtol=1e-5, atol=1e-5)
         monkeypatch.undo()
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of every storage that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if torch.is_tensor(t)}
+        self.known |= given
+        if torch.is_tensor(made) and made.untyped_storage().data_ptr() not in self.known:
+            self.sizes[made.untyped_storage().data_ptr()] = made.untyped_storage().nbytes()
+        return made
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 700, 1500])
+@pytest.mark.parametrize("layout", ["stacked", "separate"])
+def test_an_inference_allocates_y_and_what_is_stated(rows: int, layout: str) -> None:
+    cpu = _op.implementation("cpu")
+    x, w = torch.randn(rows, 8), torch.randn(2 * 4096, 8)
+    spec = Spec("silu", layout)
+    halves = Halves.of(spec, w) if layout == "stacked" else Halves.of(spec, w[:4096].clone(), w[4096:].clone())
+    y = torch.full((rows, 4096), math.nan)
+    with Allocations() as made:
+        cpu.forward(x, halves, spec, y, None)
+    assert sum(made.sizes.values()) == cpu.scratch_bytes(rows, 4096, 4) <= max(8 << 20, 512 * 4096 * 4)
+    expected = torch.empty_like(y)
+    reference.forward(x, halves, spec, expected, None)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bias_gradients_do_not_depend_on_the_threads() -> None:

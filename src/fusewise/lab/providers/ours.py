@@ -134,7 +134,7 @@ class _Gated(_Ours):
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
         arguments = {**gated.inputs.kwargs, "save": self.save, "impl": self.impl}
-        form = self.form if self.save == "preact" else "fused-recompute"
+        form = self.form if self.save == "preact" else f"{self.form}-recompute"
         return Run(lambda *xs: fusewise.gated_linear(*xs, **arguments), form=form)
 
 
@@ -147,7 +147,7 @@ class GatedReference(_Gated):
 class GatedCpu(_Gated):
     """The platform's matrix product and a native gate."""
 
-    name, impl, devices = "fusewise-cpu", "cpu", ("cpu",)
+    name, impl, devices, form = "fusewise-cpu", "cpu", ("cpu",), "chunked"
 
 
 class GatedCpuRecompute(GatedCpu):

@@ -18,11 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._cpu import scratch_bytes
 from ._problem import Activation
 
 Pass = Literal["fwd", "bwd", "fwd+bwd"]
 #: How a provider goes about it; see `GatedCase.predicted_bytes`.
-Form = Literal["eager", "two-kernels", "fused", "fused-recompute"]
+Form = Literal["eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -91,15 +92,19 @@ class GatedCase:
         h for y, and its backward another 2h beside them. "two-kernels" is a product and a fused gate (torch.compile): 2h
         and y, and a gradient of another 2h. "fused" makes y alone; with gradients it keeps 2h, and their gradient takes
         that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time. Last come dx, dW
-        and db, made from what is left of it: 2h for all but the last form, h there.
+        and db, made from what is left of it: 2h for all but the last form, h there. "chunked" and "chunked-recompute" are
+        the same on a CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations.
         """
-        h = self.rows * self.hidden * DTYPES[dtype].itemsize
-        forward = {"eager": 4 * h, "two-kernels": 3 * h, "fused": h, "fused-recompute": h}[form]
+        itemsize = DTYPES[dtype].itemsize
+        h = self.rows * self.hidden * itemsize
+        chunk = scratch_bytes(self.rows, self.hidden, itemsize) if form.startswith("chunked") else 0
+        recompute = form.endswith("recompute")
+        forward = {"eager": 4 * h, "two-kernels": 3 * h}.get(form, h + chunk)
         if direction == "fwd":
             return forward
-        backward = {"eager": 6 * h, "two-kernels": 5 * h, "fused": 3 * h, "fused-recompute": 2 * h}[form]
-        last = (2 if form == "fused-recompute" else 3) * h + self.gradient_bytes(dtype)
-        return max(backward, last)
+        backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, 2 * h if recompute else 3 * h)
+        last = (2 if recompute else 3) * h + self.gradient_bytes(dtype)
+        return max(forward if recompute else backward, backward, last)
 
     @property
     def saved_ratio(self) -> float:

@@ -1,7 +1,8 @@
 """The gated linear unit on a CPU: the platform's matrix product through torch, and the native gate in `gate.cpp`.
 
-Rows are taken in chunks small enough that the gate finds their pre-activations in the cache, so that an inference needs
-y and one chunk; where the pre-activations are kept, or their gradient is made, they are the chunks' place.
+Rows are taken in chunks small enough that the gate finds their pre-activations in the cache. In an inference those of the
+value are made in y itself and those of the gate in one chunk beside it; where pre-activations are kept, or their gradient
+is made, they are the chunks' place.
 
 Threads are torch's own: the kernel is handed the entry of the OpenMP runtime that torch has loaded. In a forked child,
 where that runtime's threads are gone, and where there is no such runtime, it starts threads of its own.
@@ -29,6 +30,8 @@ _ROWS = 32  # rows of a row of sums, ROWS there
 CHUNK_BYTES = 16 << 20
 #: Rows that a chunk has at least: below that the product reads the weight too often.
 CHUNK_ROWS = 512
+#: Up to so many rows both halves are one product into one chunk: then the weight is what is read, and a chunk is small.
+FEW_ROWS = 64
 
 
 def recipe() -> build.Recipe:
@@ -78,16 +81,33 @@ def unavailable(device_type: str) -> str | None:
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
     """The implementation `impl="cpu"`; these four as in `reference.py`."""
     rows, hidden = y.shape
-    scratch = None
+    if preact is None and rows > FEW_ROWS:
+        return _forward_in_y(x, halves, spec, y)
+    if preact is None:
+        preact = new_preact(x, hidden, spec)
     for chunk in _chunks(rows, 2 * hidden * x.element_size()):
-        if preact is None:
-            if scratch is None:
-                scratch = new_preact(x[chunk], hidden, spec)
-            part = _first_rows(scratch, chunk.stop - chunk.start, spec)
-        else:
-            part = _rows(preact, chunk, spec)
+        part = _rows(preact, chunk, spec)
         _products(x[chunk], halves, spec, part)
         _gate(part, spec, y=y[chunk])
+
+
+def _forward_in_y(x: Tensor, halves: Halves, spec: Spec, y: Tensor) -> None:
+    rows, hidden = y.shape
+    scratch = None
+    for chunk in _chunks(rows, 2 * hidden * x.element_size()):
+        if scratch is None:  # with the row stride of y: the kernel knows one for both halves
+            scratch = y.new_empty((chunk.stop, y.stride(0)))
+        gate = scratch[: chunk.stop - chunk.start, :hidden]
+        _product(x[chunk], halves.value, halves.value_bias, y[chunk])
+        _product(x[chunk], halves.gate, halves.gate_bias, gate)
+        _run(y[chunk], gate, spec.activation, y=y[chunk])
+
+
+def scratch_bytes(rows: int, hidden: int, itemsize: int) -> int:
+    """What an inference needs beside y."""
+    if rows <= FEW_ROWS:
+        return 2 * rows * hidden * itemsize
+    return min(rows, _chunk_rows(2 * hidden * itemsize)) * hidden * itemsize
 
 
 def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
@@ -122,17 +142,17 @@ def down_gradient(
 
 def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     """Slices of the rows, all but the last a multiple of the rows of a row of sums."""
-    size = max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // _ROWS * _ROWS)
+    size = _chunk_rows(row_bytes)
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
 
 
+def _chunk_rows(row_bytes: int) -> int:
+    return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // _ROWS * _ROWS)
+
+
 def _rows(preact: Tensor, chunk: slice, spec: Spec) -> Tensor:
     return preact[chunk] if spec.fused else preact[:, chunk]
-
-
-def _first_rows(scratch: Tensor, rows: int, spec: Spec) -> Tensor:
-    return _rows(scratch, slice(0, rows), spec)
 
 
 def _products(x: Tensor, halves: Halves, spec: Spec, preact: Tensor) -> None:
