@@ -101,6 +101,13 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// s = 1 / (1 + e^-x), and 1 − s without the cancellation that takes its digits where s is near 1.
+inline float sigmoid(float x, float& rest) {
+  const float e = exponential(-x), s = 1.0f / (1.0f + e);
+  rest = x > 0.0f ? e * s : 1.0f - s;
+  return s;
+}
+
 // Φ(x), the normal distribution, relative to its tail: Φ(−a) = e^(−a²/2) t P(t), t = 1 / (1 + 0.35 a), with P fitted to
 // 3.2e-8 for a from 0 to 14. `density` becomes e^(−x²/2).
 inline float normal(float x, float& density) {
@@ -136,8 +143,9 @@ inline float activate(float g) {
 template <int64_t ACTIVATION>
 inline float activate(float g, float& slope) {
   if constexpr (ACTIVATION == GELU_TANH) {
-    const float s = 1.0f / (1.0f + exponential(g * (-1.59576912f - 0.0713548163f * g * g))), a = g * s;
-    slope = s + a * (1.0f - s) * (1.59576912f + 0.214064449f * g * g);
+    float rest;
+    const float s = sigmoid(g * (1.59576912f + 0.0713548163f * g * g), rest), a = g * s;
+    slope = s + a * rest * (1.59576912f + 0.214064449f * g * g);
     return a;
   } else if constexpr (ACTIVATION == GELU) {
     float density;
@@ -145,8 +153,9 @@ inline float activate(float g, float& slope) {
     slope = s + g * (0.398942280f * density);
     return g * s;
   } else if constexpr (ACTIVATION == SILU) {
-    const float s = sigmoid(g);
-    slope = s * (1.0f + g * (1.0f - s));
+    float rest;
+    const float s = sigmoid(g, rest);
+    slope = s * (1.0f + g * rest);
     return g * s;
   } else if constexpr (ACTIVATION == RELU) {
     slope = 1.0f;  // where the gate is open: see gradient_block
