@@ -52,9 +52,13 @@ class Code:
 
 
 def compile_problem(problem: Problem) -> Code:
-    """Compile the kernel for a problem as its launch on an H200 would: aligned pointers, the same specialisation."""
+    """Compile the kernel for a problem as its launch on an H200 would."""
     _, bound = _triton.arguments(problem, PROCESSORS)
-    kernel = _triton.rope_kernel
+    return compile_kernel(_triton.rope_kernel, bound, _triton.NUM_WARPS)
+
+
+def compile_kernel(kernel: Any, bound: dict[str, Any], num_warps: int) -> Code:
+    """Compile a kernel for its arguments: aligned pointers, the same specialisation as a launch has."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -75,7 +79,7 @@ def compile_problem(problem: Problem) -> Code:
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=HOPPER,
-        options={"num_warps": _triton.NUM_WARPS, "enable_fp_fusion": True},
+        options={"num_warps": num_warps, "enable_fp_fusion": True},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

@@ -114,7 +114,7 @@ class _QkNormRope(torch.autograd.Function):
             picked = [_unit_stride(dy) for dy in dys if dy is not None]
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
-            wants_weights = any(ctx.needs_input_grad[2 + i] for i in given) and bool(weights)
+            wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)
             if _wants_formula(picked[0]):
                 rotation, norm, _ = _split(call)
                 dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)

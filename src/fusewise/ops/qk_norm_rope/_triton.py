@@ -204,10 +204,10 @@ def _launch(x: Tensor, kernel: Any, grid: int, bound: dict[str, Any], options: d
         return
     device = x.get_device()
     if device < 0:
-        kernel[(grid,)](**bound, **options)
+        kernel[(grid,)](**bound, **options, enable_fp_fusion=True)
     else:
         with torch.cuda.device(device):
-            kernel[(grid,)](**bound, **options)
+            kernel[(grid,)](**bound, **options, enable_fp_fusion=True)
 
 
 def _processors(x: Tensor) -> int:

@@ -1,0 +1,93 @@
+"""What the Triton kernels compile to on sm_90, without a GPU: no spills, few registers, 16 bytes a load and store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusewise.ops.qk_norm_rope._problem import Norm
+from fusewise.ops.rope._problem import Problem, Spec
+
+triton = pytest.importorskip("triton")
+from fusewise.ops.qk_norm_rope import _triton  # noqa: E402
+
+from ..rope.test_triton_codegen import PROCESSORS, Code, compile_kernel  # noqa: E402
+
+
+def launch_of(
+    head_dim: int,
+    *,
+    backward: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    heads: tuple[int, int] = (32, 8),
+    over: str = "head",
+    rotary_dim: int = 0,
+    weight_dtype: torch.dtype | None = None,
+    weight_grad: bool = True,
+    **spec: Any,
+) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
+    """The launch for a training step's size; nothing is allocated."""
+    xs = tuple(torch.empty(4, 4096, count, head_dim, dtype=dtype, device="meta") for count in heads)
+    angles = torch.empty(4096, (rotary_dim or head_dim) // 2, device="meta")
+    norm = Norm(1e-6, 0.0, over)
+    weights = [torch.empty(norm.width(x, "bshd"), dtype=weight_dtype or dtype, device="meta") for x in xs]
+    ys = tuple(torch.empty_like(x) for x in xs)
+    problem = Problem.build(xs, ys, angles, angles, None, None, None, 0, Spec(rotary_dim=rotary_dim, **spec))
+    partials = tuple(torch.empty(1, device="meta") for _ in xs) if weight_grad else ()
+    dys = ys if backward else ()
+    return _triton.arguments(problem, weights, norm, PROCESSORS, dys, partials if backward else ())
+
+
+def compiled(launch: tuple[Any, int, dict[str, Any], dict[str, int]]) -> Code:
+    kernel, _, bound, options = launch
+    return compile_kernel(kernel, bound, options["num_warps"])
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "qwen3-fp32-weights": {"head_dim": 128, "weight_dtype": torch.float32},
+    "qwen3-fp32": {"head_dim": 128, "dtype": torch.float32},
+    "gemma3": {"head_dim": 256, "heads": (16, 8)},
+    "qwen3-next": {"head_dim": 256, "heads": (16, 2), "rotary_dim": 64},
+    "glm4-moe": {"head_dim": 128, "heads": (96, 8), "rotary_dim": 64},
+    "interleaved": {"head_dim": 128, "pairing": "interleaved"},
+    "olmo2-7b": {"head_dim": 128, "heads": (32, 32), "over": "all"},
+    "olmo2-32b": {"head_dim": 128, "heads": (40, 8), "over": "all"},
+}
+# Threads of a multiprocessor have 65,536 registers: these leave room for 1024 of them forward and 512 backward, where the
+# sums for the weights are kept, too; half of that where a program has all heads of a token.
+REGISTERS = {"head": (64, 128), "all": (128, 255)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_no_spills_few_registers_wide_accesses(name: str, backward: bool) -> None:
+    model = MODELS[name]
+    code = compiled(launch_of(**model, backward=backward, weight_grad=False))
+    assert code.stack == 0
+    assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
+    limit = REGISTERS[model.get("over", "head")][backward]
+    assert code.registers <= limit + (16 if "rotary_dim" in model else 0)
+    stores, loads = code.widths("STG"), code.widths("LDG")
+    assert set(stores) == {128}, f"stores of {dict(stores)} bits"
+    assert loads[128] >= (2 if backward else 1) * stores[128], f"loads of {dict(loads)} bits"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sums_for_the_weights_fit(name: str) -> None:
+    model = MODELS[name]
+    code = compiled(launch_of(**model, backward=True))
+    assert code.stack == 0
+    assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
+    assert code.registers <= REGISTERS[model.get("over", "head")][1]
+    assert code.widths("STG")[128] > 0
+
+
+def test_adding_up_partial_sums() -> None:
+    weights = [torch.empty(128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    partials = [torch.empty(1056 * 128, device="meta") for _ in range(2)]
+    code = compiled(_triton.sum_arguments(partials, weights, (841, 211)))
+    assert code.stack == 0
+    assert code.widths("LDG")[128] > 0
