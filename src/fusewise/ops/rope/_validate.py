@@ -75,8 +75,15 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
         except (AttributeError, TypeError):
             key = None  # something is not a tensor or cannot be hashed: validation names it
     if spec is None:
-        arguments = dict(zip(DEFAULTS, options, strict=True))
-        checked, max_offset = _check(op, q, k, {**arguments, "offset_tensor": offsets})
+        sections, interleaved, context_parallel, layout, pairing, rotary_dim, start, scale, inverse, impl = rest
+        # Names written out: a look at a dictionary of the module is a guard for each of them in a compiled graph.
+        arguments = {
+            "cos": cos, "sin": sin, "cos_sin": cos_sin, "angles": angles, "inv_freq": inv_freq, "positions": positions,
+            "offset": offset, "offset_tensor": offsets, "cu_seqlens": cu_seqlens, "sections": sections,
+            "sections_interleaved": interleaved, "context_parallel": context_parallel, "layout": layout, "pairing": pairing,
+            "rotary_dim": rotary_dim, "rotary_start": start, "scale": scale, "inverse": inverse, "impl": impl,
+        }  # fmt: skip
+        checked, max_offset = _check(op, q, k, arguments)
         spec = checked.encode()
         if key is not None:
             if len(_VALIDATED) >= _VALIDATED_MAX:
