@@ -147,8 +147,14 @@ def forward(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> None:
     """The implementation `impl="triton"`: write the result for every x into its y."""
+    tensors = _doubled(xs, ys, weights, rotation)
+    key = _key(tensors, rotation, (norm, len(xs), len(weights)))
+    if (plan := _PLANS.get(key)) is not None:
+        plan.run(tensors, rotation)
+        return
     problem = _problem(xs, ys, rotation)
-    _launch(xs[0], *arguments(problem, weights, norm, _processors(xs[0])))
+    launched = _launch(xs[0], *arguments(problem, weights, norm, _processors(xs[0])))
+    _remember(key, launched, len(tensors), problem)
 
 
 def backward(
@@ -161,16 +167,45 @@ def backward(
     norm: Norm,
 ) -> None:
     """Write the gradient of every x, and of every weight unless `dweights` is empty."""
+    tensors = (*_doubled(xs, dys, weights, rotation), dxs[0], dxs[-1])
+    key = _key(tensors, rotation, (norm, len(xs), len(weights), len(dweights)))
+    if (plan := _PLANS.get(key)) is not None:
+        partials = _new_partials(plan.counts, dweights, xs[0])
+        plan.run((*tensors, *_both(partials, rotation)), rotation)
+        if plan.then is not None:
+            plan.then.run((*_both(partials, rotation), *_both(dweights, rotation)), None)
+        return
     problem, processors = _problem(xs, dxs, rotation), _processors(xs[0])
     config = choose(problem, norm, True, processors)
-    partials: tuple[Tensor, ...] = ()
     counts = split(problem, config, processors)
-    if dweights:
-        sizes = [count * weight.numel() for count, weight in zip(counts, weights, strict=True)]
-        partials = torch.empty(sum(sizes), dtype=torch.float32, device=xs[0].device).split(sizes)
-    _launch(xs[0], *arguments(problem, weights, norm, processors, tuple(dys), partials, config))
-    if dweights:
-        _launch(xs[0], *sum_arguments(partials, dweights, counts))
+    partials = _new_partials(counts, dweights, xs[0])
+    launched = _launch(xs[0], *arguments(problem, weights, norm, processors, tuple(dys), partials, config))
+    then = _launch(xs[0], *sum_arguments(partials, dweights, counts)) if dweights else None
+    if not dweights or then is not None:
+        _remember(key, launched, len(tensors) + 2, problem, counts, None if then is None else Plan(*then, 4))
+
+
+def _new_partials(counts: Sequence[int], dweights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """A row of partial sums for every program, of each weight whose gradient is wanted."""
+    if not dweights:
+        return ()
+    sizes = [count * weight.numel() for count, weight in zip(counts, dweights, strict=True)]
+    return tuple(torch.empty(sum(sizes), dtype=torch.float32, device=x.device).split_with_sizes(sizes))
+
+
+def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    """That of q and that of k; one that the call does not have is never read, and another stands in for it."""
+    if tensors:
+        return tensors[0], tensors[-1]
+    assert rotation is not None
+    return rotation[0], rotation[0]
+
+
+def _doubled(
+    xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation
+) -> tuple[Tensor, ...]:
+    """The tensors that the kernels take first, in their order."""
+    return (*_both(xs, None), *_both(ys, None), *_both(weights, rotation))
 
 
 def sum_arguments(
@@ -199,15 +234,92 @@ def _problem(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Rotation) -> 
     return Problem.build(tuple(xs), tuple(ys), cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
 
 
-def _launch(x: Tensor, kernel: Any, grid: int, bound: dict[str, Any], options: dict[str, int]) -> None:
-    if grid == 0:
+class Plan:
+    """A launch that has been before: the compiled kernel bound to its grid, and the arguments that follow the pointers.
+
+    Triton's own launch specialises and packs some eighty arguments anew at each call; what varies between calls with one
+    key are pointers, the offset and the stream.
+    """
+
+    def __init__(self, compiled: Any, grid: int, values: tuple[Any, ...], pointers: int) -> None:
+        self.bound, self.values = compiled[(grid, 1, 1)], values[pointers:]
+        self.sin_distance = 0  # in bytes, from the table to its sine part where both are one tensor
+        self.counts: tuple[int, ...] = ()
+        self.then: Plan | None = None
+
+    def run(self, tensors: Sequence[Tensor], rotation: Rotation | None) -> None:
+        """Launch for other tensors, and the table and positions of `rotation` if the kernel takes them."""
+        pointers = [x.data_ptr() for x in tensors]
+        if rotation is not None:
+            cos, sin, positions, offsets, cu_seqlens, offset, _ = rotation
+            start = cos.data_ptr()
+            pointers += [start, start + self.sin_distance if sin is None else sin.data_ptr()]
+            pointers += [start if x is None else x.data_ptr() for x in (positions, offsets, cu_seqlens)]
+            pointers.append(offset)
+        device = tensors[0].get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if device == torch._C._cuda_getDevice():
+            self.bound(*pointers, *self.values, stream=stream)
+        else:
+            with torch.cuda.device(device):
+                self.bound(*pointers, *self.values, stream=stream)
+
+
+_PLANS: dict[tuple[Any, ...] | None, Plan] = {}
+_PLANS_MAX = 4096
+_OF_ROTATION = 6  # table, sine part, positions, offsets, cu_seqlens, and the offset, which follow the tensors
+
+
+def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that a plan depends on; None for a call that goes the long way: vectors are compiled for pointers that are
+    multiples of 16."""
+    cos, sin, positions, offsets, cu_seqlens, _, spec = rotation
+    alignment = cos.data_ptr()
+    for x in tensors:
+        alignment |= x.data_ptr()
+    if alignment & 15 or not rope._direct():
+        return None
+    return (
+        spec, rest, tensors[0].get_device(), cos.dtype, cos.shape, cos.stride(),
+        *[(x.dtype, x.shape, x.stride()) for x in tensors],
+        None if sin is None else sin.data_ptr() & 15,
+        None if positions is None else (positions.dtype, positions.shape, positions.stride(), positions.data_ptr() & 15),
+        None if offsets is None else (offsets.dtype, offsets.data_ptr() & 15),
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.data_ptr() & 15),
+    )  # fmt: skip
+
+
+def _remember(
+    key: tuple[Any, ...] | None,
+    launched: tuple[Any, int, tuple[Any, ...]] | None,
+    tensors: int,
+    problem: Problem,
+    counts: tuple[int, ...] = (),
+    then: Plan | None = None,
+) -> None:
+    if key is None or launched is None:
         return
+    plan = Plan(*launched, tensors + _OF_ROTATION)
+    plan.sin_distance = problem.sin.data_ptr() - problem.cos.data_ptr()
+    plan.counts, plan.then = counts, then
+    if len(_PLANS) >= _PLANS_MAX:
+        _PLANS.clear()
+    _PLANS[key] = plan
+
+
+def _launch(
+    x: Tensor, kernel: Any, grid: int, bound: dict[str, Any], options: dict[str, int]
+) -> tuple[Any, int, tuple[Any, ...]] | None:
+    """Launch through Triton's dispatcher; returns what a `Plan` is made of, None where nothing was launched."""
+    if grid == 0:
+        return None
+    values = tuple(bound[parameter.name] for parameter in kernel.params)
     device = x.get_device()
     if device < 0:
-        kernel[(grid,)](**bound, **options, enable_fp_fusion=True)
-    else:
-        with torch.cuda.device(device):
-            kernel[(grid,)](**bound, **options, enable_fp_fusion=True)
+        kernel[(grid,)](*values, **options, enable_fp_fusion=True)
+        return None
+    with torch.cuda.device(device):
+        return kernel[(grid,)](*values, **options, enable_fp_fusion=True), grid, values
 
 
 def _processors(x: Tensor) -> int:
