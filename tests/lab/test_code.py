@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -117,6 +118,21 @@ first:
 \t.section\t.debug_line
         /*0000*/                   LDG.E R1, R2 ;
 """
+
+
+def test_one_kernel_of_a_ptx_module_with_the_modules_head_and_files() -> None:
+    module = (
+        "//\n.version 9.0\n.target sm_90\n.address_size 64\n\n"
+        ".entry first(\n\t.param .b64 a\n)\n{\n\t.loc\t1 7 0\n\tret;\n}\n"
+        ".visible .entry second(\n\t.param .b64 a\n)\n.maxntid 128, 1, 1\n{\n\t.loc\t1 9 0\n\tmov.u32 %r1, 0;\n\tret;\n}\n"
+        '\t.file\t1 "/src/kernel.cu"\n'
+    )
+    (stage,) = disassembly.ptx(module, "sm_90", {"second": "the second"})
+    assert (stage.stage, stage.part, stage.target) == ("ptx", "the second", "sm_90")
+    assert ".version 9.0" in stage.text and "second(" in stage.text and "first" not in stage.text
+    (place,) = {stage.lines[n] for n, line in enumerate(stage.text.splitlines(), start=1) if "mov.u32" in line}
+    assert place == "/src/kernel.cu:9"
+    assert disassembly.ptx(module, "sm_90", {}) == []
 
 
 def test_sass_without_comments_and_with_places() -> None:
@@ -393,6 +409,31 @@ def test_relax_calls() -> None:
 def test_a_missing_tool_says_what_brings_it(tmp_path: Path) -> None:
     with mock.patch("shutil.which", return_value=None), pytest.raises(disassembly.NoDisassembler, match="binutils"):
         disassembly.library(tmp_path / "x.so")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_our_cuda_kernels_from_source_to_machine_code() -> None:
+    problem = targets.problem_for(Task("rope", "llama-3-8b-decode-b64", "bf16", "fwd", "cpu", 0))
+    found = ours.cuda_stages(problem, "sm_90")
+    assert [s.stage for s in found] == sorted((s.stage for s in found), key=["source", "ptx", "sass"].index)
+    ptx, sass = ({s.part: s for s in found if s.stage == name} for name in ("ptx", "sass"))
+    assert set(ptx) == set(sass) and len(ptx) >= 4
+    widest = next(s for part, s in sass.items() if part.startswith("rope_kernel 8 wide"))
+    assert widest.counts["LDG.128"] > 0 and widest.counts["spill_loads"] == 0
+    for stage in (widest, ptx[widest.part]):
+        assert any(place.startswith("fusewise/ops/rope/_cuda/") for place in stage.lines.values())
+    assert {"rope.cu", "memory.cuh"} <= {s.part for s in found if s.stage == "source"}
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump on this machine")
+def test_inductors_cpp_kernels_have_machine_code() -> None:
+    problem = targets.problem_for(Task("gelu", "gelu-256", "fp32", "fwd", "cpu", 0))
+    found = plugin.select(["torch.compile"], "gelu", "cpu")[0].provider.stages(problem, "cpu")  # type: ignore[union-attr]
+    cpp, assembly = (next(s for s in found if s.stage == name) for name in ("cpp", "assembly"))
+    assert assembly.part == cpp.part and found.index(assembly) == found.index(cpp) + 1
+    functions = re.findall(r"^[0-9a-f]+ <(.+)>:$", assembly.text, re.MULTILINE)
+    assert functions and all(name.startswith("kernel") for name in functions)
+    assert assembly.counts["instructions"] > 30
 
 
 def test_only_its_own_functions_of_a_library(tmp_path: Path) -> None:

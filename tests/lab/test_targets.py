@@ -60,6 +60,22 @@ def test_gelu_written_out_is_gelu(pass_):
     assert p.bytes_min() == {"fwd": 2, "bwd": 3, "fwd+bwd": 5}[pass_] * 25 * 2
 
 
+def test_pytorchs_own_gelu_is_one_read_and_one_write_and_no_compiler():
+    from fusewise.lab.code.worker import Server
+    from fusewise.lab.plugin import Unsupported
+    from fusewise.lab.providers.pytorch import FusedGelu
+    from fusewise.lab.verdict import is_compiler
+
+    p = problem("gelu", "gelu-256")
+    assert truth.check(p, FusedGelu().build(p)).reason == ""
+    assert Server(FusedGelu()).ledger(p, "sm_90").excess == 1.0
+    assert [s.stage for s in FusedGelu().stages(p, "sm_90")] == ["source", "aten"]
+    assert not is_compiler(FusedGelu.name)
+    assert FusedGelu().chosen("gelu", "cpu") and not FusedGelu().chosen("rope", "cpu")
+    with pytest.raises(Unsupported, match="computes gelu only"):
+        FusedGelu().build(problem("rope", "cube-4"))
+
+
 SMALL = {
     f"{act}-{first}-{bias}": GatedCase(
         name=f"{act}-{first}-{bias}", rows=4, features=6, hidden=8, activation=act, gate_first=first, bias=bias

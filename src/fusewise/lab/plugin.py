@@ -32,6 +32,7 @@ BUILT_IN = (
     "fusewise.lab.providers.floors:Launch",
     "fusewise.lab.providers.floors:TritonLaunch",
     "fusewise.lab.providers.pytorch:Eager",
+    "fusewise.lab.providers.pytorch:FusedGelu",
     "fusewise.lab.providers.pytorch:TorchScript",
     "fusewise.lab.providers.pytorch:TorchCompile",
     "fusewise.lab.providers.pytorch:TorchCompileTuned",
@@ -112,8 +113,8 @@ class Run:
     in_place: call overwrites its arguments.
     backward: the outputs are differentiable with respect to the problem's tensors.
     checked: the outputs are to be held against the truth (floors compute nothing and say False).
-    form: how it is computed, for problems with a model of their memory: for geglu eager, two-kernels, fused or
-        fused-recompute.
+    form: how it is computed, for problems with a model of their memory: for geglu eager, two-kernels, fused,
+        fused-recompute, chunked or chunked-recompute.
     torch_memory: every tensor it makes is torch's, so that torch knows how much memory it takes.
     arithmetic: what is known of how it rounds, told with an error that is too large.
     foreign: on a GPU it works on streams that torch does not know, and every call waits for its results.

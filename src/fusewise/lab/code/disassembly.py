@@ -73,6 +73,19 @@ def functions(cubin: bytes, target: str, parts: Mapping[str, str]) -> list[Stage
     return found
 
 
+def ptx(text: str, target: str, parts: Mapping[str, str]) -> list[Stage]:
+    """Some kernels of a PTX module, each with the module's head: name in it -> how to call it."""
+    head = text[: text.index("\n", text.index(".address_size")) + 1]
+    files = "".join(line + "\n" for line in text.splitlines() if re.match(r"\s*\.file\s", line))
+    found = []
+    for function in re.finditer(r"^(?:\.\w+ )*\.entry (\w+)\(.*?^\}$", text, re.MULTILINE | re.DOTALL):
+        if function[1] in parts:
+            alone, lines = locations.ptx(f"{files}{head}\n{function[0]}\n")
+            part = parts[function[1]]
+            found.append(Stage(stage="ptx", language="ptx", text=alone, part=part, target=target, lines=lines))
+    return found
+
+
 def names(cubin: bytes) -> list[str]:
     """The names of a binary's kernels."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
@@ -124,8 +137,9 @@ _RUNTIME = re.compile(
 )
 
 
-def library(path: Path, other_than: str = "") -> Stage:
-    """The machine code of a shared library: its own functions, without those whose name matches `other_than`."""
+def library(path: Path, other_than: str = "", only: str = "", part: str = "") -> Stage:
+    """The machine code of a shared library: its own functions, without those whose name matches `other_than`, and with
+    `only` those that match it."""
     objdump = shutil.which("objdump")
     if objdump is None:
         raise NoDisassembler("objdump is not installed; it comes with binutils")
@@ -135,13 +149,13 @@ def library(path: Path, other_than: str = "") -> Stage:
         if function := _FUNCTION.match(line):
             name = function[1]
             wanted = not (_RUNTIME.match(name) or name.startswith("std::"))
-            wanted = wanted and not (other_than and re.search(other_than, name))
+            wanted = wanted and not (other_than and re.search(other_than, name)) and bool(re.search(only, name))
         elif line.startswith("Disassembly of section"):
             wanted = False
         if wanted and line.strip():
             kept.append(line.rstrip())
     text = "\n".join(kept) + "\n"
-    return Stage(stage="assembly", language="asm", text=text, target="cpu", counts=count_assembly(text))
+    return Stage(stage="assembly", language="asm", text=text, part=part, target="cpu", counts=count_assembly(text))
 
 
 def count_assembler(text: str) -> dict[str, int]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +22,7 @@ from unittest import mock
 import torch
 
 from .. import ledger
-from . import triton_kernels
+from . import disassembly, triton_kernels
 from .stage import Stage, short, tidy
 
 #: What Inductor asks of a GPU. Multiprocessors and caches are those of an H200; the rest is true of every GPU since Volta.
@@ -127,11 +129,23 @@ def stages(generated: Sequence[Generated], target: str, device_code: str = "") -
             if stage == "triton" and device_code:
                 below = triton_kernels.stages(compiled(name, text, device_code), name, device_code)
                 found += [replace(s, lines=_through(s.lines, lines)) for s in below]
+            if stage == "cpp":
+                found += assembly(name, text)
         found.append(
             Stage(stage="wrapper", language="python", part=f"call{suffix}", text=tidy(wrapper), target=target,
                   lines=_lines(wrapper, graph.places))
         )  # fmt: skip
     return found
+
+
+def assembly(name: str, text: str) -> list[Stage]:
+    """The machine code of a C++ kernel, built as Inductor builds it; nothing where there is no objdump to read it."""
+    from torch._inductor.codecache import CppCodeCache
+
+    if shutil.which("objdump") is None:
+        return []
+    library = CppCodeCache.load(text)
+    return [disassembly.library(Path(library._name), only=r"^kernel\b", part=name)]
 
 
 def _through(lines: Mapping[int, str], generated: Mapping[int, str]) -> dict[int, str]:

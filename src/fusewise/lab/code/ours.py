@@ -17,6 +17,7 @@ from unittest import mock
 from torch import Tensor
 
 import fusewise
+from fusewise._shared import build
 from fusewise.ops._choice import Choice
 from fusewise.ops.rope import _host
 
@@ -137,8 +138,6 @@ def triton_stages(problem: Problem, run: Run, impl: str, target: str) -> list[St
 
 def cpu_stages(problem: Problem, run: Run) -> list[Stage]:
     """`source` (C++), then the machine code of the functions for the problem's dtype."""
-    from fusewise._shared import build
-
     passes.once(problem, run)
     folder = Path(str(_module(problem, "cpu").__file__)).parent
     files = sorted(folder.glob("*.cpp"))
@@ -152,25 +151,29 @@ def cpu_stages(problem: Problem, run: Run) -> list[Stage]:
 
 
 def cuda_stages(problem: Problem, target: str) -> list[Stage]:
-    """`source` (CUDA C++), then `sass` of the kernels for the problem's dtype and pairing, compiled by the user's nvcc."""
-    from fusewise._shared import build
-
+    """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing, compiled by the user's
+    nvcc."""
     module = _module(problem, "cuda")
-    source = module.SOURCES[0]
-    capability = triton_kernels.capability(target)
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
-        path = Path(folder, "kernel.cubin")
-        flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch=sm_{capability}", "-cubin", "-o", str(path))
-        try:
-            command = (*build.nvcc().command, *flags, str(source))
-        except build.BuildError as error:
-            raise Missing(str(error)) from None
-        done = subprocess.run(command, capture_output=True, text=True, timeout=build.TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"nvcc failed: {done.stderr.strip()[:500]}")
-        cubin = path.read_bytes()
+        ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", target)
+        cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", target).read_bytes()
+        text = ptx.read_text(encoding="utf-8")
     parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
-    return [_file(source, "cpp"), *disassembly.functions(cubin, target, parts)]
+    found = [_file(path, "cpp") for path in module.SOURCES]
+    return [*found, *disassembly.ptx(text, target, parts), *disassembly.functions(cubin, target, parts)]
+
+
+def _nvcc(source: Path, result: Path, kind: str, target: str) -> Path:
+    """`source` compiled by the user's nvcc, as the kernels are and with their lines."""
+    flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch=sm_{triton_kernels.capability(target)}", kind, "-o", str(result))
+    try:
+        command = (*build.nvcc().command, *flags, str(source))
+    except build.BuildError as error:
+        raise Missing(str(error)) from None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=build.TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"nvcc failed: {done.stderr.strip()[:500]}")
+    return result
 
 
 def _cuda_part(problem: Problem, name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..code.stage import Stage
 from ..ledger import Kernel
@@ -34,6 +35,34 @@ class Eager(Provider):
         from ..code import pytorch
 
         return pytorch.operators(problem, self.build(problem)).kernels
+
+
+class FusedGelu(Provider):
+    """PyTorch's own kernel for GELU in the tanh form, `F.gelu(x, approximate="tanh")`: written by hand, one read and one
+    write. What the formula written out can be measured by."""
+
+    name = "aten-gelu"
+    packages = ("torch",)
+    ops = ("gelu",)
+
+    def build(self, problem: Problem) -> Run:
+        if problem.op not in self.ops:
+            raise Unsupported(f"computes gelu only, not {problem.op}")
+        return Run(_gelu)
+
+    def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
+        from ..code import python, pytorch
+
+        return [python.source([_gelu]), pytorch.operators(problem, self.build(problem)).stage()]
+
+    def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
+        from ..code import pytorch
+
+        return pytorch.operators(problem, self.build(problem)).kernels
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
 
 
 class TorchScript(Provider):
