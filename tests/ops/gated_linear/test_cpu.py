@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusewise.ops.gated_linear import _op, gated_linear, geglu_linear, reference
+from fusewise.ops.gated_linear import _chunks, _op, gated_linear, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import Halves, Spec
 
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,6 @@ def test_activations_are_exact_to_a_few_units_in_the_last_place(activation: str)
 
 
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = _op.implementation("cpu")
     inputs = [torch.randn(700, 16), torch.randn(96, 16), torch.randn(96)]
     dy = torch.randn(700, 48)
 
@@ -59,8 +58,8 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for save in ("preact", "input"):
         whole = run(save)
-        monkeypatch.setattr(cpu, "CHUNK_BYTES", 0)
-        monkeypatch.setattr(cpu, "CHUNK_ROWS", 64)
+        monkeypatch.setattr(_chunks, "CHUNK_BYTES", 0)
+        monkeypatch.setattr(_chunks, "CHUNK_ROWS", 64)
         torch.testing.assert_close(run(save), whole, rtol=1e-5, atol=1e-5)
         monkeypatch.undo()
 
@@ -92,7 +91,7 @@ def test_an_inference_allocates_y_and_what_is_stated(rows: int, layout: str) -> 
     y = torch.full((rows, 4096), math.nan)
     with Allocations() as made:
         cpu.forward(x, halves, spec, y, None)
-    assert sum(made.sizes.values()) == cpu.scratch_bytes(rows, 4096, 4) <= max(8 << 20, 512 * 4096 * 4)
+    assert sum(made.sizes.values()) == _chunks.scratch_bytes(rows, 4096, 4) <= max(8 << 20, 512 * 4096 * 4)
     expected = torch.empty_like(y)
     reference.forward(x, halves, spec, expected, None)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)

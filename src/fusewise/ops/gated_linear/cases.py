@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._cpu import scratch_bytes
+from ._chunks import scratch_bytes
 from ._problem import Activation
 
 Pass = Literal["fwd", "bwd", "fwd+bwd"]

@@ -21,17 +21,12 @@ import torch
 from torch import Tensor
 
 from ...._shared import build
+from .. import _chunks as chunks
 from .._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.cpp
-_ROWS = 32  # rows of a row of sums, ROWS there
-#: A chunk of pre-activations of about this size is still in the cache when the gate reads it.
-CHUNK_BYTES = 16 << 20
-#: Rows that a chunk has at least: below that the product reads the weight too often.
-CHUNK_ROWS = 512
-#: Up to so many rows both halves are one product into one chunk: then the weight is what is read, and a chunk is small.
-FEW_ROWS = 64
+_ROWS = chunks.UNIT  # rows of a row of sums, ROWS there
 
 
 def recipe() -> build.Recipe:
@@ -81,7 +76,7 @@ def unavailable(device_type: str) -> str | None:
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
     """The implementation `impl="cpu"`; these four as in `reference.py`."""
     rows, hidden = y.shape
-    if preact is None and rows > FEW_ROWS:
+    if preact is None and rows > chunks.FEW_ROWS:
         return _forward_in_y(x, halves, spec, y)
     if preact is None:
         preact = new_preact(x, hidden, spec)
@@ -101,13 +96,6 @@ def _forward_in_y(x: Tensor, halves: Halves, spec: Spec, y: Tensor) -> None:
         _product(x[chunk], halves.value, halves.value_bias, y[chunk])
         _product(x[chunk], halves.gate, halves.gate_bias, gate)
         _run(y[chunk], gate, spec.activation, y=y[chunk])
-
-
-def scratch_bytes(rows: int, hidden: int, itemsize: int) -> int:
-    """What an inference needs beside y."""
-    if rows <= FEW_ROWS:
-        return 2 * rows * hidden * itemsize
-    return min(rows, _chunk_rows(2 * hidden * itemsize)) * hidden * itemsize
 
 
 def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
@@ -142,13 +130,9 @@ def down_gradient(
 
 def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     """Slices of the rows, all but the last a multiple of the rows of a row of sums."""
-    size = _chunk_rows(row_bytes)
+    size = chunks.rows_of(row_bytes)
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
-
-
-def _chunk_rows(row_bytes: int) -> int:
-    return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // _ROWS * _ROWS)
 
 
 def _rows(preact: Tensor, chunk: slice, spec: Spec) -> Tensor:
