@@ -27,10 +27,11 @@ def register_flop_formulas() -> None:
     """Tell `torch.utils.flop_counter` of the operators. Counters that are made from now on count them; again is nothing."""
     from torch.utils import flop_counter
 
+    register: Any = flop_counter.register_flop_formula  # whose type in the stubs fits no function
     for operator, formula in _FORMULAS.items():
         packet = operator._overloadpacket
         if packet not in flop_counter.flop_registry:
-            flop_counter.register_flop_formula(packet)(formula)
+            register(packet)(formula)
     aten = torch.ops.aten
     if aten.addmm_ not in flop_counter.flop_registry:
         flop_counter.flop_registry[aten.addmm_] = flop_counter.flop_registry[aten.addmm]
