@@ -313,11 +313,11 @@ def _launch(
     """Launch through Triton's dispatcher; returns what a `Plan` is made of, None where nothing was launched."""
     if grid == 0:
         return None
-    values = tuple(bound[parameter.name] for parameter in kernel.params)
     device = x.get_device()
-    if device < 0:
-        kernel[(grid,)](*values, **options, enable_fp_fusion=True)
+    if device < 0:  # interpreted
+        kernel[(grid,)](**bound, **options, enable_fp_fusion=True)
         return None
+    values = tuple(bound[parameter.name] for parameter in kernel.params)
     with torch.cuda.device(device):
         return kernel[(grid,)](*values, **options, enable_fp_fusion=True), grid, values
 
