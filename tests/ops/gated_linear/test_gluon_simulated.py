@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 pytest.importorskip("triton")
 
@@ -23,6 +24,10 @@ gluon_machine = sys.modules.setdefault("gluon_machine", importlib.util.module_fr
 _spec.loader.exec_module(gluon_machine)
 
 STACKED = Spec("gelu_tanh", "stacked")
+EAGER: dict[str, Any] = {
+    "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"), "gelu": functional.gelu, "silu": functional.silu,
+    "relu": functional.relu, "sigmoid": torch.sigmoid, "identity": lambda g: g,
+}  # fmt: skip
 # (M, D, F): one tile and less than a step; ragged each way with several turns of the ring; several row tiles.
 SHAPES = [(1, 8, 8), (150, 328, 136), (300, 64, 264)]
 
@@ -129,6 +134,74 @@ def test_every_activation(activation: str) -> None:
         {"sums_ptr": sums, "to_ptr": total, "R": 9, "WIDTH": 2 * hidden, "BLOCK_R": 4},
     )
     torch.testing.assert_close(total, sums.sum(0))
+
+
+@pytest.mark.parametrize("epilogue", ["preact", "gradient", "down"])
+def test_nothing_is_written_beside_the_outputs(epilogue: str) -> None:
+    """Outputs in the middle of larger matrices, and a row of sums behind the last."""
+    rows, features, hidden = 150, 72, 136
+    x, halves, dy = operands(rows, features, hidden, STACKED)
+
+    def within(columns: int) -> tuple[Tensor, Tensor]:
+        whole = torch.full((rows + 2, columns + 16), 7.0).bfloat16()
+        part = whole[1:-1, 8:-8]
+        part.fill_(torch.nan)
+        return whole, part
+
+    (whole_y, y), (whole_preact, preact) = within(hidden), within(2 * hidden)
+    sums = torch.full((5, 2, hidden), torch.nan)
+    sums[-1] = 7.0
+    bias = (halves.value_bias, halves.gate_bias)
+    outputs = (preact[:, :hidden], preact[:, hidden:])
+    if epilogue == "preact":
+        run("preact", x, halves.value, halves.gate, hidden, STACKED, 2, "mixed", y=y, outputs=outputs, bias=bias)
+    elif epilogue == "gradient":
+        run(
+            "gradient", x, halves.value, halves.gate, hidden, STACKED, 2, "mixed", inputs=(dy, None), outputs=outputs,
+            bias=bias, sums=sums[:4],
+        )  # fmt: skip
+    else:
+        run(
+            "down", x, halves.value.mT.contiguous(), None, hidden, STACKED, 2, "mixed", y=y, inputs=(dy, dy.flip(0)),
+            outputs=outputs, sums=sums[:4],
+        )  # fmt: skip
+    assert bool((sums[-1] == 7.0).all())
+    for whole, part, written in ((whole_y, y, epilogue != "gradient"), (whole_preact, preact, True)):
+        assert not written or not part.isnan().any()
+        part.fill_(7.0)
+        assert bool((whole == 7.0).all())
+
+
+SPECIALS = [0.0, -0.0, 1.0, -1.0, 30.0, -30.0, 1e5, -1e5, 1e10, -1e10, 1e20, -1e20, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # whichever flag is set
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_infinities_and_nan_are_those_of_eager(activation: str) -> None:
+    """Of values, gates and gradients, one a column: y by a weight of zeros and a bias, the gradient from memory."""
+    spec = Spec(activation, "stacked")
+    triples = [(u, g, dy) for u in (1.0, 0.0, -2.0, 1e20, torch.inf, torch.nan) for g in SPECIALS for dy in (1.0, 0.0, torch.inf)]  # fmt: skip
+    triples += [(1.0, 1.0, 1.0)] * (-len(triples) % 8)
+    u, g, dy = (torch.tensor(column).bfloat16()[None] for column in zip(*triples, strict=True))
+    hidden = u.shape[1]
+    x, weight = torch.zeros(1, 8).bfloat16(), torch.zeros(2 * hidden, 8).bfloat16()
+    halves = Halves.of(spec, weight, None, torch.cat((u[0], g[0])))
+    y, preact = torch.zeros_like(u), torch.cat((u, g), 1)
+    run(
+        "y", x, halves.value, halves.gate, hidden, spec, 1, "early", y=y, bias=(halves.value_bias, halves.gate_bias)
+    )  # fmt: skip
+    value, gate = (t.float().requires_grad_() for t in (u, g))
+    with torch.backends.mkldnn.flags(enabled=False):  # its GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not
+        usual = value * EAGER[activation](gate)
+        expected = torch.autograd.grad(usual, (value, gate), dy.float())
+    torch.testing.assert_close(y, usual.detach().bfloat16(), equal_nan=True)
+    dpreact = torch.zeros_like(preact)
+    config = _gluon.choose_gate(1, hidden, 132, sums=False)
+    grid, arguments = _gluon.gate_arguments(
+        dy, split_preact(preact, spec), split_preact(dpreact, spec), config, activation, None
+    )
+    gluon_machine.launch("gate_gradient_kernel", grid, arguments)
+    torch.testing.assert_close(dpreact, torch.cat(expected, 1).bfloat16(), equal_nan=True, rtol=2e-2, atol=1e-5)
 
 
 def test_a_bias_of_infinity_makes_no_sums_beyond_the_last_row() -> None:
