@@ -50,7 +50,7 @@ def flags() -> tuple[str, ...]:
     root = Path(torch.__file__).parent
     include = root / "include"
     return (
-        "-std=c++20", "-O2", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
+        "-std=c++20", "-O2", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,nodelete",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f'-DTORCH="{torch.__version__} {torch.version.git_version}"', f'-DPYTHON="{sysconfig.get_config_var("SOABI")}"',
         # not this project's code: its warnings are nobody's here
