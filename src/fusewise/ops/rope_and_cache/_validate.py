@@ -5,7 +5,7 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..rope._op import transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import layout_dims
-from ..rope._validate import MAX_HEAD_DIM, dtype_of, fail, shape_of
+from ..rope._validate import DEFAULTS, MAX_HEAD_DIM, dtype_of, fail, shape_of
 from ..rope._validate import _check_index_tensor as check_index_tensor
 from ..rope._validate import validated as validated_rotation
 from ._op import choice
@@ -22,6 +22,25 @@ from ._problem import CACHE_LAYOUTS
 
 OP = "rope_and_cache_"
 MOST_SLOTS = 2**31 - 1
+# The arguments that may be tensors: those of the operation, then those of rope.
+NAMES = ("q", "k", "v", "key_cache", "value_cache", "slot_mapping", "block_table", *tuple(DEFAULTS)[:8])
+
+
+@dataclass
+class _Passed:
+    """What passed all checks but those of addresses, and stays so for tensors of the same kind.
+
+    `extents` are the bytes from the first to the end of the last element of every tensor of the call, `apart` the tensors,
+    by number, that share no memory at a distance, although one begins between the ends of the other: q, k and v that are
+    views of one tensor.
+    """
+
+    extents: list[int]
+    apart: set[tuple[int, int, int]]
+
+
+_PASSED: dict[tuple[Any, ...], _Passed] = {}
+_PASSED_MAX = 4096
 
 
 def validated(
@@ -38,28 +57,61 @@ def validated(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Check a call, of which `options` are rope's in the order of its DEFAULTS; returns the arguments of the operators:
     q, k and v with heads, the caches with slots before heads, slots, block_table; and those in common with rope."""
-    impl = options[-1]
-    for name, x in (("q", q), ("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
-        if not isinstance(x, Tensor):
-            fail(OP, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
-    key_cache, value_cache = _caches(key_cache, value_cache, cache_layout)
+    given = (q, k, v, key_cache, value_cache, slots, block_table, *options[:8])
+    key, passed = None, None
+    if not torch.compiler.is_compiling():
+        try:
+            key = (
+                *[
+                    (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) if isinstance(x, Tensor) else x
+                    for x in given[:13]
+                ],
+                *[
+                    (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if i == 0 else x
+                    for i, x in enumerate(given[13:])
+                ],
+                cache_layout, write_k, type(write_k), *options[8:], *map(type, options[8:]),
+                torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            )  # fmt: skip
+            passed = _PASSED.get(key)
+        except (TypeError, RuntimeError):
+            key = None  # something has no strides or cannot be hashed: the checks name it
+    if passed is None:
+        _check_kinds(q, k, v, key_cache, value_cache, cache_layout)
+    if cache_layout == "hnd":
+        key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     layout = options[11]
     if layout == "thd":
         q, k = (_heads(name, x, key_cache, "key_cache") for name, x in (("q", q), ("k", k)))
         v = _heads("v", v, value_cache, "value_cache")
     *call, _ = validated_rotation(OP, q, k, (*options[:-1], "auto"))
-    _check_values(k, v, layout)
-    _check_caches(k, v, key_cache, value_cache, layout)
-    _check_places(q, key_cache, slots, block_table, layout, options)
-    if not isinstance(write_k, bool):
-        fail(OP, "write_k", "be a bool", repr(write_k), "pass True to rotate k in place, too", TypeError)
-    _check_impl(q, impl)
-    _check_written(q, k, v, key_cache, value_cache, write_k)
-    return (q, k, v, key_cache, value_cache, slots, block_table), (*call, impl)
+    if passed is None:
+        _check_values(k, v, layout)
+        _check_caches(k, v, key_cache, value_cache, layout)
+        _check_places(q, key_cache, slots, block_table, layout, options)
+        if not isinstance(write_k, bool):
+            fail(OP, "write_k", "be a bool", repr(write_k), "pass True to rotate k in place, too", TypeError)
+        _check_impl(q, options[-1])
+        _check_writable({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, write_k)
+        passed = _Passed([_extent(x) if isinstance(x, Tensor) else 0 for x in given], set())
+        if key is not None:
+            if len(_PASSED) >= _PASSED_MAX:
+                _PASSED.clear()
+            _PASSED[key] = passed
+    if transforms_active():
+        fix = "call it outside, or use rope and write k and v yourself"
+        fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
+    # The compiler's memory is its own, and a fake tensor has none.
+    if not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor):
+        _check_apart(given, passed, {0, 1, 3, 4} if write_k else {0, 3, 4})
+    return (q, k, v, key_cache, value_cache, slots, block_table), (*call, options[-1])
 
 
-def _caches(key_cache: Tensor, value_cache: Tensor, cache_layout: str) -> tuple[Tensor, Tensor]:
-    """The caches as (N, S, H, D)."""
+def _check_kinds(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, cache_layout: Any) -> None:
+    """Tensors, and caches of four dimensions."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if not isinstance(x, Tensor):
+            fail(OP, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
     if cache_layout not in CACHE_LAYOUTS:
         fail(OP, "cache_layout", f"be one of {', '.join(CACHE_LAYOUTS)}", repr(cache_layout), "choose one of them")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -69,9 +121,6 @@ def _caches(key_cache: Tensor, value_cache: Tensor, cache_layout: str) -> tuple[
                 f"take {name} out of a combined cache by unbind or an index; a contiguous cache has a block a sequence"
             )
             fail(OP, name, f"have 4 dimensions, {form}", shape_of(cache), fix)
-    if cache_layout == "hnd":
-        return key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    return key_cache, value_cache
 
 
 def _heads(name: str, x: Tensor, cache: Tensor, cache_name: str) -> Tensor:
@@ -92,8 +141,7 @@ def _heads(name: str, x: Tensor, cache: Tensor, cache_name: str) -> Tensor:
             f"strides {x.stride()}",
             f"call {name}.contiguous()",
         )
-    with_heads: Tensor = x.unflatten(-1, (x.shape[-1] // width, width))
-    return with_heads
+    return x.view(x.shape[0], x.shape[1] // width, width)
 
 
 def _check_values(k: Tensor, v: Tensor, layout: str) -> None:
@@ -183,6 +231,11 @@ def _check_places(
             OP, "block_table", f"have shape ({sequences}, blocks), a row for every {each}", shape_of(block_table),
             "pass a slot_mapping, or cu_seqlens for packed sequences",
         )  # fmt: skip
+    if block_table.shape[1] * key_cache.shape[1] > MOST_SLOTS:
+        fail(
+            OP, "block_table", f"have at most {MOST_SLOTS} slots a sequence", block_table.shape[1] * key_cache.shape[1],
+            "cut it to the blocks in use",
+        )  # fmt: skip
 
 
 def _check_impl(q: Tensor, impl: Any) -> None:
@@ -197,60 +250,57 @@ def _check_impl(q: Tensor, impl: Any) -> None:
         fail(OP, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
 
 
-def _check_written(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, write_k: bool) -> None:
-    """No gradients, and what is written to is free to be and shares memory with nothing else of the call."""
-    named = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
+def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
+    """No gradients, and each tensor that is written to is free to be."""
     for name, x in named.items():
         if x.requires_grad and torch.is_grad_enabled():
             fix = "call it under torch.no_grad(), or use rope, which has a gradient, and write k and v yourself"
             fail(
                 OP,
                 name,
-                "not require grad: the write into a cache has no gradient",
+                "not require grad: a write into a cache has no gradient",
                 "requires_grad=True",
                 fix,
                 RuntimeError,
             )
-    if transforms_active():
-        fix = "call it outside, or use rope and write k and v yourself"
-        fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
-    if torch.compiler.is_compiling():
-        return  # memory is the compiler's
-    written = ["q", "k", "key_cache", "value_cache"] if write_k else ["q", "key_cache", "value_cache"]
-    for name in written:
-        x = named[name]
+        if torch.compiler.is_compiling() or name == "v" or (name == "k" and not write_k):
+            continue
         if x.is_inference() and not torch.is_inference_mode_enabled():
             fail(OP, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
-        if _folded(x.shape, x.stride()) and overlaps_itself(x):
+        if overlaps_itself(x):
             fail(
                 OP, name, "not have elements that share memory, being written to", f"strides {x.stride()}",
                 f"call {name}.contiguous()",
             )  # fmt: skip
-    for name in written:
-        for other, y in named.items():
-            if other in written[: written.index(name) + 1] or not _near(named[name], y):
+
+
+def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> None:
+    """What is written to shares memory with nothing else of the call. Ranges of addresses that do not meet say so at once."""
+    spans = [(x.data_ptr(), i) for i, x in enumerate(given) if isinstance(x, Tensor) and passed.extents[i]]
+    spans.sort()
+    open_spans: list[tuple[int, int]] = []
+    for start, i in spans:
+        open_spans = [span for span in open_spans if span[0] + passed.extents[span[1]] > start]
+        for before, j in open_spans:
+            if (i not in written and j not in written) or (i, j, start - before) in passed.apart:
                 continue
-            if overlaps(named[name], y):
-                fail(OP, other, f"not overlap {name}, which is written to", "shared memory", f"clone {other}")
+            if overlaps(given[i], given[j]):
+                one, other = (min(i, j), max(i, j)) if {i, j} <= written else (i, j) if i in written else (j, i)
+                fail(
+                    OP,
+                    NAMES[other],
+                    f"not overlap {NAMES[one]}, which is written to",
+                    "shared memory",
+                    f"clone {NAMES[other]}",
+                )
+            if len(passed.apart) >= _PASSED_MAX:
+                passed.apart.clear()
+            passed.apart.add((i, j, start - before))
+        open_spans.append((start, i))
 
 
-@functools.lru_cache(maxsize=4096)
-def _folded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices may address one element: not where strides nest from the inside out."""
-    reach = 1
-    for stride, n in sorted(zip(strides, shape, strict=True)):
-        if n > 1:
-            if stride < reach:
-                return True
-            reach = stride * n
-    return False
-
-
-def _near(x: Tensor, y: Tensor) -> bool:
-    """Whether the ranges of addresses of x and y meet."""
-    return x.data_ptr() < _end(y) and y.data_ptr() < _end(x)
-
-
-def _end(x: Tensor) -> int:
-    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr() + (elements * x.element_size() if x.numel() else 0)
+def _extent(x: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if x.numel() == 0:
+        return 0
+    return x.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))

@@ -70,7 +70,7 @@ def launch(
     )  # fmt: skip
     cache_plan = _PLANS.get(key)
     if cache_plan is None:
-        problem = CacheProblem.build(q, k, v, *caches, slots, block_table, *rotation, write_k)
+        problem = CacheProblem.build(q, k, v, key_cache, value_cache, slots, block_table, *rest)
         cache_plan = _native.plan(problem)
         if len(_PLANS) >= _PLANS_MAX:
             _PLANS.clear()

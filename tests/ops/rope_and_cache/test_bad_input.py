@@ -1,0 +1,172 @@
+"""Every mistake is one error of the project's form, raised before anything is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusewise
+
+from ..rope.support import assert_bits
+from .cases import CASES, Made, make
+
+Change = Callable[[Made], dict[str, Any]]
+
+
+def replaced(**kwargs: Any) -> Change:
+    return lambda made: kwargs
+
+
+def without(*names: str) -> Change:
+    return lambda made: dict.fromkeys(names)
+
+
+def tensor(name: str, change: Callable[[Tensor], Any]) -> Change:
+    def apply(made: Made) -> dict[str, Any]:
+        if name in made.kwargs:
+            return {name: change(made.kwargs[name])}
+        return {name: change(getattr(made, name))}
+
+    return apply
+
+
+def overlapping(name: str, other: str) -> Change:
+    """`name` as a view of the memory of `other`."""
+
+    def apply(made: Made) -> dict[str, Any]:
+        x, y = getattr(made, name, made.kwargs.get(name)), getattr(made, other)
+        flat = y.untyped_storage()
+        return {name: torch.empty(0, dtype=x.dtype).set_(flat, y.storage_offset(), x.shape)}
+
+    return apply
+
+
+# Of the case "hnd": q (5, 4, 16), k and v (5, 2, 16), caches (6, 2, 4, 16), slot_mapping (5,); what is wrong, and the error.
+MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
+    "q is no tensor": (replaced(q=1), TypeError, "q must be a torch.Tensor, got int; pass a tensor for q"),
+    "no k": (replaced(k=None), TypeError, "k must be a torch.Tensor, got NoneType"),
+    "no cache": (replaced(value_cache=None), TypeError, "value_cache must be a torch.Tensor, got NoneType"),
+    "cache layout": (replaced(cache_layout="dhn"), ValueError, "cache_layout must be one of nhd, hnd, got 'dhn'"),
+    "combined cache": (tensor("key_cache", lambda x: x[None]), ValueError, r"key_cache must have 4 dimensions, \(blocks, heads, block_size, D\), got \(1, 6, 2, 4, 16\); take key_cache out"),
+    "flat width": (tensor("q", lambda x: x.flatten(1)[:, :60]), ValueError, r"q must have heads as wide as those of key_cache, 16, in its 60 features, got \(5, 60\)"),
+    "flat stride": (tensor("v", lambda x: x.flatten(1).repeat_interleave(2, 1)[:, ::2]), ValueError, r"v must have a contiguous last dimension \(stride 1\), got strides \(64, 2\); call v.contiguous\(\)"),
+    "rope's own": (replaced(rotary_dim=3), ValueError, "rotary_dim must be even and from 2 to head_dim = 16, got 3"),
+    "k of other tokens": (tensor("k", lambda x: x[:4]), ValueError, "k must have as many tokens as q"),
+    "dtype of v": (tensor("v", Tensor.half), TypeError, r"v must have the dtype of k, float32, got float16; call v.to\(torch.float32\)"),
+    "device of v": (tensor("v", lambda x: x.to("meta")), ValueError, "v must be on the device of k, cpu, got meta"),
+    "sparse v": (tensor("v", Tensor.to_sparse), TypeError, "v must be a strided tensor, got torch.sparse_coo"),
+    "tokens of v": (tensor("v", lambda x: x[:4]), ValueError, r"v must have the tokens and heads of k in layout thd, \(5, 2\) and a width, got \(4, 2, 16\)"),
+    "width of v": (tensor("v", lambda x: x.new_zeros(5, 2, 513)), ValueError, "v must have a head_dim from 1 to 512, got 513"),
+    "stride of v": (tensor("v", lambda x: x.repeat_interleave(2, -1)[..., ::2]), ValueError, r"v must have a contiguous last dimension \(stride 1\), got strides"),
+    "dtype of a cache": (tensor("key_cache", Tensor.double), TypeError, "key_cache must have the dtype of k, float32, got float64; allocate key_cache in that dtype"),
+    "fp8 cache": (tensor("value_cache", lambda x: x.to(torch.float8_e4m3fn)), TypeError, "value_cache must have the dtype of v, float32, got float8_e4m3fn; quantised caches are not supported"),
+    "device of a cache": (tensor("key_cache", lambda x: x.to("meta")), ValueError, "key_cache must be on the device of k, cpu, got meta"),
+    "sparse cache": (tensor("key_cache", Tensor.to_sparse), TypeError, "key_cache must be a strided tensor, got torch.sparse_coo"),
+    "heads of a cache": (tensor("key_cache", lambda x: x[:, :1]), ValueError, "key_cache must have the heads of k, 2 of 16 features, got 1 of 16 features; say cache_layout="),
+    "layout of the caches": (replaced(cache_layout="nhd"), ValueError, "key_cache must have the heads of k, 2 of 16 features, got 4 of 16 features; say cache_layout="),
+    "stride of a cache": (tensor("value_cache", lambda x: x.repeat_interleave(2, -1)[..., ::2]), ValueError, r"value_cache must have a contiguous last dimension \(stride 1\), got strides"),
+    "unlike caches": (tensor("value_cache", lambda x: x[:5]), ValueError, r"value_cache must have the blocks and slots of key_cache, \(6, 4\), got \(5, 4\)"),
+    "slots no tensor": (replaced(slot_mapping=[1]), TypeError, "slot_mapping must be an int32 or int64 tensor, got list"),
+    "slots of floats": (tensor("slot_mapping", Tensor.float), TypeError, "slot_mapping must have dtype int32 or int64, got float32"),
+    "slots elsewhere": (tensor("slot_mapping", lambda x: x.to("meta")), ValueError, "slot_mapping must be on the device of q, cpu, got meta"),
+    "too many slots": (tensor("slot_mapping", lambda x: x.repeat(2)), ValueError, r"slot_mapping must have shape \(5,\), or fewer entries where tokens are padded, got \(10,\); pass a slot a token"),
+    "slots in two dimensions": (tensor("slot_mapping", lambda x: x[None]), ValueError, r"slot_mapping must have shape \(5,\), or fewer .* got \(1, 5\)"),
+    "slots and a table": (replaced(block_table=torch.zeros(5, 1, dtype=torch.int32)), ValueError, r"block_table must be None where there is a slot_mapping, got \(5, 1\); pass one of them"),
+    "sections without slots": (replaced(slot_mapping=None, sections=(4, 2, 2), positions=torch.zeros(3, 5, dtype=torch.int64)), ValueError, "slot_mapping must come with sections: axes have positions of their own, got None"),
+    "contiguous, too few blocks": (lambda made: {"slot_mapping": None, "key_cache": made.key_cache[:4], "value_cache": made.value_cache[:4]}, ValueError, "key_cache must have a block for every token, 5, without slot_mapping and block_table, got 4"),
+    "table of other rows": (replaced(slot_mapping=None, block_table=torch.zeros(4, 1, dtype=torch.int32)), ValueError, r"block_table must have shape \(5, blocks\), a row for every token, got \(4, 1\)"),
+    "table of sequences": (replaced(slot_mapping=None, cu_seqlens=torch.tensor([0, 2, 5]), block_table=torch.zeros(5, 1, dtype=torch.int32)), ValueError, r"block_table must have shape \(2, blocks\), a row for every sequence, got \(5, 1\)"),
+    "table in one dimension": (replaced(slot_mapping=None, block_table=torch.zeros(5, dtype=torch.int32)), ValueError, r"block_table must have shape \(5, blocks\), a row for every token, got \(5,\)"),
+    "table too long": (replaced(slot_mapping=None, block_table=torch.zeros(5, 1, dtype=torch.int32).expand(5, 2**29)), ValueError, "block_table must have at most 2147483647 slots a sequence, got 2147483648"),
+    "table of floats": (replaced(slot_mapping=None, block_table=torch.zeros(5, 1)), TypeError, "block_table must have dtype int32 or int64, got float32"),
+    "write_k": (replaced(write_k=1), TypeError, "write_k must be a bool, got 1; pass True to rotate k in place, too"),
+    "no such impl": (replaced(impl="fast"), ValueError, "impl must be auto or one of triton, cuda, reference, got 'fast'"),
+    "impl that cannot": (replaced(impl="cuda"), ValueError, "impl must be able to serve the tensors, got 'cuda': cuda runs on NVIDIA GPUs, not on device type cpu; use impl="),
+    "q requires grad": (tensor("q", lambda x: x.clone().requires_grad_()), RuntimeError, "q must not require grad: a write into a cache has no gradient, got requires_grad=True; call it under torch.no_grad"),
+    "v requires grad": (tensor("v", lambda x: x.clone().requires_grad_()), RuntimeError, "v must not require grad"),
+    "a cache requires grad": (tensor("key_cache", lambda x: x.clone().requires_grad_()), RuntimeError, "key_cache must not require grad"),
+    "folded q": (tensor("q", lambda x: x[:, :1].expand(5, 4, 16)), ValueError, r"q must not have elements that share memory, being written to, got strides \(64, 0, 1\)"),
+    "folded cache": (tensor("value_cache", lambda x: x[:1].expand(6, 2, 4, 16)), ValueError, "value_cache must not have elements that share memory"),
+    "k in q": (overlapping("k", "q"), ValueError, "k must not overlap q, which is written to, got shared memory; clone k"),
+    "v in k": (overlapping("v", "k"), ValueError, "v must not overlap k, which is written to"),
+    "v in the cache": (overlapping("v", "value_cache"), ValueError, "v must not overlap value_cache, which is written to"),
+    "one cache for both": (lambda made: {"value_cache": made.key_cache}, ValueError, "value_cache must not overlap key_cache, which is written to"),
+    "slots in the cache": (lambda made: {"slot_mapping": made.key_cache.view(torch.int32).flatten()[:5]}, ValueError, "slot_mapping must not overlap key_cache, which is written to"),
+    "table in q": (lambda made: {"cos_sin": made.q.view(20, 16)}, ValueError, "cos_sin must not overlap q, which is written to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_error_and_nothing_written(name: str) -> None:
+    change, error, message = MISTAKES[name]
+    made, _ = make(CASES["hnd"]).copy()
+    given = {"q": made.q, "k": made.k, "v": made.v, **made.arguments(), **change(made)}
+    before = [x.clone() for x in made.written()]
+    for _ in range(2):  # the second call must not pass for what the first was refused for
+        with pytest.raises(error, match=rf"^rope_and_cache_: {message}") as raised:
+            fusewise.rope_and_cache_(**given)
+        assert re.fullmatch(r"rope_and_cache_: .+ must .+, got .+; .+", str(raised.value))
+    for x, old in zip(made.written(), before, strict=True):
+        assert_bits(x, old)
+
+
+def test_slots_of_other_batches() -> None:
+    made = make(CASES["batched slots"])
+    arguments = {**made.arguments(), "slot_mapping": made.kwargs["slot_mapping"].flatten()}
+    with pytest.raises(ValueError, match=r"slot_mapping must have shape \(2, 5\), got \(10,\)"):
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **arguments)
+
+
+def test_what_was_right_once_is_looked_at_again() -> None:
+    """The checks are remembered by kind, not by address: memory that comes to be shared is found."""
+    made = make(CASES["hnd"])
+    buffer = torch.zeros(320)
+    k, v, shared = (buffer[first : first + 160].view(5, 2, 16) for first in (0, 160, 80))
+    fusewise.rope_and_cache_(made.q, k, v, **made.arguments())
+    with pytest.raises(ValueError, match="v must not overlap k, which is written to"):
+        fusewise.rope_and_cache_(made.q, k, shared, **made.arguments())
+    made.q.requires_grad_()
+    with pytest.raises(RuntimeError, match="q must not require grad"):
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+
+
+def test_no_grad_and_inference_mode_serve() -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        made = make(CASES["hnd"])
+        q, before = made.q.requires_grad_(), made.q.detach().clone()
+        with mode():
+            fusewise.rope_and_cache_(q, made.k, made.v, **made.arguments())
+        assert not torch.equal(q.detach(), before)
+
+
+def test_inference_tensors_stay_in_inference_mode() -> None:
+    with torch.inference_mode():
+        made = make(CASES["hnd"])
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+    with pytest.raises(RuntimeError, match="q must not be an inference tensor outside inference mode"):
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+
+
+def test_transforms_are_refused() -> None:
+    made = make(CASES["hnd"])
+    with pytest.raises(RuntimeError, match=r"must not be under a torch\.func transform or forward mode"):
+        torch.func.vmap(lambda q: fusewise.rope_and_cache_(q, made.k, made.v, **made.arguments()))(made.q[None])
+
+
+def test_versions_tell_of_the_write() -> None:
+    """What autograd saved of a tensor before is known to be gone."""
+    made = make(CASES["hnd"])
+    versions = [x._version for x in made.written()]
+    fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+    assert [x._version > version for x, version in zip(made.written(), versions, strict=True)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]

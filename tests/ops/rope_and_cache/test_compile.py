@@ -1,0 +1,127 @@
+"""The operators in PyTorch: schemas, fake tensors, torch.compile without recompiling and without copies of the caches."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch._functorch.config
+import torch._inductor.config
+import torch._inductor.utils
+from torch import Tensor
+
+import fusewise
+from fusewise.ops.rope._validate import DEFAULTS
+from fusewise.ops.rope_and_cache._validate import validated
+
+from .cases import CASES, Made, check, make
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name", ["vllm", "flashinfer-hnd", "keeps k", "block table", "contiguous packed", "slots of a part"]
+)
+def test_opcheck(name: str) -> None:
+    """Schema (what is said to be written, and nothing else), fake tensors and tracing of the operator behind a call."""
+    made = make(CASES[name])
+    arguments = made.arguments()
+    own = [arguments.pop(n, None) for n in ("key_cache", "value_cache", "slot_mapping", "block_table")]
+    layout, write_k = arguments.pop("cache_layout"), arguments.pop("write_k", True)
+    options = tuple({**DEFAULTS, **arguments, "impl": "reference"}.values())
+    tensors, call = validated(made.q, made.k, made.v, *own, layout, write_k, options)
+    operator = torch.ops.fusewise.rope_and_cache_ if write_k else torch.ops.fusewise.rope_and_cache_keep_k_
+    torch.library.opcheck(operator.default, (*tensors, *call))
+
+
+def step(
+    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, positions: Tensor, table: Tensor
+) -> Tensor:
+    """What a layer does: views of the packed projection, rotation and cache, then something with q and k."""
+    q, k, v = (qkv * 2).split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], dim=-1)
+    fusewise.rope_and_cache_(
+        q, k, v, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, positions=positions, cos_sin=table
+    )
+    return q.sum(-1) + k.sum(-1)
+
+
+def arguments_of(tokens: int) -> tuple[Tensor, ...]:
+    key_cache, value_cache = (torch.randn(8, 16, KV_HEADS, WIDTH) for _ in range(2))
+    return (
+        torch.randn(tokens, (HEADS + 2 * KV_HEADS) * WIDTH), key_cache, value_cache, torch.randperm(128)[:tokens] - 1,
+        torch.arange(tokens), torch.randn(64, WIDTH),
+    )  # fmt: skip
+
+
+def copy_of(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.clone() for x in given)
+
+
+def test_fullgraph_without_recompiling_for_a_number_of_tokens() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for tokens in (5, 7, 33, 2, 60):
+        given = arguments_of(tokens)
+        expected, actual = copy_of(given), copy_of(given)
+        want, got = step(*expected), compiled(*actual)
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+        for x, y in zip(actual, expected, strict=True):
+            assert torch.allclose(x, y, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(actual[1], given[1]) and not torch.equal(actual[2], given[2])
+    assert counter.frame_count <= 2, "one graph for the first number of tokens, one for all others"
+
+
+def in_pages(qkv: Tensor, caches: Tensor, *rest: Tensor) -> Tensor:
+    """The same with FlashInfer's combined cache, taken apart in the graph."""
+    return step(qkv, *caches.unbind(1), *rest)
+
+
+@pytest.mark.parametrize("combined", [False, True], ids=["two caches", "a combined cache"])
+def test_compiled_code_copies_no_cache(combined: bool) -> None:
+    """The code that Inductor makes writes into the caches themselves: nothing as large as one is made."""
+    qkv, key_cache, value_cache, *rest = arguments_of(6)
+    caches = (torch.stack((key_cache, value_cache), 1),) if combined else (key_cache, value_cache)
+    compiled = torch.compile(in_pages if combined else step, fullgraph=True)
+    # Code that was kept for inputs that share memory is taken for others, too, and copies.
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        _, (text,) = torch._inductor.utils.run_and_get_code(compiled, qkv, *caches, *rest)
+    assert "rope_and_cache_.default" in text
+    made = [ast.literal_eval(shape) for shape in re.findall(r"empty_strided_cpu\((\([^()]*\))", text)]
+    assert made, "the rotated q and k are made here"
+    assert max(math.prod(shape) for shape in made) < key_cache.numel(), made
+
+
+@pytest.mark.parametrize("name", ["vllm", "keeps k", "hnd", "flat", "block table", "contiguous", "block table packed"])
+def test_compiled_matches_the_oracle(name: str) -> None:
+    before, old = make(CASES[name]).copy()
+    after, new = before.copy()
+
+    def call(made: Made) -> None:
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+
+    torch.compile(call, fullgraph=True, backend="aot_eager")(after)
+    check(before, after, (old, new), CASES[name].options.get("write_k", True))
+
+
+def test_gradients_are_refused_when_traced() -> None:
+    given = arguments_of(3)
+    given[0].requires_grad_()
+    with pytest.raises(Exception, match="must not require grad: a write into a cache has no gradient"):
+        torch.compile(step, fullgraph=True, backend="eager")(*given)
+
+
+def test_the_dispatch_is_explained() -> None:
+    made = make(CASES["vllm"])
+    told = fusewise.explain_dispatch(fusewise.rope_and_cache_, made.q, made.k, made.v, **made.arguments())
+    assert (told.op, told.impl) == ("rope_and_cache_", "reference")
+    assert told.passed_over["cuda"] == "cuda runs on NVIDIA GPUs, not on device type cpu"
+    assert "triton" in told.passed_over
