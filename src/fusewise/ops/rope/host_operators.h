@@ -103,10 +103,11 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
   Read read;
   const bool readable = enabled && read.read(a);
   const Remembered entry = readable ? cache.find(read.key) : nullptr;
-  if (entry == nullptr || !entry->native) {
+  if (!readable || (entry != nullptr && !entry->native))
+    return op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
+  if (entry == nullptr) {
     const std::vector<IValue> arguments(a, a + Read::COUNT);
     op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
-    if (!readable || entry != nullptr) return;
     Tensor ys[2];
     for (int o = 0; o < N; ++o)
       ys[o] = FORM == NEW ? torch::jit::peek(*stack, o, N).toTensor() : arguments[FORM == GIVEN ? N + COMMON + o : o].toTensor();
