@@ -22,6 +22,16 @@ from ..rope.support import INTERPRETER, Case, Place, assert_within_budget, make
 TRANSPOSED = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved": "interleaved_to_half"}
 
 
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter as a device of two multiprocessors: a fourth of the programs, with more rows and more than one tile
+    each."""
+    if INTERPRETER:
+        from fusewise.ops.qk_norm_rope import _triton
+
+        monkeypatch.setattr(_triton, "_processors", lambda x: 2)
+
+
 def places() -> list[Any]:
     """Every implementation on every device it serves; on a CPU, Triton is the interpreter."""
     found = []

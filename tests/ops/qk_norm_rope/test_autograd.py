@@ -14,6 +14,9 @@ import fusewise
 
 from ..rope.support import Case, Operators, Place, make_table
 from .support import NormCase, build, places
+from .support import small_device as small_device
+
+pytestmark = pytest.mark.usefixtures("small_device")
 
 FREQ = make_table("inv_freq", 8, 2, torch.float64)["inv_freq"]
 

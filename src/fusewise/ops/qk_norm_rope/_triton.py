@@ -37,12 +37,12 @@ _OF_ROPE = (
 @dataclass(frozen=True)
 class Config:
     """How a kernel is cut: a tile for each tensor, the warps of a program, and for backward how many programs a
-    multiprocessor gets and how many tiles ahead they load."""
+    multiprocessor gets and how many tiles they have under way, loads of the next beside arithmetic of the last."""
 
     tiles: tuple[rope.Tile, ...]
     num_warps: int
-    programs: int = 0
-    stages: int = 1
+    programs: int
+    stages: int
 
 
 def choose(problem: Problem, norm: Norm, backward: bool, processors: int) -> Config:
@@ -52,16 +52,19 @@ def choose(problem: Problem, norm: Norm, backward: bool, processors: int) -> Con
     itemsize = problem.operands[0].x.element_size()
     head = triton.next_power_of_2(max(operand.head_dim for operand in problem.operands))
     lanes = triton.cdiv(head * itemsize, 32)  # threads of a head, each with 16 bytes of both halves
-    programs = 8 * processors if backward else 4 * processors
     if norm.over == "head":
-        tiles = rope.choose_tiles(tokens, heads, lanes, programs // 4)
-        return Config(tuple(tiles), rope.NUM_WARPS, 8)
-    # All heads of a token: 64 bytes a thread or less of the widest tensor, and as many tokens of the other.
+        # Backward as many programs as have the registers at a time, 96 a thread in 16 bits.
+        programs = 5 if itemsize == 2 else 8
+        tiles = rope.choose_tiles(tokens, heads, lanes, 2 * processors if backward else processors)
+        return Config(tuple(tiles), rope.NUM_WARPS, programs, 2)
+    # All heads of a token: 64 bytes of the widest tensor a thread, backward 32 since it keeps sums for the weights; of the
+    # other tensor as many tokens.
     blocks = [triton.next_power_of_2(max(count, 1)) for count in heads]
-    threads = max(blocks) * lanes
-    num_warps = min(max(threads // 64, 4), 16)
-    rows = max(num_warps * 32 * 2 // lanes, max(blocks))
-    return Config(tuple(rope.Tile(max(rows // block, 1), block) for block in blocks), num_warps, 4)
+    num_warps = min(max(max(blocks) * lanes // (32 if backward else 64), 4), 16)
+    rows = max(num_warps * (32 if backward else 64) // lanes, max(blocks))
+    return Config(
+        tuple(rope.Tile(max(rows // block, 1), block) for block in blocks), num_warps, max(24 // num_warps, 1), 2
+    )
 
 
 def arguments(
