@@ -68,6 +68,9 @@ def test_predictions_for_each_form_in_units_of_one_output() -> None:
     ]
     gradients = found.gradient_bytes("bf16")
     assert train == [3072 * mib, 2560 * mib, 1536 * mib + gradients, 1024 * mib + gradients]
+    small = case("memory-n1024-d1024")  # of which the recomputed gradient is made at once
+    recomputed = small.predicted_bytes("fwd+bwd", "bf16", "fused-recompute")
+    assert recomputed == small.predicted_bytes("fwd+bwd", "bf16", "fused") == 24 * mib + small.gradient_bytes("bf16")
 
 
 def test_on_a_cpu_a_chunk_of_the_gate_comes_on_top() -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._autograd import SLICED_BYTES
 from ._chunks import scratch_bytes
 from ._problem import Activation
 
@@ -91,9 +92,9 @@ class GatedCase:
         With h = M·F elements and y (h) alive throughout: "eager" makes 2h for the product, h for the activated gate and
         h for y, and its backward another 2h beside them. "two-kernels" is a product and a fused gate (torch.compile): 2h
         and y, and a gradient of another 2h. "fused" makes y alone; with gradients it keeps 2h, and their gradient takes
-        that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time. Last come dx, dW
-        and db, made from what is left of it: 2h for all but the last form, h there. "chunked" and "chunked-recompute" are
-        the same on a CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations.
+        that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time where they are
+        large. Last come dx, dW and db, made from what is left of it. "chunked" and "chunked-recompute" are the same on a
+        CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations.
         """
         itemsize = DTYPES[dtype].itemsize
         h = self.rows * self.hidden * itemsize
@@ -102,8 +103,9 @@ class GatedCase:
         forward = {"eager": 4 * h, "two-kernels": 3 * h}.get(form, h + chunk)
         if direction == "fwd":
             return forward
-        backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, 2 * h if recompute else 3 * h)
-        last = (2 if recompute else 3) * h + self.gradient_bytes(dtype)
+        kept = h if recompute and 2 * h >= SLICED_BYTES else 2 * h
+        backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
+        last = h + kept + self.gradient_bytes(dtype)
         return max(forward if recompute else backward, backward, last)
 
     @property
