@@ -44,6 +44,8 @@ def run(name: str, place: Place) -> tuple[Made, Made, Any]:
 @every_place
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, place: Place) -> None:
+    if name.startswith("several heads a thread") and str(place) == "triton-interpreter":
+        pytest.skip("a path of the CUDA kernel, which takes the interpreter of Triton 20 s")
     before, after, storages = run(name, place)
     check(before, after, storages, CASES[name].options.get("write_k", True))
 
