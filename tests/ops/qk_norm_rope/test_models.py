@@ -20,6 +20,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen3": ("Qwen3RMSNorm", False, {}),
     "qwen3_moe": ("Qwen3MoeRMSNorm", False, {}),
     "gemma3": ("Gemma3RMSNorm", False, {"weight_offset": 1.0}),
+    "qwen3_next": ("Qwen3NextRMSNorm", False, {"weight_offset": 1.0, "rotary_dim": D // 4}),
     "olmo2": ("Olmo2RMSNorm", True, {"norm": "all"}),
     "olmoe": ("OlmoeRMSNorm", True, {"norm": "all"}),
 }
@@ -34,8 +35,9 @@ def test_the_model_is_served(name: str) -> None:
     norms = [getattr(module, norm_name)(width, eps=1e-5) for width in ((H * D, KV * D) if whole else (D, D))]
     for norm in norms:
         torch.nn.init.normal_(norm.weight, 1.0, 0.3)
-    angles = torch.outer(torch.arange(T, dtype=torch.float64), 10000.0 ** -(torch.arange(0, D, 2) / D)).float()
-    cos, sin = (torch.cat((x, x), -1).expand(B, T, D) for x in (angles.cos(), angles.sin()))
+    width = options.get("rotary_dim", D)
+    angles = torch.outer(torch.arange(T, dtype=torch.float64), 10000.0 ** -(torch.arange(0, width, 2) / width)).float()
+    cos, sin = (torch.cat((x, x), -1).expand(B, T, width) for x in (angles.cos(), angles.sin()))
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, D)).transpose(1, 2)  # as attention takes it: (B, H, T, D)
