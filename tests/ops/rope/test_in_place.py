@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fusewise
 from fusewise.ops.rope._overlap import overlaps, overlaps_itself
@@ -273,6 +274,18 @@ def test_memory_that_two_storages_share_is_seen() -> None:
     sin = torch.zeros(8, 8)
     fusewise.rope_(q.clone(), cos=cos, sin=sin)
     refused(ValueError, "q must not overlap cos", q, lambda: fusewise.rope_(q, cos=cos, sin=sin))
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_tensors_without_memory_overlap_by_storage(fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.device("meta"):
+        x = torch.empty(2, 4, 6, 16)
+        q, k, other = x[:, :, :3], x[:, :, 3:], torch.empty(2, 4, 3, 16)
+        assert overlaps(x, k) and overlaps(x[:, :, 3:5], k)
+        assert not overlaps(q, k) and not overlaps(q, other) and not overlaps(other, q)
+        fusewise.rope_(q, k, inv_freq=torch.empty(8))
+        with pytest.raises(ValueError, match="k must not overlap q"):
+            fusewise.rope_(q, x[:, :, 2:], inv_freq=torch.empty(8))
 
 
 def test_neighbours_in_packed_memory_do_not_overlap() -> None:

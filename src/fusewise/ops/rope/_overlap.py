@@ -17,14 +17,15 @@ def overlaps(x: Tensor, y: Tensor) -> bool:
     """Whether x and y share memory; True as well if the search grows past its bound."""
     if x.numel() == 0 or y.numel() == 0:
         return False
-    if _has_no_memory(x):
-        if id(x.untyped_storage()) != id(y.untyped_storage()):
-            return False
-        distance = int(y.storage_offset()) * y.element_size() - int(x.storage_offset()) * x.element_size()
-    else:
-        distance = y.data_ptr() - x.data_ptr()
+    first, second = _address(x), _address(y)
+    if first and second:
+        distance = second - first
         if distance >= _extent(x) or -distance >= _extent(y):
             return False
+    else:
+        if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+            return False
+        distance = int(y.storage_offset()) * y.element_size() - int(x.storage_offset()) * x.element_size()
     # An element's bytes: a dimension of stride one byte, so that tensors of different dtypes can be compared, too.
     steps = [(x.element_size() * stride, n) for stride, n in zip(x.stride(), x.shape, strict=True)] + [
         (1, x.element_size())
@@ -56,8 +57,9 @@ def _extent(x: Tensor) -> int:
     return x.element_size() * (1 + sum([stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True)]))
 
 
-def _has_no_memory(x: Tensor) -> bool:
-    return isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta"
+def _address(x: Tensor) -> int:
+    """Where x begins; 0 for a tensor without memory of its own, fake, meta or around others as DTensor is."""
+    return 0 if isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta" else x.data_ptr()
 
 
 def _reaches(target: int, steps: list[tuple[int, int, int]]) -> bool:
