@@ -154,21 +154,36 @@ class RotaryEmbedding(nn.Module):
         inverse: bool = False,
     ) -> Any:
         """The rotated q, or (q, k) if there is a k. Arguments as in `fusewise.rope`."""
+        arguments = self.arguments(
+            q, positions, offset=offset, cu_seqlens=cu_seqlens, context_parallel=context_parallel
+        )
+        return rope(q, k, **arguments, inverse=inverse)
+
+    def arguments(
+        self,
+        q: Tensor,
+        positions: Tensor | None = None,
+        *,
+        offset: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: tuple[int, int] | None = None,
+    ) -> dict[str, Any]:
+        """The keyword arguments of `fusewise.rope` for a q: frequencies, or tables that reach far enough on its device."""
         given: dict[str, Any] = {
             "positions": positions,
             "offset": offset,
             "cu_seqlens": cu_seqlens,
             "context_parallel": context_parallel,
-            "inverse": inverse,
+            **self.options,
         }
         if self.table == "inv_freq":
-            return rope(q, k, inv_freq=self.inv_freq, scale=self.scaling, **given, **self.options)
+            return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
         rows = self.max_positions
         if positions is None and cu_seqlens is None and isinstance(offset, int):
             tokens = q.shape[{"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]]
             rows = offset + tokens * (1 if context_parallel is None else context_parallel[1])
         self.reserve(rows, q.device)
-        return rope(q, k, cos=self.cos, sin=self.sin, **given, **self.options)
+        return {"cos": self.cos, "sin": self.sin, **given}
 
     def reserve(self, length: int, device: torch.device | str | None = None) -> None:
         """Make the tables of "cos_sin" cover positions below `length` on `device` (None: that of the frequencies).

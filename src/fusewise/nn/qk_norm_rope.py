@@ -1,0 +1,79 @@
+"""QKNormRope: `fusewise.qk_norm_rope` with its weights kept in a module, and the rotation in a `RotaryEmbedding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.qk_norm_rope import qk_norm_rope
+from ..ops.qk_norm_rope._problem import OVERS, Over
+from .rope import RotaryEmbedding
+
+
+class QKNormRope(nn.Module):
+    """What an attention layer does to q and k before their product: RMSNorm with a weight each, then the rotation.
+
+    Args:
+        rotary: the rotation; one may serve all layers of a model. Its `impl` is not used.
+        heads: of q and k, (H, KV), for `norm="all"`, whose weights are one a feature of all heads.
+        eps, weight_offset, norm, impl: as in `fusewise.qk_norm_rope`.
+        device, dtype: of the parameters.
+
+    The parameters `q_weight` and `k_weight` are made such that weight + weight_offset is 1.
+
+    Example:
+        >>> attend = QKNormRope(RotaryEmbedding(64, base=1000000.0))
+        >>> q, k = attend(torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64))
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+
+    def __init__(
+        self,
+        rotary: RotaryEmbedding,
+        *,
+        heads: tuple[int, int] | None = None,
+        eps: float = 1e-6,
+        weight_offset: float = 0.0,
+        norm: Over = "head",
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if norm not in OVERS:
+            raise ValueError(f"QKNormRope: norm must be one of {', '.join(OVERS)}, got {norm!r}; choose one of them")
+        if (heads is None) != (norm == "head"):
+            wanted = "be None" if norm == "head" else "be (heads of q, heads of k)"
+            raise ValueError(
+                f'QKNormRope: heads must {wanted} for norm="{norm}", got {heads!r}; pass it for "all" alone'
+            )
+        self.rotary, self.eps, self.weight_offset, self.norm, self.impl = rotary, eps, weight_offset, norm, impl
+        for name, count in zip(("q_weight", "k_weight"), heads or (1, 1), strict=True):
+            ones = torch.full((count * rotary.head_dim,), 1.0 - weight_offset, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(ones))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor | None = None,
+        *,
+        offset: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: tuple[int, int] | None = None,
+    ) -> Any:
+        """(q, k) normalised and rotated. Arguments as in `fusewise.qk_norm_rope`."""
+        rotation = self.rotary.arguments(
+            q, positions, offset=offset, cu_seqlens=cu_seqlens, context_parallel=context_parallel
+        )
+        arguments = {**rotation, "impl": self.impl}
+        return qk_norm_rope(
+            q, k, self.q_weight, self.k_weight, eps=self.eps, weight_offset=self.weight_offset, norm=self.norm, **arguments
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps:g}, weight_offset={self.weight_offset:g}, norm={self.norm!r}"
