@@ -73,7 +73,8 @@ def rope_and_cache_(
     element of it from one of them; which is not defined. A position without a table row gives NaN, as in `rope`.
 
     Returns None. Not differentiable: an argument that requires grad is an error where gradients are recorded. Bitwise
-    deterministic but for slots that several tokens have. Works in CUDA graphs and under torch.compile.
+    deterministic but for slots that several tokens have. Works in CUDA graphs and under torch.compile, to which a combined
+    cache should be given whole: two views of it as inputs of a graph are copied.
 
     Raises:
         TypeError, ValueError, RuntimeError: `rope_and_cache_: <argument> must <contract>, got <value>; <one fix>`, before
