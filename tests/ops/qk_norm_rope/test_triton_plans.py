@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fusewise.ops.qk_norm_rope._problem import Norm
-from fusewise.ops.rope._problem import Spec
+from fusewise.ops.rope._problem import Problem, Spec
 
 from ..rope.support import Case, make_table
 from .support import INTERPRETER, NormCase, build
@@ -115,3 +118,25 @@ def test_what_is_not_aligned_goes_the_long_way(recorder: Recorder) -> None:
         )
     assert not _triton._PLANS
     assert len(recorder.calls) == 2
+
+
+@given(
+    tokens=st.integers(0, 20_000), heads=st.tuples(st.integers(1, 70), st.integers(1, 70)), over=st.sampled_from(["head", "all"]),
+    programs=st.integers(1, 16), processors=st.integers(1, 132),
+)  # fmt: skip
+def test_programs_share_the_tiles(
+    tokens: int, heads: tuple[int, int], over: str, programs: int, processors: int
+) -> None:
+    """All tiles, none twice, as many for each program but the last ones, and no more programs than there is room for."""
+    xs = tuple(torch.empty(1, tokens, count, 64, dtype=torch.bfloat16, device="meta") for count in heads)
+    angles = torch.empty(max(tokens, 1), 32, device="meta")
+    problem = Problem.build(xs, xs, angles, angles, None, None, None, 0, Spec())
+    config = replace(_triton.choose(problem, Norm(1e-6, 0.0, over), True, processors), programs=programs)
+    counts = _triton.split(problem, config, processors)
+    tiles = [-(-tokens // t.block_t) * -(-h // t.block_h) for t, h in zip(config.tiles, heads, strict=True)]
+    assert sum(counts) <= max(programs * processors, 2)
+    for count, of_tensor in zip(counts, tiles, strict=True):
+        assert (count == 0) == (of_tensor == 0)
+    each = max(1, *(-(-of_tensor // max(count, 1)) for count, of_tensor in zip(counts, tiles, strict=True)))
+    for count, of_tensor in zip(counts, tiles, strict=True):
+        assert count == -(-of_tensor // each)

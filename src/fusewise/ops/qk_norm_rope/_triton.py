@@ -63,7 +63,7 @@ def choose(problem: Problem, norm: Norm, backward: bool, processors: int) -> Con
     num_warps = min(max(max(blocks) * lanes // (32 if backward else 64), 4), 16)
     rows = max(num_warps * (32 if backward else 64) // lanes, max(blocks))
     return Config(
-        tuple(rope.Tile(max(rows // block, 1), block) for block in blocks), num_warps, max(24 // num_warps, 1), 2
+        tuple(rope.Tile(max(rows // block, 1), block) for block in blocks), num_warps, max(16 // num_warps, 1), 2
     )
 
 
@@ -135,14 +135,18 @@ def arguments(
 
 
 def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
-    """The programs of backward for each tensor: all with as many tiles, but for one, and no more than the device holds
-    several of at a time. Fixed by shapes and device, and so is the order in which dw is added up."""
+    """The programs of backward for each tensor, all with as many tiles but for the last of each, and together no more than
+    the device holds at a time: one more would be a second round. Fixed by shapes and device, and so is the order in which
+    dw is added up."""
     tokens = problem.batch * problem.tokens
     counts = [
         triton.cdiv(tokens, tile.block_t) * triton.cdiv(operand.heads, tile.block_h)
         for tile, operand in zip(config.tiles, problem.operands, strict=True)
     ]
-    each = max(triton.cdiv(sum(counts), config.programs * processors), 1)
+    most = max(config.programs * processors, len(counts))
+    each = max(triton.cdiv(sum(counts), most), 1)
+    while sum(triton.cdiv(count, each) for count in counts) > most:
+        each += 1
     return tuple(triton.cdiv(count, each) for count in counts)
 
 
