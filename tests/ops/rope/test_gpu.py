@@ -306,6 +306,16 @@ def test_many_heads_a_thread(head_dim: int, rotary_dim: int, start: int, pairing
 
 
 @impls
+def test_the_widest_heads_where_nothing_is_aligned(impl: str) -> None:
+    """A head of 512 features that begins at an odd element is read a pair at a time: 256 of them."""
+    x = torch.randn(2 * 3 * 512 + 1, device="cuda")[1:].view(1, 2, 3, 512)
+    table = make_table("half", 256, 1, torch.float32)
+    kwargs = {name: value.cuda() for name, value in table.items()}
+    y = fusewise.rope(x, **kwargs, impl=impl)
+    torch.testing.assert_close(y, fusewise.rope(x, **kwargs, impl="reference"), rtol=1e-6, atol=1e-6)
+
+
+@impls
 @pytest.mark.parametrize("pairing", ["interleaved", "interleaved_to_half", "half_to_interleaved"])
 def test_reordering_in_place_reads_before_it_writes(pairing: str, impl: str) -> None:
     """Elements of a pair that move within a head: many programs and threads at once, against out of place."""

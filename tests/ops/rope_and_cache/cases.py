@@ -303,6 +303,7 @@ CASES: dict[str, Case] = {
         Case(name="several heads a thread, frequencies", **LARGE, table="inv_freq", cache="flashinfer hnd"),
         Case(name="several heads a thread, partial", **{**LARGE, "head_dim": 24}, rotary_dim=16, pairing="interleaved_to_half"),
         Case(name="head of 80", head_dim=80, tokens=3, heads=6, dtype="bf16", slots=(3, 9, -1)),
+        Case(name="widest heads", head_dim=512, tokens=3, heads=2, memory="misaligned", slots=(3, 9, -1)),
         Case(name="head of 2", head_dim=2, tokens=3, slots=(3, 9, -1)),
         Case(name="llama", heads=32, kv_heads=8, head_dim=128, dtype="bf16", cache="vllm", slots=(3, 9, -1, 23, 0)),
         Case(name="fp64", dtype="fp64", slots=(3, 9, -1, 23, 0)),

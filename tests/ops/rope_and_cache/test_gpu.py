@@ -51,11 +51,12 @@ def assert_same(made: Made, expected: Made) -> None:
 
 
 @impls
+@pytest.mark.parametrize("pairing", ["half", "interleaved", "interleaved_to_half"])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000, 8192])
-def test_many_tokens(tokens: int, impl: str) -> None:
+def test_many_tokens(tokens: int, pairing: str, impl: str) -> None:
     """Against the reference, at every way to divide the work."""
     require(impl)
-    made = llama(tokens, 16384)
+    made = llama(tokens, 16384, pairing=pairing)
     expected, _ = made.copy()
     call(made, impl)
     call(expected, "reference")
