@@ -88,12 +88,12 @@ FAILING = """
     import fusewise
     from fusewise.ops.rope import _op
 
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 2, 16, device="cuda")
     # A machine that has a GPU, as far as the choice of an implementation looks.
     torch.cuda.device_count = lambda: 1
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    with FakeTensorMode():
-        q = torch.empty(1, 4, 2, 16, device="cuda")
     told = fusewise.explain_dispatch(fusewise.rope, q)
     for _ in range(2):
         try:
