@@ -166,6 +166,31 @@ def test_transforms() -> None:
     torch.testing.assert_close(mapped, torch.stack((f(*tensors), f(2 * tensors[0], *tensors[1:]))))
 
 
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_batches_of_gradients(norm: str) -> None:
+    """Many at once, as torch.autograd.functional.jacobian asks for them, are the gradients one by one."""
+    tensors = leaves(norm)
+    ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm)
+    batches = [torch.randn(3, *y.shape, dtype=y.dtype) for y in ys]
+    together = torch.autograd.grad(ys, tensors, batches, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(ys, tensors, [batch[i] for batch in batches], retain_graph=True)
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_compiled_transform() -> None:
+    tensors = tuple(x.detach() for x in leaves("all"))
+
+    def f(*tensors: Tensor) -> Tensor:
+        y, z = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm="all")
+        return y.pow(3).sum() + z.sum()
+
+    compiled = torch.compile(grad(f, argnums=(0, 2)), fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(*tensors), grad(f, argnums=(0, 2))(*tensors), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_autocast_changes_nothing() -> None:
     """Tensors are taken as they come: 16-bit q and k beside float32 weights."""
     made = build(NormCase(Case(name="autocast", dtype="bf16")))

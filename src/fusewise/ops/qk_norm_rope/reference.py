@@ -46,9 +46,9 @@ def gradients(
         dx = r * (g - x_hat * (g * x_hat).mean(_dims(layout, norm), keepdim=True))
         dxs.append(dx.to(x.dtype))
         if weight is not None:
-            rows = (dz * x_hat).movedim(layout_dims(layout)[2], -2)  # (..., H, D)
-            rows = rows.flatten(-2) if norm.over == "all" else rows
-            dweights.append(rows.flatten(0, -2).sum(0).to(weight.dtype))
+            kept = (x.dim() - 1,) if norm.over == "head" else (layout_dims(layout)[2], x.dim() - 1)
+            summed = (dz * x_hat).sum([dim for dim in range(x.dim()) if dim not in kept])
+            dweights.append(summed.reshape(weight.shape).to(weight.dtype))
     return dxs, dweights
 
 
