@@ -18,15 +18,16 @@ def program_of(p):
 
 
 def test_targets_are_found_by_name_and_by_a_preset():
-    assert targets.names()[:3] == ["rope", "geglu", "gelu"]
+    assert targets.names()[:5] == ["rope", "geglu", "gelu", "qk_norm_rope", "rope_and_cache"]
     target, preset = targets.resolve("geglu-memory")
     assert (target.name, preset) == ("geglu", "geglu-memory")
     assert targets.resolve("gelu")[1] is None
     with pytest.raises(ValueError, match=r"target must be one of rope, geglu, gelu.*, got 'tango'"):
         targets.find("tango")
+    assert targets.resolve("cache-serving")[0].name == "rope_and_cache"
 
 
-@pytest.mark.parametrize("name", ["rope", "geglu", "gelu"])
+@pytest.mark.parametrize("name", list(targets.BUILT_IN))
 def test_every_case_of_a_target_has_bytes_and_a_name_of_its_own(name):
     target = targets.find(name)
     assert target.default_preset in target.presets()

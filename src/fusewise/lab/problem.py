@@ -83,6 +83,9 @@ class Exportable(nn.Module):
 class Problem:
     """Tensors, the mathematics on them, and the bytes and flops it needs at least."""
 
+    #: The operation is there to overwrite some of its tensors, whoever runs it.
+    overwrites = False
+
     def __init__(self, task: Task) -> None:
         self.task = task
         self.device = torch.device(task.device)
@@ -160,6 +163,10 @@ class Problem:
         """The same problem for a ledger of its traffic: tables that are read through an index hold the rows in use and no
         others, since compilers' kernels do not tell how much of a table they read."""
         return self
+
+    def untouched(self) -> tuple[int, int]:
+        """Bytes of what the operation overwrites that a kernel in place need not read, and need not write."""
+        return 0, 0
 
     def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
         """The bare matrix products that the pass needs at least, each two matrices; none for most problems."""

@@ -145,6 +145,6 @@ def check(problem: Problem, run: Run) -> Verdict:
             + (f", eager's counting as {LOOSEST} at most" if max(eager.max, eager.rms) > LOOSEST else "")
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
-    elif changed and not run.in_place:
+    elif changed and not (run.in_place or problem.overwrites):
         reason = "it overwrote its inputs and does not say so"
     return Verdict(measured, eager, reason)

@@ -92,6 +92,8 @@ class Operators(TorchDispatchMode):
             read_bytes -= max(0, self._bytes(inputs[:1]) - written_bytes)
         if name in ("index_put_", "scatter_", "scatter") and len(inputs) > 1:
             written_bytes = min(written_bytes, self._bytes(inputs[-1:]))
+            if mutated:  # what no index names stays where it is
+                read_bytes -= self._bytes(mutated)
         note = ", ".join(map(brief, inputs)) + " → " + ", ".join(map(brief, outputs))
         return ledger.Kernel(name=str(func), read=read_bytes, written=written_bytes, note=note)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import re
 import subprocess
 import tempfile
@@ -27,7 +28,9 @@ from ..problem import Problem
 from . import aten, disassembly, passes, pytorch, triton_kernels
 from .stage import Stage, short
 
-FOLDERS = {"rope": "rope", "geglu": "gated_linear"}
+FOLDERS = {
+    "rope": "rope", "geglu": "gated_linear", "qk_norm_rope": "qk_norm_rope", "rope_and_cache": "rope_and_cache",
+}  # fmt: skip
 #: How native code calls a type in the names of its functions.
 _KINDS = {"fp32": "float", "bf16": "Bf16", "fp16": "Fp16"}
 
@@ -68,22 +71,22 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
 
 
 def _in_place(problem: Problem, kernel: Kernel) -> Kernel:
-    """The kernel that overwrites all of a RoPE problem's tensors, without the features that pass through: in place it
-    neither reads nor writes them."""
-    sizes = [(x.numel() * x.element_size(), x.shape[-1]) for x in problem.inputs.operands]  # type: ignore[attr-defined]
-    rotated = problem.case.rotated  # type: ignore[attr-defined]
-    if kernel.written != sum(size for size, _ in sizes):
+    """The kernel that overwrites all that a problem's outputs are, without what it need not touch in place, such as the
+    features that pass through a rotation."""
+    outputs = sum(math.prod(shape) for shape in problem.output_shapes()) * problem.dtype.itemsize
+    if kernel.written != outputs:
         return kernel
-    passing = sum(size * (width - rotated) // width for size, width in sizes)
-    return replace(kernel, read=kernel.read - passing, written=kernel.written - passing)
+    read, written = problem.untouched()
+    return replace(kernel, read=kernel.read - read, written=kernel.written - written)
 
 
 def used(problem: Problem) -> Mapping[int, int]:
     """Address of a tensor -> the bytes of it that a call can need at most, where that is not all of it: of RoPE's table
     the rows of the positions that occur."""
-    if problem.op != "rope":
+    if problem.op == "geglu":
         return {}
     inputs, case = problem.inputs, problem.case  # type: ignore[attr-defined]
+    case = getattr(case, "rope", case)
     rows = case.seqlen if inputs.positions is None else min(case.rows, case.batch * case.seqlen)
     tables = [x for x in inputs.kwargs.values() if isinstance(x, Tensor) and x.shape[:1] == inputs.cos.shape[:1]]
     return {x.data_ptr(): rows * x.stride(0) * x.element_size() for x in tables}
@@ -177,12 +180,13 @@ def _nvcc(source: Path, result: Path, kind: str, target: str) -> Path:
 
 
 def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of the kernel `rope_kernel<type, in, out, vector, heads>` if it is for this problem, else nothing."""
-    pairing = getattr(problem, "case").pairing  # noqa: B009  a case of RoPE, which problems in general have not
+    """A short name of a kernel `rope…<type, in, out, vector, heads>` if it is for this problem, else nothing."""
+    case = problem.case  # type: ignore[attr-defined]
+    pairing = getattr(case, "rope", case).pairing
     kind = {"fp32": "f", "bf16": "13__nv_bfloat16", "fp16": "6__half"}[problem.task.dtype]
     flags = f"Lb{int(pairing.startswith('interleaved'))}ELb{int(pairing.endswith('interleaved'))}E"
-    match = re.search(rf"rope_kernelI{kind}{flags}Li(\d+)ELi(\d+)E", name)
-    return f"rope_kernel {match[1]} wide, {match[2]} heads" if match else ""
+    match = re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}{flags}Li(\d+)ELi(\d+)E", name)
+    return f"{match[1]} {match[2]} wide, {match[3]} heads" if match else ""
 
 
 def _file(path: Path, language: str) -> Stage:
@@ -198,13 +202,16 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
     """Native kernels are called past PyTorch's dispatcher; their launch functions tell what they are given. `here`: they
     run, too."""
     module = _module(problem, impl)
-    name = "launch" if problem.op == "rope" else "_run"
+    name = "_run" if problem.op == "geglu" else "launch"
     launch = getattr(module, name)
     most = used(problem)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if problem.op == "rope":
             read, written = [*args[0], *(x for x in args[2:] if isinstance(x, Tensor))], list(args[1])
+        elif problem.op == "rope_and_cache":
+            q, k, v, *caches = args[:5]
+            read, written = [q, k, v, *(x for x in args[5:] if isinstance(x, Tensor))], [q, k, *caches]
         else:
             read = [args[0], args[1], kwargs.get("dy")]
             written = [kwargs.get(key) for key in ("y", "du", "dg", "sums")]

@@ -18,7 +18,7 @@ from .gated_peers import gated_problem
 from .rope_peers import rope_problem
 
 
-class _Ours(Provider):
+class Ours(Provider):
     """What our implementations have in common: they show their code."""
 
     impl: ClassVar[str]
@@ -37,7 +37,7 @@ class _Ours(Provider):
         return super().versions() | {"fusewise": fusewise.__version__}
 
 
-class _Fusewise(_Ours):
+class _Fusewise(Ours):
     in_place: ClassVar[bool] = False
     ops: ClassVar[tuple[str, ...]] = ("rope",)
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
@@ -59,7 +59,8 @@ def served(problem: RopeProblem, arguments: dict[str, Any]) -> Run:
     """In place on flat tensors; that they must be seen by heads is the call's own work."""
 
     def call(*xs: Tensor) -> tuple[Tensor, ...]:
-        fusewise.rope_(*problem.heads(xs), **arguments)
+        q, k = problem.heads(xs)
+        fusewise.rope_(q, k, **arguments)
         return xs
 
     return Run(call, in_place=True, backward=False)
@@ -121,7 +122,7 @@ class CudaInPlace(Cuda):
     name, in_place, default = "fusewise-cuda-inplace", True, False
 
 
-class _Gated(_Ours):
+class _Gated(Ours):
     """The gated linear unit, with pre-activations saved for backward."""
 
     save: ClassVar[Literal["preact", "input"]] = "preact"

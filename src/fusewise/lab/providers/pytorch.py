@@ -53,7 +53,7 @@ class FusedGelu(Provider):
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
         from ..code import python, pytorch
 
-        return [python.source([_gelu]), pytorch.operators(problem, self.build(problem)).stage()]
+        return [python.source(python.functions(_gelu)), pytorch.operators(problem, self.build(problem)).stage()]
 
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
         from ..code import pytorch

@@ -32,6 +32,8 @@ class Jax(Provider):
     install = INSTALL
 
     def build(self, problem: Problem) -> Run:
+        if problem.overwrites:
+            raise Unsupported("its arrays never change, and the operation overwrites its tensors")
         jax = _jax(problem)
         program = problem.program()
         with torch.enable_grad():

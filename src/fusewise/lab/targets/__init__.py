@@ -25,6 +25,8 @@ BUILT_IN = {
     "rope": "fusewise.lab.targets.rope:Rope",
     "geglu": "fusewise.lab.targets.geglu:Geglu",
     "gelu": "fusewise.lab.targets.gelu:Gelu",
+    "qk_norm_rope": "fusewise.lab.targets.qk_norm_rope:QkNormRope",
+    "rope_and_cache": "fusewise.lab.targets.rope_and_cache:RopeAndCache",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fusewise
-from fusewise.ops.rope.cases import PRESETS, RopeCase, case
+from fusewise.ops.rope.cases import PRESETS, RopeCase, RopeInputs, case
 
 from ..problem import Problem, Program, Task, as_tuple
 from . import Case, Target
@@ -58,8 +58,15 @@ class RopeProblem(Problem):
         """Tensors like the problem's as `fusewise.rope` takes them: by heads, no copy."""
         return tuple(xs)
 
+    def untouched(self) -> tuple[int, int]:
+        """The features that pass through."""
+        passing = sum(passing_bytes(x, self.case.rotated) for x in self.inputs.operands)
+        return passing, passing
+
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        result = fusewise.rope(*tensors, **self.inputs.kwargs, impl="reference")
+        q, k = (*tensors, None)[:2]
+        assert q is not None
+        result = fusewise.rope(q, k, **self.inputs.kwargs, impl="reference")
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     def program(self) -> Program:
@@ -109,21 +116,36 @@ class RopeProblem(Problem):
 
     def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every token, (B | 1, T, P), rounded to `dtype`."""
-        if self.inputs.positions is None:
-            window = slice(self.case.offset, self.case.offset + self.case.seqlen)
-            return self.inputs.cos[window][None].to(dtype), self.inputs.sin[window][None].to(dtype)
-        return self.inputs.cos[self.inputs.positions].to(dtype), self.inputs.sin[self.inputs.positions].to(dtype)
+        return rows(self.inputs, self.case, dtype)
 
     def duplicated(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every token with each angle twice, (B | 1, T, 1, 2P), in the order of the pairing's output."""
+        return repeated(self.inputs, self.case, dtype)
 
-        def twice(x: Tensor) -> Tensor:
-            if self.case.pairing == "interleaved":
-                return x.repeat_interleave(2, dim=-1)[:, :, None]
-            return torch.cat((x, x), dim=-1)[:, :, None]
 
-        cos, sin = self.rows(dtype)
-        return twice(cos), twice(sin)
+def passing_bytes(x: Tensor, rotated: int) -> int:
+    """Bytes of the features of `x` that do not rotate."""
+    return x.numel() * x.element_size() // x.shape[-1] * (x.shape[-1] - rotated)
+
+
+def rows(inputs: RopeInputs, case: RopeCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every token, (B | 1, T, P), rounded to `dtype`."""
+    if inputs.positions is None:
+        window = slice(case.offset, case.offset + case.seqlen)
+        return inputs.cos[window][None].to(dtype), inputs.sin[window][None].to(dtype)
+    return inputs.cos[inputs.positions].to(dtype), inputs.sin[inputs.positions].to(dtype)
+
+
+def repeated(inputs: RopeInputs, case: RopeCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same with each angle twice, (B | 1, T, 1, 2P), in the order of the pairing's output."""
+
+    def twice(x: Tensor) -> Tensor:
+        if case.pairing == "interleaved":
+            return x.repeat_interleave(2, dim=-1)[:, :, None]
+        return torch.cat((x, x), dim=-1)[:, :, None]
+
+    cos, sin = rows(inputs, case, dtype)
+    return twice(cos), twice(sin)
 
 
 # The eager forms, one tensor (B, T, H, D) at a time, rotating the features [start, start + width). TorchScript compiles

@@ -55,7 +55,8 @@ class ServingProblem(RopeProblem):
         return small
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = fusewise.rope(*self.heads(tensors), **self.inputs.kwargs, impl="reference")
+        q, k = self.heads(tensors)
+        found = fusewise.rope(q, k, **self.inputs.kwargs, impl="reference")
         return tuple(y.flatten(1) for y in found)
 
     def program(self) -> Program:

@@ -1,0 +1,115 @@
+"""RoPE with what stands beside it in a model: our implementations, and the libraries' kernels one after another."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import fusewise
+
+from ..plugin import Provider, Run, Unsupported, installed, require
+from ..problem import Problem
+from ..targets.qk_norm_rope import QkNormProblem
+from ..targets.rope_and_cache import CacheWriteProblem
+from .ours import Ours
+
+
+class _Norm(Ours):
+    """RMSNorm of q and k and RoPE."""
+
+    ops: ClassVar[tuple[str, ...]] = ("qk_norm_rope",)
+    packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
+
+    def build(self, problem: Problem) -> Run:
+        if not isinstance(problem, QkNormProblem):
+            raise Unsupported(f"normalises and rotates q and k only, not {problem.op}")
+        options = {**problem.options(), "impl": self.impl}
+        return Run(lambda *xs: fusewise.qk_norm_rope(*xs, **options))
+
+
+class NormReference(_Norm):
+    """The specification in plain torch."""
+
+    name, impl = "fusewise-reference", "reference"
+
+
+class NormTriton(_Norm):
+    """Normalisation and rotation in one Triton kernel."""
+
+    name, impl, devices, module = "fusewise-triton", "triton", ("cuda",), "triton"
+    install = "pip install triton"
+    packages = ("torch", "triton", "fusewise")
+
+
+def cache_problem(provider: Provider, problem: Problem) -> CacheWriteProblem:
+    if not isinstance(problem, CacheWriteProblem):
+        raise Unsupported(f"{provider.name} rotates and caches only here, not {problem.op}")
+    return problem
+
+
+class _Cache(Ours):
+    """RoPE and the write of k and v into a paged cache."""
+
+    ops: ClassVar[tuple[str, ...]] = ("rope_and_cache",)
+    packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
+
+    def build(self, problem: Problem) -> Run:
+        cached = cache_problem(self, problem)
+        options = {**cached.options(), "impl": self.impl}
+
+        def call(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, ...]:
+            fusewise.rope_and_cache_(q, k, v, key_cache=key_cache, value_cache=value_cache, **options)
+            return q, k, key_cache, value_cache
+
+        return Run(call, in_place=True, backward=False)
+
+
+class CacheReference(_Cache):
+    """The specification in plain torch."""
+
+    name, impl = "fusewise-reference", "reference"
+
+
+class CacheTriton(_Cache):
+    """Rotation and cache write in one Triton kernel."""
+
+    name, impl, devices, module = "fusewise-triton", "triton", ("cuda",), "triton"
+    install = "pip install triton"
+    packages = ("torch", "triton", "fusewise")
+
+
+class CacheCuda(_Cache):
+    """Rotation and cache write in one CUDA kernel."""
+
+    name, impl, devices = "fusewise-cuda", "cuda", ("cuda",)
+
+
+class CacheVllm(Provider):
+    """vLLM: its rotation in place, then its write into the paged cache, two launches."""
+
+    name, module, packages = "vllm", "vllm", ("vllm",)
+    install = "pip install vllm"
+    ops: ClassVar[tuple[str, ...]] = ("rope_and_cache",)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def build(self, problem: Problem) -> Run:
+        cached = cache_problem(self, problem)
+        rope, inputs = cached.case.rope, cached.inputs
+        if rope.pairing not in ("half", "interleaved"):
+            raise Unsupported(f"pairs features half or interleaved, not {rope.pairing}")
+        newer = "vllm._C_stable_libtorch"
+        require(newer if installed(newer) else "vllm._C", self.install)
+        rotate, store = torch.ops._C.rotary_embedding, torch.ops._C_cache_ops.reshape_and_cache_flash
+        assert inputs.cache is not None
+        positions, table, slots = inputs.kwargs["positions"], inputs.cache.to(cached.dtype), cached.slots
+        width, neox = rope.head_dim, rope.pairing == "half"
+        one = torch.ones(1, device=cached.device)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor) -> Any:
+            rotate(positions, q, k, width, table, neox)
+            store(k.view(len(k), -1, width), v.view(len(v), -1, width), key_cache, value_cache, slots, "auto", one, one)
+            return q, k, key_cache, value_cache
+
+        return Run(call, in_place=True, backward=False)
