@@ -5,7 +5,7 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 from ..rope._op import transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import layout_dims
-from ..rope._validate import DEFAULTS, MAX_HEAD_DIM, dtype_of, fail, shape_of
+from ..rope._validate import DEFAULTS, MAX_HEAD_DIM, dtype_of, fail, shape_of, validated_as_far
 from ..rope._validate import _check_index_tensor as check_index_tensor
-from ..rope._validate import validated as validated_rotation
 from ._op import choice
 from ._problem import CACHE_LAYOUTS
 
@@ -26,17 +25,17 @@ MOST_SLOTS = 2**31 - 1
 NAMES = ("q", "k", "v", "key_cache", "value_cache", "slot_mapping", "block_table", *tuple(DEFAULTS)[:8])
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Passed:
-    """What passed all checks but those of addresses, and stays so for tensors of the same kind.
+    """What passed all checks but those of addresses, and does for tensors of the same kind."""
 
-    `extents` are the bytes from the first to the end of the last element of every tensor of the call, `apart` the tensors,
-    by number, that share no memory at a distance, although one begins between the ends of the other: q, k and v that are
-    views of one tensor.
-    """
-
-    extents: list[int]
-    apart: set[tuple[int, int, int]]
+    spec: str
+    reach: float  # the largest int offset for which it holds
+    extents: list[int]  # bytes from the first to the end of the last element of every tensor of the call
+    # Tensors, by number, that share no memory at a distance, although one begins before the other ends: q, k and v that are
+    # views of one tensor. And the addresses of calls whose tensors are all apart.
+    apart: set[tuple[int, int, int]] = field(default_factory=set)
+    addresses: set[tuple[int, ...]] = field(default_factory=set)
 
 
 _PASSED: dict[tuple[Any, ...], _Passed] = {}
@@ -57,35 +56,26 @@ def validated(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Check a call, of which `options` are rope's in the order of its DEFAULTS; returns the arguments of the operators:
     q, k and v with heads, the caches with slots before heads, slots, block_table; and those in common with rope."""
+    if transforms_active():
+        fix = "call it outside, or use rope and write k and v yourself"
+        fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
     given = (q, k, v, key_cache, value_cache, slots, block_table, *options[:8])
-    key, passed = None, None
-    if not torch.compiler.is_compiling():
-        try:
-            key = (
-                *[
-                    (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) if isinstance(x, Tensor) else x
-                    for x in given[:13]
-                ],
-                *[
-                    (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) if i == 0 else x
-                    for i, x in enumerate(given[13:])
-                ],
-                cache_layout, write_k, type(write_k), *options[8:], *map(type, options[8:]),
-                torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-            )  # fmt: skip
-            passed = _PASSED.get(key)
-        except (TypeError, RuntimeError):
-            key = None  # something has no strides or cannot be hashed: the checks name it
+    tracing = torch.compiler.is_compiling()
+    key, passed = (None, None) if tracing else _remembered(given, cache_layout, write_k, options)
+    offset = options[6]
+    if passed is not None and not isinstance(offset, Tensor) and not 0 <= offset <= passed.reach:
+        passed = None
     if passed is None:
         _check_kinds(q, k, v, key_cache, value_cache, cache_layout)
     if cache_layout == "hnd":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     layout = options[11]
     if layout == "thd":
-        q, k = (_heads(name, x, key_cache, "key_cache") for name, x in (("q", q), ("k", k)))
+        q, k = _heads("q", q, key_cache, "key_cache"), _heads("k", k, key_cache, "key_cache")
         v = _heads("v", v, value_cache, "value_cache")
-    *call, _ = validated_rotation(OP, q, k, (*options[:-1], "auto"))
+    tensors = (q, k, v, key_cache, value_cache, slots, block_table)
     if passed is None:
+        call, reach = validated_as_far(OP, q, k, (*options[:-1], "auto"))
         _check_values(k, v, layout)
         _check_caches(k, v, key_cache, value_cache, layout)
         _check_places(q, key_cache, slots, block_table, layout, options)
@@ -93,18 +83,39 @@ def validated(
             fail(OP, "write_k", "be a bool", repr(write_k), "pass True to rotate k in place, too", TypeError)
         _check_impl(q, options[-1])
         _check_writable({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, write_k)
-        passed = _Passed([_extent(x) if isinstance(x, Tensor) else 0 for x in given], set())
+        # The compiler's memory is its own, and a fake tensor has none.
+        if tracing or isinstance(q, torch._subclasses.FakeTensor):
+            return tensors, (*call[:-1], options[-1])
+        passed = _Passed(call[-2], reach, [_extent(x) if isinstance(x, Tensor) else 0 for x in given])
         if key is not None:
             if len(_PASSED) >= _PASSED_MAX:
                 _PASSED.clear()
             _PASSED[key] = passed
-    if transforms_active():
-        fix = "call it outside, or use rope and write k and v yourself"
-        fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
-    # The compiler's memory is its own, and a fake tensor has none.
-    if not torch.compiler.is_compiling() and not isinstance(q, torch._subclasses.FakeTensor):
-        _check_apart(given, passed, {0, 1, 3, 4} if write_k else {0, 3, 4})
-    return (q, k, v, key_cache, value_cache, slots, block_table), (*call, options[-1])
+    _check_apart(given, passed, {0, 1, 3, 4} if write_k else {0, 3, 4})
+    cos, sin, cos_sin, angles, inv_freq, positions, _, cu_seqlens = options[:8]
+    table = cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
+    offsets = offset if isinstance(offset, Tensor) else None
+    call = table, sin, positions, offsets, cu_seqlens, offset if offsets is None else 0, passed.spec, options[-1]
+    return tensors, call
+
+
+def _remembered(
+    given: tuple[Any, ...], cache_layout: Any, write_k: Any, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, _Passed | None]:
+    """All that the checks look at but addresses and the value of an int offset, and what has passed with it."""
+    try:
+        key = (
+            *[
+                (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) if isinstance(x, Tensor) else x
+                for x in given[:13]
+            ],
+            *[(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in given[13:]],
+            cache_layout, write_k, type(write_k), *options[8:], *map(type, options[8:]),
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        )  # fmt: skip
+        return key, _PASSED.get(key)
+    except (TypeError, RuntimeError):
+        return None, None  # something has no strides or cannot be hashed: the checks name it
 
 
 def _check_kinds(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, cache_layout: Any) -> None:
@@ -276,27 +287,30 @@ def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
 
 def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> None:
     """What is written to shares memory with nothing else of the call. Ranges of addresses that do not meet say so at once."""
-    spans = [(x.data_ptr(), i) for i, x in enumerate(given) if isinstance(x, Tensor) and passed.extents[i]]
-    spans.sort()
-    open_spans: list[tuple[int, int]] = []
-    for start, i in spans:
-        open_spans = [span for span in open_spans if span[0] + passed.extents[span[1]] > start]
-        for before, j in open_spans:
+    addresses = tuple([x.data_ptr() if isinstance(x, Tensor) else 0 for x in given])
+    if addresses in passed.addresses:
+        return
+    under_way: list[tuple[int, int]] = []
+    for start, i in sorted((start, i) for i, start in enumerate(addresses) if passed.extents[i]):
+        under_way = [(before, j) for before, j in under_way if before + passed.extents[j] > start]
+        for before, j in under_way:
             if (i not in written and j not in written) or (i, j, start - before) in passed.apart:
                 continue
             if overlaps(given[i], given[j]):
                 one, other = (min(i, j), max(i, j)) if {i, j} <= written else (i, j) if i in written else (j, i)
                 fail(
-                    OP,
-                    NAMES[other],
-                    f"not overlap {NAMES[one]}, which is written to",
-                    "shared memory",
+                    OP, NAMES[other], f"not overlap {NAMES[one]}, which is written to", "shared memory",
                     f"clone {NAMES[other]}",
-                )
-            if len(passed.apart) >= _PASSED_MAX:
-                passed.apart.clear()
-            passed.apart.add((i, j, start - before))
-        open_spans.append((start, i))
+                )  # fmt: skip
+            _bounded(passed.apart).add((i, j, start - before))
+        under_way.append((start, i))
+    _bounded(passed.addresses).add(addresses)
+
+
+def _bounded(remembered: set[Any]) -> set[Any]:
+    if len(remembered) >= _PASSED_MAX:
+        remembered.clear()
+    return remembered
 
 
 def _extent(x: Tensor) -> int:
