@@ -225,10 +225,10 @@ def _rotate_parts(
     for together, arguments in _groups(x, parts, call, tables_k):
         views = [_take(x, part) for part in together]
         if y is None:
-            rope_(*views, **arguments)
+            rope_(views[0], views[1] if len(views) == 2 else None, **arguments)
         else:
             out: Any = tuple(_take(y, part) for part in together)
-            rope(*views, **arguments, out=out)
+            rope(views[0], views[1] if len(views) == 2 else None, **arguments, out=out)
     if y is not None and parts[2] is not None:
         _take(y, parts[2]).copy_(_take(x, parts[2]))
 
@@ -291,7 +291,8 @@ def _compiled(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
     """`_in_place` of a tensor that requires grad, in terms of what torch.compile traces."""
     pieces: list[Tensor] = []
     for together, arguments in _groups(x, parts, call, tables_k):
-        rotated = rope(*(_take(x, part) for part in together), **arguments)
+        views = [_take(x, part) for part in together]
+        rotated = rope(views[0], views[1] if len(views) == 2 else None, **arguments)
         pieces += rotated if isinstance(rotated, tuple) else [rotated]
     if parts[2] is not None:
         pieces.append(_take(x, parts[2]))
