@@ -67,7 +67,8 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(y, {node, node->add_input_metadata(y)});
     else torch::autograd::set_history(y, node);
   }
-  if (FORM == GIVEN) return Py_NewRef(given[OUT]);
+  if (FORM == GIVEN)
+    return Py_NewRef(a.operands == 1 && PyTuple_CheckExact(given[OUT]) ? PyTuple_GET_ITEM(given[OUT], 0) : given[OUT]);
   if (FORM == IN_PLACE) return a.operands == 1 ? Py_NewRef(given[Q]) : PyTuple_Pack(2, given[Q], given[K]);
   if (a.operands == 1) return THPVariable_Wrap(std::move(made[0]));
   return Py_BuildValue("(NN)", THPVariable_Wrap(std::move(made[0])), THPVariable_Wrap(std::move(made[1])));

@@ -193,12 +193,12 @@ struct Arguments {
     }
   }
 
-  // A tensor, or a pair of them where there is a k.
+  // As many tensors as there are to rotate, in a tuple; one may be by itself.
   bool read_out(PyObject* out) {
-    const bool pair = PyTuple_CheckExact(out);
-    if (pair != (operands == 2) || (pair && PyTuple_GET_SIZE(out) != 2)) return false;
+    const bool several = PyTuple_CheckExact(out);
+    if (several ? PyTuple_GET_SIZE(out) != operands : operands != 1) return false;
     for (int o = 0; o < operands; ++o) {
-      PyObject* const object = pair ? PyTuple_GET_ITEM(out, o) : out;
+      PyObject* const object = several ? PyTuple_GET_ITEM(out, o) : out;
       if (!add(object)) return false;
       y[o] = &THPVariable_Unpack(object);
       if (y[o]->requires_grad()) return false;
