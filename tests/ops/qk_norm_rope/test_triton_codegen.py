@@ -26,15 +26,23 @@ def launch_of(
     rotary_dim: int = 0,
     weight_dtype: torch.dtype | None = None,
     weight_grad: bool = True,
+    where: dict[str, torch.Tensor] | None = None,
     **spec: Any,
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
     """The launch for a training step's size; nothing is allocated."""
-    xs = tuple(torch.empty(4, 4096, count, head_dim, dtype=dtype, device="meta") for count in heads)
-    angles = torch.empty(4096, (rotary_dim or head_dim) // 2, device="meta")
+    rows = (16384,) if spec.get("layout") == "thd" else (4, 4096)
+    xs = tuple(torch.empty(*rows, count, head_dim, dtype=dtype, device="meta") for count in heads)
+    pairs = (rotary_dim or head_dim) // 2
+    table = spec.get("table", "cos_sin")
+    angles = torch.empty((pairs,) if table == "inv_freq" else (4096, pairs), device="meta")
+    sin = angles if table == "cos_sin" else None
     norm = Norm(1e-6, 0.0, over)
-    weights = [torch.empty(norm.width(x, "bshd"), dtype=weight_dtype or dtype, device="meta") for x in xs]
+    weights = [
+        torch.empty(norm.width(x, spec.get("layout", "bshd")), dtype=weight_dtype or dtype, device="meta") for x in xs
+    ]
+    given = {"positions": None, "offsets": None, "cu_seqlens": None, **(where or {})}
     ys = tuple(torch.empty_like(x) for x in xs)
-    problem = Problem.build(xs, ys, angles, angles, None, None, None, 0, Spec(rotary_dim=rotary_dim, **spec))
+    problem = Problem.build(xs, ys, angles, sin, *given.values(), 0, Spec(rotary_dim=rotary_dim, **spec))
     partials = tuple(torch.empty(1, device="meta") for _ in xs) if weight_grad else ()
     dys = ys if backward else ()
     return _triton.arguments(problem, weights, norm, PROCESSORS, dys, partials if backward else ())
@@ -83,6 +91,32 @@ def test_the_sums_for_the_weights_fit(name: str) -> None:
     assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
     assert code.registers <= REGISTERS[model.get("over", "head")][1]
     assert code.widths("STG")[128] > 0
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "ids": {"where": {"positions": ids(4, 4096)}},
+    "sections": {"where": {"positions": ids(3, 4, 4096)}, "sections": (24, 20, 20), "sections_interleaved": True},
+    "offsets": {"where": {"offsets": ids(4)}},
+    "packed": {"where": {"cu_seqlens": ids(9)}, "layout": "thd"},
+    "context-parallel": {"cp_rank": 1, "cp_size": 2},
+    "frequencies": {"table": "inv_freq"},
+    "angles": {"table": "angles"},
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("form", ["pairs", "flat"])
+def test_any_source_of_angles(source: str, form: str) -> None:
+    """In the loop that loads ahead: one value spilled at most, in the search for a token's sequence."""
+    options = {**SOURCES[source], "rotary_dim": 64 if form == "flat" else 0}
+    if source == "sections" and form == "flat":
+        options["sections"] = (12, 10, 10)
+    code = compiled(launch_of(128, backward=True, **options))
+    assert code.stack <= (8 if source == "packed" else 0)
 
 
 def test_adding_up_partial_sums() -> None:

@@ -3,9 +3,10 @@ of the weights' gradients.
 
     dz = Rᵀ dy,   g = dz (w + offset),   x̂ = x r,   dx = r (g − x̂ mean(g x̂)),   dw = Σ dz x̂
 
-Legend and tiles as in `_triton_kernel.py`. Read once from memory: dy and x, of which r is taken again; written once: dx. A program takes
-every q_programs-th tile of q, or every k_programs-th of k, and keeps its part of dw in registers, where each thread adds to
-sums of its own, until the last: a row of partial sums a program, added up in a fixed order.
+Legend and tiles as in `_triton_kernel.py`. Read once from memory: dy and x, of which r is taken again; written once: dx. A
+program takes every q_programs-th tile of q, or every k_programs-th of k, loads of the next beside arithmetic of the last. It
+keeps its part of dw in registers, where each thread adds to sums of its own, until the end: a row of partial sums a program,
+which the other kernel adds up in a fixed order.
 """
 
 from __future__ import annotations
