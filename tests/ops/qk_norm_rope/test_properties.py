@@ -6,6 +6,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 import torch
 
 import fusewise
@@ -13,6 +14,7 @@ import fusewise
 from ..rope.oracle import Call
 from ..rope.test_properties import DTYPES, calls
 from .support import check, finish
+from .support import small_device as small_device
 
 # Derandomised: the same examples each time, so that a red test is red for everyone.
 settings = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -36,6 +38,15 @@ def norm_calls(draw: Any) -> Any:
 @hypothesis.given(norm_calls())
 def test_any_call_is_right(made: Any) -> None:
     check(made, "reference")
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_device")
+@hypothesis.settings(settings, max_examples=15, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.given(norm_calls())
+def test_any_call_is_right_in_triton(made: Any) -> None:
+    check(made, "triton")
 
 
 @settings
