@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusewise.lab import plugin, study, targets
+from fusewise.lab.options import Options
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.user import User
 
@@ -53,7 +54,7 @@ CANNOT = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("compilers")
-    options = study.Options(
+    options = Options(
         op="all", tasks=TASKS, providers=plugin.select(["eager", *COMPILERS], "gelu", "cpu"), device="cpu", out=out,
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import random
 import pytest
 
 from fusewise.lab import plugin, study
+from fusewise.lab.options import Options
 from fusewise.lab.problem import Task
 from fusewise.lab.verdict import verdicts
 
@@ -65,7 +66,7 @@ def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, **machi
 
     monkeypatch.setattr(study, "WorkerProcess", Worker)
     monkeypatch.setattr(study.limits, "kept", lambda _: None)
-    options = study.Options(
+    options = Options(
         op="rope",
         tasks=[Task("rope", f"cube-{i}", "fp32", "fwd", "cpu", 0) for i in range(groups)],
         providers=[plugin.Entry(name, name, Fake(name)) for name in times],

@@ -8,7 +8,8 @@ import pytest
 import torch
 from builders import full_record
 
-from fusewise.lab import plan, ranks, study
+from fusewise.lab import plan, ranks
+from fusewise.lab.options import Options
 from fusewise.lab.problem import Task
 
 
@@ -25,7 +26,7 @@ class Store(dict):
 
 def options(tmp_path, cases):
     tasks = [Task("rope", case, "fp32", p, "cpu", 0) for case in cases for p in ("fwd", "bwd")]
-    return study.Options(op="rope", tasks=tasks, providers=[], device="cpu", out=tmp_path / "run")
+    return Options(op="rope", tasks=tasks, providers=[], device="cpu", out=tmp_path / "run")
 
 
 def of_tasks(made, tasks):

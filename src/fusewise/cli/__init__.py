@@ -119,8 +119,8 @@ def study(
 ) -> None:
     """Compare every way of running TARGET on this machine: right or wrong, how fast, how near the limits.
 
-    TARGET is rope, geglu, gelu, qk_norm_rope, rope_and_cache, one of their presets, or a function of yours: my_file.py:my_function or
-    my.module:my_function, with an --input for each argument.
+    TARGET is rope, geglu, gelu, qk_norm_rope, rope_and_cache, one of their presets, or a function of yours:
+    my_file.py:my_function or my.module:my_function, with an --input for each argument.
     """
     from fusewise.lab import commands, plan, ranks
 

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from . import folder, inside, machine, plugin, record, targets, verdict
 from .compare import Comparison
+from .options import Options
 from .ranks import Rank
 from .record import Json, Record
 from .render import groups, html, markdown, plots, printable, size, terminal
-from .study import Options, Study
+from .study import Study
 
 
 def run(

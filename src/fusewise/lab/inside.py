@@ -15,10 +15,10 @@ from typing import Any
 
 from . import analysis, machine, plugin, record, spent
 from .code import capture
+from .options import Options
 from .problem import Task
 from .process import WorkerProcess
 from .record import Record
-from .study import Options
 
 #: Groups that get ledgers: the first of each dtype and pass, then others in order.
 LEDGER_TASKS = 6

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from . import machine, plugin, targets
+from .options import Options
 from .problem import DTYPES, PASSES, Pass, Task
-from .study import Options
 
 #: `--pass` and the passes that it measures.
 PASS_CHOICES: dict[str, tuple[Pass, ...]] = {

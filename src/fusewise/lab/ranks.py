@@ -19,9 +19,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from . import record, study
+from . import record
+from .options import Options, new_id, request
 from .record import Record
-from .study import Options
 
 #: How long the ranks wait for each other at the start.
 STARTING = datetime.timedelta(minutes=5)
@@ -49,7 +49,7 @@ class Rank:
             self._check_alone_on(f"{options.device} of {socket.gethostname()}")
         out = Path(self.agreed("out", str(options.out.absolute())))
         tasks = options.tasks[self.number :: self.size]
-        run = self.agreed("run", study.new_id(datetime.datetime.now(datetime.timezone.utc)))
+        run = self.agreed("run", new_id(datetime.datetime.now(datetime.timezone.utc)))
         return replace(options, out=out / f"rank-{self.number}", tasks=tasks, run=run)
 
     def _check_alone_on(self, gpu: str) -> None:
@@ -102,7 +102,7 @@ def merged(records: Sequence[Record], options: Options, complete: bool) -> Recor
     return Record(
         run=first.run,
         created=min(r.created for r in records),
-        request=study.request(options),
+        request=request(options),
         environment={**first.environment, "ranks": places, "host": socket.gethostname()},
         finished=complete and all(r.finished for r in records),
         seconds=max((r.seconds or 0.0 for r in records), default=None),

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import analysis, folder, limits, machine, plugin, record, spent
+from .options import Options, new_id, request
 from .problem import Task
 from .process import WorkerFailed, WorkerProcess
 from .record import Measurement, Record, Row
 
+#: The provider whose process runs no code but torch's and the problem's own.
+EAGER = "fusewise.lab.providers.pytorch:Eager"
 #: After this many failures in a row (crash, hang) a provider is not started again.
 FAILURES_TO_GIVE_UP = 3
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
@@ -32,58 +35,6 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "M
 DEVICE_SHARE = 0.5
 #: The provider measured twice is the first of these that runs the problem, else the first that does.
 TWINS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu", "torch.compile", "eager")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure and how long."""
-
-    op: str
-    tasks: Sequence[Task]
-    providers: Sequence[plugin.Entry]
-    device: str
-    out: Path
-    title: str = ""  # the preset or the cases, for the report
-    warm: bool = False
-    seed: int = 0
-    min_rounds: int = 5
-    max_rounds: int = 30
-    precision: float = 0.005  # rounds stop when every provider's relative standard error is below
-    group_seconds: float = 10.0  # and no later than this after the first round of a group
-    time_limit: float | None = None  # for all groups together; the smallest number of rounds is measured regardless
-    timeout: float = 300.0  # of one request to a worker
-    memory_limit: int | None = None  # resident bytes of one worker
-    twin: bool = True  # measure one provider twice
-    run: str | None = None  # its id; by default made from the time
-    profiled: Sequence[str] = ()  # cases of which the record gets every provider's profile
-
-
-def new_id(created: datetime.datetime) -> str:
-    """A run's id: when it began, and something that no other run has."""
-    return f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}"
-
-
-def request(options: Options) -> dict[str, Any]:
-    """What was asked for, as the record has it."""
-    o = options
-    return {
-        "op": o.op,
-        "title": o.title,
-        "cases": list(dict.fromkeys(t.case for t in o.tasks)),
-        "dtypes": list(dict.fromkeys(t.dtype for t in o.tasks)),
-        "passes": list(dict.fromkeys(t.pass_ for t in o.tasks)),
-        "tasks": [t.to_json() for t in o.tasks],
-        "providers": [e.name for e in o.providers],
-        "places": {e.name: e.where for e in o.providers},
-        "cache": "warm" if o.warm else "cold",
-        "seed": o.seed,
-        "rounds": [o.min_rounds, o.max_rounds],
-        "precision": o.precision,
-        "group_seconds": o.group_seconds,
-        "time_limit": o.time_limit,
-        "timeout": o.timeout,
-        "memory_limit": o.memory_limit,
-    }
 
 
 class Listener(Protocol):
@@ -154,6 +105,7 @@ class Study:
         record.save(self.record, options.out)  # what cannot be written is better known now than after an hour
         # Compilers start with empty caches, so that a first call means what it says whoever measured before.
         self.caches = Path(tempfile.mkdtemp(prefix="fusewise-study-"))
+        self.truths.mkdir()
         try:
             for seat in self.seats if self.tasks else []:
                 self._start(seat)
@@ -174,6 +126,11 @@ class Study:
         self.record.seconds = (self.record.seconds or 0.0) + seconds
         mine = spent.completed(parts, seconds)
         self.record.spent = {name: self.record.spent.get(name, 0.0) + mine[name] for name in mine}
+
+    @property
+    def truths(self) -> Path:
+        """What is right of the group at hand; see truths.py."""
+        return self.caches / "truths"
 
     def _seats(self) -> list[Seat]:
         seats = []
@@ -210,6 +167,8 @@ class Study:
             "device": options.device,
             "flush_bytes": 0 if options.warm else 2 * machine.cache_bytes(options.device),
             "device_memory_fraction": DEVICE_SHARE if options.device.startswith("cuda") else None,
+            "truths": str(self.truths) if options.device == "cpu" else None,
+            "keeps_truths": seat.entry.where == EAGER,
         }
         log = options.out / "logs" / f"{seat.name.replace('/', '_').replace(':', '_')}.log"
         names = {
@@ -286,6 +245,8 @@ class Study:
         seats = [*self.seats, *([twin] if twin else [])]
         if twin is not None:
             replies[twin.name] = self._prepare(twin, task)
+        for folder_of_task in self.truths.iterdir():
+            shutil.rmtree(folder_of_task, ignore_errors=True)
         self.spent.add(spent.scaled(self.preparing, time.monotonic() - begun))
         self.preparing.clear()
         for seat in seats:

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from . import machine, memory, plugin, spent, targets, truth
 from .problem import Problem, Task
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
+from .truths import Truths
 
 #: Calls between the check and the first timed one.
 WARM_UP_CALLS = 4
@@ -54,8 +56,9 @@ class Prepared:
 class Server:
     """Answers requests for one provider on one device."""
 
-    def __init__(self, provider: plugin.Provider, device: str, flush_bytes: int) -> None:
+    def __init__(self, provider: plugin.Provider, device: str, flush_bytes: int, truths: Truths | None = None) -> None:
         self.provider = provider
+        self.truths = truths
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -134,7 +137,7 @@ class Server:
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
         if run.checked:
             with self.spent.part("truth"):
-                verdict = truth.check(problem, run)
+                verdict = truth.check(problem, run, self.truths)
             reply |= {
                 "error": _finite(verdict.errors.max),
                 "error_rms": _finite(verdict.errors.rms),
@@ -233,7 +236,8 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         if limit := start.get("device_memory_fraction"):
             torch.cuda.set_per_process_memory_fraction(limit, torch.device(start["device"]))
         provider = plugin.load(start["provider"])
-        server = Server(provider, start["device"], start["flush_bytes"])
+        truths = Truths(Path(start["truths"]), start["keeps_truths"]) if start.get("truths") else None
+        server = Server(provider, start["device"], start["flush_bytes"], truths)
     except plugin.Missing as error:
         send({"id": 0, "ok": False, "status": "missing", "reason": str(error)})
         return

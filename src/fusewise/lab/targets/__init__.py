@@ -53,7 +53,7 @@ class Target:
 
     name: str  # what `fusewise study NAME` says and what rows carry as `op`
     default_preset: ClassVar[str] = ""
-    #: Options (`study.Options`) of presets that are to end within minutes.
+    #: Options (`options.Options`) of presets that are to end within minutes.
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     #: Cases of presets whose record has every provider's profile, too.
     profiled: ClassVar[Mapping[str, Sequence[str]]] = {}
