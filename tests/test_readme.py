@@ -34,7 +34,7 @@ def test_a_lost_place_is_an_error():
 
 def test_its_python_runs():
     code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(code) == 2
+    assert len(code) == 3
     exec(compile("\n".join(code), "README.md", "exec"), {})
 
 

@@ -104,6 +104,7 @@ def test_the_binding_limit_is_the_slower_floor():
     assert analysis.limits({"floor-copy": 10.0, "floor-launch": 2.0, "eager": 1.0}) == ("copy", 10.0)
     assert analysis.limits({"floor-copy": 1.0, "floor-launch": 2.0}) == ("launch", 2.0)
     assert analysis.limits({"eager": 1.0}) is None
+    assert analysis.limits({"floor-copy": 10.0, "floor-triton-launch": 12.0}) == ("copy", 10.0)
 
 
 def test_group_rows_fill_times_shares_and_clocks():

@@ -104,10 +104,14 @@ def best_other(provider: str, times: Mapping[str, float]) -> str | None:
     return min(others, key=lambda name: others[name]) if others else None
 
 
+#: What bounds a call from below. Other floors say what one of its parts costs, as `floor-triton-launch` that of its host.
+LIMITS = ("copy", "matmul", "launch")
+
+
 def limits(times: Mapping[str, float], known: Mapping[str, float] | None = None) -> tuple[str, float] | None:
     """The limit that binds: moving the bytes, the products, or starting anything at all. Those measured beside the
     group count; `known` ones, of this machine at another time, where the group has none of their kind."""
-    measured = {**(known or {}), **{n.removeprefix("floor-"): t for n, t in times.items() if is_floor(n)}}
+    measured = {**(known or {}), **{kind: times[f"floor-{kind}"] for kind in LIMITS if f"floor-{kind}" in times}}
     if not measured:
         return None
     name = max(measured, key=lambda n: measured[n])

@@ -322,3 +322,15 @@ def test_into_outputs_records_no_gradient(place: Place) -> None:
     with torch.no_grad():
         assert fusewise.rope(q, **kwargs, out=out) is out
     assert_bits(out, fusewise.rope(q.detach(), **kwargs))
+
+
+def test_what_was_apart_once_is_looked_at_again_elsewhere() -> None:
+    """Checks are remembered by place: the same shapes on other memory are another call, and a refusal stays one."""
+    memory = torch.randn(3 * 2 * 8 * 4 * 16)
+    q, angles = memory[: 2 * 8 * 4 * 16].view(2, 8, 4, 16), torch.randn(8, 8)
+    shared = memory[-8 * 8 :].view(8, 8)
+    for _ in range(2):
+        fusewise.rope_(q, cos=angles.cos(), sin=angles.sin(), impl="reference")
+        fusewise.rope_(q, cos=shared, sin=angles, impl="reference")
+        with pytest.raises(ValueError, match="q must not overlap cos, which is read"):
+            fusewise.rope_(memory[-2 * 8 * 4 * 16 :].view(2, 8, 4, 16), cos=shared, sin=angles, impl="reference")

@@ -35,6 +35,7 @@ def _not_loaded(*_: Any) -> None:
     return None
 
 
+WITHOUT = ("triton", "reference")  # implementations that are not native code
 NEW, GIVEN, IN_PLACE = range(3)  # where a rotation goes, `Form` of host_call.h
 
 # The functions of the extension once it is loaded: given the arguments of `api.rope` (without `out` and with it) or
@@ -148,7 +149,7 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
     `arguments` are those of the function above, `call` what `validated` made of them, `reach` the largest int offset for
     which it did, and `out` what was returned.
     """
-    if torch.compiler.is_compiling():  # also where torch.compile left the caller and traces this alone
+    if call[-1] in WITHOUT or torch.compiler.is_compiling():  # also where torch.compile left the caller and traces this
         return
     q, *rest = arguments[:2]
     cos, sin, positions, offsets, cu_seqlens, offset, spec, impl = call

@@ -79,6 +79,10 @@ def check_written(
     for name, y in zip(names, ys, strict=False):
         if y.is_inference() and not torch.is_inference_mode_enabled():
             fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
+    places = _places([*ys, *[x for x in options if isinstance(x, Tensor)]])
+    if places in _APART:
+        return
+    for name, y in zip(names, ys, strict=False):
         if overlaps_itself(y):
             fail(
                 op,
@@ -92,6 +96,23 @@ def check_written(
                 fail(op, name, f"not overlap {option}, which is read", "shared memory", f"clone {option}")
     if len(ys) == 2 and overlaps(*ys):
         fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")
+    if places is not None:
+        if len(_APART) >= _APART_MAX:
+            _APART.clear()
+        _APART.add(places)
+
+
+# Where tensors lay that share no memory. A step of decoding has few such sets, which come again and again.
+_APART: set[tuple[Any, ...] | None] = set()
+_APART_MAX = 4096
+
+
+def _places(tensors: list[Tensor]) -> tuple[Any, ...] | None:
+    """All that decides whether tensors share memory; None where one has none of its own to tell by."""
+    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
+        return None
+    places = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors])
+    return places if all(place[0] for place in places) else None
 
 
 def check_followed(op: str, xs: tuple[Tensor, ...]) -> None:
