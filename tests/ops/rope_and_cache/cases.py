@@ -95,7 +95,9 @@ def make(case: Case, device: str = "cpu") -> Made:
     }  # fmt: skip
     of_tokens = (-1,) if case.layout == "thd" else (case.batch, case.tokens)
     if case.slots is not None:
-        kwargs["slot_mapping"] = torch.tensor(case.slots, dtype=case.slot_dtype).view(of_tokens)
+        # After the end lie numbers that would be slots, too.
+        longer = torch.tensor((*case.slots, *range(case.tokens)), dtype=case.slot_dtype)
+        kwargs["slot_mapping"] = longer.to(device)[: len(case.slots)].view(of_tokens)
     if case.block_table is not None:
         kwargs["block_table"] = torch.tensor(case.block_table, dtype=case.slot_dtype)
     if case.positions is not None:

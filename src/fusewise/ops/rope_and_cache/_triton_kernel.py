@@ -205,6 +205,13 @@ def _rotate_tile(
         x_a = tl.load(x_ptr + x_base + START + pairs, mask & (pairs < PAIRS))
         x_b = tl.load(x_ptr + x_base + START + PAIRS + pairs, mask & (pairs < PAIRS))
 
+    # Position and slot are under way together; the row of the table has to wait for one of them.
+    rows, identity = table_rows_of(
+        batch, token, mask_n, offs_p,
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
+        sequences, search_steps,
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1,
+    )  # fmt: skip
     if CACHED:
         block, entry, there = _place_of(
             batch, token, mask_n, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
@@ -219,12 +226,6 @@ def _rotate_tile(
         if HEAD_DIM > START + 2 * PAIRS:
             _copy(x_ptr, x_base, cache_ptr, cache_base, mask, cached, START + 2 * PAIRS, HEAD_DIM - START - 2 * PAIRS)
 
-    rows, identity = table_rows_of(
-        batch, token, mask_n, offs_p,
-        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-        sequences, search_steps,
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1,
-    )  # fmt: skip
     cos, sin = cos_and_sin(
         rows, batch, mask_n, offs_p, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
         TABLE, TABLE_STEP, PAIRS, False, TABLE_UNIT, tl.int64,

@@ -55,14 +55,22 @@ struct Params {
 
 // --- The slot of a token ---------------------------------------------------------------------------------------------
 
-// Where token `token` of a batch entry goes, in bytes from the start of a cache; -1 for one that has no slot there.
-__device__ int64_t place_of(const Params& params, const Tensor& t, uint32_t batch, uint32_t token) {
+// A token's entry in the slots, if they are given: asked for here and not looked at before `place_of`, not even for a sign, so
+// that it is under way together with the position. A negative one of 32 bits becomes one past every cache, as good as -1.
+__device__ __forceinline__ int64_t entry_of(const Places& c, uint32_t batch, uint32_t token) {
+  if (!c.slots || token >= c.mapped) return -1;
+  const int64_t at = batch * c.slot_strides[0] + token * c.slot_strides[1];
+  return c.wide_slots ? static_cast<const int64_t*>(c.slots)[at] : static_cast<const uint32_t*>(c.slots)[at];
+}
+
+// Where a token of a batch entry goes, in bytes from the start of a cache; -1 for one that has no slot there.
+__device__ int64_t place_of(const Params& params, const Tensor& t, uint32_t batch, uint32_t token, int64_t entry) {
   const Places& c = params.places;
   const Work& p = params.work;
   int64_t slot;
   if (c.slots) {
-    if (token >= c.mapped || (p.bounds && token >= integer(p.bounds, p.wide_bounds, p.sequences))) return -1;
-    slot = integer(c.slots, c.wide_slots, batch * c.slot_strides[0] + token * c.slot_strides[1]);
+    if (p.bounds && token >= integer(p.bounds, p.wide_bounds, p.sequences)) return -1;
+    slot = entry;
   } else {
     int64_t position, sequence = batch;
     bool passes = false;
@@ -82,8 +90,8 @@ __device__ int64_t place_of(const Params& params, const Tensor& t, uint32_t batc
     }
   }
   if (slot < 0 || slot >= c.count) return -1;
-  const uint32_t block = c.size(static_cast<uint32_t>(slot)), entry = static_cast<uint32_t>(slot) - block * c.size.d;
-  return block * t.cache_strides[0] + entry * t.cache_strides[1];
+  const uint32_t block = c.size(static_cast<uint32_t>(slot)), nth = static_cast<uint32_t>(slot) - block * c.size.d;
+  return block * t.cache_strides[0] + nth * t.cache_strides[1];
 }
 
 // --- The kernel ------------------------------------------------------------------------------------------------------
@@ -130,11 +138,15 @@ __device__ __forceinline__ void move(const Params& params, uint32_t block) {
 #pragma unroll
   for (int i = 0; i < HEADS; ++i)
     if (i * int(t.side.d) < heads) from[i].read(x + i * t.step + at, apart, both);
+  const bool caches = CACHED && heads > 0;
+  const int64_t entry = caches ? entry_of(params.places, batch, token) : -1;
   int64_t place = -1;
-  if (CACHED && heads > 0) place = place_of(params, t, batch, token);
+  // Where there is much to do, others work while this thread waits, and registers are short.
+  if (caches && HEADS > 1) place = place_of(params, t, batch, token, entry);
   float cos[NP], sin[NP];
   bool passes = false;
   if (ROTATES && heads > 0) angles(p, batch, token, chunk * NP, cos, sin, passes);
+  if (caches && HEADS == 1) place = place_of(params, t, batch, token, entry);
   const bool rotates = ROTATES && !(IN == OUT && passes);
   char* cache = t.cache + place + head * t.cache_strides[2] + to_at;
   for (uint32_t again = 0; again < p.steps; ++again) {
