@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from fusewise.ops.rope_and_cache import _triton
 from fusewise.ops.rope_and_cache._problem import CacheProblem
 
-from ..rope.test_triton_codegen import PROCESSORS, Code, compile_kernel
+from ..rope.test_triton_codegen import PROCESSORS, compile_kernel
 
 CALLS: dict[str, dict[str, Any]] = {
     "llama decode": {"tokens": 64},
@@ -25,15 +25,15 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def compiled(
+def bound(
     tokens: int,
     dtype: torch.dtype = torch.bfloat16,
     width: int = 128,
     write_k: bool = True,
     pairing: str = "half",
     table: bool = False,
-) -> Code:
-    """The kernel for a call on views of a packed projection; of the tensors nothing but addresses is used."""
+) -> dict[str, Any]:
+    """The arguments of the kernel for a call on views of a packed projection; of the tensors nothing but addresses is used."""
     heads, kv_heads = 32, 8
     qkv = torch.empty(tokens, heads + 2 * kv_heads, width, dtype=dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -44,13 +44,20 @@ def compiled(
         torch.empty(4096, width), None, torch.empty(tokens, dtype=torch.int64), None, None, 0,
         f"layout=thd table=fused pairing={pairing}", write_k,
     )  # fmt: skip
-    _, bound = _triton.arguments(problem, PROCESSORS)
-    return compile_kernel(_triton.rope_and_cache_kernel, bound, _triton.NUM_WARPS)
+    return _triton.arguments(problem, PROCESSORS)[1]
+
+
+def test_arguments_are_in_the_order_of_the_kernel() -> None:
+    """A repeated launch hands them over by place: addresses, the offset, and the rest."""
+    names = list(bound(64))
+    assert names == [parameter.name for parameter in _triton.rope_and_cache_kernel.params]
+    assert names[_triton.POINTERS] == "offset"
+    assert all(name.endswith("_ptr") for name in names[: _triton.POINTERS])
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_widest_accesses_and_no_spills(name: str) -> None:
-    code = compiled(**CALLS[name])
+    code = compile_kernel(_triton.rope_and_cache_kernel, bound(**CALLS[name]), _triton.NUM_WARPS)
     assert code.stack == 0 and not [i for i in code.instructions if i.startswith(("LDL", "STL"))], code
     # 32 of a multiprocessor's 64 warps have room: at a few tokens latency binds, above it loads in flight.
     assert code.registers <= 64, code
