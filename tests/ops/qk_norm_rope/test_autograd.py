@@ -124,7 +124,7 @@ def test_one_operator_each_way() -> None:
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_memory(norm: str) -> None:
     """Allocated are the outputs; in backward the gradients and the partial sums of those of the weights."""
-    case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16")
+    case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16", table="inv_freq")
     made = build(NormCase(case, norm), "cuda")
     made.run("triton")
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]

@@ -92,6 +92,7 @@ def test_one_graph_for_all_lengths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of the capture, and after it
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_cuda_graph(norm: str) -> None:
     """Captured once with backward, replayed on other values."""

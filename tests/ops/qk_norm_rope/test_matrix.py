@@ -105,7 +105,7 @@ def test_programs_with_several_tiles(place: Place, norm: str, monkeypatch: pytes
     monkeypatch.setattr(_triton, "_processors", lambda x: 1)
     made = build(NormCase(Case(name="tiles", batch=1, tokens=37, heads=3, kv_heads=1), norm, 1.0), place.device)
     check(made, "triton")
-    config = _triton.Config((_triton.rope.Tile(2, 4), _triton.rope.Tile(8, 1)), 4, 2, 1)
+    config = _triton.Config((_triton.rope.Tile(2, 4), _triton.rope.Tile(8, 1)), 4, 2)
     monkeypatch.setattr(_triton, "choose", lambda *_: config)
     check(made, "triton")
 

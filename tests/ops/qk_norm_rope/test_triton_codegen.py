@@ -111,7 +111,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("form", ["pairs", "flat"])
 def test_any_source_of_angles(source: str, form: str) -> None:
-    """In the loop that loads ahead: one value spilled at most, in the search for a token's sequence."""
+    """Backward, beside the sums for the weights: one value spilled at most, in the search for a token's sequence."""
     options = {**SOURCES[source], "rotary_dim": 64 if form == "flat" else 0}
     if source == "sections" and form == "flat":
         options["sections"] = (12, 10, 10)

@@ -4,9 +4,9 @@ of the weights' gradients.
     dz = Rᵀ dy,   g = dz (w + offset),   x̂ = x r,   dx = r (g − x̂ mean(g x̂)),   dw = Σ dz x̂
 
 Legend and tiles as in `_triton_kernel.py`. Read once from memory: dy and x, of which r is taken again; written once: dx. A
-program takes every q_programs-th tile of q, or every k_programs-th of k, loads of the next beside arithmetic of the last. It
-keeps its part of dw in registers, where each thread adds to sums of its own, until the end: a row of partial sums a program,
-which the other kernel adds up in a fixed order.
+program takes every q_programs-th tile of q, or every k_programs-th of k, and keeps its part of dw in registers, where each
+thread adds to sums of its own, until the end: a row of partial sums a program, which the other kernel adds up in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _backward_tiles(
     HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
     SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr, FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL else HEAD_DIM)
+    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL and HEADS > 0 else HEAD_DIM)
     tokens, batches, _, _, _, _, _ = order
     tiles = (tokens * batches + BLOCK_T - 1) // BLOCK_T * head_blocks
 
@@ -72,7 +72,7 @@ def _backward_tiles(
         if HAS_WEIGHT and not ALL:
             w_a, w_b = load_pairs(w_ptr, w_base, w_mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
 
-    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+    for tile in range(program, tiles, programs):
         offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
         batch, token, mask_n = tokens_of((tile // head_blocks) * BLOCK_T, BLOCK_T, *order)
         x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
@@ -173,7 +173,7 @@ def backward_kernel(
     TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr,
     CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
     """q_out and k_out are the gradients of the outputs, laid out as they."""
     order = (tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
@@ -190,7 +190,7 @@ def backward_kernel(
             Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
             ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
             SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX,
-            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD, STAGES,
+            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD,
         )  # fmt: skip
     elif K_HEADS > 0:
         _backward_tiles(
@@ -200,7 +200,7 @@ def backward_kernel(
             K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
             ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
             SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX,
-            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD, STAGES,
+            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD,
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def _norm_rotate_tile(
     TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr, FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL else HEAD_DIM)
+    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL and HEADS > 0 else HEAD_DIM)
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     batch, token, mask_n = tokens_of(first_token + (tile // head_blocks) * BLOCK_T, BLOCK_T, *order)
     x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
