@@ -13,6 +13,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch._inductor.utils
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fusewise
 from fusewise.ops.rope._validate import DEFAULTS
@@ -110,6 +111,17 @@ def test_compiled_matches_the_oracle(name: str) -> None:
 
     torch.compile(call, fullgraph=True, backend="aot_eager")(after)
     check(before, after, (old, new), CASES[name].options.get("write_k", True))
+
+
+def test_fake_tensors_are_checked_and_nothing_runs() -> None:
+    """Also where a call of the same kind has passed before."""
+    given = arguments_of(3)
+    step(*copy_of(given))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        assert step(*fakes).shape == (3,)
+        with pytest.raises(ValueError, match=r"slot_mapping must have shape \(3,\)"):
+            step(*fakes[:3], fakes[3].repeat(2), *fakes[4:])
 
 
 def test_gradients_are_refused_when_traced() -> None:

@@ -60,7 +60,8 @@ def validated(
         fix = "call it outside, or use rope and write k and v yourself"
         fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
     given = (q, k, v, key_cache, value_cache, slots, block_table, *options[:8])
-    tracing = torch.compiler.is_compiling()
+    # The compiler's memory is its own, and a fake tensor has none.
+    tracing = torch.compiler.is_compiling() or isinstance(q, torch._subclasses.FakeTensor)
     key, passed = (None, None) if tracing else _remembered(given, cache_layout, write_k, options)
     offset = options[6]
     if passed is not None and not isinstance(offset, Tensor) and not 0 <= offset <= passed.reach:
@@ -83,8 +84,7 @@ def validated(
             fail(OP, "write_k", "be a bool", repr(write_k), "pass True to rotate k in place, too", TypeError)
         _check_impl(q, options[-1])
         _check_writable({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, write_k)
-        # The compiler's memory is its own, and a fake tensor has none.
-        if tracing or isinstance(q, torch._subclasses.FakeTensor):
+        if tracing:
             return tensors, (*call[:-1], options[-1])
         passed = _Passed(call[-2], reach, [_extent(x) if isinstance(x, Tensor) else 0 for x in given])
         if key is not None:
