@@ -1,0 +1,76 @@
+"""The pages of the verbs say what the command line has."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from fusewise.cli import cli
+from fusewise.lab import plugin, targets
+
+DOCS = Path(__file__).parents[2] / "docs"
+VERBS = (DOCS / "verbs.md").read_text(encoding="utf-8")
+#: The page that has each verb's options.
+PAGES = {
+    "study": "study.md", "report": "report.md", "compare": "compare.md", "code": "code.md", "profile": "profile.md",
+    "tune": "tune.md", "providers": "verbs.md", "limits": "verbs.md", "build": "verbs.md",
+}  # fmt: skip
+#: Told once for several verbs in study.md, or by their help alone.
+ELSEWHERE = {
+    "--help",
+    "--device",
+    "--seed",
+    "--timeout",
+    "--target",
+    "--json",
+    "--out",
+    "--pass",
+    "--dtype",
+    "--preset",
+    "--case",
+}
+
+
+def test_every_verb_has_a_line_and_a_page_that_is_there() -> None:
+    assert set(PAGES) == set(cli.commands)
+    for verb, page in PAGES.items():
+        assert f"| `fusewise {verb}` |" in VERBS
+        assert f"fusewise {verb}" in (DOCS / page).read_text(encoding="utf-8")
+    assert all((DOCS / link).is_file() for link in re.findall(r"\]\(([\w-]+\.md)\)", VERBS))
+
+
+@pytest.mark.parametrize("verb", sorted(PAGES))
+def test_a_verbs_options_are_on_its_page(verb: str) -> None:
+    page = (DOCS / PAGES[verb]).read_text(encoding="utf-8")
+    options = {
+        o for p in cli.commands[verb].params if isinstance(p, click.Option) for o in p.opts if o.startswith("--")
+    }
+    missing = {option for option in options - ELSEWHERE if option not in page}
+    assert not missing
+
+
+def test_options_that_a_page_shows_are_the_verbs_own() -> None:
+    for page in sorted(set(PAGES.values())):
+        for line in re.findall(r"^fusewise .*", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE):
+            verb, *rest = line.partition("#")[0].split()[1:]
+            assert verb in cli.commands, line
+            known = {o for p in cli.commands[verb].params for o in (*p.opts, *p.secondary_opts)}
+            shown = {word.strip("[]").partition("=")[0] for word in rest if word.strip("[]").startswith("--")}
+            assert shown <= known | {"--help"}, line
+
+
+def test_study_names_every_preset_and_every_provider_that_is_measured() -> None:
+    page = (DOCS / "study.md").read_text(encoding="utf-8")
+    presets = {preset for name in targets.BUILT_IN for preset in targets.find(name).presets()}
+    assert {preset for preset in presets if f"`{preset}`" not in page} == set()
+    names = {entry.name for entry in plugin.known() if entry.where in plugin.BUILT_IN}
+    told = {name for name in names if name.startswith("fusewise-") or f"`{name}`" in page}
+    shortened = {
+        "transformer_engine-unfused",
+        "transformer_engine-fused",
+        "floor-copy",
+        "floor-launch",
+        "floor-triton-launch",
+    }
+    assert names - told <= shortened
