@@ -171,7 +171,11 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
         f"training step, moves {number(rope)} times the least in {rope_count} kernels, compiled for a GPU {number(rope_fused)}. These "
         "are counts of bytes ([profile.md](profile.md)), true of every machine on which the operators are these.",
     ]
-    found = {k: g for k, g in latest(h200, (COMPILED, "eager")).items() if k[1] == "llama-3-8b-train" and k[3] == "fwd"}
+    found = {
+        k: g
+        for k, g in latest(h200, (COMPILED, "eager")).items()
+        if k[:2] == ("rope", "llama-3-8b-train") and k[3] == "fwd"
+    }
     for group in found.values():
         copy, eager, compiled = (time(group, name) for name in ("floor-copy", "eager", COMPILED))
         row = group["eager"]
@@ -192,7 +196,12 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
             f"does nothing {number(launch.device_us)} µs of the device, and eager code keeps the host {number(eager_row.host_us)} µs "
             f"for {number(eager_row.device_us)} µs of device: there the CPU cannot feed the GPU fast enough."
         )
-    if not any(row.op == "gelu" for row in h200):
+    sizes = [
+        g for k, g in latest(h200, (COMPILED, "eager", "floor-launch")).items() if k[0] == "gelu" and k[3] == "fwd"
+    ]
+    if sizes:
+        parts += by_size(sorted(sizes, key=lambda group: group["eager"].bytes_min or 0))
+    else:
         parts.append(
             lacking(
                 "GELU from 5 × 5 elements to 4 GiB on an H200, where the share of a copy would show at which size moving memory "
@@ -201,6 +210,26 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
             )
         )
     return parts
+
+
+def by_size(groups: Sequence[Mapping[str, Row]]) -> list[str]:
+    """GELU over its sizes, smallest first: where moving memory takes over from starting kernels."""
+    shown = ("floor-launch", "floor-copy", "eager", COMPILED, "aten-gelu")
+    lines = [
+        [g["eager"].case, size(g["eager"].bytes_min), *(number(time(g, n)) if n in g else "–" for n in shown)]
+        for g in groups
+    ]
+    bound = next((g for g in groups if time(g, "floor-copy") > time(g, "floor-launch")), None)
+    said = (
+        f"From {bound['eager'].case} on ({size(bound['eager'].bytes_min)}) copying the bytes takes longer than starting a kernel. "
+        if bound
+        else "Starting a kernel takes longer than copying the bytes at every size. "
+    )
+    last = groups[-1]
+    copy, eager, compiled = (time(last, name) for name in ("floor-copy", "eager", COMPILED))
+    said += f"At the largest size eager code takes {number(eager / copy)} times the copy, {COMPILED} {number(compiled / copy)} times."
+    columns = ["GELU forward, µs of device", "bytes", *shown]
+    return [said, markdown.table(columns, lines)]
 
 
 def excess(op: str, case: str, dtype: str) -> tuple[float, int, float]:
@@ -218,12 +247,13 @@ def excess(op: str, case: str, dtype: str) -> tuple[float, int, float]:
 def page(
     h200: Sequence[Row], cpu: Sequence[Row], excess: Callable[[str, str, str], tuple[float, int, float]] = excess
 ) -> str:
+    rope = [row for row in h200 if row.op == "rope"]
     parts = [
         "# Three questions, answered by rows",
         "Made by `python benchmarks/questions.py` from [h200.jsonl](../benchmarks/baselines/h200.jsonl) "
         f"({where(h200)}) and [cpu.jsonl](../benchmarks/baselines/cpu.jsonl) ({where(cpu)}). A test holds every figure to the rows.",
-        *kernels(h200, cpu),
-        *launches(h200),
+        *kernels(rope, [row for row in cpu if row.op == "rope"]),
+        *launches(rope),
         *moving(h200, excess),
     ]
     return "\n\n".join(parts) + "\n"

@@ -128,3 +128,34 @@ def test_what_was_not_measured_is_said_until_it_is(questions):
     for command in ("study rope-seqlen", "study rope-serving"):
         assert command in before and command not in after
     assert "study gelu-sizes" in after
+
+
+def test_gelu_over_its_sizes_and_rows_of_other_operations_apart(questions):
+    times = {"gelu-5x5": (2.0, 1.0), "gelu-4096": (2.0, 40.0)}
+    rows = [
+        row(
+            name,
+            op="gelu",
+            case=case,
+            device_us=us,
+            run="20260101T000000-a",
+            bytes_min=bytes_,
+            versions={"torch": "2.11.0"},
+        )
+        for case, bytes_, (launch, copy) in zip(times, (200, 2**27), times.values(), strict=True)
+        for name, us in {
+            "floor-launch": launch,
+            "floor-copy": copy,
+            "eager": 9 * copy,
+            "torch.compile": 1.25 * copy,
+        }.items()
+    ]
+    rows += [
+        row(name, op="qk_norm_rope", case="other-train", device_us=us, host_us=1.0, run="20260101T000000-a",
+            versions={"torch": "2.11.0"})
+        for name, us in {"floor-copy": 1.0, "eager": 990.0, "torch.compile": 2.0, "fusewise-triton": 1.0}.items()
+    ]  # fmt: skip
+    page = questions.page(rows, rows, lambda op, case, dtype: (3.0, 7, 1.5))
+    assert "From gelu-4096 on (128 MiB) copying the bytes takes longer than starting a kernel." in page
+    assert "At the largest size eager code takes 9.00 times the copy, torch.compile 1.25 times." in page
+    assert "study gelu-sizes" not in page and "other-train" not in page and "990" not in page
