@@ -49,7 +49,10 @@ def test_providers_lists_what_is_missing():
     ("arguments", "words"),
     [
         (("study",), "Missing argument 'TARGET'"),
-        (("study", "tango"), "study: target must be one of rope, geglu, gelu, qk_norm_rope, rope_and_cache, got 'tango'; try `study rope`"),
+        (
+            ("study", "tango"),
+            "study: target must be one of rope, geglu, gelu, qk_norm_rope, rope_and_cache, got 'tango'; try `study rope`",
+        ),
         (("study", "rope", "--preset", "nope"), "preset must be one of rope-cube"),
         (("study", "tango", "--list"), "target must be one of rope"),
         (("study", "no_such_file.py:f", "--list"), "must be in a file that exists"),
