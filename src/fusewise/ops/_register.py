@@ -13,7 +13,7 @@ _library = torch.library.Library("fusewise", "FRAGMENT")
 # torch.compile copies all but the first of the tensors of one storage that an operator writes to, whichever operator it is,
 # and before torch 2.13 (seen with 2.11) from the wrong place, even from outside its memory, where such a tensor is an input
 # of the graph and does not begin with its storage. A trace does not see storages.
-_COPIES_WRONGLY = TorchVersion(torch.__version__) < (2, 13)
+_COPIES_WRONGLY = TorchVersion(torch.__version__) < TorchVersion("2.13")
 
 
 def one_writes_one() -> bool:

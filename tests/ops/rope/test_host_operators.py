@@ -312,6 +312,7 @@ def test_on_the_current_stream_and_the_device_of_the_tensors() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_by_inductor_on_a_gpu(mode: str, past_python: Callable[[], None]) -> None:
     require(Place("cuda", "cuda"))
