@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language
 
 from fusewise.ops.gated_linear import _gluon_gate, _gluon_kernel
 
@@ -160,7 +161,7 @@ class Barrier:
         self.loads: list[Callable[[], None]] = []  # under way
 
     def settle(self) -> None:
-        assert self.missing >= 0
+        assert self.missing >= 0, "more arrived than the barrier counts"
         if self.count and self.missing == 0 and self.bytes == 0:
             self.phase += 1
             self.missing = self.count
@@ -316,16 +317,10 @@ class Machine:
             convert_layout=lambda x, layout, assert_trivial=False: x,
             load=lambda p, mask, other: p.load(mask, other), store=lambda p, value, mask: p.store(value, mask),
             allocate_shared_memory=allocate, warp_specialize=self.specialize,
-            NVMMADistributedLayout=SimpleNamespace, NVMMASharedLayout=SimpleNamespace, SliceLayout=SimpleNamespace,
         )  # fmt: skip
-        for name in (
-            "NVMMADistributedLayout",
-            "NVMMASharedLayout",
-            "SliceLayout",
-            "BlockedLayout",
-            "SwizzledSharedLayout",
-        ):
-            setattr(gl, name, lambda *_: None)
+        for name in vars(language):
+            if name.endswith("Layout"):
+                setattr(gl, name, lambda *_: None)
         namespace: dict[str, Any] = {
             "gl": gl, "range": range_, "SUMS": None, "_load": self.load, "_store": self.store, "fence_async_shared": lambda: None,
             "tma": SimpleNamespace(store_wait=self.store_wait),
