@@ -74,7 +74,8 @@ def rope_and_cache_(
 
     Returns None. Not differentiable: an argument that requires grad is an error where gradients are recorded. Bitwise
     deterministic but for slots that several tokens have. Works in CUDA graphs and under torch.compile, to which a combined
-    cache should be given whole: two views of it as inputs of a graph are copied.
+    cache should be given whole, since two views of it as inputs of a graph are copied; before torch 2.13 a compiled call takes
+    caches with memory of their own.
 
     Raises:
         TypeError, ValueError, RuntimeError: `rope_and_cache_: <argument> must <contract>, got <value>; <one fix>`, before
