@@ -10,14 +10,14 @@ from torch.torch_version import TorchVersion
 
 _library = torch.library.Library("fusewise", "FRAGMENT")
 
-# torch.compile copies all but the first of the tensors of one storage that an operator writes to, whichever operator it is,
-# and before torch 2.13 (seen with 2.11) from the wrong place, even from outside its memory, where such a tensor is an input
-# of the graph and does not begin with its storage. A trace does not see storages.
+# Before torch 2.13 (seen with 2.11) graphs of torch.compile that write into an input through an operator, whichever it is, may
+# take a copy or a view of it from the wrong place, even from outside its memory, where it does not begin with its storage.
+# A trace does not see that. Writes by torch's own copy_ are right.
 _COPIES_WRONGLY = TorchVersion(torch.__version__) < TorchVersion("2.13")
 
 
-def one_writes_one() -> bool:
-    """Whether an operator must write to one tensor at most: in graphs of torch.compile that copy others wrongly."""
+def copies_wrongly() -> bool:
+    """Whether a graph is traced in which an operator must not write into the tensors of the caller."""
     return _COPIES_WRONGLY and torch.compiler.is_compiling()
 
 

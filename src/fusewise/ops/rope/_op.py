@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._register import one_writes_one, register
+from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._problem import Spec, transposed_spec
 
@@ -309,23 +309,26 @@ def rotate(
 
 def rotate_into(q: Tensor, k: Tensor | None, call: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
     """Into `out`, without autograd."""
-    if k is None:
+    if copies_wrongly():
+        _copy(rotate(q, k, call), out)
+    elif k is None:
         _op_rope_out(q, *call, *out)
-    elif one_writes_one():
-        _op_rope_out(q, *call, out[0])
-        _op_rope_out(k, *call, out[1])
     else:
         _op_rope_qk_out(q, k, *call, *out)
+
+
+def _copy(rotated: Any, to: tuple[Tensor, ...]) -> None:
+    for y, x in zip(rotated if isinstance(rotated, tuple) else (rotated,), to, strict=True):
+        x.copy_(y)
 
 
 def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
     """In place, recording a gradient where one is wanted."""
     if not needs_autograd(q, k):
-        if k is None:
+        if copies_wrongly():
+            _copy(rotate(q, k, call), (q,) if k is None else (q, k))
+        elif k is None:
             _op_rope_(q, *call)
-        elif one_writes_one():
-            _op_rope_(q, *call)
-            _op_rope_(k, *call)
         else:
             _op_rope_qk_(q, k, *call)
     elif k is not None and (q._is_view() or k._is_view() or q.requires_grad != k.requires_grad):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._register import one_writes_one, register
+from .._register import copies_wrongly, register
 from ..rope._op import _COMMON as ROTATION
-from ..rope._op import rotate_in_place
+from ..rope._op import rotate
 
 # In order of preference. Each has `launch`, with the arguments of `CacheProblem.build`.
 IMPLEMENTATIONS = ("triton", "cuda", "reference")
@@ -49,16 +49,18 @@ _keeping = register(
 
 def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> None:
     """Run a validated call: q, k, v, the caches, slots and block_table, and the common arguments of rope's operators."""
-    if not one_writes_one():
+    if not copies_wrongly():
         (_writing if write_k else _keeping)(*tensors, *call)
         return
-    # q and k may be parts of one projection, so k is written to in an operator of its own; the caches cannot be.
-    for name, cache in zip(("key_cache", "value_cache"), tensors[3:5], strict=True):
+    q, k, v, key_cache, value_cache, *_ = tensors
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.untyped_storage().size() != cache.numel() * cache.element_size():
             raise ValueError(
                 f"rope_and_cache_: {name} must be all of its memory under torch.compile before torch 2.13, whose copies of "
                 "parts are wrong, got a part; allocate the caches apart, or call it outside of the graph"
             )
-    _keeping(*tensors, *call)
+    rotated = q.clone()
+    _keeping(rotated, *tensors[1:], *call)
+    q.copy_(rotated)
     if write_k:
-        rotate_in_place(tensors[1], None, call)
+        k.copy_(rotate(k, None, call))
