@@ -166,6 +166,9 @@ def rope_(
     gradients under torch.compile, which does not see a mutation in an autograd function (use `rope` there: the compiler
     makes it in-place where it may).
 
+    Before torch 2.13 a graph of torch.compile gets new tensors and copies of them into q and k: its own writes through an
+    operator may go to the wrong place there.
+
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
     """

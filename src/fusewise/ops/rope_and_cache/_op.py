@@ -52,7 +52,7 @@ def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> Non
     if not copies_wrongly():
         (_writing if write_k else _keeping)(*tensors, *call)
         return
-    q, k, v, key_cache, value_cache, *_ = tensors
+    q, k, _, key_cache, value_cache = tensors[:5]
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.untyped_storage().size() != cache.numel() * cache.element_size():
             raise ValueError(
