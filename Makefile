@@ -10,8 +10,8 @@ study: $(VENV)/ready
 	$(RUN) -m fusewise study gelu --preset gelu-quick
 
 test: $(VENV)/ready
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter
-	$(RUN) -m pytest -q -m "not interpreter"
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n 2 -m interpreter
+	$(RUN) -m pytest -q -n 2 --dist loadfile -m "not interpreter"
 
 check: $(VENV)/ready
 	$(RUN) -m ruff check .
