@@ -1,6 +1,6 @@
 """Someone else's package, really installed: a provider and a target that the lab finds by their entry points."""
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -40,7 +40,10 @@ def example(heading):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    if any(importlib.util.find_spec(name) is None for name in ("pip", "setuptools")):
+    try:  # by their metadata: to look for the modules lets setuptools put itself in the place of distutils
+        for name in ("pip", "setuptools"):
+            importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
         pytest.skip("installs a package with pip and setuptools")
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     (source / "pyproject.toml").write_text(PROJECT)

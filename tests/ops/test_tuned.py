@@ -267,13 +267,19 @@ def test_the_space_of_triton_has_the_heuristic_first_and_can_run(rows: int, hidd
 
 
 @pytest.mark.parametrize(("rows", "hidden"), SHAPES)
-@pytest.mark.parametrize("module", [_triton, _gluon], ids=["triton", "gluon"])
-def test_the_space_of_the_elementwise_kernel(module: Any, rows: int, hidden: int) -> None:
-    space = module.gate_configurations(rows, hidden, 132)
-    assert space[0] == module.choose_gate(rows, hidden, 132) and len(space) == len(set(space)) > 1
+def test_the_space_of_the_elementwise_kernel(rows: int, hidden: int) -> None:
+    space = _triton.gate_configurations(rows, hidden, 132)
+    assert space[0] == _triton.choose_gate(rows, hidden, 132) and len(space) == len(set(space)) > 1
     assert all(config.rows % config.block_m == 0 for config in space)
-    if module is _gluon:  # a warp's lanes are spread over 256 columns
-        assert max(config.block_f for config in space) <= 256
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+def test_the_space_of_the_elementwise_kernel_in_gluon(rows: int, hidden: int, sums: bool) -> None:
+    space = _gluon.gate_configurations(rows, hidden, 132, sums=sums)
+    assert space[0] == _gluon.choose_gate(rows, hidden, 132, sums=sums) and len(space) == len(set(space)) > 1
+    # Eight columns a thread, and no idle one.
+    assert all(config.block_m * config.block_f >= 8 * 32 * config.num_warps for config in space)
 
 
 def test_the_space_of_gluon_has_the_heuristic_first() -> None:
