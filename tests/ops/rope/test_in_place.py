@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 import fusewise
 from fusewise.ops.rope._overlap import overlaps, overlaps_itself
+from fusewise.ops.rope._validate import DEFAULTS
+from fusewise.ops.rope._written import check_written
 
 from .support import Place, assert_bits, make_table, places, require
 
@@ -334,3 +336,12 @@ def test_what_was_apart_once_is_looked_at_again_elsewhere() -> None:
         fusewise.rope_(q, cos=shared, sin=angles, impl="reference")
         with pytest.raises(ValueError, match="q must not overlap cos, which is read"):
             fusewise.rope_(memory[-2 * 8 * 4 * 16 :].view(2, 8, 4, 16), cos=shared, sin=angles, impl="reference")
+
+
+def test_what_is_read_twice_may_not_be_written() -> None:
+    """The same three tensors, of which one more is written."""
+    q, table = torch.randn(4, 2, 8), torch.rand(4, 4)
+    rest = [None] * (len(DEFAULTS) - 2)
+    check_written("rope_", (q,), (table, table, *rest))
+    with pytest.raises(ValueError, match="k must not overlap cos, which is read"):
+        check_written("rope_", (q, table), (table, None, *rest))

@@ -85,8 +85,8 @@ def gated_linear(
     Returns:
         y (..., F), contiguous, in the dtype of x.
 
-    Memory: without gradients y and nothing else (on a CPU a chunk of pre-activations besides: 16 MiB, or 512 rows if those
-    are more). Backward needs, beside the gradients that it returns, 2F elements a row
+    Memory: without gradients y and nothing else (on a CPU a chunk of the gate's pre-activations besides: 8 MiB, or 512
+    rows if those are more). Backward needs, beside the gradients that it returns, 2F elements a row
     with `save="input"` (F where that would be 256 MiB or more), and none with `save="preact"` unless the graph is
     retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed
     order: bitwise reproducible, no atomics.

@@ -93,8 +93,8 @@ def _fake_nothing(*_: Any) -> None:
 
 
 def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
-    """A vmap rule for operator `name` that folds the mapped dimension of the rotated tensors into their heads: a rotation is the same for
-    every head. A mapped table or position tensor has no such fold; those run a call an entry."""
+    """A vmap rule for operator `name` that folds the mapped dimension of the rotated tensors into their heads: a rotation
+    is the same for every head. A mapped table or position tensor has no such fold; those run a call an entry."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         op = getattr(torch.ops.fusewise, name).default

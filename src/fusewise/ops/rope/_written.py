@@ -79,7 +79,7 @@ def check_written(
     for name, y in zip(names, ys, strict=False):
         if y.is_inference() and not torch.is_inference_mode_enabled():
             fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
-    places = _places([*ys, *[x for x in options if isinstance(x, Tensor)]])
+    places = _places(ys, [x for x in options if isinstance(x, Tensor)])
     if places in _APART:
         return
     for name, y in zip(names, ys, strict=False):
@@ -107,12 +107,13 @@ _APART: set[tuple[Any, ...] | None] = set()
 _APART_MAX = 4096
 
 
-def _places(tensors: list[Tensor]) -> tuple[Any, ...] | None:
-    """All that decides whether tensors share memory; None where one has none of its own to tell by."""
+def _places(written: tuple[Tensor, ...], read: list[Tensor]) -> tuple[Any, ...] | None:
+    """All that decides whether what is written shares memory; None where a tensor has none of its own to tell by."""
+    tensors = (*written, *read)
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
         return None
     places = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors])
-    return places if all(place[0] for place in places) else None
+    return (len(written), *places) if all(place[0] for place in places) else None
 
 
 def check_followed(op: str, xs: tuple[Tensor, ...]) -> None:
