@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from fusewise._shared import build
 from fusewise.ops.rope import _cuda
 
-KERNEL = re.compile(r"Compiling entry function '(\S*rope_kernel\S*)' for '(sm_\d+)'")
-THREADS_RESIDENT = 768  # of a multiprocessor with 65536 registers, at least
+from .. import cuda_codegen
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The library for three generations of GPUs, and what the assembler said of each kernel."""
-    try:
-        command = build.nvcc().command
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    path = tmp_path_factory.mktemp("cuda") / "library.so"
-    flags = (*_cuda.flags(((8, 0), (9, 0), (10, 0))), "-Xptxas=-v", "--threads=2")
-    result = subprocess.run(
-        [*command, *flags, str(_cuda.SOURCES[0]), "-o", str(path)], capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return path, result.stderr
+    return cuda_codegen.compiled(_cuda.SOURCES[0], tmp_path_factory.mktemp("cuda"))
 
 
 def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str]) -> None:
-    seen = set()
-    for entry in compiled[1].split("ptxas info    : Compiling entry function")[1:]:
-        found = KERNEL.match("Compiling entry function" + entry)
-        if found is None:
-            continue
-        seen.add(found[2])
-        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
-        registers = re.search(r"Used (\d+) registers", entry)
-        assert frame is not None and registers is not None, entry
-        assert frame.groups() == ("0", "0", "0"), f"{found[1]} on {found[2]} spills: {frame[0]}"
-        assert int(registers[1]) <= 65536 // THREADS_RESIDENT, f"{found[1]} on {found[2]}: {registers[0]}"
-    assert seen == {"sm_80", "sm_90", "sm_100"}
+    cuda_codegen.check_no_kernel_spills_and_all_fit(compiled[1], "rope_kernel")
 
 
 @pytest.mark.parametrize(
@@ -57,17 +31,8 @@ def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str]) -> None:
     ],
 )
 def test_widest_accesses(compiled: tuple[Path, str], kernel: str, vectors: int) -> None:
-    tool = shutil.which("cuobjdump")
-    if tool is None:
-        triton = pytest.importorskip("triton")
-        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    listing = subprocess.run([tool, "-sass", "-arch", "sm_90", str(compiled[0])], capture_output=True, text=True)
-    assert listing.returncode == 0, listing.stderr
-    bodies = [body for body in listing.stdout.split("Function : ")[1:] if kernel in body.splitlines()[0]]
-    assert bodies
-    for body in bodies:
+    for body in cuda_codegen.machine_code(compiled[0], kernel):
         loads = re.findall(r"LDG\.E\.128", body)
         stores = re.findall(r"STG\.E\.(64|128)", body)
         # At least one set of accesses for q and one for k, each as wide as the pairing allows.
         assert len(loads) >= 2 * vectors and len(stores) >= 2 * vectors, body.splitlines()[0]
-        assert not re.findall(r"LDL|STL", body)
