@@ -61,7 +61,8 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
 
     The device and dtype of the first tensor among the arguments decide; for RoPE on a GPU also the bytes that the call
     moves, its kind of table, and whether CUDA is built; for the gated linear unit whether TMA can move the matrices and
-    how many rows there are.
+    how many rows there are. To say why an implementation cannot serve it is asked, which builds what it needs: its native
+    library, if that is not there (but not CUDA for a call of RoPE with impl="auto").
 
     Raises:
         TypeError: if `op` is not a function of fusewise that takes `impl=`, or no argument is a tensor.
