@@ -168,5 +168,9 @@ print(time.perf_counter() - start)
 
 
 def test_importing_is_quick() -> None:
-    """At most 0.1 s on top of torch: the best of five, since other work on the machine only adds."""
-    assert min(float(fresh(TIMED)) for _ in range(5)) <= 0.1
+    """At most 0.1 s on top of torch: the best of five, since other work on the machine only adds.
+
+    Byte code may be written whatever the environment says: an installed package has it, and without it most of the
+    time is that of the compiler.
+    """
+    assert min(float(fresh(TIMED, PYTHONDONTWRITEBYTECODE="")) for _ in range(5)) <= 0.1
