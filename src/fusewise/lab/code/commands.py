@@ -41,11 +41,6 @@ def code(
     return index
 
 
-def stage_names(index: dict[str, Any]) -> list[str]:
-    """The names of the stages in an index, in the order in which they occur."""
-    return list(dict.fromkeys(s["stage"] for provider in index["providers"] for s in provider["stages"]))
-
-
 def listing(index: dict[str, Any]) -> str:
     """A line a stage: provider, file or stage, length, and what was counted in it."""
     lines = []

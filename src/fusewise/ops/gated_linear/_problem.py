@@ -46,11 +46,6 @@ class Spec:
         """Whether the weight is one (2F, D) matrix whose rows, halves in order, are the columns of `preact`."""
         return self.layout == "stacked"
 
-    @property
-    def gate_half(self) -> int:
-        """Which half of `preact` (and of its gradient) is the gate."""
-        return 0 if self.fused and self.gate_first else 1
-
 
 # All there are: a table that torch.compile can trace, where it looks through a cache.
 _SPECS = {
