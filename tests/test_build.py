@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewise._shared import build
+from fusewise._shared import build, kept
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
 
@@ -148,6 +148,24 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error(
         make(source)
 
 
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path, tmp_path: Path
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "FUSEWISE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(build.BuildError, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
+        make(source)
+    with pytest.raises(kept.Refused, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
+        kept.folder("limits")
+    forget()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert make(source) == 42
+
+
 def test_a_failed_build_says_what_the_compiler_said_and_is_not_tried_again(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +207,7 @@ def run(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 BUILD = """
     from pathlib import Path
-    from fusewise._shared import build
+    from fusewise._shared import build, kept
     print(build.library("answer", [Path({source!r})], build.cxx(), {flags!r}).answer())
 """
 

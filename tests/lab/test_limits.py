@@ -69,6 +69,16 @@ def test_a_file_that_others_could_write_counts_as_none():
     assert limits.kept("cpu") is None
 
 
+def test_a_user_without_a_place_for_them_has_none_and_is_told(monkeypatch):
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", "/proc/fusewise")
+    assert limits.kept("cpu") is None
+    monkeypatch.setattr(limits, "measure", lambda _: FOUND)
+    result = CliRunner().invoke(cli, ["limits", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "limits: not kept" in result.output
+    assert "FUSEWISE_CACHE_DIR" in result.output
+
+
 def test_another_build_or_thread_count_has_limits_of_its_own(monkeypatch):
     limits.keep(FOUND, "cpu")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)

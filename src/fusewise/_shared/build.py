@@ -148,16 +148,20 @@ def loads() -> int:
 
 
 def cache_folder() -> Path:
-    """Where native code is kept: $FUSEWISE_CACHE_DIR, or `fusewise` in the user's cache folder."""
-    chosen = os.environ.get("FUSEWISE_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute() / "native"
-    home = Path("~").expanduser()
-    if sys.platform == "darwin":
-        caches = home / "Library" / "Caches"
-    else:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return caches.absolute() / "fusewise" / "native"
+    """Where native code is kept: $FUSEWISE_CACHE_DIR, or `fusewise` in the user's cache folder.
+
+    Raises:
+        BuildError: neither is set, and the user has no home (a container's user of a number alone, say).
+    """
+    chosen, caches = os.environ.get("FUSEWISE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute() / "native"
+        if sys.platform == "darwin":
+            caches = "~/Library/Caches"
+        return Path(caches or "~/.cache").expanduser().absolute() / "fusewise" / "native"
+    except RuntimeError as error:
+        raise BuildError(f"there is no cache folder: {error} Set FUSEWISE_CACHE_DIR") from None
 
 
 def _key(sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> str:

@@ -26,8 +26,15 @@ class Refused(ValueError):
 
 
 def folder(name: str) -> Path:
-    """The cache folder for results of one kind, beside that of native code. It may not be there yet."""
-    return cache_folder().parent / name
+    """The cache folder for results of one kind, beside that of native code. It may not be there yet.
+
+    Raises:
+        Refused: there is no place for one.
+    """
+    try:
+        return cache_folder().parent / name
+    except BuildError as error:
+        raise Refused(str(error)) from None
 
 
 def read(path: Path) -> Any:

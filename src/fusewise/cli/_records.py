@@ -139,10 +139,8 @@ def limits(device: str | None, kept: bool, as_json: bool) -> None:
         found = measuring.measure(where)
         try:
             file = measuring.keep(found, where)
-        except OSError as error:
-            raise click.ClickException(
-                f"limits: the cache folder must be writable, got {error}; set FUSEWISE_CACHE_DIR"
-            ) from None
+        except ValueError as error:
+            raise click.ClickException(f"limits: not kept: {error}") from None
     if as_json:
         click.echo(json.dumps(found))
     else:

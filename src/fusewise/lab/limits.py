@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 
-from fusewise._shared import build
+from fusewise._shared import kept as files
 
-from . import machine, record
+from . import machine
 from .problem import DTYPES
 from .record import Json
 from .timing import CpuTimer, CudaTimer, Timer, Work
@@ -92,34 +91,35 @@ def _launch(timer: Timer, device: torch.device) -> float:
 
 
 def path(device: str) -> Path:
-    """Where the limits of `device` are kept: by its name, the driver, the cores in use and the build of torch."""
+    """Where the limits of `device` are kept: by its name, the driver, the cores in use and the build of torch.
+
+    Raises:
+        kept.Refused: there is no cache folder.
+    """
     environment = machine.environment(device)
     identity = [environment[name] for name in ("device_name", "cpu", "cores", "torch_threads", "cuda")]
     identity += [environment.get("driver"), environment["versions"]["torch"]]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    return build.cache_folder().parent / "limits" / f"{digest}.json"
+    return files.folder("limits") / f"{digest}.json"
 
 
 def keep(found: Json, device: str) -> Path:
-    """Write the limits where `kept` finds them, readable by the user alone."""
+    """Write the limits where `kept` finds them, readable by the user alone.
+
+    Raises:
+        kept.Refused: the file cannot be written, or not safely.
+    """
     file = path(device)
-    file.parent.parent.mkdir(parents=True, exist_ok=True)
-    file.parent.mkdir(mode=0o700, exist_ok=True)
-    record.write_atomically(file, record.dumps(found) + "\n")
-    file.chmod(0o600)
+    files.change(file, lambda _: found)
     return file
 
 
 def kept(device: str) -> Json | None:
     """The limits measured earlier on this device; None where there are none, and for a file that others could have
     written or that does not hold what `measure` gives."""
-    file = path(device)
     try:
-        status = file.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            return None
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = files.read(path(device))
+    except files.Refused:
         return None
     return found if _complete(found) else None
 
