@@ -40,7 +40,7 @@ def test_opcheck(name: str) -> None:
     own = [arguments.pop(n, None) for n in ("key_cache", "value_cache", "slot_mapping", "block_table")]
     layout, write_k = arguments.pop("cache_layout"), arguments.pop("write_k", True)
     options = tuple({**DEFAULTS, **arguments, "impl": "reference"}.values())
-    tensors, call = validated(made.q, made.k, made.v, *own, layout, write_k, options)
+    tensors, call, _ = validated(made.q, made.k, made.v, *own, layout, write_k, options)
     operator = torch.ops.fusewise.rope_and_cache_ if write_k else torch.ops.fusewise.rope_and_cache_keep_k_
     torch.library.opcheck(operator.default, (*tensors, *call))
 

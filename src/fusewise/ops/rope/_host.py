@@ -1,4 +1,4 @@
-"""The quick way for a call of `rope` and `rope_` that has been before: `host.cpp`, and what it is told.
+"""The quick way for a call of `rope`, `rope_` or `rope_and_cache_` that has been before: `host.cpp`, and what it is told.
 
     done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
     _host.remember(_host.NEW, arguments, call, reach, out)      # after the first
@@ -27,7 +27,7 @@ from ._auto import serving
 from ._native import planned
 from ._problem import Spec, layout_dims
 
-_NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", "plan.h")
+_NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", "plan.h", "../rope_and_cache/plan.h")
 SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
 
 
@@ -35,14 +35,15 @@ def _not_loaded(*_: Any) -> None:
     return None
 
 
-WITHOUT = ("triton", "reference")  # implementations that are not native code
-NEW, GIVEN, IN_PLACE = range(3)  # where a rotation goes, `Form` of host_call.h
+NEW, GIVEN, IN_PLACE, CACHED = range(4)  # where a rotation goes, `Form` of host_call.h
 
 # The functions of the extension once it is loaded: given the arguments of `api.rope` (without `out` and with it) or
 # `api.rope_`, in order, what these return, or None, nothing done, where the call has not been before or is no ordinary one.
+# The last, given those of `api.rope` and then the others of `rope_and_cache_`, returns True for such a call.
 rope: Callable[..., Any] = _not_loaded
 rope_out: Callable[..., Any] = _not_loaded
 rope_: Callable[..., Any] = _not_loaded
+rope_and_cache_: Callable[..., Any] = _not_loaded
 _quick = True  # whether what has been before is launched, see `through_python`
 
 
@@ -79,8 +80,8 @@ def extension() -> Any:
     library = build.library(*recipe())
     made = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))(gradients, _planned)
     made.quick(_quick)
-    global rope, rope_out, rope_
-    rope, rope_out, rope_ = made.rope, made.rope_out, made.rope_
+    global rope, rope_out, rope_, rope_and_cache_
+    rope, rope_out, rope_, rope_and_cache_ = made.rope, made.rope_out, made.rope_, made.rope_and_cache_
     return made
 
 
@@ -112,14 +113,25 @@ def served(implementation: Any, device_type: str, impl: str) -> None:
         unavailable(device_type, impl)
 
 
-def _planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], *call: Any) -> tuple[bytes, int] | None:
-    """What the extension keeps of an operator's call that Python has served: None if no native code did."""
-    *rest, impl = call
-    implementation = serving(impl, xs, rest[-1])
+def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> tuple[bytes, int] | None:
+    """What the extension keeps of an operator's call that Python has served, `arguments` its own and the common ones, `ys`
+    what it wrote of q and k: None if no native code did."""
+    packed: Callable[..., tuple[bytes, int]]
+    call: tuple[Any, ...]
+    *given, impl = arguments
+    if form == CACHED:
+        from ..rope_and_cache import _native, _op
+
+        implementation = _op.choice.serving(impl, ys[0].device.type, ys[0].dtype)
+        packed, call = _native.planned, (*given, len(ys) == 2)
+    else:
+        xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
+        implementation = serving(impl, xs, rest[-1])
+        packed, call = planned, (xs, ys, *rest)
     if not hasattr(implementation, "tell"):
         return None
     implementation.tell(extension())
-    return planned(xs, ys, *rest)
+    return packed(*call)
 
 
 @contextlib.contextmanager
@@ -144,23 +156,19 @@ def forget() -> None:
 
 
 def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach: float, out: Any) -> None:
-    """Keep a call that has just succeeded, if a native implementation served it.
+    """Keep a call of RoPE that has just succeeded, if a native implementation served it.
 
     `arguments` are those of the function above, `call` what `validated` made of them, `reach` the largest int offset for
     which it did, and `out` what was returned.
     """
-    if call[-1] in WITHOUT or torch.compiler.is_compiling():  # also where torch.compile left the caller and traces this
+    if without(call[-1]):
         return
     q, *rest = arguments[:2]
     cos, sin, positions, offsets, cu_seqlens, offset, spec, impl = call
     xs = (q,) if rest == [None] else (q, *rest)
-    tell = getattr(serving(impl, xs, spec), "tell", None)
-    if tell is None or unavailable(q.device.type, impl) is not None:
+    host = keeper(form, arguments, serving(impl, xs, spec), impl)
+    if host is None:
         return
-    host = extension()
-    if not host.new(form, arguments):
-        return
-    tell(host)
     ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
     # Of new tensors like xs, which gradients are, too.
     dense = [
@@ -168,8 +176,25 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
         for x, y in zip(xs, ys, strict=True)
     ]
     b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)
-    plan, sin_distance = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
-    host.remember(
-        form, arguments, plan, sin_distance, int(min(reach, 2**62)),
-        (-1 if b_dim is None else b_dim, t_dim, h_dim), dense, spec, impl,
-    )  # fmt: skip
+    dims = -1 if b_dim is None else b_dim, t_dim, h_dim
+    plan = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    host.remember(form, arguments, *plan, reach, dims, dense, spec, impl)
+
+
+def without(impl: str) -> bool:
+    """Whether a call has no quick way: by its implementation, or for being traced, also where torch.compile left the caller
+    and traces this."""
+    return impl in ("triton", "reference") or torch.compiler.is_compiling()
+
+
+def keeper(form: int, arguments: tuple[Any, ...], implementation: Any, impl: str) -> Any:
+    """The extension where it is to keep a call that `implementation` has just served, as native code; it is told of that.
+    None for others, and for a call that it has."""
+    tell = getattr(implementation, "tell", None)
+    if tell is None or unavailable(arguments[0].device.type, impl) is not None:
+        return None
+    host = extension()
+    if not host.new(form, arguments):
+        return None
+    tell(host)
+    return host

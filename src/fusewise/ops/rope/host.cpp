@@ -1,4 +1,4 @@
-// A repeated RoPE call, from Python to the launch in a microsecond or two: what validation and planning found for a call
+// A repeated call of `rope`, `rope_` or `rope_and_cache_`, from Python to the launch in a microsecond or two: what validation and planning found for a call
 // is kept here under everything that they depended on, and the next call like it goes from its arguments to the kernel.
 //
 // Python stays the one place that validates, plans and raises: whatever is not an ordinary call that has been before is
@@ -36,37 +36,31 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
                    " arguments, got ", count);
   Arguments a;
   if (!a.read(given, FORM)) Py_RETURN_NONE;
-  Remembered entry = cache.find(a.key);
+  const Remembered entry = cache.find(a.key);
   if (entry == nullptr || a.offset > entry->most_offset) Py_RETURN_NONE;
-  const bool records = FORM != GIVEN && a.records();
+  const bool records = (FORM == NEW || FORM == IN_PLACE) && a.records();
   if (FORM == IN_PLACE && records)
     for (int o = 0; o < a.operands; ++o)
       if (!followed(*a.x[o])) Py_RETURN_NONE;
 
-  const c10::Device device = a.x[0]->device();
-  const There there(device);
-  Call call = call_on(*entry, a.x[0], a.x[a.operands - 1], a.table, a.sin, a.positions, a.offsets, a.bounds, a.offset);
   NodePointer node;
   if (records) node = node_of(entry, a);
   Tensor made[2];
-  for (int o = 0; FORM == NEW && o < a.operands; ++o) a.y[o] = &(made[o] = empty(*a.x[o], entry->dense[o]));
-  for (int o = 0; o < 2; ++o) call.y[o] = a.y[a.operands == 2 ? o : 0]->mutable_data_ptr();
-  {
+  run<FORM>(*entry, a, a.offset, made, [&a](const auto& launch) {
     // A profile shows the operator that Python would have called.
     constexpr const char* NAMES[][2] = {{"fusewise::rope", "fusewise::rope_qk"},
                                         {"fusewise::rope_out", "fusewise::rope_qk_out"},
-                                        {"fusewise::rope_", "fusewise::rope_qk_"}};
-    RECORD_FUNCTION(NAMES[FORM][a.operands - 1], (std::vector<c10::IValue>{*a.x[0]}));
+                                        {"fusewise::rope_", "fusewise::rope_qk_"},
+                                        {"fusewise::rope_and_cache_keep_k_", "fusewise::rope_and_cache_"}};
+    RECORD_FUNCTION(NAMES[FORM][FORM == CACHED ? a.y[1] != nullptr : a.operands - 1], (std::vector<c10::IValue>{*a.x[0]}));
     const OthersGoOn while_this_lives;
-    launch(entry->plan, call, device);
+    launch();
+  });
+  for (int o = 0; records && o < a.operands; ++o) {
+    if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(*a.y[o], {node, node->add_input_metadata(*a.y[o])});
+    else torch::autograd::set_history(*a.y[o], node);
   }
-  for (int o = 0; o < a.operands; ++o) {
-    const Tensor& y = *a.y[o];
-    if (FORM != NEW && !y.is_inference()) y.unsafeGetTensorImpl()->bump_version();
-    if (!records) continue;
-    if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(y, {node, node->add_input_metadata(y)});
-    else torch::autograd::set_history(y, node);
-  }
+  if (FORM == CACHED) Py_RETURN_TRUE;
   if (FORM == GIVEN)
     return Py_NewRef(a.operands == 1 && PyTuple_CheckExact(given[OUT]) ? PyTuple_GET_ITEM(given[OUT], 0) : given[OUT]);
   if (FORM == IN_PLACE) return a.operands == 1 ? Py_NewRef(given[Q]) : PyTuple_Pack(2, given[Q], given[K]);
@@ -100,22 +94,21 @@ PyObject* remember(PyObject*, PyObject* given) {
   PyObject *arguments = nullptr, *dims = nullptr, *strides = nullptr;
   const char *plan = nullptr, *spec = nullptr, *impl = nullptr;
   Py_ssize_t size = 0;
-  long long sin_distance = 0, most_offset = 0;
-  if (!PyArg_ParseTuple(given, "iO!y#LLOOss", &form, &PyTuple_Type, &arguments, &plan, &size, &sin_distance,
+  long long sin_distance = 0;
+  double most_offset = 0;
+  if (!PyArg_ParseTuple(given, "iO!y#LdOOss", &form, &PyTuple_Type, &arguments, &plan, &size, &sin_distance,
                         &most_offset, &dims, &strides, &spec, &impl))
     return nullptr;
-  TORCH_CHECK_TYPE(size == sizeof(Plan), "rope: a plan has ", sizeof(Plan), " bytes, got ", size);
   Arguments a;
   if (!a.read(items(arguments, Form(form)), Form(form))) Py_RETURN_FALSE;
-  auto entry = std::make_shared<Entry>();
-  entry->key.assign(a.key.words, a.key.words + a.key.count);
-  std::memcpy(&entry->plan, plan, sizeof(Plan));
-  entry->sin_distance = sin_distance, entry->most_offset = most_offset;
+  auto entry = std::make_shared<Entry>(a.key, Form(form));
+  entry->take(plan, size);
+  entry->sin_distance = sin_distance, entry->most_offset = static_cast<int64_t>(std::min(most_offset, 0x1p62));
   const auto in_order = pybind11::cast<std::array<int64_t, 3>>(pybind11::handle(dims));
   std::copy(in_order.begin(), in_order.end(), entry->dims);
   const auto wanted = pybind11::cast<std::vector<std::vector<int64_t>>>(pybind11::handle(strides));
-  TORCH_CHECK_TYPE(static_cast<int>(wanted.size()) == a.operands, "rope: strides for every operand");
-  for (int o = 0; o < a.operands; ++o) entry->dense[o] = wanted[o];
+  TORCH_CHECK_TYPE(wanted.size() <= 2, "rope: strides for every operand");
+  std::copy(wanted.begin(), wanted.end(), entry->dense);
   entry->spec = spec, entry->impl = impl;
   cache.keep(a.key, std::move(entry));
   Py_RETURN_TRUE;
@@ -142,12 +135,17 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// on_cuda(entry point, function that explains its codes).
+// on_cuda(form, entry point, function that explains its codes): of form CACHED, or of any other for all others.
 PyObject* on_cuda(PyObject*, PyObject* given) {
+  int form = 0;
   unsigned long long run = 0, explain = 0;
-  if (!PyArg_ParseTuple(given, "KK", &run, &explain)) return nullptr;
-  if (kernels.cuda == nullptr) cache.clear();  // of "auto", which has not taken it so far
-  kernels.cuda = reinterpret_cast<decltype(kernels.cuda)>(run);
+  if (!PyArg_ParseTuple(given, "iKK", &form, &run, &explain)) return nullptr;
+  if (form == CACHED) {
+    kernels.cached = reinterpret_cast<decltype(kernels.cached)>(run);
+  } else {
+    if (kernels.cuda == nullptr) cache.clear();  // of "auto", which has not taken it so far
+    kernels.cuda = reinterpret_cast<decltype(kernels.cuda)>(run);
+  }
   kernels.explain = reinterpret_cast<decltype(kernels.explain)>(explain);
   Py_RETURN_NONE;
 }
@@ -156,6 +154,7 @@ PyMethodDef methods[] = {
     {"rope", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<NEW>)), METH_FASTCALL, nullptr},
     {"rope_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<GIVEN>)), METH_FASTCALL, nullptr},
     {"rope_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<IN_PLACE>)), METH_FASTCALL, nullptr},
+    {"rope_and_cache_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<CACHED>)), METH_FASTCALL, nullptr},
     {"new", is_new, METH_VARARGS, nullptr},
     {"remember", remember, METH_VARARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},

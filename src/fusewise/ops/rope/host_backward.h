@@ -20,19 +20,28 @@ using torch::autograd::variable_list;
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-// The entry points of the native implementations, see `_cpu/rope.cpp` and `_cuda/rope.cu`.
+// The entry points of the native implementations, see `_cpu/rope.cpp`, `_cuda/rope.cu` and `rope_and_cache.cu`.
 struct Kernels {
   void (*cpu)(const Plan*, const Call*, int64_t threads, void* parallel) = nullptr;
   void* parallel = nullptr;
   int (*cuda)(const Plan*, const Call*, void* stream) = nullptr;
+  int (*cached)(const CachePlan*, const CacheCall*, void* stream) = nullptr;
   const char* (*explain)(int) = nullptr;
 } kernels;
 
-void launch(const Plan& plan, const Call& call, c10::Device device) {
-  if (device.is_cpu()) return kernels.cpu(&plan, &call, at::get_num_threads(), kernels.parallel);
+void* stream_on(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
   const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
-  const int code = kernels.cuda(&plan, &call, impl->getStreamNativeHandle(impl->getStream(device)));
-  TORCH_CHECK(code == 0, "rope: the CUDA launch must succeed, got ", kernels.explain(code), "; use impl=\"triton\"");
+  return impl->getStreamNativeHandle(impl->getStream(device));
+}
+
+void check(int code, const char* op) {
+  TORCH_CHECK(code == 0, op, ": the CUDA launch must succeed, got ", kernels.explain(code), "; use impl=\"triton\"");
+}
+
+void launch(const Plan& plan, const Call& call, c10::Device device) {
+  if (device.is_cpu()) kernels.cpu(&plan, &call, at::get_num_threads(), kernels.parallel);
+  else check(kernels.cuda(&plan, &call, stream_on(device)), "rope");
 }
 
 // Makes the device of a call the current one where it is not. c10::DeviceGuard asks for the current one twice.
@@ -65,15 +74,37 @@ Tensor empty(const Tensor& like, at::IntArrayRef strides) {
 const void* address(const Tensor* x) { return x == nullptr || !x->defined() ? nullptr : x->const_data_ptr(); }
 
 // The call without its outputs.
-Call call_on(const Entry& entry, const Tensor* q, const Tensor* k, const Tensor* table, const Tensor* sin,
-             const Tensor* positions, const Tensor* offsets, const Tensor* bounds, int64_t offset) {
+Call call_on(const Entry& entry, const Tensors& t, int64_t offset) {
   Call call{};
-  call.x[0] = address(q), call.x[1] = address(k);
-  call.cos = address(table), call.sin = address(sin);
+  call.x[0] = address(t.x[0]), call.x[1] = t.x[1] == nullptr ? call.x[0] : address(t.x[1]);
+  call.cos = address(t.table), call.sin = address(t.sin);
   if (call.sin == nullptr) call.sin = static_cast<const char*>(call.cos) + entry.sin_distance;
-  call.positions = address(positions), call.offsets = address(offsets), call.bounds = address(bounds);
+  call.positions = address(t.positions), call.offsets = address(t.offsets), call.bounds = address(t.bounds);
   call.offset = offset;
   return call;
+}
+
+// Launch a call that has been before, into new tensors or those that it has, and tell autograd of these, which does not see
+// a write through a pointer. The launch itself is handed to `within`.
+template <Form FORM, class Within>
+void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], const Within& within) {
+  const c10::Device device = t.x[0]->device();
+  const There there(device);
+  CacheCall call{call_on(entry, t, offset)};
+  for (int o = 0; FORM == NEW && o < 2; ++o)
+    if (t.x[o] != nullptr) t.y[o] = &(made[o] = empty(*t.x[o], entry.dense[o]));
+  call.rotation.y[0] = t.y[0]->mutable_data_ptr();
+  call.rotation.y[1] = t.y[1] != nullptr ? t.y[1]->mutable_data_ptr() : call.rotation.y[0];
+  if constexpr (FORM == CACHED) {
+    if (t.y[1] == nullptr) call.rotation.y[1] = const_cast<void*>(call.rotation.x[1]);  // k is read alone
+    call.v = address(t.v), call.slots = address(t.slots), call.table = address(t.block_table);
+    for (int i = 0; i < 2; ++i) call.caches[i] = t.caches[i]->mutable_data_ptr();
+    within([&] { check(kernels.cached(&entry.plan, &call, stream_on(device)), "rope_and_cache_"); });
+  } else {
+    within([&] { launch(entry.plan.rotation, call.rotation, device); });
+  }
+  for (const Tensor* y : {t.y[0], t.y[1], t.caches[0], t.caches[1]})
+    if (FORM != NEW && y != nullptr && !y->is_inference()) y->unsafeGetTensorImpl()->bump_version();
 }
 
 // --- Autograd --------------------------------------------------------------------------------------------------------
@@ -175,7 +206,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
 
   variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
     const There there(device);
-    Plan plan = entry->plan;
+    Plan plan = entry->plan.rotation;
     plan.inverse ^= 1, plan.in_place = 0;
     std::swap(plan.interleaved_in, plan.interleaved_out);
     variable_list dxs(dys.size()), sources(dys.size());
@@ -189,13 +220,14 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     }
     if (count == 1) from[1] = from[0];
     plan.operands = count;
-    Call call = call_on(*entry, &sources[from[0]], &sources[from[1]], &tensors[0], &tensors[1], &tensors[2], &tensors[3],
-                        &tensors[4], offset);
+    Tensors t{{&sources[from[0]], &sources[from[1]]}};
+    t.table = &tensors[0], t.sin = &tensors[1], t.positions = &tensors[2], t.offsets = &tensors[3], t.bounds = &tensors[4];
+    Call call = call_on(*entry, t, offset);
     for (int i = 0; i < 2; ++i) {
       const int o = from[i];
-      plan.heads[i] = entry->plan.heads[o];
-      plan.head_dim[i] = entry->plan.head_dim[o];
-      plan.start[i] = entry->plan.start[o];
+      plan.heads[i] = entry->plan.rotation.heads[o];
+      plan.head_dim[i] = entry->plan.rotation.head_dim[o];
+      plan.start[i] = entry->plan.rotation.start[o];
       entry->strides(sources[o].strides(), plan.x_strides[i]);
       entry->strides(dxs[o].strides(), plan.y_strides[i]);
       call.y[i] = dxs[o].mutable_data_ptr();

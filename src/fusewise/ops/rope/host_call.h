@@ -1,4 +1,4 @@
-// The arguments of a RoPE call, the key that they make, and what is kept under it: see host.cpp.
+// The arguments of a call, the key that they make, and what is kept under it: see host.cpp.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "plan.h"
+#include "../rope_and_cache/plan.h"
 
 namespace {
 
@@ -41,13 +41,6 @@ bool nobody_watches() {
 
 bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4; }
 
-// Whether two tensors could share memory: their storages do.
-bool neighbours(const Tensor& x, const Tensor& y) {
-  const c10::Storage &a = x.storage(), &b = y.storage();
-  const auto *first = static_cast<const char*>(a.data()), *second = static_cast<const char*>(b.data());
-  return first < second + b.nbytes() && second < first + a.nbytes();
-}
-
 int64_t distance(const Tensor& x, const Tensor& y) {
   return static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());
 }
@@ -55,7 +48,7 @@ int64_t distance(const Tensor& x, const Tensor& y) {
 // --- The arguments of a call and its key -----------------------------------------------------------------------------
 
 struct Key {
-  static constexpr size_t MOST = 192;
+  static constexpr size_t MOST = 384;
   int64_t words[MOST];
   size_t count = 0;
 
@@ -124,50 +117,41 @@ struct Key {
   }
 };
 
-// Where the rotation goes. The first word of a key, with OPERATOR added in those of the operators.
-enum Form : int64_t { NEW, GIVEN, IN_PLACE, OPERATOR = 8 };
+// Where the rotation goes; CACHED is `rope_and_cache_`. The first word of a key, with OPERATOR added in those of the operators.
+enum Form : int64_t { NEW, GIVEN, IN_PLACE, CACHED, OPERATOR = 8 };
 
-// The arguments of `fusewise.rope`, in its order; OUT is there in form GIVEN alone.
-enum Argument { Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, OUT = 20 };
+// The arguments of `fusewise.rope`, in its order; then OUT in form GIVEN, and in form CACHED what `rope_and_cache_` has beyond.
+enum Argument {
+  Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, OUT = 20,
+  V = OUT, KEY_CACHE, VALUE_CACHE, SLOTS, BLOCK_TABLE, CACHE_LAYOUT, WRITE_K, ALL
+};
 
-struct Arguments {
-  const Tensor *x[2] = {}, *y[2] = {};  // y: the tensors to write to, if there are such
+// The tensors of a call; null where it has none.
+struct Tensors {
+  const Tensor *x[2] = {}, *y[2] = {};  // y: those of x, or of new ones, that are written to
   const Tensor *table = nullptr, *sin = nullptr, *positions = nullptr, *offsets = nullptr, *bounds = nullptr;
+  const Tensor *v = nullptr, *caches[2] = {}, *slots = nullptr, *block_table = nullptr;
+};
+
+struct Arguments : Tensors {
   int64_t offset = 0;
   int operands = 1;
   Key key;
 
-  static Py_ssize_t count(Form form) { return form == GIVEN ? OUT + 1 : OUT; }
+  static constexpr int count(Form form) { return form == CACHED ? ALL : form == GIVEN ? OUT + 1 : OUT; }
 
   // Whether this is a call that can be remembered or recalled.
   bool read(PyObject* const* given, Form form) {
     if (!nobody_watches()) return false;
     key.add(int64_t(form));
-    for (int i = 0; i < FIRST_OPTION; ++i) {
-      PyObject* const object = given[i];
-      if (object == Py_None) {
-        key.add(int64_t(1));
-        continue;
-      }
-      if (i == OFFSET && PyLong_CheckExact(object)) {  // its value is not in the key
-        int overflow = 0;
-        offset = PyLong_AsLongLongAndOverflow(object, &overflow);
-        if (overflow != 0 || offset < 0) return false;
-        key.add(int64_t(4));
-        continue;
-      }
-      if (!add(object)) return false;
-      const Tensor& tensor = THPVariable_Unpack(object);
-      if (i > K && tensor.requires_grad()) return false;
-      keep(i, tensor);
-    }
-    for (int i = FIRST_OPTION; i < OUT; ++i)
-      if (!key.add(given[i])) return false;
+    for (int i = 0; i < count(form); ++i)
+      if (!read(given[i], Argument(i), form)) return false;
     if (x[0] == nullptr || table == nullptr) return false;
     operands = x[1] == nullptr ? 1 : 2;
-    if (form == IN_PLACE) y[0] = x[0], y[1] = x[1];
+    if (form == NEW) return true;
     if (form == GIVEN && !read_out(given[OUT])) return false;
-    return form == NEW || writable(form);
+    if (form != GIVEN) y[0] = x[0], y[1] = form == CACHED && given[WRITE_K] != Py_True ? nullptr : x[1];
+    return !(form != IN_PLACE && records()) && writable();
   }
 
   bool records() const {
@@ -175,21 +159,45 @@ struct Arguments {
   }
 
  private:
+  bool read(PyObject* object, Argument i, Form form) {
+    if (i >= CACHE_LAYOUT || (i >= FIRST_OPTION && i < OUT)) return key.add(object);
+    if (i == OUT && form == GIVEN) return true;  // later, when it is known how many there are
+    if (object == Py_None) {
+      key.add(int64_t(1));
+      return true;
+    }
+    if (i == OFFSET && PyLong_CheckExact(object)) {  // its value is not in the key
+      int overflow = 0;
+      offset = PyLong_AsLongLongAndOverflow(object, &overflow);
+      key.add(int64_t(4));
+      return overflow == 0 && offset >= 0;
+    }
+    if (!add(object)) return false;
+    const Tensor& tensor = THPVariable_Unpack(object);
+    place(i) = &tensor;
+    return i <= K || !tensor.requires_grad();
+  }
+
   bool add(PyObject* object) {
     if (!THPVariable_CheckExact(object) || !dense(THPVariable_Unpack(object))) return false;
     key.add(THPVariable_Unpack(object));
     return true;
   }
 
-  void keep(int i, const Tensor& tensor) {
+  const Tensor*& place(Argument i) {
     switch (i) {
-      case Q: x[0] = &tensor; break;
-      case K: x[1] = &tensor; break;
-      case SIN: sin = &tensor; break;
-      case POSITIONS: positions = &tensor; break;
-      case OFFSET: offsets = &tensor; break;
-      case BOUNDS: bounds = &tensor; break;
-      default: table = &tensor;
+      case Q: return x[0];
+      case K: return x[1];
+      case SIN: return sin;
+      case POSITIONS: return positions;
+      case OFFSET: return offsets;
+      case BOUNDS: return bounds;
+      case V: return v;
+      case KEY_CACHE: return caches[0];
+      case VALUE_CACHE: return caches[1];
+      case SLOTS: return slots;
+      case BLOCK_TABLE: return block_table;
+      default: return table;
     }
   }
 
@@ -203,18 +211,29 @@ struct Arguments {
       y[o] = &THPVariable_Unpack(object);
       if (y[o]->requires_grad()) return false;
     }
-    return !records();
+    return true;
   }
 
-  // Whether the call may write without asking Python: what the key has not in it must not matter. Two tensors that are
-  // written to may be neighbours in one storage, then their distance is in the key; what is read may not.
-  bool writable(Form form) {
-    for (int o = 0; o < operands; ++o) {
-      if (y[o]->is_inference() && !c10::InferenceMode::is_enabled()) return false;
-      for (const Tensor* other : {table, sin, positions, offsets, bounds, form == GIVEN ? x[0] : nullptr, form == GIVEN ? x[1] : nullptr})
-        if (other != nullptr && neighbours(*y[o], *other)) return false;
+  // Whether the call may write without asking Python: what the key has not in it must not matter. Whether tensors share
+  // memory is for Python to say, by their distance; so that is in the key where their storages meet.
+  bool writable() {
+    const Tensor* all[16];
+    int count = 0;
+    for (const Tensor* one : {y[0], y[1], caches[0], caches[1]})
+      if (one != nullptr) all[count++] = one;
+    const int written = count;
+    for (const Tensor* one : {x[0], x[1], table, sin, positions, offsets, bounds, v, slots, block_table})
+      if (one != nullptr && one != y[0] && one != y[1]) all[count++] = one;
+    const char *first[16], *last[16];
+    for (int i = 0; i < count; ++i) {
+      const c10::Storage& storage = all[i]->storage();
+      first[i] = static_cast<const char*>(storage.data()), last[i] = first[i] + storage.nbytes();
     }
-    if (operands == 2 && neighbours(*y[0], *y[1])) key.add(distance(*y[0], *y[1]));
+    for (int i = 0; i < written; ++i) {
+      if (all[i]->is_inference() && !c10::InferenceMode::is_enabled()) return false;
+      for (int j = i + 1; j < count; ++j)
+        if (first[i] < last[j] && first[j] < last[i]) key.add(int64_t(i * 16 + j)), key.add(distance(*all[i], *all[j]));
+    }
     return true;
   }
 };
@@ -223,13 +242,25 @@ struct Arguments {
 
 struct Entry {
   std::vector<int64_t> key;
+  Form form;
   bool native = true;  // else Python launches it: the rest is not there
-  Plan plan;
-  int64_t sin_distance;          // bytes from the table to its sine part where both are one tensor
-  int64_t most_offset;           // that the validation holds for
-  int64_t dims[3];               // of q: batch (-1: none), token, head
-  std::vector<int64_t> dense[2];  // strides of a new tensor like q and k
-  std::string spec, impl;        // as the operators of Python take them
+  CachePlan plan;           // but for form CACHED the rotation alone
+  int64_t sin_distance = 0;  // bytes from the table to its sine part where both are one tensor
+  int64_t most_offset = 0;   // that the validation holds for
+  // For gradients: the dimensions of q that are batch (-1: none), token and head; the strides of new tensors like q and k;
+  // and what the operators of Python take.
+  int64_t dims[3];
+  std::vector<int64_t> dense[2];
+  std::string spec, impl;
+
+  Entry(const Key& of, Form form) : key(of.words, of.words + of.count), form(form) {}
+
+  // From the bytes that Python packed.
+  void take(const char* packed, size_t size) {
+    const size_t wanted = form == CACHED ? sizeof(CachePlan) : sizeof(Plan);
+    TORCH_CHECK_TYPE(size == wanted, "rope: a plan has ", wanted, " bytes, got ", size);
+    std::memcpy(&plan, packed, size);
+  }
 
   // Where the elements of x lie, as a plan has it.
   void strides(at::IntArrayRef of, int64_t (&to)[3]) const {

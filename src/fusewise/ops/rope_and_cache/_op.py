@@ -9,8 +9,10 @@ from torch import Tensor
 
 from .._choice import Choice
 from .._register import copies_wrongly, register
+from ..rope import _host
 from ..rope._op import _COMMON as ROTATION
 from ..rope._op import rotate
+from . import _native
 
 # In order of preference. Each has `launch`, with the arguments of `CacheProblem.build`.
 IMPLEMENTATIONS = ("triton", "cuda", "reference")
@@ -21,7 +23,9 @@ _CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots
 
 def _run(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any, write_k: bool) -> None:
     *call, impl = rest
-    choice.serving(impl, q.device.type, q.dtype).launch(q, k, v, key_cache, value_cache, *call, write_k)
+    implementation = choice.serving(impl, q.device.type, q.dtype)
+    implementation.launch(q, k, v, key_cache, value_cache, *call, write_k)
+    _host.served(implementation, q.device.type, impl)
     written = (q, k, key_cache, value_cache) if write_k else (q, key_cache, value_cache)
     # Autograd does not see a write through a pointer.
     torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
@@ -64,3 +68,17 @@ def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> Non
     q.copy_(rotated)
     if write_k:
         k.copy_(rotate(k, None, call))
+
+
+def remember(
+    arguments: tuple[Any, ...], tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool, reach: float
+) -> None:
+    """Keep a call that has just succeeded, if native code served it: `arguments` those of `_host.rope_and_cache_`, the others
+    of `write`, and the largest int offset for which it was validated."""
+    q, impl = tensors[0], call[-1]
+    if _host.without(impl):
+        return
+    host = _host.keeper(_host.CACHED, arguments, choice.serving(impl, q.device.type, q.dtype), impl)
+    if host is not None:
+        plan = _native.planned(*tensors, *call[:-1], write_k)
+        host.remember(_host.CACHED, arguments, *plan, reach, (-1, 0, 0), [], "", "")  # there are no gradients

@@ -53,9 +53,10 @@ def validated(
     cache_layout: str,
     write_k: bool,
     options: tuple[Any, ...],
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...], float]:
     """Check a call, of which `options` are rope's in the order of its DEFAULTS; returns the arguments of the operators:
-    q, k and v with heads, the caches with slots before heads, slots, block_table; and those in common with rope."""
+    q, k and v with heads, the caches with slots before heads, slots, block_table; those in common with rope; and the
+    largest int offset for which the check holds."""
     if transforms_active():
         fix = "call it outside, or use rope and write k and v yourself"
         fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
@@ -85,7 +86,7 @@ def validated(
         _check_impl(q, options[-1])
         _check_writable({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, write_k)
         if tracing:
-            return tensors, (*call[:-1], options[-1])
+            return tensors, (*call[:-1], options[-1]), reach
         passed = _Passed(call[-2], reach, [_extent(x) if isinstance(x, Tensor) else 0 for x in given])
         if key is not None:
             if len(_PASSED) >= _PASSED_MAX:
@@ -96,7 +97,7 @@ def validated(
     table = cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
     offsets = offset if isinstance(offset, Tensor) else None
     call = table, sin, positions, offsets, cu_seqlens, offset if offsets is None else 0, passed.spec, options[-1]
-    return tensors, call
+    return tensors, call, passed.reach
 
 
 def _remembered(

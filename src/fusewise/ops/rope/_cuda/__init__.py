@@ -48,6 +48,7 @@ class Library:
     def __init__(self, recipe: build.Recipe, name: str) -> None:
         library = build.library(*recipe)
         self.run = getattr(library, name)
+        self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
         self.explain = library.fusewise_error
         self.explain.restype = ctypes.c_char_p
         if code := getattr(library, f"{name}_probe")():
@@ -57,12 +58,25 @@ class Library:
         text: bytes = self.explain(code)
         return text.decode()
 
+    def launch(self, plan: bytes, call: bytes, device: int, op: str) -> None:
+        """Start the kernels of a packed call on the current stream of a device."""
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if device == torch._C._cuda_getDevice():
+            code = self.run(plan, call, stream)
+        else:
+            with torch.cuda.device(device):
+                code = self.run(plan, call, stream)
+        if code:
+            raise RuntimeError(f'{op}: the CUDA launch must succeed, got {self.error(code)}; use impl="triton"')
+
+    def addresses(self) -> tuple[int | None, ...]:
+        """Of the launcher and of the function that explains its codes, for the quick way on the host (`_host.py`)."""
+        return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in (self.run, self.explain))
+
 
 @functools.cache
 def _kernel() -> Library:
-    library = Library(recipe(present()), "fusewise_rope")
-    library.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-    return library
+    return Library(recipe(present()), "fusewise_rope")
 
 
 def no_gpu(device_type: str) -> str | None:
@@ -103,18 +117,9 @@ def launch(
 ) -> None:
     """The implementation `impl="cuda"`: rotate every x into its y on the current stream of their device."""
     plan, call = packed(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
-    kernel, device = _kernel(), xs[0].get_device()
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if device == torch._C._cuda_getDevice():
-        code = kernel.run(plan, call, stream)
-    else:
-        with torch.cuda.device(device):
-            code = kernel.run(plan, call, stream)
-    if code:
-        raise RuntimeError(f'rope: the CUDA launch must succeed, got {kernel.error(code)}; use impl="triton"')
+    _kernel().launch(plan, call, xs[0].get_device(), "rope")
 
 
 def tell(host: Any) -> None:
     """Tell the quick way on the host (`_host.py`) where the launcher is."""
-    kernel = _kernel()
-    host.on_cuda(*(ctypes.cast(function, ctypes.c_void_p).value for function in (kernel.run, kernel.explain)))
+    host.on_cuda(0, *_kernel().addresses())

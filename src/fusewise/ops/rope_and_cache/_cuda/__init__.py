@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...._shared import build
 from ...rope import _cuda as rope
-from ...rope._native import packed
-from .. import _native
-from .._problem import CacheProblem
+from ...rope._host import CACHED
+from .._native import packed
 
 FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "rope_and_cache.cu", FOLDER / "../plan.h", *rope.HEADERS)
@@ -27,9 +24,7 @@ def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
 
 @functools.cache
 def _kernel() -> rope.Library:
-    library = rope.Library(recipe(rope.present()), "fusewise_rope_and_cache")
-    library.run.argtypes = (*[ctypes.c_char_p] * 4, ctypes.c_void_p)
-    return library
+    return rope.Library(recipe(rope.present()), "fusewise_rope_and_cache")
 
 
 def unavailable(device_type: str) -> str | None:
@@ -43,47 +38,12 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-# Of the calls that have been before: the plan of their places, by all that it depends on.
-_PLANS: dict[tuple[Any, ...], bytes] = {}
-_PLANS_MAX = 4096
+def launch(q: Tensor, *rest: Any) -> None:
+    """The implementation `impl="cuda"`: rotate and cache on the current stream of the tensors' device; the arguments are
+    those of `CacheProblem.build`."""
+    _kernel().launch(*packed(q, *rest), q.get_device(), "rope_and_cache_")
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    *rest: Any,
-) -> None:
-    """The implementation `impl="cuda"`: rotate and cache on the current stream of the tensors' device."""
-    *rotation, write_k = rest
-    plan, call = packed((q, k), (q, k), *rotation)
-    caches = key_cache, value_cache
-    key = (
-        write_k, rotation[-1], v.shape, v.stride(), *[(cache.shape, cache.stride()) for cache in caches],
-        None if slots is None else (slots.dtype, slots.shape, slots.stride()),
-        None if block_table is None else (block_table.dtype, block_table.shape, block_table.stride()),
-        rotation[4] is None,
-    )  # fmt: skip
-    cache_plan = _PLANS.get(key)
-    if cache_plan is None:
-        problem = CacheProblem.build(q, k, v, key_cache, value_cache, slots, block_table, *rest)
-        cache_plan = _native.plan(problem)
-        if len(_PLANS) >= _PLANS_MAX:
-            _PLANS.clear()
-        _PLANS[key] = cache_plan
-    cache_call = _native.call(v, *caches, slots, block_table)
-    kernel, device = _kernel(), q.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if device == torch._C._cuda_getDevice():
-        code = kernel.run(plan, call, cache_plan, cache_call, stream)
-    else:
-        with torch.cuda.device(device):
-            code = kernel.run(plan, call, cache_plan, cache_call, stream)
-    if code:
-        raise RuntimeError(
-            f'rope_and_cache_: the CUDA launch must succeed, got {kernel.error(code)}; use impl="triton"'
-        )
+def tell(host: Any) -> None:
+    """Tell the quick way on the host (`rope/_host.py`) where the launcher is."""
+    host.on_cuda(CACHED, *_kernel().addresses())

@@ -195,9 +195,10 @@ struct RotateAndCache {
 
 // Rotate q and k of the call, which are its x and its y, and write k and v into the caches, on the stream of the current
 // device. Returns a cudaError_t.
-extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(const Plan* plan, const Call* call,
-                                                                              const CachePlan* cache,
-                                                                              const CacheCall* cache_call, void* stream) {
+extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(const CachePlan* cache, const CacheCall* cache_call,
+                                                                              void* stream) {
+  const Plan* plan = &cache->rotation;
+  const Call* call = &cache_call->rotation;
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2, pairs = plan->pairs, all_tokens = plan->batch * plan->tokens;
   const bool halves = !plan->interleaved_in && !plan->interleaved_out;
   Params params{};
