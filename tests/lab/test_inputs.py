@@ -45,6 +45,13 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
         ("x=fp32[4] sometimes", "must have words of strides, fixed, .*, got 'sometimes'"),
         ("x=fp32[4] randn(a,b)", "must have numbers in randn"),
         ("x=fp32[4] 17", "must be a tensor with words behind it"),
+        ("i=u8[4] randint(-5,5)", "must have numbers in randint that are some of u8, got -5,5"),
+        ("i=i8[4] randint(0,129)", "must have numbers in randint that are some of i8"),
+        ("x=fp32[4] randint(0,1e30)", "must have numbers in randint that are some of fp32"),
+        ("i=i64[4] full(0.5)", "must have numbers in full that are some of i64, got 0.5"),
+        ("i=i64[4] full(inf)", "must have numbers in full that are some of i64, got inf"),
+        ("x=fp16[4] full(1e5)", "must have numbers in full that are some of fp16"),
+        ("x=fp32[99999999999,99999999999]", r"must have less than 2\^63 bytes"),
         ("x=tanh", "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'"),
     ],
 )
@@ -92,6 +99,10 @@ def test_arguments_become_specs_of_their_kind_and_range():
     assert spec_of(torch.zeros(2, 3).t()) == TensorSpec("fp32", (3, 2), (1, 3), fill="full", values=(0.0,))
     assert spec_of(torch.tensor([2, 9])) == TensorSpec("i64", (2,), fill="randint", values=(2, 10))
     assert spec_of(torch.rand(100)).fill == "uniform"
+    assert parse(written("", spec_of(torch.tensor([0, 1234567]))))[1].values == (0, 1234568)  # to the last digit
+    mask = spec_of(torch.tensor([-torch.inf, -2.0, -torch.inf, 4.0]))
+    assert (mask.fill, mask.values) == ("randn", (1.0, 3.0))  # of what is finite
+    assert spec_of(torch.tensor([torch.inf])).values == (torch.inf,)
     spec = spec_of(torch.randn(1000) * 7, fixed_unless_wanted=True)
     assert (spec.fill, spec.fixed) == ("randn", True)
     assert 6 < spec.values[1] < 8
@@ -99,6 +110,9 @@ def test_arguments_become_specs_of_their_kind_and_range():
         spec_of([1])
     with pytest.raises(TypeError, match=r"tensors must be of .*, got torch.complex64"):
         spec_of(torch.zeros(2, dtype=torch.complex64))
+    for odd in (torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
+        with pytest.raises(TypeError, match="tensors must have values and strides"):
+            spec_of(odd)
 
 
 def test_inputs_are_bound_to_parameters():

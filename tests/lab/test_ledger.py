@@ -36,6 +36,7 @@ def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
         (lambda: X * X.T, [("mul", 512, 256)]),  # two views, two orders
         (lambda: X + ROW, [("add", 288, 256)]),
         (lambda: X + ROW.expand(8, 8), [("add", 288, 256)]),  # an expanded row is a row
+        (lambda: X.flatten().unfold(0, 8, 1) + 1, [("add", 256, 57 * 32)]),  # windows lie in 64 elements
         (lambda: X[:4].view(32).unsqueeze(0), []),
         (lambda: X.t().contiguous(), [("clone", 256, 256)]),
         (lambda: torch.empty(8, 8), []),

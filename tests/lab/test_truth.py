@@ -96,6 +96,11 @@ def test_errors_are_relative_and_never_hidden():
     assert truth.errors([torch.tensor([4.0, 1.0])], [true]).max == 0.25
     assert truth.errors([torch.tensor([4.0, math.inf])], [true]) == Errors(math.inf, math.inf)
     assert truth.errors([torch.zeros(0)], [torch.zeros(0, dtype=torch.float64)]) == Errors(0.0, 0.0)
+    odd = torch.tensor([math.inf, math.nan, -math.inf, 4.0], dtype=torch.float64)
+    assert truth.errors([odd.float() + torch.tensor([0, 0, 0, 1.0])], [odd]) == Errors(0.25, 0.25)
+    for place in range(3):  # another infinity, or none, where the truth has one
+        assert truth.errors([odd.float().index_fill(0, torch.tensor(place), 7.0)], [odd]) == Errors(math.inf, math.inf)
+    assert truth.errors([-odd.float()], [odd]) == Errors(math.inf, math.inf)
     zero = torch.zeros(2, dtype=torch.float64)
     assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5
 

@@ -17,6 +17,7 @@ from fusewise.lab.api import Result, place, study, written
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.process import WORKER
+from fusewise.lab.targets import user
 from fusewise.lab.targets.user import User, UserProblem, load
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
@@ -90,6 +91,72 @@ def test_a_case_counts_its_inputs_before_the_function_ran():
     assert target.case().bytes_min("fwd", "bf16") == 2 * (8 * 16 + 16)
 
 
+def test_bytes_count_what_is_distinct():
+    p = problem("twice", "x=fp32[8,16]")
+    assert p.bytes_min() == 2 * 512  # x read, one product written; a view of x is nothing
+    assert problem("doubled", "x=fp32[8,16] strides(0,1)").bytes_min() == 16 * 4 + 512
+
+
+def test_products_of_our_own_operations_are_counted():
+    p = problem("gated", "x=fp32[4,8]", "weight=fp32[12,8]")
+    assert p.flops_min() == 2 * 4 * 8 * 12
+
+
+@pytest.mark.parametrize("strides", ["0,1", "1,1", "40,2", "1,8", "3,0"])
+def test_measured_on_the_strides_that_were_asked_for(strides):
+    p = problem("doubled", f"x=fp32[8,16] strides({strides})")
+    wanted = tuple(map(int, strides.split(",")))
+    for tensors in (p.tensors, p.leaves(False), p.leaves(True), p.leaves(False, wide=True)):
+        assert tensors[0].stride() == wanted
+        assert torch.equal(tensors[0].float(), p.tensors[0])
+    assert p.leaves(False)[0].data_ptr() != p.tensors[0].data_ptr()
+    assert truth.check(p, eager(p)).reason == ""
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_tensors_that_a_function_has_from_elsewhere_are_in_float64_for_the_truth(pass_):
+    p = problem("projected", "x=fp32[8,8]", pass_=pass_)
+    verdict = truth.check(p, eager(p))
+    assert verdict.reason == ""
+    assert 0 < verdict.errors.max < 1e-6
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_function_may_give_nan_and_infinity(pass_):
+    p = problem("logarithm", "x=fp32[64]", pass_=pass_)
+    assert p.eager(p.leaves(False))[0].isnan().any()
+    assert truth.check(p, eager(p)).reason == ""
+
+
+def test_nan_among_the_inputs_is_not_an_overwritten_input():
+    p = problem("doubled", "x=fp32[4] full(nan)")
+    assert truth.check(p, eager(p)).reason == ""
+
+
+def test_both_parts_of_complex_results_are_checked():
+    p = problem("spectrum", "x=fp32[8]")
+    assert truth.check(p, eager(p)).reason == ""
+    for wrong in (lambda x: torch.fft.fft(x).conj(), lambda x: torch.fft.fft(x).real):
+        assert "more than twice" in truth.check(p, Run(wrong)).reason
+
+
+def test_arguments_without_names_and_between_those_given():
+    assert problem("of_everything", "fp32[4]", "fp32[4]", "2").arguments == [None, None, 2]
+    p = problem("scaled", "x=fp32[4]", "mode='other'")
+    assert p.arguments == [None, 2.0, True, "other"]
+    with pytest.raises(ValueError, match=r"must be among the parameters \(x, scale, flag, mode\)"):
+        problem("scaled", "x=fp32[4]", "eps=1.0")
+
+
+@pytest.mark.parametrize(
+    ("place", "texts"), [("torch:softmax", ("fp32[4,4]", "1")), ("torch.nn.functional:gelu", ("fp32[4]",))]
+)
+def test_functions_not_written_in_python(place, texts):
+    target = User(place, texts)
+    p = UserProblem(Task(target.name, "c", "fp32", "fwd", "cpu", 0, target.detail(target.case())))
+    assert truth.check(p, eager(p)).reason == ""
+
+
 def test_a_fixed_input_gets_no_gradient():
     p = problem("rms", "x=fp32[8,16]", "weight=fp32[16] fixed", pass_="bwd")
     assert [x.requires_grad for x in p.leaves(True)] == [True, False]
@@ -108,6 +175,13 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
         ("nothing", ("fp32[4]",), "fwd", "must return a tensor"),
         ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; use --pass fwd"),
         ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
+        ("overwrites", ("fp32[4]",), "fwd", "must leave its inputs as they are"),
+        (
+            "Sized",
+            ("fp32[4]",),
+            "fwd",
+            r"must be a module that is made without arguments, got .*'width'; name an instance",
+        ),
         ("missing", ("fp32[4]",), "fwd", "missing must be defined at the top of"),
         ("not_a_function", ("fp32[4]",), "fwd", "must be a function or module, got int"),
     ],
@@ -115,6 +189,19 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
 def test_what_cannot_be_studied_says_why(name, texts, pass_, words):
     with pytest.raises(ValueError, match=words):
         problem(name, *texts, pass_=pass_)
+
+
+def test_a_function_that_refuses_float64_has_no_truth():
+    p = problem("asserts", "fp32[4]")
+    with pytest.raises(ValueError, match=r"must run on float64 tensors, too, .* got AssertionError: only float32"):
+        truth.check(p, eager(p))
+
+
+def test_a_file_that_does_not_end_is_told(tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(user, "IMPORT_SECONDS", 0.2)
+    with pytest.raises(ValueError, match=r"must be importable within 0.2 s, .* under `if __name__"):
+        User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]).verify()
 
 
 def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
@@ -137,7 +224,7 @@ def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
     [
         ("no_such_file.py:f", ["fp32[4]"], "must be in a file that exists"),
         (":f", ["fp32[4]"], "must be FILE.py:NAME or MODULE:NAME"),
-        (f"{FILE}:rms", [], "must have a floating tensor among its inputs"),
+        (f"{FILE}:rms", [], "must have a tensor of fp32, bf16, fp16 among its inputs"),
         ("rope", ["fp32[4]"], "inputs must be those of a function, got target 'rope'"),
     ],
 )
@@ -192,10 +279,14 @@ def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
         place(lambda x: x, tmp_path)
     with pytest.raises(TypeError, match="got a module's instance; give its class"):
         place(torch.nn.ReLU(), tmp_path)
+    for other in (torch.nn.ReLU().forward, torch.vmap(torch.nn.functional.softmax), torch.Tensor.exp):
+        with pytest.raises(ValueError, match="must be defined at the top of a file or cell"):
+            place(other, tmp_path)  # what its name stands for is another function
 
 
 def test_importable_functions_are_named_by_their_module():
     assert place(math.gamma, Path("unused")) == "math:gamma"
+    assert place(torch.add, Path("unused")) == "torch:add"
 
 
 def test_a_study_does_not_start_inside_a_study(monkeypatch):

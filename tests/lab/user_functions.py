@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+import fusewise
+
 
 def rms(x, weight, eps: float = 1e-6):
     wide = x.float()
@@ -27,6 +29,52 @@ def nothing(x):
 
 def whole(x):
     return x.round().to(torch.int64)
+
+
+def overwrites(x):
+    return x.mul_(2)
+
+
+def twice(x):
+    y = x * 2
+    return y, y, x
+
+
+def of_everything(*xs):
+    return sum(xs)
+
+
+def scaled(x, scale=2.0, flag=True, mode="none", *, eps=0.0):
+    return x * scale if flag else x - 1
+
+
+def logarithm(x):
+    return torch.log(x)
+
+
+def spectrum(x):
+    return torch.fft.fft(x)
+
+
+def asserts(x):
+    assert x.dtype == torch.float32, "only float32"
+    return x * 2
+
+
+def gated(x, weight):
+    return fusewise.geglu_linear(x, weight)
+
+
+WEIGHT = torch.linspace(-1, 1, 64).reshape(8, 8)
+
+
+def projected(x):
+    return x @ WEIGHT
+
+
+class Sized(nn.Module):
+    def __init__(self, width):
+        super().__init__()
 
 
 class Net(nn.Module):

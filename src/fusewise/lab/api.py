@@ -106,7 +106,10 @@ def study(
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
-    names = [*user.parameters(function), *[""] * len(specs)]  # one too many is told with the command line's words
+    names = [
+        *user.parameters(function, len(specs)),
+        *[""] * len(specs),
+    ]  # one too many is told with the command line's words
     texts = [inputs.written(name, spec) for name, spec in zip(names, specs, strict=False)]
     if not tensors:
         raise ValueError(f"study: arguments must have a tensor among them, got {len(arguments)} without one; add one")
@@ -135,14 +138,15 @@ def place(function: Callable[..., Any], directory: Path) -> str:
             "study: function must be one that another process can import, got a module's instance; "
             "give its class, or the name of the instance on the command line: fusewise study FILE.py:NAME"
         )
-    name = getattr(function, "__qualname__", "")
-    if not name or "<" in name:
-        raise ValueError(
-            f"study: function must be defined at the top of a file or cell, got {name or function!r}; "
-            "give it a name of its own there"
-        )
     module = inspect.getmodule(function)
-    if module is not None and module.__name__ != "__main__":
+    names = [getattr(function, kind, "") for kind in ("__qualname__", "__name__")]
+    name = next((n for n in names if module is not None and _named(module, n) is function), None)
+    if name is None or module is None:  # a lambda, a method of an object, what a decorator or a transform gave back
+        raise ValueError(
+            f"study: function must be defined at the top of a file or cell, got {names[0] or repr(function)}, which is not; "
+            "define a function there that calls it"
+        )
+    if module.__name__ != "__main__":
         return f"{module.__name__}:{name}"
     file = getattr(module, "__file__", None)
     if file is not None and Path(file).is_file():
@@ -152,6 +156,14 @@ def place(function: Callable[..., Any], directory: Path) -> str:
     path = folder / f"{name}.py"
     path.write_text(written(function), encoding="utf-8")
     return f"{path}:{name}"
+
+
+def _named(module: types.ModuleType, name: str) -> Any:
+    """What a module has by a name with dots; None where it has nothing."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def written(function: Callable[..., Any]) -> str:

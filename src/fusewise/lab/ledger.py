@@ -7,11 +7,14 @@ and metadata cost nothing. How a compiler's kernels become known is its own file
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from .problem import span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +78,10 @@ class Ledger:
 
 
 def extent(x: Tensor) -> int:
-    """Bytes of the distinct elements of x: a dimension of stride 0 counts once."""
-    count = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        count *= size if stride else min(size, 1)
-    return count * x.element_size()
+    """Bytes of the distinct elements of x: a dimension of stride 0 counts once, and windows that overlap no more than what
+    they lie in."""
+    count = math.prod(size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True))
+    return min(count, span(x.shape, x.stride())) * x.element_size()
 
 
 def merged(kernels: Sequence[Kernel]) -> list[tuple[Kernel, int]]:

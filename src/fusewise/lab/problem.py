@@ -49,6 +49,20 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy with the strides of `x`, holes and repeated elements included."""
+    made = x.to(dtype, copy=True)
+    if made.stride() == x.stride() or x.numel() == 0:
+        return made
+    memory = x.as_strided((span(x.shape, x.stride()),), (1,)).to(dtype, copy=True)
+    return memory.as_strided(x.shape, x.stride())
+
+
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor that is not empty."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 @dataclass(frozen=True)
 class Program:
     """A problem as plain PyTorch, for whatever runs or compiles that: `leave(function(*enter(*problem.tensors)))`.
@@ -122,8 +136,7 @@ class Problem:
         """Copies of the tensors, in float64 if `wide`; the floating ones want a gradient if `gradient` says so."""
 
         def leaf(x: Tensor) -> Tensor:
-            # a clone keeps the strides of a tensor without holes; double() of a float64 tensor is no copy
-            return x.to(torch.float64, copy=True) if wide and x.is_floating_point() else x.clone()
+            return copied(x, torch.float64 if wide and x.is_floating_point() else x.dtype)
 
         return self.wanting(tuple(map(leaf, self.tensors)), gradient)
 

@@ -31,7 +31,8 @@ LOOSEST = 0.1
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest and root-mean-square error, each relative to the same norm of the truth. inf: not finite."""
+    """Largest and root-mean-square error, each relative to the same norm of the truth. inf: not finite where the truth is,
+    or otherwise than the truth where that is not."""
 
     max: float
     rms: float
@@ -52,19 +53,40 @@ def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
     for result, truth in zip(results, truths, strict=True):
         if truth.numel() == 0:
             continue
+        if result.is_complex() != truth.is_complex():
+            return Errors(math.inf, math.inf)
+        result, truth = parts(result), parts(truth)
         chunk = CHUNK[truth.device.type]
         largest = largest_true = squares = squares_true = 0.0
         for found, true in zip(result.flatten().split(chunk), truth.flatten().split(chunk), strict=True):
-            true = true.double()
-            difference = found.double() - true
-            peaks = torch.stack((difference.abs().max(), true.abs().max(), difference.norm(), true.norm())).tolist()
+            found, true = found.double(), true.double()
+            peaks = _peaks(found - true, true)
             if not all(map(math.isfinite, peaks)):  # NaN and infinity pass through every one of them
-                return Errors(math.inf, math.inf)
+                finite = true.isfinite()
+                if not equal(found.where(~finite, 0.0), true.where(~finite, 0.0)):
+                    return Errors(math.inf, math.inf)
+                peaks = _peaks((found - true).where(finite, 0.0), true.where(finite, 0.0))
+                if not all(map(math.isfinite, peaks)):
+                    return Errors(math.inf, math.inf)
             largest, largest_true = max(largest, peaks[0]), max(largest_true, peaks[1])
             squares, squares_true = squares + peaks[2] ** 2, squares_true + peaks[3] ** 2
         worst_max = max(worst_max, largest / (largest_true or 1.0))
         worst_rms = max(worst_rms, math.sqrt(squares / (squares_true or 1.0)))
     return Errors(worst_max, worst_rms)
+
+
+def _peaks(difference: Tensor, true: Tensor) -> list[float]:
+    return torch.stack((difference.abs().max(), true.abs().max(), difference.norm(), true.norm())).tolist()
+
+
+def parts(x: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, everything else as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """The same values, NaN being equal to NaN."""
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def band(dtype: torch.dtype) -> float:
@@ -142,7 +164,7 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
             gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
         found += gradients
     measured = errors(found, truths)
-    changed = any(not torch.equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
+    changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
     reason = ""
     if not within(measured, eager, problem.dtype):
         reason = (

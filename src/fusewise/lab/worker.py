@@ -3,8 +3,8 @@
     coordinator → worker   {"id": 3, "do": "prepare", "task": {...}}
     worker → coordinator   {"id": 3, "ok": true, ...}       or {"id": 3, "ok": false, "status": ..., "reason": ...}
 
-The reply channel is the process's original standard output; file descriptor 1 is pointed at standard error before any
-provider is imported, so whatever a library prints ends in the worker's log. Started by `process.WorkerProcess` as
+The channels are the process's original standard input and output; before any provider is imported, file descriptor 0 is
+pointed at nothing and 1 at standard error, so that nobody reads a request and whatever a library prints ends in the worker's log. Started by `process.WorkerProcess` as
 `python -m fusewise.lab.worker`.
 """
 
@@ -15,7 +15,6 @@ import json
 import math
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -254,12 +253,14 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:
     """Talk over the process's own pipes; `serve` answers."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:
-        for line in sys.stdin:
+        for line in requests:
             lines.put(line)
         os._exit(0)  # the coordinator is gone, however busy the provider may be
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem import span
+
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -64,7 +66,7 @@ class TensorSpec:
         if self.strides:
             words.append(f"strides({','.join(map(str, self.strides))})")
         if self.fill:
-            words.append(f"{self.fill}({','.join(f'{v:g}' for v in self.values)})" if self.values else self.fill)
+            words.append(f"{self.fill}({','.join(map(_number, self.values))})" if self.values else self.fill)
         return " ".join([*words, "fixed"] if self.fixed else words)
 
     @property
@@ -81,20 +83,25 @@ class TensorSpec:
         dtype = DTYPES[self.dtype]
         fill = self.fill or ("randn" if self.floating else "randint")
         values = self.values or {"randn": (0.0, 1.0), "randint": (0.0, 2.0)}.get(fill, ())
-        made = torch.empty(self.sizes, device=device, dtype=dtype)
+        # strides are laid over memory drawn in a row, so that elements may lie apart, repeat and overlap
+        sizes = self.sizes if not self.strides or 0 in self.sizes else (span(self.sizes, self.strides),)
+        made = torch.empty(sizes, device=device, dtype=dtype)
         if fill == "randn":
-            made = torch.randn(self.sizes, generator=generator, device=device, dtype=dtype).mul_(values[1])
+            made = torch.randn(sizes, generator=generator, device=device, dtype=dtype).mul_(values[1])
             made = made.add_(values[0])
         elif fill == "uniform":
             made.uniform_(*values, generator=generator)
         elif fill == "randint":
             low, high = (int(v) for v in values)
-            made = torch.randint(low, high, self.sizes, generator=generator, device=device).to(dtype)
+            made = torch.randint(low, high, sizes, generator=generator, device=device).to(dtype)
         else:
             made.fill_(values[0])
-        if not self.strides:
-            return made
-        return torch.empty_strided(self.sizes, self.strides, device=device, dtype=dtype).copy_(made)
+        return made.as_strided(self.sizes, self.strides) if self.strides else made
+
+
+def _number(value: float) -> str:
+    """As it is read back, an integer without a point."""
+    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
 Spec = TensorSpec | int | float | bool | str | None
@@ -111,6 +118,8 @@ def parse(text: str) -> tuple[str, Spec]:
     if dtype not in DTYPES:
         raise _bad(text, f"have a dtype of {', '.join(DTYPES)}", repr(tensor["dtype"]), "choose one")
     found = TensorSpec(dtype, _integers(tensor["sizes"], text, "sizes"))
+    if found.bytes >= 2**63:
+        raise _bad(text, "have less than 2^63 bytes", tensor["sizes"], "make it smaller")
     rest = tensor["rest"]
     while rest.strip():
         word = _WORD.match(rest)
@@ -143,7 +152,24 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
         raise _bad(text, f"be floating for {word}", spec.dtype, "use randint(LOW,HIGH)")
     if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
         raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
+    dtypes = (spec.dtype, "i64") if word == "randint" else (spec.dtype,)  # what is drawn, and what it is drawn as
+    if word != "randn" and not all(_holds(d, v) for d in dtypes for v in _reached(word, numbers)):
+        raise _bad(text, f"have numbers in {word} that are some of {spec.dtype}", str(values), "choose others")
     return replace(spec, fill=word, values=numbers)
+
+
+def _reached(word: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """The ends of what is drawn; the HIGH of integers is not among them."""
+    return (numbers[0], numbers[1] - 1) if word == "randint" else numbers
+
+
+def _holds(dtype: str, value: float) -> bool:
+    """Whether a tensor of the dtype can have the value as it is, but for rounding."""
+    kind = DTYPES[dtype]
+    if kind.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
+    low, high = (0, 1) if kind == torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
+    return low <= value <= high and value == int(value)
 
 
 def _integers(text: str, whole: str, what: str) -> tuple[int, ...]:
@@ -177,8 +203,8 @@ def _bad(text: str, contract: str, got: str, fix: str) -> ValueError:
 def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     """What an argument looks like, so that one like it can be made elsewhere: never the values themselves.
 
-    Floating tensors: normal with the mean and deviation of the values, or uniform in their range where none is negative;
-    `fixed` if told so and they want no gradient. Integers: uniform in their range.
+    Floating tensors: normal with the mean and deviation of the values that are finite, or uniform in their range where none
+    is negative; `fixed` if told so and they want no gradient. Integers: uniform in their range.
     """
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool | int | float | str):
@@ -186,6 +212,11 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
         raise TypeError(
             f"study: arguments must be tensors, numbers, texts, bools or None, got {type(value).__name__}; "
             "wrap the function in one that takes its tensors"
+        )
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        raise TypeError(
+            f"study: tensors must have values and strides, got one of {'meta' if value.is_meta else value.layout}; "
+            "pass an ordinary tensor"
         )
     names = {dtype: name for name, dtype in DTYPES.items()}
     if value.dtype not in names:
@@ -196,11 +227,14 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     if value.numel() == 0 or value.dtype == torch.bool:
         return spec
     wide = value.detach().double()
+    wide = wide[wide.isfinite()]
+    if not wide.numel():
+        return replace(spec, fill="full", values=(float(value.flatten()[0]),))
     low, high = wide.min().item(), wide.max().item()
-    if not value.dtype.is_floating_point:
-        return replace(spec, fill="randint", values=(low, high + 1))
     if low == high:
         return replace(spec, fill="full", values=(low,))
+    if not value.dtype.is_floating_point:
+        return replace(spec, fill="randint", values=(low, high + 1))
     mean, deviation, low, high = (
         float(f"{v:.3g}") for v in (wide.mean().item(), wide.std(correction=0).item(), low, high)
     )

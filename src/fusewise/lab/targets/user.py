@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fusewise.ops.gated_linear.flops import register_flop_formulas
+
+from .. import truth
+from ..ledger import extent
 from ..problem import DTYPES, Pass, Problem, Program, Task
 from . import Case, Target, inputs
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
+#: How long a user's file may take to import.
+IMPORT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class User(Target):
         floating = [spec for spec in tensors if spec.floating and spec.dtype in DTYPES]
         if not floating:
             raise ValueError(
-                f'study: {self.name} must have a floating tensor among its inputs, got {list(self.texts)}; add --input "x=fp32[1024,1024]"'
+                f"study: {self.name} must have a tensor of {', '.join(DTYPES)} among its inputs, got {list(self.texts)}; "
+                'add --input "x=fp32[1024,1024]"'
             )
         passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in floating) else ("fwd",)
         text = " ".join(inputs.written(*spec) for spec in specs)
@@ -85,7 +92,16 @@ class User(Target):
         """Import the function in a process of its own and bind its arguments."""
         command = [sys.executable, "-m", __spec__.name, self.place, *self.texts]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                env=environment, check=False, timeout=IMPORT_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"study: {self.name} must be importable within {IMPORT_SECONDS} s, got no end of it; "
+                "put what its file runs under `if __name__ == '__main__':`"
+            ) from None
         if done.returncode == 0:
             return
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -128,33 +144,53 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
         found = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
         raise ValueError(f"study: {attribute} must be defined at the top of {where}; check its name") from None
-    made: Any = found() if isinstance(found, type) and issubclass(found, nn.Module) else found
+    made: Any = found
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        try:
+            made = found()
+        except TypeError as error:
+            raise ValueError(
+                f"study: {attribute} must be a module that is made without arguments, got {error}; "
+                f"name an instance made in your file: layer = {attribute}(...)"
+            ) from None
     if not callable(made):
         raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
     return made  # type: ignore[no-any-return]
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that can be given by position."""
+def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
+    """The arguments that can be given by position, with their defaults; as far as `count` those without a name, too, which
+    *args and functions not written in Python have."""
     of: Any = function
     if isinstance(function, nn.Module):
         of = function.forward
     elif isinstance(function, type) and issubclass(function, nn.Module):
-        names = list(inspect.signature(function.forward).parameters)
-        return names[1:]
+        of = functools.partial(function.forward, None)  # for self
+    try:
+        signature = list(inspect.signature(of).parameters.values())
+    except ValueError:
+        signature = [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in inspect.signature(of).parameters.values() if p.kind in kinds]
+    found = {p.name: p.default for p in signature if p.kind in kinds}
+    for rest in (p.name for p in signature if p.kind == inspect.Parameter.VAR_POSITIONAL):
+        found |= {f"{rest}{i}": inspect.Parameter.empty for i in range(count - len(found))}
+    return found
 
 
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
     """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
-    names = parameters(function)
-    specs = inputs.bound(names, texts)
-    given = [name for name, _ in specs]
-    if given != names[: len(given)]:
-        raise ValueError(
-            f"study: inputs must leave out no parameter before the last one given, got {given} of {names}; add it"
-        )
+    known = parameters(function, len(texts))
+    given = dict(inputs.bound(list(known), texts))
+    specs: list[tuple[str, inputs.Spec]] = []
+    for name, default in known.items():
+        if len(given) == len([n for n, _ in specs if n in given]):
+            break
+        spec = given.get(name, default)
+        if name not in given and not (spec is None or isinstance(spec, bool | int | float | str)):
+            raise ValueError(
+                f"study: inputs must leave out no parameter before the last one given, got {list(given)} of {list(known)}; add it"
+            )
+        specs.append((name, spec))
     return specs
 
 
@@ -196,17 +232,29 @@ class UserProblem(Problem):
         """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
         gradient = self.task.pass_ != "fwd"
         leaves = self.leaves(gradient)
+        register_flop_formulas()  # of our own operations, for functions that call them
         with FlopCounterMode(display=False) as counter:
             outputs = self.eager(leaves)
         self.flops = int(counter.get_total_flops())
+        if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
+            raise ValueError(
+                f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
+            )
         if not outputs:
             raise ValueError(f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict; return one")
         again = self.eager(leaves)
-        for first, second in zip(outputs, again, strict=True):
+        for first, second in zip(map(truth.parts, outputs), map(truth.parts, again), strict=True):
             if not torch.allclose(first.double(), second.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
-                raise ValueError(f"study: {self.op} must give the same result when called again; take randomness out")
+                raise ValueError(
+                    f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
+                )
         self.shapes = tuple(tuple(y.shape) for y in outputs)
-        self.output_bytes = sum(y.numel() * y.element_size() for y in outputs)
+        # a view of an input is nothing written, and what is returned twice is written once
+        views = {x.untyped_storage().data_ptr() for x in leaves}
+        written = {
+            (y.data_ptr(), y.shape, y.stride()): y for y in outputs if y.untyped_storage().data_ptr() not in views
+        }
+        self.output_bytes = sum(map(extent, written.values()))
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
@@ -243,8 +291,22 @@ class UserProblem(Problem):
         return Program(self.function, lambda *xs: self._arguments(xs), tensors_of)
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        with in_float64():
-            return tensors_of(self.wide(*self._arguments(tensors)))
+        try:
+            with in_float64():
+                return tensors_of(self.wide(*self._arguments(tensors)))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's function raises anything
+            raise ValueError(
+                f"study: {self.op} must run on float64 tensors, too, which give the truth, got {type(error).__name__}: "
+                f"{error}; let it take them"
+            ) from error
+
+    def gradients(
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None], wide: bool = False
+    ) -> tuple[Tensor, ...]:
+        with in_float64() if wide else nullcontext():
+            return super().gradients(outputs, leaves, upstream, wide)
 
     def shape(self) -> str:
         count = sum(p.numel() for p in self.parameters)
@@ -254,7 +316,7 @@ class UserProblem(Problem):
         """Forward: inputs and parameters read, outputs written. Backward: gradients of the outputs read, those of floating
         inputs and parameters written, and inputs and parameters read where the gradient depends on them."""
         held = (*self.tensors, *self.parameters)
-        read = sum(x.numel() * x.element_size() for x in held)
+        read = sum(map(extent, held))
         forward = read + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
         moving = [x for i, x in enumerate(self.tensors) if x.is_floating_point() and i not in self.fixed]
@@ -273,12 +335,18 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
 
 
 class _Widen(TorchDispatchMode):
-    """Operations that ask for a narrow floating dtype get float64 instead."""
+    """Operations that ask for a narrow floating dtype, and on tensors of one, get float64 instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = torch.float64
+        if (
+            isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
+        ):  # tensors that the function has from elsewhere; what it writes to stays its own
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda x: x.double() if x.dtype in NARROW else x, (args, kwargs)
+            )
         return func(*args, **kwargs)
 
 
