@@ -263,7 +263,7 @@ def cubed(q: Tensor) -> Tensor:
     ],
     ids=["grad", "grad-grad", "vmap-grad", "vjp", "jvp"],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, where it traces jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, where it traces jvp
 def test_compiled_transforms(transformed: Any) -> None:
     """An operator in a transform that is traced would be a constant: gradients of zero, without a word."""
     q = torch.randn(2, 6, 4, 16)
