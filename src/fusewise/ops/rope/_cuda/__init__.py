@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...._shared import build
+from .._host import NEW
 from .._native import packed
 
 FOLDER = Path(__file__).parent
@@ -122,4 +123,4 @@ def launch(
 
 def tell(host: Any) -> None:
     """Tell the quick way on the host (`_host.py`) where the launcher is."""
-    host.on_cuda(0, *_kernel().addresses())
+    host.on_cuda(NEW, *_kernel().addresses())
