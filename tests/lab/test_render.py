@@ -141,7 +141,7 @@ def test_live_progress_off_a_terminal_writes_plain_lines(capsys):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (0, "0"), (0.0123, "0.0123"), (0.123, "0.123"), (1.5, "1.50"), (12.34, "12.3"), (1234.5, "1,234"),
-     (1e7, "1.00e+07"), (1e-7, "1.00e-07")],
+     (1e7, "10,000,000"), (1e10, "1.00e+10"), (1e-7, "1.00e-07")],
 )  # fmt: skip
 def test_numbers(value, text):
     assert number(value) == text
@@ -153,5 +153,6 @@ def test_units():
     assert size(3 * 2**20) == "3.00 MiB"
     assert size(5 * 2**40) == "5,120 GiB"
     assert percent(0.975) == "97.5 %"
+    assert percent(15.5) == "1,550 %"
     assert gigabytes_per_second(row("eager", device_us=1000.0, bytes_min=2_000_000)) == 2.0
     assert gigabytes_per_second(row("floor-launch", device_us=1.0)) is None

@@ -111,7 +111,7 @@ class WorkerProcess:
                     return reply
                 self.garbage += 1
             if time.monotonic() > deadline:
-                raise self._failed(f"no answer within {self.timeout:g} s")
+                raise self._failed(f"gave no answer within {self.timeout:g} s")
             readable, _, _ = select.select([descriptor], [], [], LOOK_EVERY)
             if readable:
                 chunk = os.read(descriptor, 2**16)

@@ -43,7 +43,7 @@ def number(value: float | None, digits: int = 3) -> str:
         return "–"
     if value == 0:
         return "0"
-    if not 1e-3 <= abs(value) < 1e6:
+    if not 1e-3 <= abs(value) < 1e9:
         return f"{value:.{digits - 1}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}"
@@ -62,4 +62,5 @@ def size(count: int | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.3g} %"
+    """Three significant digits without trailing zeros; a dash for None."""
+    return "–" if value is None else f"{float(f'{100 * value:.3g}'):,g} %"
