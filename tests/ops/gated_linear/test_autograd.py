@@ -233,12 +233,17 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("save", SAVES)
-def test_compiles_whole_and_once_for_all_row_counts(save: str) -> None:
+@pytest.mark.parametrize("layout", ["stacked", "interleaved"])
+def test_compiles_whole_and_once_for_all_row_counts(layout: str, save: str) -> None:
     _, weight, bias = leaves(features=16, hidden=8)
+    order = torch.arange(16) if layout == "stacked" else torch.arange(16).view(2, 8).T.reshape(-1)
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = gated_linear(x, weight[order], bias[order], activation="gelu_tanh", layout=layout, save=save)  # type: ignore[arg-type]
+        return y.square().sum()
+
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *a: geglu_linear(*a, save=save).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True
-    )
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
     torch._dynamo.utils.counters.clear()
     for rows in (6, 7, 40):
         x = torch.randn(2, rows, 16, device=DEVICE, requires_grad=True)

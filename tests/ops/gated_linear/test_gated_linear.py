@@ -71,7 +71,7 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gate_
 
 def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tensor) -> list[Tensor]:
     """The result of `of` and the gradients of the leaves."""
-    leaves = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
+    leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]  # no clone: it may pack rows
     y = of(*leaves)
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
 
@@ -179,10 +179,10 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
     halves = (gate, value) if gate_first else (value, gate)
     biases = (b_gate, b_value) if gate_first else (b_value, b_gate)
     if layout == "separate":
-        wide = torch.stack((value, gate, value), 1).view(
-            hidden, 3 * features
-        )  # rows at a distance, features contiguous
-        leaves = (x, wide[:, :features], wide[:, features : 2 * features], b_value, b_gate)
+        # Rows at a distance of their own each, features contiguous.
+        three = torch.stack((value, value, value), 1).view(hidden, 3 * features)
+        two = torch.stack((value, gate), 1).view(hidden, 2 * features)
+        leaves = (x, three[:, :features], two[:, features:], b_value, b_gate)
 
         def ours(x: Tensor, value: Tensor, gate: Tensor, b_value: Tensor, b_gate: Tensor) -> Tensor:
             return gated_linear(
@@ -212,6 +212,14 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
 
     truth = outcome(plain, [leaf.double() for leaf in leaves], dy.double())
     assert_right(outcome(ours, leaves, dy), [outcome(plain, leaves, dy)], truth, dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_feature_of_wider_halves(impl: str) -> None:
+    """Of a dimension of one entry the stride says nothing."""
+    x, weight, bias = tensor(9, 24), tensor(2, 4, 24)[:, 1:2], tensor(2, 1)
+    found = gated_linear(x, weight, bias, activation="silu", impl=impl)
+    torch.testing.assert_close(found, eager(x, weight.reshape(2, 24), bias.view(-1), "silu"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("layout", "form", "gate_first"), LAYOUTS)
@@ -270,6 +278,10 @@ def test_gradients_that_arrive_strided_or_expanded(impl: str, save: str) -> None
         found = outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), (x, weight, bias), gradient)
         usual = outcome(lambda *a: eager(*a, "gelu_tanh"), (x, weight, bias), gradient)
         torch.testing.assert_close(found, usual)
+    zeros = torch._efficientzerotensor((33, 16), device=DEVICE)  # of no memory, as torch's own formulas may give it
+    assert not any(
+        t.any() for t in outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), (x, weight, bias), zeros)[1:]
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)

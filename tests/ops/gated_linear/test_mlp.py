@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusewise.lab.memory import growth
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _op, gated_mlp
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
@@ -121,6 +122,19 @@ def test_held_memory_is_the_contract() -> None:
         assert sum(kept.values()) == expected and z.grad_fn is not None
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
+@pytest.mark.parametrize(("save", "extra"), [("preact", 1), ("input", 3)])
+def test_backward_needs_y_and_the_pre_activations(save: str, extra: int) -> None:
+    """Beside the gradients, of F = 4096: y, and both pre-activations where they were not kept."""
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((256, 8), (4096, 8), (4096, 8), (8, 4096))]
+    for _ in range(2):  # the first call builds
+        z = gated_mlp(*leaves, activation="silu", save=save)  # type: ignore[arg-type]
+        _, grown = growth(
+            lambda z=z: torch.autograd.grad(z, leaves, torch.ones(()).expand(256, 8)), torch.device("cpu")
+        )
+    assert grown is not None and grown.peak == pytest.approx(extra * 256 * 4096 * 4, rel=0.2)
+
+
 def test_leading_dimensions_no_rows_and_no_gradients() -> None:
     x, *weights = make(torch.float32, rows=12)
     for shape in ((2, 6, 24), (3, 0, 24), (24,)):
@@ -158,6 +172,11 @@ def test_compiles_whole(save: str) -> None:
             r"gated_mlp: b_down must be contiguous, of shape \(32,\), got shape \(31,\)",
         ),
         ({1: torch.randn(39, 24)}, ValueError, r"gated_mlp: w_gate must have the shape of w_up, \(40, 24\)"),
+        (
+            {1: None, 2: torch.randn(80, 24), 4: None, 5: None},
+            TypeError,
+            "gated_mlp: w_gate must be a torch.Tensor, got None",
+        ),
         ({5: None}, ValueError, "gated_mlp: b_up must be given where the other bias is"),
         ({3: torch.randn(32, 40, dtype=torch.float64)}, TypeError, "gated_mlp: w_down must have the dtype of x"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,49 @@ def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: st
         torch.testing.assert_close(y, usual)
         y.sum().backward()
         assert all(p.grad is not None for p in changed.parameters())
+
+
+class Quantised(torch.Tensor):
+    """As torchao keeps a weight in a plain `nn.Linear`: it knows itself what `F.linear` is."""
+
+    @staticmethod
+    def __new__(cls, integers: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=scale.dtype)
+        made.integers, made.scale = integers, scale
+        return made
+
+    integers: torch.Tensor
+    scale: torch.Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["integers", "scale"], None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            x, weight, *bias = args
+            return functional.linear(x, weight.integers * weight.scale, *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return cls(args[0].integers, args[0].scale)
+
+
+@pytest.mark.parametrize("names", [["gate_proj"], ["down_proj"], ["gate_proj", "up_proj", "down_proj"]], ids=str)
+def test_a_quantised_weight_in_a_plain_linear_is_left_to_itself(names: list[str]) -> None:
+    module = GatedMLP(16, 12, activation="silu")
+    plain = copy.deepcopy(module)
+    for name in names:
+        weight = getattr(module, name).weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        integers = (weight / scale).round().to(torch.int8)
+        getattr(module, name).weight = nn.Parameter(Quantised(integers, scale), requires_grad=False)
+        getattr(plain, name).weight = nn.Parameter(integers * scale)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(module(x), plain(x))
 
 
 def test_biases_dtypes_and_devices() -> None:

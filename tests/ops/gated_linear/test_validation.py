@@ -36,8 +36,8 @@ STACKED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (TypeError, "x must be a torch.Tensor, got list", ([1.0], W), {}),
     (TypeError, "weight must be a torch.Tensor, got NoneType", (X, None), {}),
     (TypeError, "x must be a strided tensor, got torch.sparse_coo", (X.to_sparse(), W), {}),
-    (ValueError, r"x must have shape \(..., D\) with D at least 1, got \(3, 0\)", (X[:, :0], W[:, :0]), {}),
-    (ValueError, r"x must have shape \(..., D\) with D at least 1, got \(\)", (X[0, 0], W), {}),
+    (ValueError, r"x must have at least one feature, \(..., D\), got \(3, 0\)", (X[:, :0], W[:, :0]), {}),
+    (ValueError, r"x must have at least one feature, \(..., D\), got \(\)", (X[0, 0], W), {}),
     (ValueError, r"weight must have at least one row, got \(0, 8\)", (X, W[:0]), {}),
     (ValueError, r"weight must have 2 or 3 dimensions, got \(8,\)", (X, W[0]), {}),
     (ValueError, r"weight must have a contiguous last dimension \(stride 1\), got strides \(1, 12\)", (X, torch.randn(8, 12).T), {}),
@@ -78,6 +78,14 @@ def test_mistakes_in_the_layout(
     expect(error, match, gated_linear, *args, **{"activation": "silu", **kwargs})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_named(layout: torch.layout) -> None:
+    x, weight = (torch.nested.nested_tensor([t, t], layout=layout) for t in (X, W))
+    expect(TypeError, "x must be a dense tensor, got a nested tensor; pass x.values()", geglu_linear, x, W)
+    expect(TypeError, "weight must be a dense tensor, got a nested tensor", geglu_linear, X, weight)
+
+
 def test_an_unknown_gelu_is_named() -> None:
     expect(ValueError, "approximate must be tanh or none, got 'erf'", geglu_linear, X, W, approximate="erf")
 
@@ -90,6 +98,7 @@ def test_an_implementation_that_cannot_serve_says_why() -> None:
 def test_a_mistake_is_found_again_after_a_right_call() -> None:
     """What has passed is remembered by what decides, so a call that differs in one thing is checked anew."""
     for _ in range(2):
-        geglu_linear(X, W, B)
+        geglu_linear(X, W, B, gate_first=True)
+        expect(TypeError, "gate_first must be a bool, got 1", geglu_linear, X, W, B, gate_first=1)
         expect(ValueError, "bias must be contiguous", geglu_linear, X, W, B[:-1])
         expect(TypeError, "bias must have the dtype", geglu_linear, X, W, B.double())

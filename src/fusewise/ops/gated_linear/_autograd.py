@@ -46,12 +46,12 @@ def may_overwrite(saved: Tensor) -> bool:
 
 def wants_formula(dy: Tensor) -> bool:
     """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
-    the formula in plain torch."""
+    the formula in plain torch. So does a gradient of zeros without memory."""
     if transforms_active():
         return True
     if torch.compiler.is_compiling():
         return False
-    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy)
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
 
 
 def rows(x: Tensor) -> Tensor:
@@ -71,14 +71,17 @@ def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, 
     return torch.mm(du, value).addmm_(dg, gate)
 
 
-def weight_gradient(dpreact: Tensor, x: Tensor, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """The gradient of a weight in one tensor and None, or those of value and gate."""
+def weight_gradient(
+    dpreact: Tensor, x: Tensor, weight: Tensor, spec: Spec, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of a weight in one tensor and None, or those of value and gate that are wanted."""
     if spec.fused:
         return torch.mm(dpreact.mT, x).view(weight.shape), None
     du, dg = dpreact
     if spec.layout == "separate":
-        return torch.mm(du.mT, x), torch.mm(dg.mT, x)
-    if type(x) is not Tensor:  # DTensors have no product into a given tensor before torch 2.13
+        return torch.mm(du.mT, x) if wants[0] else None, torch.mm(dg.mT, x) if wants[1] else None
+    # DTensors have no product into a given tensor before torch 2.13, torch.compile none into strided rows.
+    if type(x) is not Tensor or torch.compiler.is_compiling():
         return joined(torch.mm(du.mT, x), torch.mm(dg.mT, x), weight, spec)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for to, part in zip(_value_and_gate(dweight, spec), (du, dg), strict=True):
@@ -200,7 +203,7 @@ def backward_products(
         if wants[0]:
             dx = input_gradient(dpreact, weight, weight_gate, spec).view(x.shape)
         if wants[1] or wants[2]:
-            dweights = weight_gradient(dpreact, x_MD, weight, spec)
+            dweights = weight_gradient(dpreact, x_MD, weight, spec, (wants[1], wants[2]))
         if bias is not None and (wants[3] or wants[4]):
             dbiases = bias_gradient(dbias, bias, spec)
     return dx, *dweights, *dbiases

@@ -19,7 +19,7 @@ from .._choice import Choice
 from .._register import register
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, compute_dtype, split_preact
-from ._validate import FLOATS, fail
+from ._validate import check_features, fail
 
 # Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with contiguous
 # columns; u and g have their rows at the same distance, and so have du and dg.
@@ -51,6 +51,7 @@ def stacked_gradient(
 ) -> Tensor:
     """The gradient of `stacked_gate` for dy (..., F): (..., 2F), as x."""
     _check(op, "x", x, activation)
+    _check(op, "dy", dy, activation)
     if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype:
         wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
         fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
@@ -62,12 +63,7 @@ def stacked_gradient(
 def _check(op: str, name: str, x: Any, activation: str) -> None:
     if activation not in ACTIVATIONS:
         fail(op, "activation", f"be one of {', '.join(ACTIVATIONS)}", repr(activation), "choose one of them")
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
-        fail(op, name, "be a strided torch.Tensor", type(x).__name__, "pass a dense tensor", TypeError)
-    if x.dtype not in FLOATS:
-        fail(op, name, "have dtype float32, bfloat16, float16 or float64", x.dtype, f"convert {name} first", TypeError)
-    if x.dim() < 1 or x.shape[-1] < 1:
-        fail(op, name, "have at least one feature, (..., F)", tuple(x.shape), "pass the features in the last dimension")
+    check_features(op, name, x)
 
 
 def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tensor:

@@ -46,7 +46,8 @@ class GatedMLP(torch.autograd.Function):
             return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
         x_MD, dz_MO = _autograd.rows(x), _autograd.rows(dz)
         if preact is None:
-            _, preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)
+            # Its y goes at once: the next product makes another.
+            preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)[1]
             overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
             overwrite = _autograd.may_overwrite(preact)

@@ -34,7 +34,8 @@ def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tu
         try:
             key = (
                 op, (x.shape, x.dtype, x.device, x.layout),
-                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors.values()], *options,
+                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors.values()],
+                *options, *map(type, options),  # 1 is equal to True
             )  # fmt: skip
             if (spec := _VALIDATED.get(key)) is not None:
                 return spec
@@ -59,7 +60,7 @@ def _check(
             fail(op, name, f"be one of {', '.join(allowed)}", repr(value), "choose one of them")
     if not isinstance(gate_first, bool):
         fail(op, "gate_first", "be a bool", repr(gate_first), "pass True where the first half is the gate", TypeError)
-    _check_x(op, x)
+    check_features(op, "x", x)
     names = list(tensors)
     weight, weight_gate, bias, bias_gate, *down = tensors.values()
     features = x.shape[-1]
@@ -81,7 +82,7 @@ def _check(
         if bias is not None:
             _check_like(op, names[2], bias, x)
             shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
-            if tuple(bias.shape) not in shapes or bias.stride(-1) != 1 or not _flat(bias):
+            if tuple(bias.shape) not in shapes or not bias.is_contiguous():
                 wanted = " or ".join(map(str, dict.fromkeys(shapes)))
                 fail(
                     op,
@@ -115,25 +116,29 @@ def _check(
     return Spec(activation, layout, gate_first and layout != "separate")
 
 
-def _check_x(op: str, x: Any) -> None:
-    _check_tensor(op, "x", x)
+def check_features(op: str, name: str, x: Any) -> None:
+    """Whether it is a dense tensor of floating-point features."""
+    check_tensor(op, name, x)
     if x.dtype not in FLOATS:
-        fail(op, "x", "have dtype float32, bfloat16, float16 or float64", _dtype(x), "convert x first", TypeError)
-    if x.dim() < 1 or x.shape[-1] < 1:
         fail(
-            op, "x", "have shape (..., D) with D at least 1", tuple(x.shape), "pass the features in the last dimension"
+            op, name, "have dtype float32, bfloat16, float16 or float64", _dtype(x), f"convert {name} first", TypeError
         )
+    if x.dim() < 1 or x.shape[-1] < 1:
+        fail(op, name, "have at least one feature, (..., D)", tuple(x.shape), "pass the features in the last dimension")
 
 
-def _check_tensor(op: str, name: str, value: Any) -> None:
+def check_tensor(op: str, name: str, value: Any) -> None:
+    """Whether it is a dense tensor."""
     if not isinstance(value, Tensor):
         fail(op, name, "be a torch.Tensor", type(value).__name__, f"pass a tensor for {name}", TypeError)
+    if value.is_nested:
+        fail(op, name, "be a dense tensor", "a nested tensor", f"pass {name}.values()", TypeError)
     if value.layout != torch.strided:
         fail(op, name, "be a strided tensor", value.layout, f"call {name}.to_dense()", TypeError)
 
 
 def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
-    _check_tensor(op, name, value)
+    check_tensor(op, name, value)
     if value.dtype != x.dtype:
         fail(
             op,
@@ -175,7 +180,7 @@ def _check_both(op: str, name: str, weight: Tensor, layout: str) -> None:
     if weight.dim() == 3 and shape[dim] != 2:
         wanted = "(2F, D) or (2, F, D)" if layout == "stacked" else "(2F, D) or (F, 2, D)"
         fail(op, name, f"have shape {wanted} in layout {layout}", shape, "name its layout")
-    if weight.dim() == 3 and not _flat(weight[..., 0]):
+    if weight.dim() == 3 and 1 not in shape[:2] and weight.stride(0) != shape[1] * weight.stride(1):
         fail(
             op, name, "have rows at one distance from each other", f"strides {weight.stride()}",
             "pass the two matrices apart",
@@ -184,7 +189,7 @@ def _check_both(op: str, name: str, weight: Tensor, layout: str) -> None:
 
 def _check_bias(op: str, name: str, bias: Any, length: int, x: Tensor) -> None:
     _check_like(op, name, bias, x)
-    if tuple(bias.shape) != (length,) or (length != 1 and bias.stride(0) != 1):
+    if tuple(bias.shape) != (length,) or not bias.is_contiguous():
         fail(op, name, f"be contiguous, of shape ({length},)", _what(bias), "pass an entry for every output feature")
 
 
@@ -194,11 +199,6 @@ def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tens
     _check_matrix(op, names[0], weight, hidden, False, "as many columns as there are gated features, F")
     if bias is not None:
         _check_bias(op, names[1], bias, weight.shape[0], x)
-
-
-def _flat(x: Tensor) -> bool:
-    """Whether x can be viewed as one dimension with one stride."""
-    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 1) if x.shape[i] != 1)
 
 
 def _dtype(x: Tensor) -> str:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from . import _autograd, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
-from ._validate import fail, validated
+from ._validate import check_tensor, fail, validated
 
 
 def geglu_linear(
@@ -151,6 +151,7 @@ def gated_mlp(
     """
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = _autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     weights: tuple[Tensor | None, ...]
+    check_tensor("gated_mlp", "w_gate", w_gate)
     if w_up is None:
         names, weights = ("w_gate", "w_up", "b_gate", "b_up"), (w_gate, None, b_gate, b_up)
     else:

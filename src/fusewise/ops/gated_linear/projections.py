@@ -19,7 +19,14 @@ from .api import gated_linear, gated_mlp
 
 def is_plain(*projections: nn.Module) -> bool:
     """Whether calling each is `F.linear` with its weight and bias and nothing else."""
-    return all(type(projection) is nn.Linear and is_untouched(projection) for projection in projections)
+    return all(type(p) is nn.Linear and is_untouched(p) and _is_memory(p.weight) for p in projections)
+
+
+def _is_memory(weight: Tensor) -> bool:
+    """Whether it is its own values, or a DTensor, whose shards are, and no quantised or sparse form of them, which knows
+    itself what `F.linear` is (of torchao or torch.sparse)."""
+    kind = type(weight)
+    return not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch.distributed.tensor")
 
 
 def is_untouched(module: nn.Module) -> bool:
