@@ -16,9 +16,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..rope._triton_kernel import base_of, rotate
+from ..rope._triton_angles import PositionForm, Positions, Table, TableForm
+from ..rope._triton_kernel import Order, View, base_of, rotate
 from ._triton_kernel import NOT_SPECIALISED
 from ._triton_parts import (
+    Form,
     features_of,
     load_pairs,
     reciprocal_rms,
@@ -41,108 +43,96 @@ def _over_rows(x, ALL: tl.constexpr):
 
 @triton.jit
 def _backward_tiles(
-    program, programs, x_ptr, dy_ptr, dx_ptr, w_ptr, partials_ptr, stride_x_b, stride_x_t, stride_x_h,
-    stride_dy_b, stride_dy_t, stride_dy_h, stride_dx_b, stride_dx_t, stride_dx_h,
-    order, place, eps, weight_offset,
+    program, programs, x, dy, dx, w_ptr, partials_ptr, order, positions, table, eps, weight_offset,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
-    ALL: tl.constexpr, HAS_WEIGHT: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
-    SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr,
-    TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr, FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
+    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL and HEADS > 0 else HEAD_DIM)
-    tokens, batches, _, _, _, _, _ = order
-    tiles = (tokens * batches + BLOCK_T - 1) // BLOCK_T * head_blocks
+    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if FORM.ALL and HEADS > 0 else HEAD_DIM)
+    tiles = (order.tokens * order.batches + BLOCK_T - 1) // BLOCK_T * head_blocks
 
     # Every feature of x has its partner in dy. The weights are the same for all tiles; all heads' are too many to keep.
-    features = tl.arange(0, BLOCK_D)[None, None, :]
-    own, partner, pair, rotated, second = features_of(START, PAIRS, BLOCK_D, INTERLEAVED_IN, INTERLEAVED_OUT, VECTOR)
-    w_base, w_mask = weights_of(tl.arange(0, BLOCK_H), BLOCK_T, HEADS, HEAD_DIM, ALL)
-    if FLAT:
+    features = tl.arange(0, FORM.BLOCK_D)[None, None, :]
+    own, partner, pair, rotated, second = features_of(
+        START, FORM.PAIRS, FORM.BLOCK_D, FORM.INTERLEAVED_IN, FORM.INTERLEAVED_OUT, FORM.VECTOR
+    )
+    w_base, w_mask = weights_of(tl.arange(0, BLOCK_H), BLOCK_T, HEADS, HEAD_DIM, FORM.ALL)
+    if FORM.FLAT:
         w_mask = w_mask & (features < HEAD_DIM)
-        dw = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_D], tl.float32)
-        if HAS_WEIGHT and not ALL:
+        dw = tl.zeros([BLOCK_T, BLOCK_H, FORM.BLOCK_D], tl.float32)
+        if FORM.HAS_WEIGHT and not FORM.ALL:
             w = tl.load(w_ptr + w_base + features, w_mask, 0.0).to(tl.float32)
     else:
-        dw_a = tl.zeros([BLOCK_T, BLOCK_H, BLOCK_P], tl.float32)
+        dw_a = tl.zeros([BLOCK_T, BLOCK_H, FORM.BLOCK_P], tl.float32)
         dw_b = dw_a
-        if HAS_WEIGHT and not ALL:
-            w_a, w_b = load_pairs(w_ptr, w_base, w_mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
+        if FORM.HAS_WEIGHT and not FORM.ALL:
+            w_a, w_b = load_pairs(w_ptr, w_base, w_mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
 
     for tile in range(program, tiles, programs):
         offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-        batch, token, mask_n = tokens_of((tile // head_blocks) * BLOCK_T, BLOCK_T, *order)
-        x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
-        dy_base = base_of(batch, token, offs_h, stride_dy_b, stride_dy_t, stride_dy_h, X_UNIT, INDEX)
-        dx_base = base_of(batch, token, offs_h, stride_dx_b, stride_dx_t, stride_dx_h, X_UNIT, INDEX)
+        batch, token, mask_n = tokens_of((tile // head_blocks) * BLOCK_T, BLOCK_T, order)
+        x_base = base_of(batch, token, offs_h, x, FORM.UNIT, FORM.INDEX)
+        dy_base = base_of(batch, token, offs_h, dy, FORM.UNIT, FORM.INDEX)
+        dx_base = base_of(batch, token, offs_h, dx, FORM.UNIT, FORM.INDEX)
         mask = mask_n[:, None, None]
         if HEADS % BLOCK_H != 0:
             mask = mask & (offs_h < HEADS)[None, :, None]
-        mask_r = mask_n[:, None, None] if ALL else mask
+        mask_r = mask_n[:, None, None] if FORM.ALL else mask
 
         # From here on g has the factor r, which saves a product: dx = g r − x (r² mean(g x r)). Tokens that are not there,
         # of which a tile of one token has none, have NaN for cos and sin, and so do pairs: their g is taken to be 0.
-        if FLAT:
+        if FORM.FLAT:
             mask = mask & (features < HEAD_DIM)
-            x = tl.load(x_ptr + x_base + features, mask, 0.0).to(tl.float32)
-            g = tl.load(dy_ptr + dy_base + own, mask, 0.0).to(tl.float32)
-            g_partner = tl.load(dy_ptr + dy_base + partner, mask & rotated, 0.0).to(tl.float32)
-            cos, sin = turn_of(
-                batch, token, mask_n, pair, *place, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-                SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
-            )  # fmt: skip
+            own_x = tl.load(x.ptr + x_base + features, mask, 0.0).to(tl.float32)
+            g = tl.load(dy.ptr + dy_base + own, mask, 0.0).to(tl.float32)
+            g_partner = tl.load(dy.ptr + dy_base + partner, mask & rotated, 0.0).to(tl.float32)
+            cos, sin = turn_of(batch, token, mask_n, pair, positions, table, POSITIONS, TABLE)
             cos = tl.where(rotated, cos, 1.0)
             sin = tl.where(rotated, tl.where(second, -sin, sin), 0.0)
-            r = reciprocal_rms(total(x * x, ALL), mask_r, eps, share)
+            r = reciprocal_rms(total(own_x * own_x, FORM.ALL), mask_r, eps, share)
             g = tl.fma(g, cos, g_partner * sin) * r
             if BLOCK_T > 1:
                 g = tl.where(mask_n[:, None, None], g, 0.0)
             if WEIGHT_GRAD:
-                dw += g * x
-            if HAS_WEIGHT:
-                if ALL:
+                dw += g * own_x
+            if FORM.HAS_WEIGHT:
+                if FORM.ALL:
                     w = tl.load(w_ptr + w_base + features, w_mask, 0.0).to(tl.float32)
                 g = g * (w + weight_offset)
-            slope = total(g * x, ALL) * share * r * r
-            tl.store(dx_ptr + dx_base + features, (g - x * slope).to(dx_ptr.dtype.element_ty), mask)
+            slope = total(g * own_x, FORM.ALL) * share * r * r
+            tl.store(dx.ptr + dx_base + features, (g - own_x * slope).to(dx.ptr.dtype.element_ty), mask)
         else:
-            x_a, x_b = load_pairs(x_ptr, x_base, mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
-            g_a, g_b = load_pairs(dy_ptr, dy_base, mask, PAIRS, BLOCK_P, INTERLEAVED_OUT)
-            offs_p = tl.arange(0, BLOCK_P)
-            cos, sin = turn_of(
-                batch, token, mask_n, offs_p, *place, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-                SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
-            )  # fmt: skip
-            r = reciprocal_rms(total(x_a * x_a + x_b * x_b, ALL), mask_r, eps, share)
+            x_a, x_b = load_pairs(x.ptr, x_base, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
+            g_a, g_b = load_pairs(dy.ptr, dy_base, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
+            offs_p = tl.arange(0, FORM.BLOCK_P)
+            cos, sin = turn_of(batch, token, mask_n, offs_p, positions, table, POSITIONS, TABLE)
+            r = reciprocal_rms(total(x_a * x_a + x_b * x_b, FORM.ALL), mask_r, eps, share)
             g_a, g_b = rotate(g_a, g_b, cos, -sin)
             g_a, g_b = g_a * r, g_b * r
-            if BLOCK_T > 1 or PAIRS != BLOCK_P:
-                there = mask_n[:, None, None] & (offs_p < PAIRS)[None, None, :]
+            if BLOCK_T > 1 or FORM.PAIRS != FORM.BLOCK_P:
+                there = mask_n[:, None, None] & (offs_p < FORM.PAIRS)[None, None, :]
                 g_a, g_b = tl.where(there, g_a, 0.0), tl.where(there, g_b, 0.0)
             if WEIGHT_GRAD:
                 dw_a += g_a * x_a
                 dw_b += g_b * x_b
-            if HAS_WEIGHT:
-                if ALL:
-                    w_a, w_b = load_pairs(w_ptr, w_base, w_mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
+            if FORM.HAS_WEIGHT:
+                if FORM.ALL:
+                    w_a, w_b = load_pairs(w_ptr, w_base, w_mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
                 g_a, g_b = g_a * (w_a + weight_offset), g_b * (w_b + weight_offset)
-            slope = total(g_a * x_a + g_b * x_b, ALL) * share * r * r
+            slope = total(g_a * x_a + g_b * x_b, FORM.ALL) * share * r * r
             store_pairs(
-                dx_ptr, dx_base, mask, g_a - x_a * slope, g_b - x_b * slope, PAIRS, BLOCK_P, INTERLEAVED_IN
+                dx.ptr, dx_base, mask, g_a - x_a * slope, g_b - x_b * slope, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN
             )  # fmt: skip
 
     if WEIGHT_GRAD:
-        offs_h = tl.arange(0, BLOCK_H if ALL else 1)
-        w_base = (program * (HEADS if ALL else 1) + offs_h)[None, :, None] * HEAD_DIM
+        offs_h = tl.arange(0, BLOCK_H if FORM.ALL else 1)
+        w_base = (program * (HEADS if FORM.ALL else 1) + offs_h)[None, :, None] * HEAD_DIM
         w_mask = (offs_h < HEADS)[None, :, None]
-        if FLAT:
-            tl.store(partials_ptr + w_base + features, _over_rows(dw, ALL), w_mask & (features < HEAD_DIM))
+        if FORM.FLAT:
+            tl.store(partials_ptr + w_base + features, _over_rows(dw, FORM.ALL), w_mask & (features < HEAD_DIM))
         else:
-            dw_a, dw_b = _over_rows(dw_a, ALL), _over_rows(dw_b, ALL)
-            store_pairs(partials_ptr, w_base, w_mask, dw_a, dw_b, PAIRS, BLOCK_P, INTERLEAVED_IN)
+            dw_a, dw_b = _over_rows(dw_a, FORM.ALL), _over_rows(dw_b, FORM.ALL)
+            store_pairs(partials_ptr, w_base, w_mask, dw_a, dw_b, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
 
 
 def _name(proxy: Any) -> str:
@@ -180,31 +170,37 @@ def backward_kernel(
     FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
     """q_out and k_out are the gradients of the outputs, laid out as they."""
-    order = (tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
-    place = (
+    order = Order(tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
+    positions = Positions(
         positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
-        search_steps, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
+        search_steps,
     )  # fmt: skip
+    table = Table(cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale)
+    form: tl.constexpr = Form(
+        PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, ALL, HAS_WEIGHT, X_UNIT, INDEX, FLAT, BLOCK_D, VECTOR
+    )
+    position_form: tl.constexpr = PositionForm(
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE
+    )
+    table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, False, INDEX)
     program = tl.program_id(0)
     if program < q_programs:
         _backward_tiles(
-            program, q_programs, q_ptr, q_out_ptr, dq_ptr, q_weight_ptr, q_partials_ptr,
-            stride_q_b, stride_q_t, stride_q_h, stride_q_out_b, stride_q_out_t, stride_q_out_h,
-            stride_dq_b, stride_dq_t, stride_dq_h, order, place, eps, weight_offset,
-            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
-            ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-            SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX,
-            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD,
+            program, q_programs,
+            View(q_ptr, stride_q_b, stride_q_t, stride_q_h),
+            View(q_out_ptr, stride_q_out_b, stride_q_out_t, stride_q_out_h),
+            View(dq_ptr, stride_dq_b, stride_dq_t, stride_dq_h),
+            q_weight_ptr, q_partials_ptr, order, positions, table, eps, weight_offset,
+            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, form, position_form, table_form, WEIGHT_GRAD,
         )  # fmt: skip
     elif K_HEADS > 0:
         _backward_tiles(
-            program - q_programs, k_programs, k_ptr, k_out_ptr, dk_ptr, k_weight_ptr, k_partials_ptr,
-            stride_k_b, stride_k_t, stride_k_h, stride_k_out_b, stride_k_out_t, stride_k_out_h,
-            stride_dk_b, stride_dk_t, stride_dk_h, order, place, eps, weight_offset,
-            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
-            ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-            SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX,
-            FLAT, BLOCK_D, VECTOR, WEIGHT_GRAD,
+            program - q_programs, k_programs,
+            View(k_ptr, stride_k_b, stride_k_t, stride_k_h),
+            View(k_out_ptr, stride_k_out_b, stride_k_out_t, stride_k_out_h),
+            View(dk_ptr, stride_dk_b, stride_dk_t, stride_dk_h),
+            k_weight_ptr, k_partials_ptr, order, positions, table, eps, weight_offset,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, form, position_form, table_form, WEIGHT_GRAD,
         )  # fmt: skip
 
 

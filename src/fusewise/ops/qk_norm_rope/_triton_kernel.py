@@ -14,8 +14,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..rope._triton_kernel import base_of, rotate
+from ..rope._triton_angles import PositionForm, Positions, Table, TableForm
+from ..rope._triton_kernel import Order, View, base_of, rotate
 from ._triton_parts import (
+    Form,
     features_of,
     load_pairs,
     reciprocal_rms,
@@ -29,63 +31,52 @@ from ._triton_parts import (
 
 @triton.jit
 def _norm_rotate_tile(
-    first_token, tile, x_ptr, y_ptr, w_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
-    order, place, eps, weight_offset,
+    first_token, tile, x, y, w_ptr, order, positions, table, eps, weight_offset,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
-    ALL: tl.constexpr, HAS_WEIGHT: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
-    SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr,
-    TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr, FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
+    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if ALL and HEADS > 0 else HEAD_DIM)
+    share: tl.constexpr = 1 / (HEAD_DIM * HEADS if FORM.ALL and HEADS > 0 else HEAD_DIM)
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    batch, token, mask_n = tokens_of(first_token + (tile // head_blocks) * BLOCK_T, BLOCK_T, *order)
-    x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
-    y_base = base_of(batch, token, offs_h, stride_y_b, stride_y_t, stride_y_h, X_UNIT, INDEX)
-    w_base, w_mask = weights_of(offs_h, BLOCK_T, HEADS, HEAD_DIM, ALL)
+    batch, token, mask_n = tokens_of(first_token + (tile // head_blocks) * BLOCK_T, BLOCK_T, order)
+    x_base = base_of(batch, token, offs_h, x, FORM.UNIT, FORM.INDEX)
+    y_base = base_of(batch, token, offs_h, y, FORM.UNIT, FORM.INDEX)
+    w_base, w_mask = weights_of(offs_h, BLOCK_T, HEADS, HEAD_DIM, FORM.ALL)
     mask = mask_n[:, None, None]
     if HEADS % BLOCK_H != 0:
         mask = mask & (offs_h < HEADS)[None, :, None]
-    mask_r = mask_n[:, None, None] if ALL else mask
+    mask_r = mask_n[:, None, None] if FORM.ALL else mask
 
-    if FLAT:
+    if FORM.FLAT:
         # A feature of y is made of the one at its place and its partner in x, and of their weights.
         own, partner, pair, rotated, second = features_of(
-            START, PAIRS, BLOCK_D, INTERLEAVED_OUT, INTERLEAVED_IN, VECTOR
+            START, FORM.PAIRS, FORM.BLOCK_D, FORM.INTERLEAVED_OUT, FORM.INTERLEAVED_IN, FORM.VECTOR
         )
         mask = mask & (own < HEAD_DIM)
-        x = tl.load(x_ptr + x_base + own, mask, 0.0).to(tl.float32)
-        x_partner = tl.load(x_ptr + x_base + partner, mask & rotated, 0.0).to(tl.float32)
-        cos, sin = turn_of(
-            batch, token, mask_n, pair, *place, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-            SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
-        )  # fmt: skip
+        own_x = tl.load(x.ptr + x_base + own, mask, 0.0).to(tl.float32)
+        partner_x = tl.load(x.ptr + x_base + partner, mask & rotated, 0.0).to(tl.float32)
+        cos, sin = turn_of(batch, token, mask_n, pair, positions, table, POSITIONS, TABLE)
         cos = tl.where(rotated, cos, 1.0)
         sin = tl.where(rotated, tl.where(second, sin, -sin), 0.0)
-        r = reciprocal_rms(total(x * x, ALL), mask_r, eps, share)
-        x, x_partner = x * r, x_partner * r
-        if HAS_WEIGHT:
+        r = reciprocal_rms(total(own_x * own_x, FORM.ALL), mask_r, eps, share)
+        z, z_partner = own_x * r, partner_x * r
+        if FORM.HAS_WEIGHT:
             w_mask = w_mask & (own < HEAD_DIM)
-            x *= tl.load(w_ptr + w_base + own, w_mask, 0.0).to(tl.float32) + weight_offset
-            x_partner *= tl.load(w_ptr + w_base + partner, w_mask & rotated, 0.0).to(tl.float32) + weight_offset
-        y = tl.fma(x, cos, x_partner * sin)
-        features = tl.arange(0, BLOCK_D)[None, None, :]
-        tl.store(y_ptr + y_base + features, y.to(y_ptr.dtype.element_ty), mask)
+            z *= tl.load(w_ptr + w_base + own, w_mask, 0.0).to(tl.float32) + weight_offset
+            z_partner *= tl.load(w_ptr + w_base + partner, w_mask & rotated, 0.0).to(tl.float32) + weight_offset
+        rotation = tl.fma(z, cos, z_partner * sin)
+        features = tl.arange(0, FORM.BLOCK_D)[None, None, :]
+        tl.store(y.ptr + y_base + features, rotation.to(y.ptr.dtype.element_ty), mask)
     else:
-        x_a, x_b = load_pairs(x_ptr, x_base, mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
-        cos, sin = turn_of(
-            batch, token, mask_n, tl.arange(0, BLOCK_P), *place, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-            SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, TABLE, TABLE_STEP, PAIRS, TABLE_UNIT, INDEX,
-        )  # fmt: skip
-        r = reciprocal_rms(total(x_a * x_a + x_b * x_b, ALL), mask_r, eps, share)
+        x_a, x_b = load_pairs(x.ptr, x_base, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
+        cos, sin = turn_of(batch, token, mask_n, tl.arange(0, FORM.BLOCK_P), positions, table, POSITIONS, TABLE)
+        r = reciprocal_rms(total(x_a * x_a + x_b * x_b, FORM.ALL), mask_r, eps, share)
         x_a, x_b = x_a * r, x_b * r
-        if HAS_WEIGHT:
-            w_a, w_b = load_pairs(w_ptr, w_base, w_mask, PAIRS, BLOCK_P, INTERLEAVED_IN)
+        if FORM.HAS_WEIGHT:
+            w_a, w_b = load_pairs(w_ptr, w_base, w_mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
             x_a, x_b = x_a * (w_a + weight_offset), x_b * (w_b + weight_offset)
         y_a, y_b = rotate(x_a, x_b, cos, sin)
-        store_pairs(y_ptr, y_base, mask, y_a, y_b, PAIRS, BLOCK_P, INTERLEAVED_OUT)
+        store_pairs(y.ptr, y_base, mask, y_a, y_b, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
 
 
 def _name(proxy: Any) -> str:
@@ -127,30 +118,38 @@ def forward_kernel(
     CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
     FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    order = (tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
-    place = (
-        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
-        search_steps, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    )  # fmt: skip
     # The tiles of q and k that rotate the same tokens are neighbours, so that they share table rows in the cache.
     GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
     q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_HEADS + Q_BLOCK_H - 1) // Q_BLOCK_H)
     k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_HEADS + K_BLOCK_H - 1) // K_BLOCK_H)
     first_token = tl.program_id(0) // (q_tiles + k_tiles) * GROUP
     tile = tl.program_id(0) % (q_tiles + k_tiles)
+    order = Order(tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
+    positions = Positions(
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
+        search_steps,
+    )  # fmt: skip
+    table = Table(cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale)
+    form: tl.constexpr = Form(
+        PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, ALL, HAS_WEIGHT, X_UNIT, INDEX, FLAT, BLOCK_D, VECTOR
+    )
+    position_form: tl.constexpr = PositionForm(
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE
+    )
+    table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, False, INDEX)
     if tile < q_tiles:
         _norm_rotate_tile(
-            first_token, tile, q_ptr, q_out_ptr, q_weight_ptr, stride_q_b, stride_q_t, stride_q_h,
-            stride_q_out_b, stride_q_out_t, stride_q_out_h, order, place, eps, weight_offset,
-            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
-            ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-            SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX, FLAT, BLOCK_D, VECTOR,
+            first_token, tile,
+            View(q_ptr, stride_q_b, stride_q_t, stride_q_h),
+            View(q_out_ptr, stride_q_out_b, stride_q_out_t, stride_q_out_h),
+            q_weight_ptr, order, positions, table, eps, weight_offset,
+            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, form, position_form, table_form,
         )  # fmt: skip
     elif K_HEADS > 0:
         _norm_rotate_tile(
-            first_token, tile - q_tiles, k_ptr, k_out_ptr, k_weight_ptr, stride_k_b, stride_k_t, stride_k_h,
-            stride_k_out_b, stride_k_out_t, stride_k_out_h, order, place, eps, weight_offset,
-            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
-            ALL, HAS_WEIGHT, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W,
-            SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, INDEX, FLAT, BLOCK_D, VECTOR,
+            first_token, tile - q_tiles,
+            View(k_ptr, stride_k_b, stride_k_t, stride_k_h),
+            View(k_out_ptr, stride_k_out_b, stride_k_out_t, stride_k_out_h),
+            k_weight_ptr, order, positions, table, eps, weight_offset,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, form, position_form, table_form,
         )  # fmt: skip

@@ -9,6 +9,8 @@ and the features of a head in one of two forms.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,35 +18,36 @@ from ..rope._triton_angles import cos_and_sin, table_rows_of
 from ..rope._triton_kernel import batch_and_token
 
 
+class Form(NamedTuple):
+    """What is the same for q and k, and known when the kernel is compiled."""
+
+    PAIRS: Any
+    BLOCK_P: Any
+    INTERLEAVED_IN: Any
+    INTERLEAVED_OUT: Any
+    ALL: Any  # heads of a token are normalised together
+    HAS_WEIGHT: Any
+    UNIT: Any  # of the strides
+    INDEX: Any
+    FLAT: Any
+    BLOCK_D: Any
+    VECTOR: Any
+
+
 @triton.jit
-def tokens_of(first, BLOCK_T: tl.constexpr, tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift):
+def tokens_of(first, BLOCK_T: tl.constexpr, order):
     """Batch entry and token of each row of a tile, and which rows there are, [BLOCK_T] each."""
     offs_n = first + tl.arange(0, BLOCK_T)
-    batch, token = batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
-    return batch, token, offs_n < batches * tokens
+    batch, token = batch_and_token(offs_n, order)
+    return batch, token, offs_n < order.batches * order.tokens
 
 
 @triton.jit
-def turn_of(
-    batch, token, mask_n, offs_p,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
-    search_steps, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
-    SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
-    TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, PAIRS: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
+def turn_of(batch, token, mask_n, offs_p, positions, table, POSITIONS: tl.constexpr, TABLE: tl.constexpr):
     """cos θ and sin θ of every token and pair, [BLOCK_T, 1, BLOCK_P]; 1 and 0 past the last sequence."""
-    rows, identity = table_rows_of(
-        batch, token, mask_n, offs_p,
-        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
-        search_steps,
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE,
-    )  # fmt: skip
-    cos, sin = cos_and_sin(
-        rows, batch, mask_n, offs_p, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-        TABLE, TABLE_STEP, PAIRS, False, TABLE_UNIT, INDEX,
-    )  # fmt: skip
-    if SOURCE == "packed":
+    rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
+    if POSITIONS.SOURCE == "packed":
         cos = tl.where(identity[:, None], 1.0, cos)
         sin = tl.where(identity[:, None], 0.0, sin)
     return cos[:, None, :], sin[:, None, :]

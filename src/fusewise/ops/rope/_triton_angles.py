@@ -2,8 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Positions(NamedTuple):
+    """Where the position of a token comes from: what a launch gives."""
+
+    ptr: Any
+    stride_a: Any  # axis
+    stride_b: Any
+    stride_t: Any
+    offsets_ptr: Any
+    cu_seqlens_ptr: Any
+    offset: Any
+    tokens: Any
+    sequences: Any
+    search_steps: Any
+
+
+class PositionForm(NamedTuple):
+    """Which of them a kernel is compiled for."""
+
+    SOURCE: Any  # "positions", "running" or "packed"
+    HAS_OFFSETS: Any
+    SECTION_T: Any
+    SECTION_H: Any
+    SECTION_W: Any
+    SECTIONS_INTERLEAVED: Any
+    CP_RANK: Any
+    CP_SIZE: Any
+
+
+class Table(NamedTuple):
+    """Where cos θ and sin θ come from: a table, angles, or frequencies in the place of cos."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    stride_b: Any
+    stride_r: Any
+    rows: Any
+    scale: Any
+
+
+class TableForm(NamedTuple):
+    """Which of them a kernel is compiled for."""
+
+    KIND: Any  # "cos_sin", "angles" or "inv_freq"
+    STEP: Any
+    UNIT: Any  # of the strides
+    PAIRS: Any
+    INVERSE: Any
+    INDEX: Any
 
 
 @triton.jit
@@ -36,89 +88,86 @@ def _chunk_map(token, length, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def table_rows_of(
-    batch, token, mask, offs_p,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
-    search_steps,
-    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
-    SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
-):  # fmt: skip
+def sequence_of(token, mask, positions, CP_SIZE: tl.constexpr):
+    """The last sequence that starts at or before the token, by bisection: bound[low] <= token < bound[high]."""
+    low = tl.zeros_like(token)
+    high = low + positions.sequences + 1
+    for _ in range(positions.search_steps):
+        middle = (low + high) // 2
+        there = middle <= positions.sequences
+        below = (tl.load(positions.cu_seqlens_ptr + middle, mask & there, 0) // CP_SIZE <= token) & there
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
     """The table row of each token, (BLOCK_T, 1), or of each token and pair, (BLOCK_T, BLOCK_P), where pairs follow
     several axes; and which tokens pass through, (BLOCK_T,)."""
     identity = token < 0  # none
-    if SOURCE == "positions":
-        index = (batch * stride_pos_b + token * stride_pos_t)[:, None]
-        if SECTION_T + SECTION_H + SECTION_W == 0:
-            rows = tl.load(positions_ptr + index, mask[:, None], 0)
+    if FORM.SOURCE == "positions":
+        index = (batch * positions.stride_b + token * positions.stride_t)[:, None]
+        if FORM.SECTION_T + FORM.SECTION_H + FORM.SECTION_W == 0:
+            rows = tl.load(positions.ptr + index, mask[:, None], 0)
         else:
-            if SECTIONS_INTERLEAVED:
+            if FORM.SECTIONS_INTERLEAVED:
                 axis = offs_p % 3
-                length = tl.where(axis == 1, SECTION_H, SECTION_W)
+                length = tl.where(axis == 1, FORM.SECTION_H, FORM.SECTION_W)
                 axis = tl.where(offs_p < 3 * length, axis, 0)
             else:
-                axis = (offs_p >= SECTION_T).to(tl.int32) + (offs_p >= SECTION_T + SECTION_H).to(tl.int32)
-            pair_mask = offs_p < SECTION_T + SECTION_H + SECTION_W
+                axis = (offs_p >= FORM.SECTION_T).to(tl.int32) + (offs_p >= FORM.SECTION_T + FORM.SECTION_H).to(
+                    tl.int32
+                )
+            pair_mask = offs_p < FORM.SECTION_T + FORM.SECTION_H + FORM.SECTION_W
             rows = tl.load(
-                positions_ptr + index + (axis * stride_pos_a)[None, :], mask[:, None] & pair_mask[None, :], 0
+                positions.ptr + index + (axis * positions.stride_a)[None, :], mask[:, None] & pair_mask[None, :], 0
             )
-    elif SOURCE == "running":
+    elif FORM.SOURCE == "running":
         row = token
-        if CP_SIZE > 1:
-            row = _chunk_map(token, tokens, CP_RANK, CP_SIZE)
-        row = row + offset
-        if HAS_OFFSETS:
-            row = row + tl.load(offsets_ptr + batch, mask, 0)
+        if FORM.CP_SIZE > 1:
+            row = _chunk_map(token, positions.tokens, FORM.CP_RANK, FORM.CP_SIZE)
+        row = row + positions.offset
+        if FORM.HAS_OFFSETS:
+            row = row + tl.load(positions.offsets_ptr + batch, mask, 0)
         rows = row[:, None]
     else:
-        # Bisect for the last bound at or below the token: invariant bound[low] <= token < bound[high].
-        low = tl.zeros_like(token)
-        high = low + sequences + 1
-        for _ in range(search_steps):
-            middle = (low + high) // 2
-            below = tl.load(cu_seqlens_ptr + middle, mask & (middle <= sequences), 0) // CP_SIZE <= token
-            below = below & (middle <= sequences)
-            low = tl.where(below, middle, low)
-            high = tl.where(below, high, middle)
-        identity = low >= sequences
-        start = tl.load(cu_seqlens_ptr + low, mask, 0) // CP_SIZE
+        low = sequence_of(token, mask, positions, FORM.CP_SIZE)
+        identity = low >= positions.sequences
+        start = tl.load(positions.cu_seqlens_ptr + low, mask, 0) // FORM.CP_SIZE
         row = token - start
-        if CP_SIZE > 1:
-            end = tl.load(cu_seqlens_ptr + low + 1, mask & (low < sequences), 0) // CP_SIZE
-            row = _chunk_map(row, end - start, CP_RANK, CP_SIZE)
-        row = row + offset
-        if HAS_OFFSETS:
-            row = row + tl.load(offsets_ptr + low, mask & (low < sequences), 0)
+        if FORM.CP_SIZE > 1:
+            end = tl.load(positions.cu_seqlens_ptr + low + 1, mask & (low < positions.sequences), 0) // FORM.CP_SIZE
+            row = _chunk_map(row, end - start, FORM.CP_RANK, FORM.CP_SIZE)
+        row = row + positions.offset
+        if FORM.HAS_OFFSETS:
+            row = row + tl.load(positions.offsets_ptr + low, mask & (low < positions.sequences), 0)
         rows = row[:, None]
     return rows, identity
 
 
 @triton.jit
-def cos_and_sin(
-    rows, batch, mask, offs_p,
-    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
-    UNIT: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
+def cos_and_sin(rows, batch, mask, offs_p, table, FORM: tl.constexpr):
     """cos θ and sin θ in float32, (BLOCK_T, BLOCK_P)."""
-    pair_mask = (offs_p < PAIRS)[None, :]
-    if TABLE == "inv_freq":
-        inv_freq = tl.load(cos_ptr + offs_p * TABLE_STEP, offs_p < PAIRS, 0.0)[None, :]
+    pair_mask = (offs_p < FORM.PAIRS)[None, :]
+    if FORM.KIND == "inv_freq":
+        inv_freq = tl.load(table.cos_ptr + offs_p * FORM.STEP, offs_p < FORM.PAIRS, 0.0)[None, :]
         cos, sin = _sincos(rows.to(tl.float64) * inv_freq.to(tl.float64))
     else:
-        inside = (rows >= 0) & (rows < table_rows) & mask[:, None]
-        index = (rows.to(INDEX) * stride_table_r + (batch.to(INDEX) * stride_table_b)[:, None]) * UNIT
-        index = index + (offs_p * TABLE_STEP)[None, :]
+        inside = (rows >= 0) & (rows < table.rows) & mask[:, None]
+        index = (rows.to(FORM.INDEX) * table.stride_r + (batch.to(FORM.INDEX) * table.stride_b)[:, None]) * FORM.UNIT
+        index = index + (offs_p * FORM.STEP)[None, :]
         inside = inside & pair_mask
-        if TABLE == "angles":
-            cos, sin = _sincos(tl.load(cos_ptr + index, inside, 0.0).to(tl.float64))
+        if FORM.KIND == "angles":
+            cos, sin = _sincos(tl.load(table.cos_ptr + index, inside, 0.0).to(tl.float64))
             cos = tl.where(inside, cos, float("nan"))
             sin = tl.where(inside, sin, float("nan"))
         else:
-            cos = tl.load(cos_ptr + index, inside, float("nan")).to(tl.float32)
-            sin = tl.load(sin_ptr + index, inside, float("nan")).to(tl.float32)
-    if TABLE == "inv_freq" or TABLE == "angles":
-        cos = cos * scale
-        sin = sin * scale
-    if INVERSE:
+            cos = tl.load(table.cos_ptr + index, inside, float("nan")).to(tl.float32)
+            sin = tl.load(table.sin_ptr + index, inside, float("nan")).to(tl.float32)
+    if FORM.KIND == "inv_freq" or FORM.KIND == "angles":
+        cos = cos * table.scale
+        sin = sin * table.scale
+    if FORM.INVERSE:
         sin = -sin
     return cos, sin

@@ -11,35 +11,70 @@ with loads under way.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ._triton_angles import cos_and_sin, table_rows_of
+from ._triton_angles import PositionForm, Positions, Table, TableForm, cos_and_sin, table_rows_of
+
+
+class View(NamedTuple):
+    """A tensor of (batch, token, head, feature): its features are contiguous, its strides come in units."""
+
+    ptr: Any
+    stride_b: Any
+    stride_t: Any
+    stride_h: Any
+
+
+class Order(NamedTuple):
+    """In which order tokens are taken, with what divides by batches and by stripes; see `batch_and_token`."""
+
+    tokens: Any
+    batches: Any
+    magic: Any
+    shift: Any
+    stripe: Any
+    stripe_magic: Any
+    stripe_shift: Any
+
+
+class Form(NamedTuple):
+    """What is the same for q and k, and known when the kernel is compiled."""
+
+    PAIRS: Any
+    BLOCK_P: Any
+    INTERLEAVED_IN: Any
+    INTERLEAVED_OUT: Any
+    IN_PLACE: Any
+    UNIT: Any  # of the strides
+    VECTOR: Any  # this many features are contiguous and aligned,
+    PAIR_VECTOR: Any  # and so are the partners and table entries of this many
+    INDEX: Any
 
 
 @triton.jit
-def _quotient(n, magic, shift):
+def quotient(n, magic, shift):
     """n // divisor for 0 <= n < 2³¹ by a multiplication; see `_triton._division`."""
     return tl.umulhi((n * 2).to(tl.uint32), magic.to(tl.uint32)).to(tl.int32) >> shift
 
 
 @triton.jit
-def batch_and_token(n, batches, magic, shift, stripe, stripe_magic, stripe_shift):
+def batch_and_token(n, order):
     """The place of the n-th token: a stripe of tokens, then the same tokens of the next batch entry, so that table rows
     are used again while they are in the cache, and what is read and written stays contiguous over many tiles."""
-    number = _quotient(n, stripe_magic, stripe_shift)
-    stripe_of_batch = _quotient(number, magic, shift)
-    batch = number - stripe_of_batch * batches
-    return batch, n + (stripe_of_batch - number) * stripe
+    number = quotient(n, order.stripe_magic, order.stripe_shift)
+    stripe_of_batch = quotient(number, order.magic, order.shift)
+    batch = number - stripe_of_batch * order.batches
+    return batch, n + (stripe_of_batch - number) * order.stripe
 
 
 @triton.jit
-def base_of(batch, token, offs_h, stride_b, stride_t, stride_h, UNIT: tl.constexpr, INDEX: tl.constexpr):
+def base_of(batch, token, offs_h, view, UNIT: tl.constexpr, INDEX: tl.constexpr):
     """The offset of each head, (BLOCK_T, BLOCK_H, 1)."""
-    of_token = batch.to(INDEX) * stride_b + token.to(INDEX) * stride_t
-    return (of_token[:, None, None] + (offs_h.to(INDEX) * stride_h)[None, :, None]) * UNIT
+    of_token = batch.to(INDEX) * view.stride_b + token.to(INDEX) * view.stride_t
+    return (of_token[:, None, None] + (offs_h.to(INDEX) * view.stride_h)[None, :, None]) * UNIT
 
 
 @triton.jit
@@ -73,202 +108,142 @@ def rotate(x_a, x_b, cos, sin):
 
 @triton.jit
 def _rotate_pairs_tile(
-    first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
-    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
+    first_token, tile, x, y, order, positions, table,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
-    INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
-    SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, IN_PLACE: tl.constexpr,
-    X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
+    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Any rotation, a thread holding both elements of its pairs: nothing is exchanged between threads, so it works in
     place; cos and sin are read, or computed, once a token and serve all heads of the tile."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_p = tl.arange(0, BLOCK_P)
-    mask_n = offs_n < batches * tokens
-    batch, token = batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
-    x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, X_UNIT, INDEX)
-    y_base = base_of(batch, token, offs_h, stride_y_b, stride_y_t, stride_y_h, X_UNIT, INDEX)
+    offs_p = tl.arange(0, FORM.BLOCK_P)
+    mask_n = offs_n < order.batches * order.tokens
+    batch, token = batch_and_token(offs_n, order)
+    x_base = base_of(batch, token, offs_h, x, FORM.UNIT, FORM.INDEX)
+    y_base = base_of(batch, token, offs_h, y, FORM.UNIT, FORM.INDEX)
     mask = mask_n[:, None, None]
     if HEADS % BLOCK_H != 0:
         mask = mask & (offs_h < HEADS)[None, :, None]
 
     # The long loads first, so that they are under way while the rows of the table are found.
     pairs = offs_p[None, None, :]
-    both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+    both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
     pair_mask = mask
     both_mask = mask
-    if PAIRS != BLOCK_P:
-        pair_mask = mask & (pairs < PAIRS)
-        both_mask = mask & (both < 2 * PAIRS)
-    if INTERLEAVED_IN:
-        x = tl.load(x_ptr + x_base + START + both, both_mask)
-        x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_P, 2)))
+    if FORM.PAIRS != FORM.BLOCK_P:
+        pair_mask = mask & (pairs < FORM.PAIRS)
+        both_mask = mask & (both < 2 * FORM.PAIRS)
+    if FORM.INTERLEAVED_IN:
+        both_x = tl.load(x.ptr + x_base + START + both, both_mask)
+        x_a, x_b = tl.split(tl.reshape(both_x, (BLOCK_T, BLOCK_H, FORM.BLOCK_P, 2)))
     else:
-        x_a = tl.load(x_ptr + x_base + START + pairs, pair_mask)
-        x_b = tl.load(x_ptr + x_base + START + PAIRS + pairs, pair_mask)
+        x_a = tl.load(x.ptr + x_base + START + pairs, pair_mask)
+        x_b = tl.load(x.ptr + x_base + START + FORM.PAIRS + pairs, pair_mask)
 
-    REST: tl.constexpr = HEAD_DIM - START - 2 * PAIRS
-    if not IN_PLACE:
+    REST: tl.constexpr = HEAD_DIM - START - 2 * FORM.PAIRS
+    if not FORM.IN_PLACE:
         if START > 0:
-            before, before_tail = _load_span(x_ptr, x_base, mask, 0, START)
+            before, before_tail = _load_span(x.ptr, x_base, mask, 0, START)
         if REST > 0:
-            after, after_tail = _load_span(x_ptr, x_base, mask, HEAD_DIM - REST, REST)
+            after, after_tail = _load_span(x.ptr, x_base, mask, HEAD_DIM - REST, REST)
 
-    rows, identity = table_rows_of(
-        batch, token, mask_n, offs_p,
-        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-        sequences, search_steps,
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE,
-    )  # fmt: skip
-    cos, sin = cos_and_sin(
-        rows, batch, mask_n, offs_p,
-        cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-        TABLE, TABLE_STEP, PAIRS, INVERSE, TABLE_UNIT, INDEX,
-    )  # fmt: skip
+    rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
     cos = cos[:, None, :]
     sin = sin[:, None, :]
 
     y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
-    y_a = y_a.to(y_ptr.dtype.element_ty)
-    y_b = y_b.to(y_ptr.dtype.element_ty)
-    if SOURCE == "packed":
+    y_a = y_a.to(y.ptr.dtype.element_ty)
+    y_b = y_b.to(y.ptr.dtype.element_ty)
+    if POSITIONS.SOURCE == "packed":
         y_a = tl.where(identity[:, None, None], x_a, y_a)
         y_b = tl.where(identity[:, None, None], x_b, y_b)
-    if IN_PLACE and INTERLEAVED_IN != INTERLEAVED_OUT:
+    if FORM.IN_PLACE and FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
         tl.debug_barrier()  # a head must be read whole before another thread writes into it
-    if INTERLEAVED_OUT:
-        y = tl.reshape(tl.join(y_a, y_b), (BLOCK_T, BLOCK_H, 2 * BLOCK_P))
-        tl.store(y_ptr + y_base + START + both, y, both_mask)
+    if FORM.INTERLEAVED_OUT:
+        both_y = tl.reshape(tl.join(y_a, y_b), (BLOCK_T, BLOCK_H, 2 * FORM.BLOCK_P))
+        tl.store(y.ptr + y_base + START + both, both_y, both_mask)
     else:
-        tl.store(y_ptr + y_base + START + pairs, y_a, pair_mask)
-        tl.store(y_ptr + y_base + START + PAIRS + pairs, y_b, pair_mask)
+        tl.store(y.ptr + y_base + START + pairs, y_a, pair_mask)
+        tl.store(y.ptr + y_base + START + FORM.PAIRS + pairs, y_b, pair_mask)
 
-    if not IN_PLACE:
+    if not FORM.IN_PLACE:
         if START > 0:
-            _store_span(y_ptr, y_base, mask, before, before_tail, 0, START)
+            _store_span(y.ptr, y_base, mask, before, before_tail, 0, START)
         if REST > 0:
-            _store_span(y_ptr, y_base, mask, after, after_tail, HEAD_DIM - REST, REST)
+            _store_span(y.ptr, y_base, mask, after, after_tail, HEAD_DIM - REST, REST)
 
 
 @triton.jit
 def _rotate_flat_tile(
-    first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
-    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, TABLE_STEP: tl.constexpr,
-    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
-    X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr, PAIR_VECTOR: tl.constexpr,
-    INDEX: tl.constexpr,
+    first_token, tile, x, y, order, positions, table,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
+    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """An out-of-place rotation of a part of the head, over the features of all heads in a row: no thread idles and lines
-    are written whole. A half pairing reads the other element of a pair, f ± P, from the first-level cache.
-
-    VECTOR features are contiguous, and so are the partners and table entries of PAIR_VECTOR.
+    are written whole. A half pairing reads the other element of a pair, f ± P, from the first-level cache. BLOCK_H counts
+    features here.
     """
     FEATURES: tl.constexpr = HEADS * HEAD_DIM
-    blocks: tl.constexpr = (FEATURES + BLOCK_F - 1) // BLOCK_F
+    blocks: tl.constexpr = (FEATURES + BLOCK_H - 1) // BLOCK_H
     offs_n = first_token + (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
-    feature = (tile % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
-    mask_n = offs_n < batches * tokens
-    batch, token = batch_and_token(offs_n, batches, magic, shift, stripe, stripe_magic, stripe_shift)
+    feature = (tile % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_n = offs_n < order.batches * order.tokens
+    batch, token = batch_and_token(offs_n, order)
     mask = mask_n[:, None]
-    if FEATURES % BLOCK_F != 0:
+    if FEATURES % BLOCK_H != 0:
         mask = mask & (feature < FEATURES)[None, :]
 
     head = feature // HEAD_DIM
     in_head = feature - head * HEAD_DIM
-    x_base = ((batch.to(INDEX) * stride_x_b + token.to(INDEX) * stride_x_t) * X_UNIT)[:, None]
-    y_base = ((batch.to(INDEX) * stride_y_b + token.to(INDEX) * stride_y_t) * X_UNIT)[:, None]
-    x_offs = head.to(INDEX) * (stride_x_h * X_UNIT) + in_head
-    y_offs = head.to(INDEX) * (stride_y_h * X_UNIT) + in_head
-    x = tl.load(x_ptr + x_base + tl.max_contiguous(tl.multiple_of(x_offs, VECTOR), VECTOR)[None, :], mask)
+    x_base = ((batch.to(FORM.INDEX) * x.stride_b + token.to(FORM.INDEX) * x.stride_t) * FORM.UNIT)[:, None]
+    y_base = ((batch.to(FORM.INDEX) * y.stride_b + token.to(FORM.INDEX) * y.stride_t) * FORM.UNIT)[:, None]
+    x_offs = head.to(FORM.INDEX) * (x.stride_h * FORM.UNIT) + in_head
+    y_offs = head.to(FORM.INDEX) * (y.stride_h * FORM.UNIT) + in_head
+    own = tl.load(x.ptr + x_base + tl.max_contiguous(tl.multiple_of(x_offs, FORM.VECTOR), FORM.VECTOR)[None, :], mask)
 
-    if INTERLEAVED:
+    if FORM.INTERLEAVED_IN:
         # One table entry a pair; a thread holds both elements.
-        half: tl.constexpr = BLOCK_F // 2
+        half: tl.constexpr = BLOCK_H // 2
         pair = (((tile % blocks) * half + tl.arange(0, half)) % (HEAD_DIM // 2)) - START // 2
         entry = pair
-        rotated = (mask_n[:, None]) & tl.max_constancy((pair >= 0) & (pair < PAIRS), PAIR_VECTOR // 2)[None, :]
-        entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR // 2), PAIR_VECTOR // 2) * TABLE_STEP
+        rotated = (
+            (mask_n[:, None]) & tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), FORM.PAIR_VECTOR // 2)[None, :]
+        )
+        entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR // 2), FORM.PAIR_VECTOR // 2) * TABLE.STEP
     else:
         pair = in_head - START
-        second = pair >= PAIRS
-        entry = tl.where(second, pair - PAIRS, pair)
-        rotated = mask & tl.max_constancy((pair >= 0) & (pair < 2 * PAIRS), PAIR_VECTOR)[None, :]
-        entry = tl.max_contiguous(tl.multiple_of(entry, PAIR_VECTOR), PAIR_VECTOR) * TABLE_STEP
-        partner = tl.where(second, x_offs - PAIRS, x_offs + PAIRS)
-        partner = tl.max_contiguous(tl.multiple_of(partner, PAIR_VECTOR), PAIR_VECTOR)
-        x_partner = tl.load(x_ptr + x_base + partner[None, :], rotated, 0.0)
+        second = pair >= FORM.PAIRS
+        entry = tl.where(second, pair - FORM.PAIRS, pair)
+        rotated = mask & tl.max_constancy((pair >= 0) & (pair < 2 * FORM.PAIRS), FORM.PAIR_VECTOR)[None, :]
+        entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR) * TABLE.STEP
+        partner = tl.where(second, x_offs - FORM.PAIRS, x_offs + FORM.PAIRS)
+        partner = tl.max_contiguous(tl.multiple_of(partner, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR)
+        other = tl.load(x.ptr + x_base + partner[None, :], rotated, 0.0)
 
-    rows, identity = table_rows_of(
-        batch, token, mask_n, pair,
-        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-        sequences, search_steps,
-        SOURCE, HAS_OFFSETS, 0, 0, 0, False, CP_RANK, CP_SIZE,
-    )  # fmt: skip
-    inside = (rows >= 0) & (rows < table_rows)
-    index = (rows.to(INDEX) * stride_table_r + (batch.to(INDEX) * stride_table_b)[:, None]) * TABLE_UNIT
+    rows, identity = table_rows_of(batch, token, mask_n, pair, positions, POSITIONS)
+    inside = (rows >= 0) & (rows < table.rows)
+    index = (rows.to(FORM.INDEX) * table.stride_r + (batch.to(FORM.INDEX) * table.stride_b)[:, None]) * TABLE.UNIT
     index = index + entry[None, :]
-    cos = tl.load(cos_ptr + index, rotated & inside, float("nan")).to(tl.float32)
-    sin = tl.load(sin_ptr + index, rotated & inside, 0.0).to(tl.float32)
-    if INVERSE:
+    cos = tl.load(table.cos_ptr + index, rotated & inside, float("nan")).to(tl.float32)
+    sin = tl.load(table.sin_ptr + index, rotated & inside, 0.0).to(tl.float32)
+    if TABLE.INVERSE:
         sin = -sin
-    if SOURCE == "packed":
+    if POSITIONS.SOURCE == "packed":
         rotated = rotated & ~identity[:, None]
-    if INTERLEAVED:
-        x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_F // 2, 2)))
+    if FORM.INTERLEAVED_IN:
+        x_a, x_b = tl.split(tl.reshape(own, (BLOCK_T, BLOCK_H // 2, 2)))
         y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
-        y_a = tl.where(rotated, y_a.to(y_ptr.dtype.element_ty), x_a)
-        y_b = tl.where(rotated, y_b.to(y_ptr.dtype.element_ty), x_b)
-        y = tl.join(y_a, y_b).reshape(BLOCK_T, BLOCK_F)
+        y_a = tl.where(rotated, y_a.to(y.ptr.dtype.element_ty), x_a)
+        y_b = tl.where(rotated, y_b.to(y.ptr.dtype.element_ty), x_b)
+        rotation = tl.join(y_a, y_b).reshape(BLOCK_T, BLOCK_H)
     else:
         signed = tl.where(second[None, :], sin, -sin)
-        y = tl.fma(x.to(tl.float32), cos, x_partner.to(tl.float32) * signed).to(y_ptr.dtype.element_ty)
-        y = tl.where(rotated, y, x)
-    tl.store(y_ptr + y_base + tl.max_contiguous(tl.multiple_of(y_offs, VECTOR), VECTOR)[None, :], y, mask)
-
-
-@triton.jit
-def _rotate_tile(
-    first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
-    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-    FLAT: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
-    START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr,
-    INTERLEAVED_OUT: tl.constexpr, INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr,
-    SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
-    SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr,
-    IN_PLACE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr,
-    PAIR_VECTOR: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    if FLAT:
-        _rotate_flat_tile(
-            first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
-            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-            HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, INTERLEAVED_IN, INVERSE, TABLE_STEP, SOURCE, HAS_OFFSETS,
-            CP_RANK, CP_SIZE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
-        )  # fmt: skip
-    else:
-        _rotate_pairs_tile(
-            first_token, tile, x_ptr, y_ptr, stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
-            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-            HEADS, BLOCK_T, BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, INVERSE,
-            TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK,
-            CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, INDEX,
-        )  # fmt: skip
+        rotation = tl.fma(own.to(tl.float32), cos, other.to(tl.float32) * signed).to(y.ptr.dtype.element_ty)
+        rotation = tl.where(rotated, rotation, own)
+    y_offs = tl.max_contiguous(tl.multiple_of(y_offs, FORM.VECTOR), FORM.VECTOR)
+    tl.store(y.ptr + y_base + y_offs[None, :], rotation, mask)
 
 
 def _name(proxy: Any) -> str:
@@ -318,25 +293,33 @@ def rope_kernel(
     k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_WIDTH + K_BLOCK_H - 1) // K_BLOCK_H)
     first_token = tl.program_id(0) // (q_tiles + k_tiles) * GROUP
     tile = tl.program_id(0) % (q_tiles + k_tiles)
+    order = Order(tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
+    positions = Positions(
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
+        search_steps,
+    )  # fmt: skip
+    table = Table(cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale)
+    form: tl.constexpr = Form(
+        PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, IN_PLACE, X_UNIT, VECTOR, PAIR_VECTOR, INDEX
+    )
+    position_form: tl.constexpr = PositionForm(
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE
+    )
+    table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, INVERSE, INDEX)
+    rotate_tile: tl.constexpr = _rotate_flat_tile if FLAT else _rotate_pairs_tile
     if tile < q_tiles:
-        _rotate_tile(
-            first_token, tile, q_ptr, q_out_ptr, stride_q_b, stride_q_t, stride_q_h,
-            stride_q_out_b, stride_q_out_t, stride_q_out_h,
-            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-            FLAT, Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
-            INVERSE, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
-            CP_RANK, CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
+        rotate_tile(
+            first_token, tile,
+            View(q_ptr, stride_q_b, stride_q_t, stride_q_h),
+            View(q_out_ptr, stride_q_out_b, stride_q_out_t, stride_q_out_h),
+            order, positions, table,
+            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, form, position_form, table_form,
         )  # fmt: skip
     elif K_HEADS > 0:
-        _rotate_tile(
-            first_token, tile - q_tiles, k_ptr, k_out_ptr, stride_k_b, stride_k_t, stride_k_h,
-            stride_k_out_b, stride_k_out_t, stride_k_out_h,
-            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-            FLAT, K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT,
-            INVERSE, TABLE, TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED,
-            CP_RANK, CP_SIZE, IN_PLACE, X_UNIT, TABLE_UNIT, VECTOR, PAIR_VECTOR, INDEX,
+        rotate_tile(
+            first_token, tile - q_tiles,
+            View(k_ptr, stride_k_b, stride_k_t, stride_k_h),
+            View(k_out_ptr, stride_k_out_b, stride_k_out_t, stride_k_out_h),
+            order, positions, table,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, form, position_form, table_form,
         )  # fmt: skip

@@ -8,70 +8,76 @@ the slot are asked for before these.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..rope._triton_angles import cos_and_sin, table_rows_of
-from ..rope._triton_kernel import _quotient, base_of, rotate
+from ..rope._triton_angles import PositionForm, Positions, Table, TableForm, cos_and_sin, sequence_of, table_rows_of
+from ..rope._triton_kernel import View, base_of, quotient, rotate
+
+
+class Slots(NamedTuple):
+    """Where in the cache a token goes: a slot of its own, or the block table of its sequence."""
+
+    ptr: Any
+    stride_b: Any
+    stride_t: Any
+    block_table_ptr: Any
+    stride_row: Any
+    stride_nth: Any
+    mapped: Any  # tokens that have a slot
+    count: Any  # slots there are, or blocks
+    table_blocks: Any  # blocks in a row of the table
+    size: Any  # of a block, or of a sequence's cache
+    size_magic: Any
+    size_shift: Any
+
+
+class Form(NamedTuple):
+    """What is the same for q, k and v, and known when the kernel is compiled."""
+
+    PAIRS: Any
+    BLOCK_P: Any
+    INTERLEAVED_IN: Any
+    INTERLEAVED_OUT: Any
+    PLACES: Any  # "slots", "table" or "contiguous"
+    SEQUENCE_IS_TOKEN: Any
+    UNIT: Any  # of the strides
 
 
 @triton.jit
-def _sequence_of(token, mask, cu_seqlens_ptr, sequences, search_steps):
-    """The last sequence that starts at or before the token."""
-    low = tl.zeros_like(token)
-    high = low + sequences + 1
-    for _ in range(search_steps):
-        middle = (low + high) // 2
-        below = tl.load(cu_seqlens_ptr + middle, mask & (middle <= sequences), 0) <= token
-        below = below & (middle <= sequences)
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-    return low
-
-
-@triton.jit
-def _place_of(
-    batch, token, mask, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
-    search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
-    PLACES: tl.constexpr, SEQUENCE_IS_TOKEN: tl.constexpr, SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-):  # fmt: skip
+def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITIONS: tl.constexpr):
     """The block of each token and the entry in it, int64 (BLOCK_T,), and which tokens have one."""
-    if SOURCE == "packed":
-        mask = mask & (token < tl.load(cu_seqlens_ptr + sequences))
-    if PLACES == "slots":
-        index = batch.to(tl.int64) * stride_slot_b + token.to(tl.int64) * stride_slot_t
-        slot = tl.load(slots_ptr + index, mask & (token < mapped), -1).to(tl.int64)
+    if POSITIONS.SOURCE == "packed":
+        mask = mask & (token < tl.load(positions.cu_seqlens_ptr + positions.sequences))
+    if FORM.PLACES == "slots":
+        index = batch.to(tl.int64) * slots.stride_b + token.to(tl.int64) * slots.stride_t
+        slot = tl.load(slots.ptr + index, mask & (token < slots.mapped), -1).to(tl.int64)
     else:
-        offs_p = tl.arange(0, 1)
-        rows, _ = table_rows_of(
-            batch, token, mask, offs_p,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            sequences, search_steps,
-            SOURCE, HAS_OFFSETS, 0, 0, 0, False, 0, 1,
-        )  # fmt: skip
+        rows, _ = table_rows_of(batch, token, mask, tl.arange(0, 1), positions, POSITIONS)
         position = tl.reshape(rows, token.shape).to(tl.int64)
         sequence = batch
-        if SOURCE == "packed":
-            sequence = _sequence_of(token, mask, cu_seqlens_ptr, sequences, search_steps)
-        elif SEQUENCE_IS_TOKEN:
+        if POSITIONS.SOURCE == "packed":
+            sequence = sequence_of(token, mask, positions, 1)
+        elif FORM.SEQUENCE_IS_TOKEN:
             sequence = token
-        if PLACES == "table":
-            mask = mask & (position >= 0) & (position < size.to(tl.int64) * table_blocks)
+        if FORM.PLACES == "table":
+            mask = mask & (position >= 0) & (position < slots.size.to(tl.int64) * slots.table_blocks)
             position = tl.where(mask, position, 0).to(tl.int32)
-            nth = _quotient(position, size_magic, size_shift)
-            index = sequence.to(tl.int64) * stride_row + nth.to(tl.int64) * stride_nth
-            block = tl.load(block_table_ptr + index, mask, -1).to(tl.int64)
-            block = tl.where((block >= 0) & (block < count), block, -1)
-            slot = tl.where(block >= 0, block * size + (position - nth * size), -1)
+            nth = quotient(position, slots.size_magic, slots.size_shift)
+            index = sequence.to(tl.int64) * slots.stride_row + nth.to(tl.int64) * slots.stride_nth
+            block = tl.load(slots.block_table_ptr + index, mask, -1).to(tl.int64)
+            block = tl.where((block >= 0) & (block < slots.count), block, -1)
+            slot = tl.where(block >= 0, block * slots.size + (position - nth * slots.size), -1)
         else:
-            slot = tl.where((position >= 0) & (position < size), sequence.to(tl.int64) * size + position, -1)
-    there = mask & (slot >= 0) & (slot < count)
+            slot = tl.where(
+                (position >= 0) & (position < slots.size), sequence.to(tl.int64) * slots.size + position, -1
+            )
+    there = mask & (slot >= 0) & (slot < slots.count)
     slot = tl.where(there, slot, 0).to(tl.int32)
-    block = _quotient(slot, size_magic, size_shift)
-    return block.to(tl.int64), (slot - block * size).to(tl.int64), there
+    block = quotient(slot, slots.size_magic, slots.size_shift)
+    return block.to(tl.int64), (slot - block * slots.size).to(tl.int64), there
 
 
 @triton.jit
@@ -122,42 +128,43 @@ def rope_and_cache_kernel(
     k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_HEADS + K_BLOCK_H - 1) // K_BLOCK_H)
     first_token = tl.program_id(0) // (q_tiles + 2 * k_tiles) * GROUP
     tile = tl.program_id(0) % (q_tiles + 2 * k_tiles)
+    slots = Slots(
+        slots_ptr, stride_slot_b, stride_slot_t, block_table_ptr, stride_row, stride_nth, mapped, count, table_blocks,
+        size, size_magic, size_shift,
+    )  # fmt: skip
+    positions = Positions(
+        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
+        search_steps,
+    )  # fmt: skip
+    table = Table(cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale)
+    form: tl.constexpr = Form(PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, PLACES, SEQUENCE_IS_TOKEN, UNIT)
+    position_form: tl.constexpr = PositionForm(
+        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1
+    )
+    table_form: tl.constexpr = TableForm(TABLE, TABLE_STEP, TABLE_UNIT, PAIRS, False, tl.int64)
+    key_cache = View(key_cache_ptr, stride_key_n, stride_key_s, stride_key_h)
     if tile < q_tiles:
         _rotate_tile(
-            first_token, tile, q_ptr, stride_q_b, stride_q_t, stride_q_h, key_cache_ptr, 0, 0, 0,
-            slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
-            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-            token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
-            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, 0, Q_START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, TABLE,
-            TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, PLACES,
-            SEQUENCE_IS_TOKEN, True, False, UNIT, TABLE_UNIT,
+            first_token, tile, View(q_ptr, stride_q_b, stride_q_t, stride_q_h), key_cache,
+            batches, token_magic, token_shift, slots, positions, table,
+            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, 0, Q_START, True, False, form, position_form, table_form,
         )  # fmt: skip
     elif tile < q_tiles + k_tiles:
         _rotate_tile(
-            first_token, tile - q_tiles, k_ptr, stride_k_b, stride_k_t, stride_k_h,
-            key_cache_ptr, stride_key_n, stride_key_s, stride_key_h,
-            slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
-            cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-            token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
-            K_HEADS, K_BLOCK_T, K_BLOCK_H, HEAD_DIM, START, PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, TABLE,
-            TABLE_STEP, SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, PLACES,
-            SEQUENCE_IS_TOKEN, WRITE_K, True, UNIT, TABLE_UNIT,
+            first_token, tile - q_tiles, View(k_ptr, stride_k_b, stride_k_t, stride_k_h), key_cache,
+            batches, token_magic, token_shift, slots, positions, table,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H, HEAD_DIM, START, WRITE_K, True, form, position_form, table_form,
         )  # fmt: skip
     else:
         batch, token, offs_h, mask_n, mask = _rows_of(
             first_token, tile - q_tiles - k_tiles, tokens, batches, token_magic, token_shift,
             K_HEADS, K_BLOCK_T, K_BLOCK_H,
         )  # fmt: skip
-        block, entry, there = _place_of(
-            batch, token, mask_n, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
-            PLACES, SEQUENCE_IS_TOKEN, SOURCE, HAS_OFFSETS,
-        )  # fmt: skip
-        x_base = base_of(batch, token, offs_h, stride_v_b, stride_v_t, stride_v_h, UNIT, tl.int64)
-        cache_base = base_of(block, entry, offs_h, stride_value_n, stride_value_s, stride_value_h, UNIT, tl.int64)
+        block, entry, there = _place_of(batch, token, mask_n, slots, positions, form, position_form)
+        v = View(v_ptr, stride_v_b, stride_v_t, stride_v_h)
+        value_cache = View(value_cache_ptr, stride_value_n, stride_value_s, stride_value_h)
+        x_base = base_of(batch, token, offs_h, v, UNIT, tl.int64)
+        cache_base = base_of(block, entry, offs_h, value_cache, UNIT, tl.int64)
         _copy(v_ptr, x_base, value_cache_ptr, cache_base, mask, mask & there[:, None, None], 0, V_DIM)
 
 
@@ -171,78 +178,67 @@ def _rows_of(
     offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_n = offs_n < batches * tokens
-    batch = _quotient(offs_n, token_magic, token_shift)
+    batch = quotient(offs_n, token_magic, token_shift)
     mask = mask_n[:, None, None] & (offs_h < HEADS)[None, :, None]
     return batch, offs_n - batch * tokens, offs_h, mask_n, mask
 
 
 @triton.jit
 def _rotate_tile(
-    first_token, tile, x_ptr, stride_x_b, stride_x_t, stride_x_h, cache_ptr, stride_cache_n, stride_cache_s, stride_cache_h,
-    slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
-    cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-    positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, batches,
-    token_magic, token_shift, sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
+    first_token, tile, x, cache, batches, token_magic, token_shift, slots, positions, table,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
-    TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr,
-    PLACES: tl.constexpr, SEQUENCE_IS_TOKEN: tl.constexpr, IN_PLACE: tl.constexpr, CACHED: tl.constexpr,
-    UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    IN_PLACE: tl.constexpr, CACHED: tl.constexpr,
+    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """A tile of q or k: rotated, and written in place, into the cache, or both."""
     batch, token, offs_h, mask_n, mask = _rows_of(
-        first_token, tile, tokens, batches, token_magic, token_shift, HEADS, BLOCK_T, BLOCK_H
+        first_token, tile, positions.tokens, batches, token_magic, token_shift, HEADS, BLOCK_T, BLOCK_H
     )
-    offs_p = tl.arange(0, BLOCK_P)
-    x_base = base_of(batch, token, offs_h, stride_x_b, stride_x_t, stride_x_h, UNIT, tl.int64)
+    offs_p = tl.arange(0, FORM.BLOCK_P)
+    x_base = base_of(batch, token, offs_h, x, FORM.UNIT, tl.int64)
     pairs = offs_p[None, None, :]
-    both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
-    if INTERLEAVED_IN:
-        x = tl.load(x_ptr + x_base + START + both, mask & (both < 2 * PAIRS))
-        x_a, x_b = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_P, 2)))
+    both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
+    if FORM.INTERLEAVED_IN:
+        both_x = tl.load(x.ptr + x_base + START + both, mask & (both < 2 * FORM.PAIRS))
+        x_a, x_b = tl.split(tl.reshape(both_x, (BLOCK_T, BLOCK_H, FORM.BLOCK_P, 2)))
     else:
-        x_a = tl.load(x_ptr + x_base + START + pairs, mask & (pairs < PAIRS))
-        x_b = tl.load(x_ptr + x_base + START + PAIRS + pairs, mask & (pairs < PAIRS))
+        x_a = tl.load(x.ptr + x_base + START + pairs, mask & (pairs < FORM.PAIRS))
+        x_b = tl.load(x.ptr + x_base + START + FORM.PAIRS + pairs, mask & (pairs < FORM.PAIRS))
 
     # Position and slot are under way together; the row of the table has to wait for one of them.
-    rows, identity = table_rows_of(
-        batch, token, mask_n, offs_p,
-        positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-        sequences, search_steps,
-        SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, 0, 1,
-    )  # fmt: skip
+    rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
     if CACHED:
-        block, entry, there = _place_of(
-            batch, token, mask_n, slots_ptr, block_table_ptr, stride_slot_b, stride_slot_t, stride_row, stride_nth,
-            positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens,
-            sequences, search_steps, mapped, count, table_blocks, size, size_magic, size_shift,
-            PLACES, SEQUENCE_IS_TOKEN, SOURCE, HAS_OFFSETS,
-        )  # fmt: skip
-        cache_base = base_of(block, entry, offs_h, stride_cache_n, stride_cache_s, stride_cache_h, UNIT, tl.int64)
+        block, entry, there = _place_of(batch, token, mask_n, slots, positions, FORM, POSITIONS)
+        cache_base = base_of(block, entry, offs_h, cache, FORM.UNIT, tl.int64)
         cached = mask & there[:, None, None]
         if START > 0:
-            _copy(x_ptr, x_base, cache_ptr, cache_base, mask, cached, 0, START)
-        if HEAD_DIM > START + 2 * PAIRS:
-            _copy(x_ptr, x_base, cache_ptr, cache_base, mask, cached, START + 2 * PAIRS, HEAD_DIM - START - 2 * PAIRS)
+            _copy(x.ptr, x_base, cache.ptr, cache_base, mask, cached, 0, START)
+        if HEAD_DIM > START + 2 * FORM.PAIRS:
+            _copy(
+                x.ptr,
+                x_base,
+                cache.ptr,
+                cache_base,
+                mask,
+                cached,
+                START + 2 * FORM.PAIRS,
+                HEAD_DIM - START - 2 * FORM.PAIRS,
+            )
 
-    cos, sin = cos_and_sin(
-        rows, batch, mask_n, offs_p, cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale,
-        TABLE, TABLE_STEP, PAIRS, False, TABLE_UNIT, tl.int64,
-    )  # fmt: skip
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
     y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos[:, None, :], sin[:, None, :])
-    y_a = y_a.to(x_ptr.dtype.element_ty)
-    y_b = y_b.to(x_ptr.dtype.element_ty)
-    if SOURCE == "packed":
+    y_a = y_a.to(x.ptr.dtype.element_ty)
+    y_b = y_b.to(x.ptr.dtype.element_ty)
+    if POSITIONS.SOURCE == "packed":
         y_a = tl.where(identity[:, None, None], x_a, y_a)
         y_b = tl.where(identity[:, None, None], x_b, y_b)
 
     if IN_PLACE:
-        if INTERLEAVED_IN != INTERLEAVED_OUT:
+        if FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
             tl.debug_barrier()  # a head must be read whole before another thread writes into it
-        _store_pairs(x_ptr, x_base, y_a, y_b, mask, START, PAIRS, BLOCK_P, INTERLEAVED_OUT)
+        _store_pairs(x.ptr, x_base, y_a, y_b, mask, START, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
     if CACHED:
-        _store_pairs(cache_ptr, cache_base, y_a, y_b, cached, START, PAIRS, BLOCK_P, INTERLEAVED_OUT)
+        _store_pairs(cache.ptr, cache_base, y_a, y_b, cached, START, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
 
 
 @triton.jit
