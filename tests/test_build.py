@@ -78,7 +78,7 @@ def test_whatever_it_depends_on_makes_another_entry(cache: Path, source: Path, m
     assert len(entries(cache)) == 6
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "no library", "no digest"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "no library", "no digest", "no text for a digest"])
 def test_a_damaged_entry_is_built_again(cache: Path, source: Path, damage: str) -> None:
     make(source)
     (entry,) = entries(cache)
@@ -92,6 +92,9 @@ def test_a_damaged_entry_is_built_again(cache: Path, source: Path, damage: str) 
     elif damage == "no digest":
         path.write_bytes(content)
         digest.unlink()
+    elif damage == "no text for a digest":
+        path.write_bytes(content)
+        digest.write_bytes(b"\xff\x00")
     if path.exists():
         path.chmod(0o700)
     forget()
@@ -194,6 +197,34 @@ def test_the_compiler_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.Mo
         build.compiler.cache_clear()
         with pytest.raises(build.BuildError, match="CXX=no-such-compiler"):
             build.cxx()
+        monkeypatch.setenv("CXX", "g++ 'half")
+        build.compiler.cache_clear()
+        with pytest.raises(build.BuildError, match="CXX=g\\+\\+ 'half is no command: No closing quotation; set CXX"):
+            build.cxx()
+    finally:
+        build.compiler.cache_clear()
+
+
+def test_a_shell_makes_nothing_of_the_folders_name(
+    tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc runs its steps through one."""
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / 'a b\'s "c" $HOME `touch x`'))
+    shell = tmp_path / "by-shell"
+    shell.write_text(f"#!/bin/sh\neval {shutil.which('c++')} $*\n")
+    shell.chmod(0o755)
+    assert build.library("answer", [source], build.Compiler((str(shell),), ""), FLAGS).answer() == 42
+
+
+def test_a_compiler_by_a_relative_path(
+    tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").symlink_to(shutil.which("c++") or "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "./mine")
+    build.compiler.cache_clear()
+    try:
+        assert make(source) == 42
     finally:
         build.compiler.cache_clear()
 

@@ -58,12 +58,15 @@ class Compiler:
 @functools.cache
 def compiler(variable: str, *names: str) -> Compiler:
     """The compiler that the environment variable names (words as in a shell), or the first of `names` on the PATH."""
-    chosen = shlex.split(os.environ.get(variable, ""))
+    try:
+        chosen = shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise BuildError(f"{variable}={os.environ[variable]} is no command: {error}; set {variable}") from None
     for words in [chosen] if chosen else [[name] for name in names]:
         path = shutil.which(words[0])
         if path is None:
             continue
-        command = (path, *words[1:])
+        command = (os.path.abspath(path), *words[1:])
         try:
             result = _run([*command, "--version"], 60)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -207,10 +210,11 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
     work, trash = (Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent)) for _ in range(2))
     try:
         path = work / "library.so"
-        inputs = [str(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
-        command = [*compiler.command, *flags, *inputs, "-o", str(path)]
+        inputs = [os.path.abspath(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
+        # By its bare name: nvcc hands paths to a shell, which would make something of a $ in that of the cache folder.
+        command = [*compiler.command, *flags, *inputs, "-o", path.name]
         try:
-            result = _run(command, TIMEOUT_S)
+            result = _run(command, TIMEOUT_S, work)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"building {name} failed: {error}") from error
         if result.returncode != 0 or not path.is_file():
@@ -239,7 +243,7 @@ def _intact(entry: Path) -> bool:
     try:
         for part in (entry, path, digest):
             _check_private(part, part.lstat())
-        return digest.read_text() == _digest(path)
+        return digest.read_bytes() == _digest(path).encode()
     except FileNotFoundError:
         return False
 
@@ -296,9 +300,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], timeout: float, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "LC_ALL": "C"}
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment, cwd=folder
+    )
 
 
 def _tail(output: str) -> str:
