@@ -37,6 +37,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k-integer": ({"k": K.long()}, TypeError, "k must have dtype .*, got int64"),
     "q-bool": ({"q": Q > 0}, TypeError, "q must have dtype .*, got bool"),
     "q-sparse": ({"q": sparse()}, TypeError, "q must be a strided tensor, got torch.sparse_coo"),
+    "q-nested": ({"q": torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)}, TypeError, "q must be a strided tensor, got nested"),
+    "q-negated": ({"q": torch._neg_view(Q)}, ValueError, "q must not be a lazily negated view, as .* is, got one; call .resolve_neg"),
     "q-dimensions": ({"q": THD}, ValueError, r"q must have 4 dimensions in layout bshd, got shape \(7, 2, 16\)"),
     "k-dimensions": ({"k": THD}, ValueError, "k must have 4 dimensions in layout bshd"),
     "thd-dimensions": ({"layout": "thd"}, ValueError, "q must have 3 dimensions in layout thd"),
@@ -77,9 +79,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sin-with-frequencies": ({"cos": None, "inv_freq": FREQ}, ValueError, "the table must be exactly one of .*, got sin and inv_freq"),
     "cos-number": ({"cos": 1.0}, TypeError, "cos must be a torch.Tensor, got float"),
     "sin-number": ({"sin": 1.0}, TypeError, "sin must be a torch.Tensor, got float"),
-    "cos-integer": ({"cos": COS.int()}, TypeError, "cos must have dtype float32, bfloat16, float16 or float64, got int32"),
+    "cos-integer": ({"cos": COS.int()}, TypeError, "cos must have dtype float32, bfloat16 or float16, got int32"),
     "cos-complex": ({"cos": COS.to(torch.complex64)}, TypeError, "cos must have dtype .*, got complex64"),
-    "table-float64": ({"cos": COS.double(), "sin": SIN.double()}, TypeError, "must have dtype float32, bfloat16 or float16 for such a q, got float64"),
+    "table-float64": ({"cos": COS.double(), "sin": SIN.double()}, TypeError, "must have dtype float32, bfloat16 or float16, got float64"),
+    "cos-sparse": ({"cos": COS.to_sparse()}, TypeError, "cos must be a strided tensor, got torch.sparse_coo"),
+    "cos-mkldnn": ({"cos": COS.to_mkldnn()}, TypeError, "cos must be a strided tensor, got torch._mkldnn"),
+    "sin-negated": ({"sin": torch.complex(COS, SIN).conj().imag, "cos": torch.complex(COS, SIN).real}, ValueError,
+                    "sin must not be a lazily negated view"),
+    "inv_freq-sparse": ({"cos": None, "sin": None, "inv_freq": FREQ.to_sparse()}, TypeError, "inv_freq must be a strided tensor"),
     "sin-dtype": ({"sin": SIN.bfloat16()}, TypeError, "sin must have the dtype of cos, float32, got bfloat16"),
     "cos-device": ({"cos": COS.to("meta"), "sin": SIN.to("meta")}, ValueError, "must be on the device of q, cpu, got meta"),
     "cos-width": ({"cos": COS[:, :7], "sin": SIN[:, :7]}, ValueError, r"cos must have shape \(T, P\) .* with P = 8 \(or 2P = 16 duplicated\) and B = 2, got \(64, 7\)"),
@@ -102,8 +109,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale-inf": ({"scale": float("inf")}, TypeError, "scale must be a finite number, got inf"),
     "scale-text": ({"scale": "1"}, TypeError, "scale must be a finite number, got '1'"),
     "scale-tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a finite number"),
+    "scale-huge": ({"scale": 10**400}, TypeError, "scale must be a finite number, got 1000"),
+    "scale-beyond-float32": ({"scale": 1e39}, TypeError, "scale must be a finite number, got 1e\\+39"),
+    "inverse-text": ({"inverse": "yes"}, TypeError, "inverse must be True or False, got 'yes'"),
     # positions
-    "positions-list": ({"positions": [0] * 6}, TypeError, "positions must be an int32 or int64 tensor, got list"),
+    "positions-sparse": ({"positions": IDS.to_sparse()}, TypeError, "positions must be a strided tensor, got torch.sparse_coo"),
+    "offset-2^31": ({"cos": None, "sin": None, "inv_freq": FREQ, "offset": 2**31}, ValueError, "offset must be a position below 2\\^31, got 2147483648"),
+    "offset-2^70": ({"cos": None, "sin": None, "inv_freq": FREQ, "offset": -(2**70)}, ValueError, "offset must be a position below 2\\^31, got -1180"),
+    "positions-list": ({"positions": [0] * 6}, TypeError, "positions must be a torch.Tensor, got list"),
     "positions-float": ({"positions": IDS.float()}, TypeError, "positions must have dtype int32 or int64, got float32"),
     "positions-int16": ({"positions": IDS.short()}, TypeError, "positions must have dtype int32 or int64, got int16"),
     "positions-shape": ({"positions": IDS[:5]}, ValueError, r"positions must have shape \(6,\) or \(2, 6\), got \(5,\)"),
@@ -120,7 +133,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "offset-shape": ({"offset": torch.zeros(3, dtype=torch.int64)}, ValueError, r"offset must be an int or have shape \(2,\), one a sequence, got \(3,\)"),
     "offset-scalar-tensor": ({"offset": torch.tensor(3)}, ValueError, r"offset must be an int or have shape \(2,\), one a sequence, got \(\)"),
     "cu_seqlens-layout": ({"cu_seqlens": CU}, ValueError, "cu_seqlens must come with layout thd, got layout bshd"),
-    "cu_seqlens-list": ({"q": THD, "k": None, "layout": "thd", "cu_seqlens": [0, 7]}, TypeError, "cu_seqlens must be an int32 or int64 tensor, got list"),
+    "cu_seqlens-list": ({"q": THD, "k": None, "layout": "thd", "cu_seqlens": [0, 7]}, TypeError, "cu_seqlens must be a torch.Tensor, got list"),
     "cu_seqlens-dtype": ({"q": THD, "k": None, "layout": "thd", "cu_seqlens": CU.float()}, TypeError, "cu_seqlens must have dtype int32 or int64"),
     "cu_seqlens-shape": ({"q": THD, "k": None, "layout": "thd", "cu_seqlens": CU[None]}, ValueError, r"cu_seqlens must have shape \(sequences \+ 1,\), got \(1, 3\)"),
     "cu_seqlens-empty": ({"q": THD, "k": None, "layout": "thd", "cu_seqlens": CU[:0]}, ValueError, r"cu_seqlens must have shape \(sequences \+ 1,\), got \(0,\)"),
@@ -133,6 +146,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sections-positions": ({"sections": (4, 2, 2), "positions": IDS}, ValueError, r"positions must have shape \(3, 6\) or \(3, 2, 6\), got \(6,\)"),
     "sections_interleaved-alone": ({"sections_interleaved": True}, ValueError, "sections_interleaved must come with sections"),
     "context_parallel-rank": ({"context_parallel": (2, 2)}, ValueError, r"context_parallel must be \(rank, size\) with 0 <= rank < size, got \(2, 2\)"),
+    "sections_interleaved-tensor": ({"sections_interleaved": torch.ones(2)}, TypeError, "sections_interleaved must be True or False, got tensor"),
+    "context_parallel-2^70": ({"context_parallel": (0, 2**70)}, ValueError, "context_parallel must be"),
     "context_parallel-negative": ({"context_parallel": (-1, 2)}, ValueError, "context_parallel must be"),
     "context_parallel-int": ({"context_parallel": 2}, ValueError, r"context_parallel must be \(rank, size\)"),
     "context_parallel-odd": ({"q": Q[:, :5], "k": None, "context_parallel": (0, 2)}, ValueError,
@@ -168,9 +183,11 @@ OUTPUTS: dict[str, tuple[Any, type[Exception], str]] = {
     "list-of-three": ([torch.empty_like(Q)] * 3, TypeError, r"out must be 2 tensor\(s\), got 'list'"),
     "no-tensors": ((1, 2), TypeError, r"out must be 2 tensor\(s\)"),
     "shape": ((torch.empty_like(Q), torch.empty_like(Q)), ValueError, r"out for k must have the shape of k, \(2, 6, 2, 16\), got \(2, 6, 4, 16\)"),
-    "dtype": ((torch.empty_like(Q).bfloat16(), torch.empty_like(K)), TypeError, "out for q must have the dtype of q, float32, got bfloat16"),
+    "dtype": ((torch.empty_like(Q).bfloat16(), torch.empty_like(K)), TypeError, "out for q must have dtype float32, got bfloat16"),
     "device": ((torch.empty_like(Q, device="meta"), torch.empty_like(K)), ValueError, "out for q must be on the device of q, cpu, got meta"),
     "strides": ((torch.empty_like(Q).mT.contiguous().mT, torch.empty_like(K)), ValueError, "out for q must have a contiguous last dimension"),
+    "negated": ((torch._neg_view(torch.empty_like(Q)), torch.empty_like(K)), ValueError, "out for q must not be a lazily negated view"),
+    "sparse": ((torch.empty_like(Q), sparse()), TypeError, "out for k must be a strided tensor, got torch.sparse_coo"),
     "requires-grad": ((torch.empty_like(Q), torch.empty_like(K).requires_grad_()), ValueError, "out for k must not require grad"),
 }  # fmt: skip
 
@@ -206,6 +223,15 @@ def test_strides_of_no_elements_say_nothing() -> None:
     """No tokens, any strides."""
     q = torch.empty(2, 0, 4, 16).as_strided((2, 0, 4, 16), (0, 0, 1, 5))
     assert fusewise.rope(q, **TABLE).shape == q.shape
+
+
+def test_strides_of_a_single_row_say_nothing() -> None:
+    """A decode step may have cut one row out of a table and made the other."""
+    cos, sin = COS[3:4], SIN[3:4].as_strided((1, 8), (99, 1))
+    expected = fusewise.rope(Q[:, :1], K[:, :1], **TABLE, offset=3)
+    for tables in ({"cos": cos, "sin": sin}, {"cos": cos[None], "sin": sin.as_strided((1, 1, 8), (7, 5, 1))}):
+        for y, exact in zip(fusewise.rope(Q[:, :1], K[:, :1], **tables), expected, strict=True):
+            assert torch.equal(y, exact)
 
 
 def test_positions_that_cannot_be_known_are_nan_not_errors() -> None:

@@ -320,6 +320,23 @@ def test_export_keeps_the_operator() -> None:
         assert_bits(a, b)
 
 
+class TableRotation(torch.nn.Module):
+    def forward(self, q: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return fusewise.rope(q, cos=cos, sin=sin)
+
+
+def test_an_exported_program_refuses_strides_that_it_was_not_validated_for() -> None:
+    """It looks at shapes alone; memory must not be read where there is none."""
+    q, cos, sin = tensors()[0], TABLE["cos"], TABLE["sin"]
+    program = torch.export.export(TableRotation(), (q, cos, sin)).module()
+    assert_bits(program(q, cos, sin), fusewise.rope(q, cos=cos, sin=sin))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="rope: q and k must have a contiguous last dimension"):
+            program(q.mT.contiguous().mT, cos, sin)
+        with pytest.raises(ValueError, match="rope: sin must have the strides of cos"):
+            program(q, cos, sin.mT.contiguous().mT)
+
+
 @pytest.mark.parametrize("place", [p for p in places(interpreted=False) if p.values[0].device == "cpu"])
 def test_a_call_is_one_operator(place: Place) -> None:
     """q and k out of place, into outputs, in place: one operator, and nothing before or after it."""

@@ -15,6 +15,8 @@ from torch import Tensor
 import fusewise
 from fusewise.ops.rope import _cpu, _host, _native, reference
 
+from .support import assert_bits
+
 pytestmark = pytest.mark.skipif(_cpu.unavailable("cpu") is not None, reason=str(_cpu.unavailable("cpu")))
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -161,8 +163,37 @@ def test_packed_sequences_and_padding(offset: Any, integer: torch.dtype) -> None
     offset = torch.tensor([7, 1, 2, 0]).to(integer) if offset == "tensor" else offset
     arguments = {"cos": table(32)[0], "sin": table(32)[1], "layout": "thd", "cu_seqlens": cu_seqlens, "offset": offset}
     check([q.clone(), k.clone()], **arguments)
-    rotated = fusewise.rope(q, k, **arguments, impl="cpu")
-    assert torch.equal(rotated[0][90:], q[90:]) and torch.equal(rotated[1][90:], k[90:])
+    for x in (q, k):  # what lies past the last sequence may be anything
+        x[91, 0, 3], x[92:94], x[95, 0, 20], x[97] = float("inf"), -0.0, float("nan"), float("nan")
+    for rotated in (
+        fusewise.rope(q, k, **arguments, impl="cpu"),
+        fusewise.rope_(q.clone(), k.clone(), **arguments, impl="cpu"),
+    ):
+        assert_bits(rotated[0][90:], q[90:])
+        assert_bits(rotated[1][90:], k[90:])
+
+
+@pytest.mark.parametrize("pairing", ["interleaved_to_half", "half_to_interleaved"])
+def test_padding_is_paired_anew_but_not_rotated(pairing: str) -> None:
+    q, k = tensors(torch.bfloat16, "thd", tokens=100)
+    q[95, 0, 3], k[96, 0, 4] = float("inf"), float("nan")
+    cos, sin = table(32)
+    arguments = {"layout": "thd", "pairing": pairing, "cos": cos, "sin": sin, "cu_seqlens": torch.tensor([0, 60, 90])}
+    wanted = fusewise.rope(q, k, **arguments, impl="reference")
+    for x, y, z in zip(
+        fusewise.rope(q, k, **arguments, impl="cpu"), fusewise.rope_(q.clone(), k.clone(), **arguments, impl="cpu"), wanted,
+        strict=True,
+    ):  # fmt: skip
+        assert_bits(x[90:], z[90:])
+        assert_bits(y[90:], z[90:])
+
+
+def test_bounds_without_a_sequence() -> None:
+    q, _ = tensors(torch.float32, "thd", tokens=7)
+    cos, sin = table(32)
+    for impl in ("cpu", "reference"):
+        y = fusewise.rope(q, cos=cos, sin=sin, layout="thd", cu_seqlens=torch.tensor([5]), impl=impl)
+        assert torch.equal(y, q)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -54,12 +54,15 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "cache layout": (replaced(cache_layout="dhn"), ValueError, "cache_layout must be one of nhd, hnd, got 'dhn'"),
     "combined cache": (tensor("key_cache", lambda x: x[None]), ValueError, r"key_cache must have 4 dimensions, \(blocks, heads, block_size, D\), got \(1, 6, 2, 4, 16\); take key_cache out"),
     "flat width": (tensor("q", lambda x: x.flatten(1)[:, :60]), ValueError, r"q must have heads as wide as those of key_cache, 16, in its 60 features, got \(5, 60\)"),
-    "flat stride": (tensor("v", lambda x: x.flatten(1).repeat_interleave(2, 1)[:, ::2]), ValueError, r"v must have a contiguous last dimension \(stride 1\), got strides \(64, 2\); call v.contiguous\(\)"),
+    "flat stride": (tensor("v", lambda x: x.flatten(1).repeat_interleave(2, 1)[:, ::2]), ValueError, r"v must have a contiguous last dimension \(stride 1\), got strides \(64, 2\); call .contiguous\(\)"),
     "rope's own": (replaced(rotary_dim=3), ValueError, "rotary_dim must be even and from 2 to head_dim = 16, got 3"),
     "k of other tokens": (tensor("k", lambda x: x[:4]), ValueError, "k must have as many tokens as q"),
     "dtype of v": (tensor("v", Tensor.half), TypeError, r"v must have the dtype of k, float32, got float16; call v.to\(torch.float32\)"),
     "device of v": (tensor("v", lambda x: x.to("meta")), ValueError, "v must be on the device of k, cpu, got meta"),
     "sparse v": (tensor("v", Tensor.to_sparse), TypeError, "v must be a strided tensor, got torch.sparse_coo"),
+    "negated v": (tensor("v", torch._neg_view), ValueError, "v must not be a lazily negated view"),
+    "negated cache": (tensor("value_cache", torch._neg_view), ValueError, "value_cache must not be a lazily negated view"),
+    "sparse slots": (tensor("slot_mapping", Tensor.to_sparse), TypeError, "slot_mapping must be a strided tensor, got torch.sparse_coo"),
     "tokens of v": (tensor("v", lambda x: x[:4]), ValueError, r"v must have the tokens and heads of k in layout thd, \(5, 2\) and a width, got \(4, 2, 16\)"),
     "width of v": (tensor("v", lambda x: x.new_zeros(5, 2, 513)), ValueError, "v must have a head_dim from 1 to 512, got 513"),
     "stride of v": (tensor("v", lambda x: x.repeat_interleave(2, -1)[..., ::2]), ValueError, r"v must have a contiguous last dimension \(stride 1\), got strides"),
@@ -71,7 +74,7 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "layout of the caches": (replaced(cache_layout="nhd"), ValueError, "key_cache must have the heads of k, 2 of 16 features, got 4 of 16 features; say cache_layout="),
     "stride of a cache": (tensor("value_cache", lambda x: x.repeat_interleave(2, -1)[..., ::2]), ValueError, r"value_cache must have a contiguous last dimension \(stride 1\), got strides"),
     "unlike caches": (tensor("value_cache", lambda x: x[:5]), ValueError, r"value_cache must have the blocks and slots of key_cache, \(6, 4\), got \(5, 4\)"),
-    "slots no tensor": (replaced(slot_mapping=[1]), TypeError, "slot_mapping must be an int32 or int64 tensor, got list"),
+    "slots no tensor": (replaced(slot_mapping=[1]), TypeError, "slot_mapping must be a torch.Tensor, got list"),
     "slots of floats": (tensor("slot_mapping", Tensor.float), TypeError, "slot_mapping must have dtype int32 or int64, got float32"),
     "slots elsewhere": (tensor("slot_mapping", lambda x: x.to("meta")), ValueError, "slot_mapping must be on the device of q, cpu, got meta"),
     "too many slots": (tensor("slot_mapping", lambda x: x.repeat(2)), ValueError, r"slot_mapping must have shape \(5,\), or fewer entries where tokens are padded, got \(10,\); pass a slot a token"),
@@ -133,6 +136,15 @@ def test_what_was_right_once_is_looked_at_again() -> None:
     made.q.requires_grad_()
     with pytest.raises(RuntimeError, match="q must not require grad"):
         fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
+
+
+def test_sparse_slots_are_not_those_of_stride_0() -> None:
+    """A sparse tensor of one dimension has the strides of an expanded one."""
+    made = make(CASES["hnd"])
+    slots = made.kwargs["slot_mapping"][:1].expand(5)
+    fusewise.rope_and_cache_(made.q, made.k, made.v, **{**made.arguments(), "slot_mapping": slots})
+    with pytest.raises(TypeError, match="slot_mapping must be a strided tensor"):
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **{**made.arguments(), "slot_mapping": slots.to_sparse()})
 
 
 def test_no_grad_and_inference_mode_serve() -> None:

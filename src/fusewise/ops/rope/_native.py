@@ -38,6 +38,7 @@ def planned(
     key = (
         spec, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
         q.data_ptr() == q_out.data_ptr() and k.data_ptr() == k_out.data_ptr(), cos.dtype, cos.shape, cos.stride(),
+        None if sin is None else sin.stride(),
         None if positions is None else (positions.dtype, positions.shape, positions.stride()),
         None if offsets is None else offsets.dtype,
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),

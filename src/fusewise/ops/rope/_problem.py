@@ -121,6 +121,13 @@ def layout_dims(layout: str) -> tuple[int | None, int, int]:
     return {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1), "thd": (None, 0, 1)}[layout]
 
 
+def same_strides(x: Tensor, y: Tensor) -> bool:
+    """Of two tensors of one shape, whether their elements lie alike: the stride of a single entry says nothing."""
+    return x.stride() == y.stride() or all(
+        a == b or size <= 1 for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Operand:
     """One tensor to rotate and where its rotation goes; strides in elements, in (B, T, H) order."""
@@ -175,7 +182,17 @@ class Problem:
         offset: int,
         spec: Spec,
     ) -> Problem:
-        """Resolve `spec` against tensors that have passed validation."""
+        """Resolve `spec` against tensors that have passed validation, once: an exported program may be given others."""
+        for x in (*xs, *ys):
+            if x.stride(-1) != 1 and x.numel() > 0:
+                raise ValueError(
+                    "rope: q and k must have a contiguous last dimension (stride 1), "
+                    f"got strides {x.stride()}; call .contiguous()"
+                )
+        if sin is not None and not same_strides(cos, sin):
+            raise ValueError(
+                f"rope: sin must have the strides of cos, {cos.stride()}, got {sin.stride()}; call .contiguous() on both"
+            )
         b_dim, t_dim, h_dim = layout_dims(spec.layout)
 
         def strides(x: Tensor) -> tuple[int, int, int]:

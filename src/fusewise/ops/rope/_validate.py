@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ._op import IMPLEMENTATIONS, unavailable
-from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims
+from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
 MAX_HEAD_DIM = 512
+MAX_POSITION = 2**31 - 1
+MAX_SCALE = 3.4028234663852886e38  # of float32
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32, torch.int64)
 
@@ -59,21 +61,19 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
     if not torch.compiler.is_compiling():
         try:
             key = (
-                (q.shape, q.stride(), q.dtype, q.device),
-                None if k is None else (k.shape, k.stride(), k.dtype, k.device),
                 *[
-                    None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-                    for x in (cos, sin, cos_sin, angles, inv_freq, positions, cu_seqlens)
+                    None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
+                    for x in (q, k, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
                 ],
-                type(offset) if offsets is None else (offsets.shape, offsets.dtype, offsets.device),
+                type(offset),
                 *rest,
                 *map(type, rest),  # 0.0 equals 0, and is not an int
             )
             spec, max_offset = _VALIDATED.get(key, (None, 0.0))
             if offsets is None and spec is not None and not 0 <= offset <= max_offset:
                 spec = None
-        except (AttributeError, TypeError):
-            key = None  # something is not a tensor or cannot be hashed: validation names it
+        except (AttributeError, TypeError, RuntimeError):
+            key = None  # something is no tensor, or one without strides, or cannot be hashed: validation names it
     if spec is None:
         sections, interleaved, context_parallel, layout, pairing, rotary_dim, start, scale, inverse, impl = rest
         # Names written out: a look at a dictionary of the module is a guard for each of them in a compiled graph.
@@ -97,25 +97,27 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
 def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spec, float]:
     """Check the call `a` (the keyword arguments of `rope`) on q and k; return its spec and the largest int offset for
     which the check holds, so that a decode loop is validated once."""
-    _check_tensors(op, q, k, a["layout"], a["rotary_dim"] is not None)
-    pairing, head_dim = a["pairing"], q.shape[-1]
+    _check_rotated(op, q, k, a["layout"], a["rotary_dim"] is not None)
+    pairing, scale = a["pairing"], a["scale"]
     if pairing not in PAIRINGS:
         fail(op, "pairing", f"be one of {', '.join(PAIRINGS)}", repr(pairing), "choose one of them")
-    rotary_dim, start = _check_rotary(op, head_dim, a["rotary_dim"], a["rotary_start"])
+    rotary_dim, start = _check_rotary(op, q.shape[-1], a["rotary_dim"], a["rotary_start"])
     if k is not None:
         _check_rotary(op, k.shape[-1], rotary_dim, a["rotary_start"])
+    for name in ("sections_interleaved", "inverse"):
+        if not isinstance(a[name], bool):
+            fail(op, name, "be True or False", repr(a[name]), "pass a bool", TypeError)
     b_dim, t_dim, _ = layout_dims(a["layout"])
     batch, tokens = 1 if b_dim is None else q.shape[b_dim], q.shape[t_dim]
     sections = _check_sections(op, a["sections"], a["sections_interleaved"], rotary_dim // 2, a["positions"])
     rank, size = _check_context_parallel(op, a["context_parallel"], tokens, a["cu_seqlens"])
     _check_positions(op, q, batch, tokens, a)
     table, duplicated, rows = _check_table(op, q, batch, rotary_dim, a)
-    scale = a["scale"]
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or scale != scale or abs(scale) == float("inf"):
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= MAX_SCALE:
         fail(op, "scale", "be a finite number", repr(scale), "pass the attention scaling of the frequencies", TypeError)
     if scale != 1.0 and table in ("cos_sin", "fused"):
         fail(op, "scale", "be 1.0 with a cos and sin table", scale, "scale the table itself")
-    max_offset = float("inf") if a["positions"] is None else 0.0
+    max_offset = 0.0 if a["positions"] is not None else float(MAX_POSITION)
     if rows is not None and a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
         max_offset = _check_reach(op, a["offset"], tokens, rank, size, rows)
     _check_impl(op, q, a["impl"])
@@ -128,61 +130,55 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
         duplicated=duplicated,
         scale=float(scale),
         sections=sections,
-        sections_interleaved=bool(a["sections_interleaved"]),
+        sections_interleaved=a["sections_interleaved"],
         cp_rank=rank,
         cp_size=size,
-        inverse=bool(a["inverse"]),
+        inverse=a["inverse"],
     )
     return spec, max_offset
 
 
-def _check_tensors(op: str, q: Tensor, k: Tensor | None, layout: str, partial: bool) -> None:
+def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
+    """x must be a tensor whose memory can be read as it lies there, of one of the dtypes, on the device if one is given."""
+    if not isinstance(x, Tensor):
+        fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
+    if x.dtype not in dtypes:
+        *others, last = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        kinds = f"{', '.join(others)} or {last}" if others else last
+        fail(op, name, f"have dtype {kinds}", dtype_of(x), f"convert it with .to({dtypes[0]})", TypeError)
+    if x.layout != torch.strided or x.is_nested:
+        fail(op, name, "be a strided tensor", "nested" if x.is_nested else x.layout, "call .to_dense()", TypeError)
+    if not torch.compiler.is_compiling() and x.is_neg():
+        fail(op, name, "not be a lazily negated view, as x.conj().imag is", "one", "call .resolve_neg()")
+    if device is not None and x.device != device:
+        fail(op, name, f"be on the device of q, {device}", x.device, f"move it with .to({str(device)!r})")
+
+
+def check_unit_stride(op: str, name: str, x: Tensor) -> None:
+    if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
+        got = f"strides {x.stride()}"
+        fail(op, name, "have a contiguous last dimension (stride 1)", got, "call .contiguous()")
+
+
+def _check_rotated(op: str, q: Tensor, k: Tensor | None, layout: str, partial: bool) -> None:
     if layout not in LAYOUTS:
         fail(op, "layout", f"be one of {', '.join(LAYOUTS)}", repr(layout), "choose one of them")
     rank = 3 if layout == "thd" else 4
-    for name, x in (("q", q), ("k", k)):
-        if x is None and name == "k":
-            continue
-        if not isinstance(x, Tensor):
-            fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
-        if x.dtype not in FLOATS:
-            kinds = "float32, bfloat16, float16 or float64"
-            fail(op, name, f"have dtype {kinds}", dtype_of(x), f"convert {name} first", TypeError)
-        if x.layout != torch.strided:
-            fail(op, name, "be a strided tensor", x.layout, f"call {name}.to_dense()", TypeError)
+    for name, x in (("q", q),) if k is None else (("q", q), ("k", k)):
+        check_tensor(op, name, x, FLOATS, None)
         if x.dim() != rank:
-            fail(
-                op,
-                name,
-                f"have {rank} dimensions in layout {layout}",
-                f"shape {shape_of(x)}",
-                "reshape it or name its layout",
-            )
-        if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
-            fail(
-                op,
-                name,
-                "have a contiguous last dimension (stride 1)",
-                f"strides {x.stride()}",
-                f"call {name}.contiguous()",
-            )
-    for name, x in (("q", q), ("k", k)):
-        if x is not None and (x.shape[-1] % 2 or not 2 <= x.shape[-1] <= MAX_HEAD_DIM):
-            fail(
-                op, name, f"have an even head_dim from 2 to {MAX_HEAD_DIM}", x.shape[-1],
-                "pad the head or rotate a slice of it",
-            )  # fmt: skip
+            got = f"shape {shape_of(x)}"
+            fail(op, name, f"have {rank} dimensions in layout {layout}", got, "reshape it or name its layout")
+        check_unit_stride(op, name, x)
+        if x.shape[-1] % 2 or not 2 <= x.shape[-1] <= MAX_HEAD_DIM:
+            contract = f"have an even head_dim from 2 to {MAX_HEAD_DIM}"
+            fail(op, name, contract, x.shape[-1], "pad the head or rotate a slice of it")
     if k is None:
         return
-    _, t_dim, h_dim = layout_dims(layout)
     if k.shape[-1] != q.shape[-1] and not partial:
-        fail(
-            op,
-            "k",
-            f"have the head_dim of q, {q.shape[-1]}",
-            k.shape[-1],
-            "pass rotary_dim where heads differ in width",
-        )
+        contract = f"have the head_dim of q, {q.shape[-1]}"
+        fail(op, "k", contract, k.shape[-1], "pass rotary_dim where heads differ in width")
+    _, t_dim, h_dim = layout_dims(layout)
     for dim in range(rank - 1):
         if dim != h_dim and k.shape[dim] != q.shape[dim]:
             what = "tokens" if dim == t_dim else "batch entries"
@@ -218,17 +214,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _check_index_tensor(op: str, name: str, value: Any, q: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        fail(op, name, "be an int32 or int64 tensor", type(value).__name__, f"pass torch.tensor({name})", TypeError)
-    if value.dtype not in INTS:
-        fail(op, name, "have dtype int32 or int64", dtype_of(value), f"call {name}.to(torch.int32)", TypeError)
-    if value.device != q.device:
-        fail(op, name, f"be on the device of q, {q.device}", value.device, f"call {name}.to({str(q.device)!r})")
-
-
 def _check_sections(
-    op: str, sections: Any, interleaved: Any, pairs: int, positions: Any
+    op: str, sections: Any, interleaved: bool, pairs: int, positions: Any
 ) -> tuple[int, int, int] | None:
     if sections is None:
         if interleaved:
@@ -250,73 +237,53 @@ def _check_context_parallel(op: str, value: Any, tokens: int, cu_seqlens: Any) -
     if value is None:
         return 0, 1
     ok = isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_int(v) for v in value)
-    if not ok or not 0 <= value[0] < value[1]:
+    if not ok or not 0 <= value[0] < value[1] <= MAX_POSITION:
         fail(op, "context_parallel", "be (rank, size) with 0 <= rank < size", repr(value), "pass e.g. (0, 2)")
     if value[1] > 1 and cu_seqlens is None and tokens % 2:
-        fail(
-            op,
-            "context_parallel",
-            "cut every rank's tokens into two equal chunks",
-            f"{tokens} tokens",
-            "pad to an even number",
-        )
+        contract = "cut every rank's tokens into two equal chunks"
+        fail(op, "context_parallel", contract, f"{tokens} tokens", "pad to an even number")
     return int(value[0]), int(value[1])
 
 
 def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, Any]) -> None:
-    positions, cu_seqlens, offsets = a["positions"], a["cu_seqlens"], a["offset_tensor"]
+    positions, cu_seqlens, offset = a["positions"], a["cu_seqlens"], a["offset"]
     if positions is not None:
-        _check_index_tensor(op, "positions", positions, q)
-        for name in ("cu_seqlens", "context_parallel", "offset"):
-            given = (
-                a[name] is not None
-                if name != "offset"
-                else not (_is_int(a["offset"]) and a["offset"] == 0) or offsets is not None
-            )
-            if given:
-                fail(
-                    op,
-                    "positions",
-                    f"be None when {name} is given",
-                    shape_of(positions),
-                    f"add {name} to the positions yourself",
-                )
+        check_tensor(op, "positions", positions, INTS, q.device)
+        given = {
+            "cu_seqlens": cu_seqlens is not None,
+            "context_parallel": a["context_parallel"] is not None,
+            "offset": a["offset_tensor"] is not None or not (_is_int(offset) and offset == 0),
+        }
+        for name, there in given.items():
+            if there:
+                fix = f"add {name} to the positions yourself"
+                fail(op, "positions", f"be None when {name} is given", shape_of(positions), fix)
         axes = () if a["sections"] is None else (3,)
         shape = shape_of(positions)
         allowed = [(*axes, tokens), (*axes, batch, tokens), (*axes, 1, tokens)]
         if shape not in allowed:
-            fail(
-                op, "positions", f"have shape {allowed[0]} or {allowed[1]}", shape,
-                "pass a position for every token" + (" and axis" if axes else ""),
-            )  # fmt: skip
+            fix = "pass a position for every token" + (" and axis" if axes else "")
+            fail(op, "positions", f"have shape {allowed[0]} or {allowed[1]}", shape, fix)
     sequences = batch
     if cu_seqlens is not None:
-        _check_index_tensor(op, "cu_seqlens", cu_seqlens, q)
+        check_tensor(op, "cu_seqlens", cu_seqlens, INTS, q.device)
         if a["layout"] != "thd":
             fail(op, "cu_seqlens", "come with layout thd", f"layout {a['layout']}", "pack the tokens as (tokens, H, D)")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            fail(
-                op,
-                "cu_seqlens",
-                "have shape (sequences + 1,)",
-                shape_of(cu_seqlens),
-                "pass [0, len_0, len_0 + len_1, ...]",
-            )
+            fix = "pass [0, len_0, len_0 + len_1, ...]"
+            fail(op, "cu_seqlens", "have shape (sequences + 1,)", shape_of(cu_seqlens), fix)
         sequences = cu_seqlens.shape[0] - 1
-    if offsets is not None:
-        _check_index_tensor(op, "offset", offsets, q)
-        if shape_of(offsets) != (sequences,):
-            fail(
-                op,
-                "offset",
-                f"be an int or have shape ({sequences},), one a sequence",
-                shape_of(offsets),
-                "pass one offset a sequence",
-            )
-    elif not _is_int(a["offset"]):
-        fail(op, "offset", "be an int or an integer tensor", repr(a["offset"]), "pass the first position", TypeError)
-    elif a["offset"] < 0 and a["inv_freq"] is None:
-        fail(op, "offset", "be >= 0 with a table", a["offset"], "tables start at position 0; use inv_freq")
+    if a["offset_tensor"] is not None:
+        check_tensor(op, "offset", offset, INTS, q.device)
+        if shape_of(offset) != (sequences,):
+            contract = f"be an int or have shape ({sequences},), one a sequence"
+            fail(op, "offset", contract, shape_of(offset), "pass one offset a sequence")
+    elif not _is_int(offset):
+        fail(op, "offset", "be an int or an integer tensor", repr(offset), "pass the first position", TypeError)
+    elif offset < 0 and a["inv_freq"] is None:
+        fail(op, "offset", "be >= 0 with a table", offset, "tables start at position 0; use inv_freq")
+    elif isinstance(offset, int) and not torch.compiler.is_compiling() and abs(offset) > MAX_POSITION:
+        fail(op, "offset", "be a position below 2^31", offset, "pass the first position")
 
 
 def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, Any]) -> tuple[str, bool, int | None]:
@@ -324,97 +291,60 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     given = [name for name in ("cos", "cos_sin", "angles", "inv_freq") if a[name] is not None]
     if len(given) != 1 or (a["sin"] is None) != (a["cos"] is None):
         have = [name for name in ("cos", "sin", "cos_sin", "angles", "inv_freq") if a[name] is not None]
-        fail(
-            op, "the table", "be exactly one of cos and sin, cos_sin, angles, inv_freq", " and ".join(have) or "none of them",
-            "pass one of the four",
-        )  # fmt: skip
-    pairs = rotary_dim // 2
+        contract = "be exactly one of cos and sin, cos_sin, angles, inv_freq"
+        fail(op, "the table", contract, " and ".join(have) or "none of them", "pass one of the four")
+    dtypes = FLOATS if q.dtype == torch.float64 else FLOATS[:3]
     for name in ("sin", *given):
         table = a[name]
         if table is None:
             continue
-        if not isinstance(table, Tensor):
-            fail(op, name, "be a torch.Tensor", type(table).__name__, f"pass a tensor for {name}", TypeError)
-        if table.dtype not in FLOATS:
-            fail(
-                op,
-                name,
-                "have dtype float32, bfloat16, float16 or float64",
-                dtype_of(table),
-                f"call {name}.float()",
-                TypeError,
-            )
-        if table.dtype == torch.float64 and q.dtype != torch.float64:
-            fail(
-                op,
-                name,
-                "have dtype float32, bfloat16 or float16 for such a q",
-                "float64",
-                f"call {name}.float()",
-                TypeError,
-            )
-        if table.device != q.device:
-            fail(op, name, f"be on the device of q, {q.device}", table.device, f"call {name}.to({str(q.device)!r})")
+        check_tensor(op, name, table, dtypes, q.device)
         if table.requires_grad:
-            fail(
-                op,
-                name,
-                "not require grad: no gradient of the table is computed",
-                "requires_grad=True",
-                f"call {name}.detach()",
-            )
-    name = given[0]
+            contract = "not require grad: no gradient of the table is computed"
+            fail(op, name, contract, "requires_grad=True", f"call {name}.detach()")
+    pairs, name = rotary_dim // 2, given[0]
     table = a[name]
     if name == "inv_freq":
         if shape_of(table) != (pairs,):
             fail(op, name, f"have shape (P,) = ({pairs},)", shape_of(table), "pass one frequency a rotated pair")
         return "inv_freq", False, None
     widths = {"cos": (pairs, 2 * pairs), "angles": (pairs, 2 * pairs), "cos_sin": (2 * pairs,)}[name]
+    batched = table.dim() == 3
     if (
-        table.dim() not in (2, 3)
+        not (batched or table.dim() == 2)
         or table.shape[-1] not in widths
-        or (table.dim() == 3 and table.shape[0] not in (1, batch))
+        or (batched and table.shape[0] not in (1, batch))
     ):
-        form = {
-            "cos_sin": f"(T, 2P) or (1 | B, T, 2P), 2P = {2 * pairs}, B = {batch}",
-        }.get(name, f"(T, P) or (1 | B, T, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}")  # fmt: skip
-        fix = "pass the half-width table" if name != "cos_sin" else "pass [cos | sin] side by side"
+        form = f"(T, P) or (1 | B, T, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}"
+        fix = "pass the half-width table"
+        if name == "cos_sin":
+            form = f"(T, 2P) or (1 | B, T, 2P), 2P = {2 * pairs}, B = {batch}"
+            fix = "pass [cos | sin] side by side"
         if a["rotary_dim"] is None and table.dim() in (2, 3):
             fix += ", and rotary_dim if only a part of the head rotates"
         fail(op, name, f"have shape {form}", shape_of(table), fix)
     if name == "cos":
         sin = a["sin"]
         if shape_of(sin) != shape_of(table):
-            fail(
-                op, "sin", f"have the shape of cos, {shape_of(table)}", shape_of(sin), "build both tables the same way"
-            )
+            contract = f"have the shape of cos, {shape_of(table)}"
+            fail(op, "sin", contract, shape_of(sin), "build both tables the same way")
         if sin.dtype != table.dtype:
-            fail(
-                op,
-                "sin",
-                f"have the dtype of cos, {dtype_of(table)}",
-                dtype_of(sin),
-                f"call sin.to(torch.{dtype_of(table)})",
-                TypeError,
-            )
-        if sin.stride() != table.stride():
+            fix = f"call sin.to(torch.{dtype_of(table)})"
+            fail(op, "sin", f"have the dtype of cos, {dtype_of(table)}", dtype_of(sin), fix, TypeError)
+        if not same_strides(sin, table):
             fail(op, "sin", f"have the strides of cos, {table.stride()}", sin.stride(), "call .contiguous() on both")
     kind = {"cos": "cos_sin", "cos_sin": "fused", "angles": "angles"}[name]
-    if name != "cos_sin" and table.shape[-1] == 2 * pairs:
-        return kind, True, table.shape[-2]
-    return kind, False, table.shape[-2]
+    return kind, name != "cos_sin" and table.shape[-1] == 2 * pairs, table.shape[-2]
 
 
 def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int) -> float:
     """Check that positions offset, offset + 1, ... have a row each; returns the largest offset that passes."""
     if tokens == 0:
-        return float("inf")
+        return float(MAX_POSITION)
     span = tokens if size == 1 else tokens // 2 * (2 * size - rank)
     if offset + span > rows:
-        fail(
-            op, "the table", f"have a row for each of the positions up to {offset + span - 1}", f"{rows} rows",
-            "build a longer table or use inv_freq",
-        )  # fmt: skip
+        contract = f"have a row for each of the positions up to {offset + span - 1}"
+        fail(op, "the table", contract, f"{rows} rows", "build a longer table or use inv_freq")
     return rows - span
 
 

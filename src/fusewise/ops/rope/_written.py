@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._op import transforms_active
 from ._overlap import overlaps, overlaps_itself
-from ._validate import DEFAULTS, dtype_of, fail, shape_of
+from ._validate import DEFAULTS, check_tensor, check_unit_stride, fail, shape_of
 
 
 def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -17,48 +17,14 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...
     many tensors."""
     outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
-        fail(
-            op,
-            "out",
-            f"be {len(xs)} tensor(s)",
-            repr(type(out).__name__),
-            "pass a tensor, or (q_out, k_out) with a k",
-            TypeError,
-        )
+        fix = "pass a tensor, or (q_out, k_out) with a k"
+        fail(op, "out", f"be {len(xs)} tensor(s)", repr(type(out).__name__), fix, TypeError)
     for name, x, y in zip(("q", "k"), xs, outs, strict=False):
+        check_tensor(op, f"out for {name}", y, (x.dtype,), x.device)
         if y.shape != x.shape:
-            fail(
-                op,
-                f"out for {name}",
-                f"have the shape of {name}, {shape_of(x)}",
-                shape_of(y),
-                f"use torch.empty_like({name})",
-            )
-        if y.dtype != x.dtype:
-            fail(
-                op,
-                f"out for {name}",
-                f"have the dtype of {name}, {dtype_of(x)}",
-                dtype_of(y),
-                f"use torch.empty_like({name})",
-                TypeError,
-            )
-        if y.device != x.device:
-            fail(
-                op,
-                f"out for {name}",
-                f"be on the device of {name}, {x.device}",
-                y.device,
-                f"use torch.empty_like({name})",
-            )
-        if y.shape[-1] != 1 and y.stride(-1) != 1 and y.numel() > 0:
-            fail(
-                op,
-                f"out for {name}",
-                "have a contiguous last dimension (stride 1)",
-                y.stride(),
-                f"use torch.empty_like({name})",
-            )
+            fix = f"use torch.empty_like({name})"
+            fail(op, f"out for {name}", f"have the shape of {name}, {shape_of(x)}", shape_of(y), fix)
+        check_unit_stride(op, f"out for {name}", y)
         if y.requires_grad:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
     if torch.compiler.is_compiling():

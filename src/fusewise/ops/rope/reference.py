@@ -64,11 +64,13 @@ def rotate(problem: Problem) -> list[Tensor]:
         x_BTHD = _to_bthd(operand.x, problem.spec)
         width = 2 * problem.pairs
         before, rotated, after = x_BTHD.split([operand.start, width, operand.head_dim - operand.start - width], dim=-1)
-        x_a, x_b = (part.to(compute) for part in _unpair(rotated, problem.spec.pairs_in))
-        y_a, y_b = x_a * cos - x_b * sin, x_b * cos + x_a * sin
+        halves = _unpair(rotated, problem.spec.pairs_in)
+        x_a, x_b = (x.to(compute) for x in halves)
+        y_a, y_b = (y.to(operand.x.dtype) for y in (x_a * cos - x_b * sin, x_b * cos + x_a * sin))
         if padding_T is not None:
-            y_a, y_b = (torch.where(padding_T[None, :, None, None], x, y) for x, y in ((x_a, y_a), (x_b, y_b)))
-        y = _pair(y_a, y_b, problem.spec.pairs_out).to(operand.x.dtype)
+            padding = padding_T[None, :, None, None]
+            y_a, y_b = torch.where(padding, halves[0], y_a), torch.where(padding, halves[1], y_b)
+        y = _pair(y_a, y_b, problem.spec.pairs_out)
         results.append(_from_bthd(torch.cat((before, y, after), dim=-1), problem.spec))
     return results
 
@@ -125,7 +127,7 @@ def token_rows(problem: Problem) -> tuple[Tensor, Tensor | None]:
     sequence = sequence.clamp(0, max(len(bounds) - 2, 0))
     starts, lengths = bounds[:-1], bounds.diff()
     if len(starts) == 0:
-        return token[None, :, None], padding
+        return token[None, :, None], torch.ones_like(padding)
     rows = _chunk_map(token - starts[sequence], lengths[sequence], spec)
     if problem.offsets is not None:
         rows = rows + problem.offsets.long()[sequence]

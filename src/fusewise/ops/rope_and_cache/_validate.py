@@ -14,8 +14,17 @@ from torch import Tensor
 from ..rope._op import transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import layout_dims
-from ..rope._validate import DEFAULTS, MAX_HEAD_DIM, dtype_of, fail, shape_of, validated_as_far
-from ..rope._validate import _check_index_tensor as check_index_tensor
+from ..rope._validate import (
+    DEFAULTS,
+    INTS,
+    MAX_HEAD_DIM,
+    check_tensor,
+    check_unit_stride,
+    dtype_of,
+    fail,
+    shape_of,
+    validated_as_far,
+)
 from ._op import choice
 from ._problem import CACHE_LAYOUTS
 
@@ -107,10 +116,10 @@ def _remembered(
     try:
         key = (
             *[
-                (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference()) if isinstance(x, Tensor) else x
-                for x in given[:13]
+                (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), x.requires_grad, x.is_inference())
+                if isinstance(x, Tensor) else x if i < 13 else type(x)
+                for i, x in enumerate(given)
             ],
-            *[(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in given[13:]],
             cache_layout, write_k, type(write_k), *options[8:], *map(type, options[8:]),
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         )  # fmt: skip
@@ -124,6 +133,7 @@ def _check_kinds(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, cache
     for name, x in (("q", q), ("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
         if not isinstance(x, Tensor):
             fail(OP, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
+        check_tensor(OP, name, x, (x.dtype,), None)  # of which dtype, and where, is said below
     if cache_layout not in CACHE_LAYOUTS:
         fail(OP, "cache_layout", f"be one of {', '.join(CACHE_LAYOUTS)}", repr(cache_layout), "choose one of them")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -145,14 +155,7 @@ def _heads(name: str, x: Tensor, cache: Tensor, cache_name: str) -> Tensor:
             OP, name, f"have heads as wide as those of {cache_name}, {width}, in its {x.shape[-1]} features", shape_of(x),
             f"pass {name} as (tokens, heads, D)",
         )  # fmt: skip
-    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() > 0:
-        fail(
-            OP,
-            name,
-            "have a contiguous last dimension (stride 1)",
-            f"strides {x.stride()}",
-            f"call {name}.contiguous()",
-        )
+    check_unit_stride(OP, name, x)
     return x.view(x.shape[0], x.shape[1] // width, width)
 
 
@@ -161,8 +164,6 @@ def _check_values(k: Tensor, v: Tensor, layout: str) -> None:
         fail(OP, "v", f"have the dtype of k, {dtype_of(k)}", dtype_of(v), f"call v.to(torch.{dtype_of(k)})", TypeError)
     if v.device != k.device:
         fail(OP, "v", f"be on the device of k, {k.device}", v.device, f"call v.to({str(k.device)!r})")
-    if v.layout != torch.strided:
-        fail(OP, "v", "be a strided tensor", v.layout, "call v.to_dense()", TypeError)
     if v.dim() != k.dim() or v.shape[:-1] != k.shape[:-1]:
         form = f"{shape_of(k)[:-1]} and a width"
         fail(
@@ -170,8 +171,7 @@ def _check_values(k: Tensor, v: Tensor, layout: str) -> None:
         )
     if not 1 <= v.shape[-1] <= MAX_HEAD_DIM:
         fail(OP, "v", f"have a head_dim from 1 to {MAX_HEAD_DIM}", v.shape[-1], "pass the values of the heads")
-    if v.shape[-1] != 1 and v.stride(-1) != 1 and v.numel() > 0:
-        fail(OP, "v", "have a contiguous last dimension (stride 1)", f"strides {v.stride()}", "call v.contiguous()")
+    check_unit_stride(OP, "v", v)
 
 
 def _check_caches(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, layout: str) -> None:
@@ -182,8 +182,6 @@ def _check_caches(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, 
                 "quantised caches are not supported" if cache.element_size() == 1 else f"allocate {name} in that dtype"
             )
             fail(OP, name, f"have the dtype of {x_name}, {dtype_of(x)}", dtype_of(cache), fix, TypeError)
-        if cache.layout != torch.strided:
-            fail(OP, name, "be a strided tensor", cache.layout, f"call {name}.to_dense()", TypeError)
         if cache.device != x.device:
             fail(OP, name, f"be on the device of {x_name}, {x.device}", cache.device, "allocate the caches there")
         if cache.shape[2] != heads or cache.shape[3] != x.shape[-1]:
@@ -214,7 +212,7 @@ def _check_places(
     b_dim, t_dim, _ = layout_dims(layout)
     tokens, cu_seqlens = q.shape[t_dim], options[7]
     if slots is not None:
-        check_index_tensor(OP, "slot_mapping", slots, q)
+        check_tensor(OP, "slot_mapping", slots, INTS, q.device)
         if block_table is not None:
             fail(OP, "block_table", "be None where there is a slot_mapping", shape_of(block_table), "pass one of them")
         if b_dim is None:
@@ -237,7 +235,7 @@ def _check_places(
                 key_cache.shape[0], "pass a slot_mapping, a block_table or, for packed sequences, cu_seqlens",
             )  # fmt: skip
         return
-    check_index_tensor(OP, "block_table", block_table, q)
+    check_tensor(OP, "block_table", block_table, INTS, q.device)
     if block_table.dim() != 2 or block_table.shape[0] != sequences:
         fail(
             OP, "block_table", f"have shape ({sequences}, blocks), a row for every {each}", shape_of(block_table),

@@ -77,8 +77,17 @@ inline void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t
   for (; i < pairs; ++i) rotate_some<T, IN, OUT, 1>(x, y, cos, sin, pairs, i);
 }
 
-// `count` heads a step apart, each with its own row of cos and sin or all with the same (table_step 0). While one is
-// worked on, the one `ahead` of it is fetched.
+// The same without a rotation: every element keeps its bits.
+template <class T, bool IN, bool OUT>
+inline void pass(const T* x, T* y, int64_t pairs) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const T a = x[IN ? 2 * i : i], b = x[IN ? 2 * i + 1 : pairs + i];
+    y[OUT ? 2 * i : i] = a, y[OUT ? 2 * i + 1 : pairs + i] = b;
+  }
+}
+
+// `count` heads a step apart, each with its own row of cos and sin or all with the same (table_step 0), or with none: then
+// they pass through. While one is worked on, the one `ahead` of it is fetched.
 struct Heads {
   const void* x;
   void* y;
@@ -101,12 +110,15 @@ void rotate_heads(const Plan& plan, const Heads& heads, bool streamed) {
     const T* x = static_cast<const T*>(heads.x) + h * heads.x_step;
     T* y = static_cast<T*>(heads.y) + h * heads.y_step;
     T* to = streamed || reordered ? stage + staged * width : y;
-    const float *cos = heads.cos + h * heads.table_step, *sin = heads.sin + h * heads.table_step;
+    const int64_t row = h * heads.table_step;
     for (int64_t i = 0; i < width * int64_t(sizeof(T)); i += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(x + heads.x_ahead) + i);
       if (prefetch_y) __builtin_prefetch(reinterpret_cast<const char*>(y + heads.y_ahead) + i, 1);
     }
-    rotate<T, INTERLEAVED_IN, INTERLEAVED_OUT>(x + start, to + start, cos, sin, plan.pairs);
+    if (heads.cos)
+      rotate<T, INTERLEAVED_IN, INTERLEAVED_OUT>(x + start, to + start, heads.cos + row, heads.sin + row, plan.pairs);
+    else
+      pass<T, INTERLEAVED_IN, INTERLEAVED_OUT>(x + start, to + start, plan.pairs);
     if (!plan.in_place) {
       if (start > 0) std::memcpy(to, x, start * sizeof(T));
       if (rest < width) std::memcpy(to + rest, x + rest, (width - rest) * sizeof(T));
@@ -197,13 +209,16 @@ class Thread {
       int64_t filled = -1;
       for (int64_t i = first; i < std::min(first + work.run, work.blocks); ++i) {
         const int64_t batch = i % plan.batch, token = i / plan.batch * work.block;
-        const int64_t count = std::min(work.block, plan.tokens - token);
+        const int64_t count = std::min(work.block, plan.tokens - token), rotated = in_sequences(token, count);
         if (!alike || token != filled) {
-          for (int64_t t = 0; t < count; ++t) fill(batch, token + t, cos + t * plan.pairs, sin + t * plan.pairs);
+          for (int64_t t = 0; t < rotated; ++t) fill(batch, token + t, cos + t * plan.pairs, sin + t * plan.pairs);
           filled = token;
         }
-        for (int64_t o = 0; o < plan.operands; ++o)
-          if (plan.heads[o] > 0) rotate_block(rotate_heads, o, batch, token, count);
+        for (int64_t o = 0; o < plan.operands; ++o) {
+          if (plan.heads[o] == 0) continue;
+          rotate_block(rotate_heads, o, batch, token, rotated, cos);
+          if (rotated < count) rotate_block(rotate_heads, o, batch, token + rotated, count - rotated, nullptr);
+        }
       }
     }
     if (work.streamed) stream_fence();
@@ -225,8 +240,15 @@ class Thread {
     return (pair >= sections[0]) + (pair >= sections[0] + sections[1]);
   }
 
+  // How many of `count` tokens come before the end of the last sequence; the others pass through.
+  int64_t in_sequences(int64_t token, int64_t count) const {
+    if (!call.bounds) return count;
+    return plan.sequences == 0 ? 0 : std::clamp<int64_t>(bound(plan.sequences) - token, 0, count);
+  }
+
   // All heads of one operand in a block, in the order in which they lie in memory.
-  void rotate_block(RotateHeads rotate_heads, int64_t operand, int64_t batch, int64_t token, int64_t count) const {
+  void rotate_block(RotateHeads rotate_heads, int64_t operand, int64_t batch, int64_t token, int64_t count,
+                    const float* cos) const {
     const int64_t *xs = plan.x_strides[operand], *ys = plan.y_strides[operand], heads = plan.heads[operand];
     const int64_t width = plan.head_dim[operand], start = plan.start[operand];
     const int64_t size = plan.kind == FLOAT32 ? 4 : 2;
@@ -240,7 +262,7 @@ class Thread {
         const int64_t row = t * plan.pairs;
         rotate_heads(plan,
                      {x + t * xs[1] * size, y + t * ys[1] * size, xs[2], ys[2], ahead * xs[dim], ahead * ys[dim],
-                      heads, cos + row, sin + row, 0, width, start},
+                      heads, cos ? cos + row : nullptr, sin + row, 0, width, start},
                      work.streamed);
       }
     } else {
@@ -254,7 +276,7 @@ class Thread {
     }
   }
 
-  // cos and sin of one token: NaN for a row outside the table, the identity for tokens past the last sequence.
+  // cos and sin of one token: NaN for a row outside the table.
   void fill(int64_t batch, int64_t token, float* c, float* s) const {
     if (call.positions) {
       const int64_t *strides = plan.position_strides, index = batch * strides[1] + token * strides[2];
@@ -277,11 +299,6 @@ class Thread {
       while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
         (bound(middle) <= token ? low : high) = middle;
-      }
-      if (low >= plan.sequences) {
-        std::fill_n(c, plan.pairs, 1.0f);
-        std::fill_n(s, plan.pairs, 0.0f);
-        return;
       }
       sequence = low;
       start = bound(low);
