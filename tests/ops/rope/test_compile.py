@@ -321,20 +321,22 @@ def test_export_keeps_the_operator() -> None:
 
 
 class TableRotation(torch.nn.Module):
-    def forward(self, q: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return fusewise.rope(q, cos=cos, sin=sin)
+    def forward(self, q: Tensor, cos: Tensor, sin: Tensor, offset: Tensor) -> Any:
+        return fusewise.rope(q, cos=cos, sin=sin, offset=offset)
 
 
 def test_an_exported_program_refuses_strides_that_it_was_not_validated_for() -> None:
     """It looks at shapes alone; memory must not be read where there is none."""
-    q, cos, sin = tensors()[0], TABLE["cos"], TABLE["sin"]
-    program = torch.export.export(TableRotation(), (q, cos, sin)).module()
-    assert_bits(program(q, cos, sin), fusewise.rope(q, cos=cos, sin=sin))
+    q, cos, sin, offset = tensors()[0], TABLE["cos"], TABLE["sin"], torch.tensor([3, 5])
+    program = torch.export.export(TableRotation(), (q, cos, sin, offset)).module()
+    assert_bits(program(q, cos, sin, offset), fusewise.rope(q, cos=cos, sin=sin, offset=offset))
     for _ in range(2):
         with pytest.raises(ValueError, match="rope: q and k must have a contiguous last dimension"):
-            program(q.mT.contiguous().mT, cos, sin)
+            program(q.mT.contiguous().mT, cos, sin, offset)
         with pytest.raises(ValueError, match="rope: sin must have the strides of cos"):
-            program(q, cos, sin.mT.contiguous().mT)
+            program(q, cos, sin.mT.contiguous().mT, offset)
+        with pytest.raises(ValueError, match="rope: offset must have a contiguous last dimension"):
+            program(q, cos, sin, offset[:1].expand(2))
 
 
 @pytest.mark.parametrize("place", [p for p in places(interpreted=False) if p.values[0].device == "cpu"])

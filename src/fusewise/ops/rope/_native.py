@@ -40,8 +40,8 @@ def planned(
         q.data_ptr() == q_out.data_ptr() and k.data_ptr() == k_out.data_ptr(), cos.dtype, cos.shape, cos.stride(),
         None if sin is None else sin.stride(),
         None if positions is None else (positions.dtype, positions.shape, positions.stride()),
-        None if offsets is None else offsets.dtype,
-        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
+        None if offsets is None else (offsets.dtype, offsets.stride()),
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride()),
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:

@@ -183,12 +183,13 @@ class Problem:
         spec: Spec,
     ) -> Problem:
         """Resolve `spec` against tensors that have passed validation, once: an exported program may be given others."""
-        for x in (*xs, *ys):
-            if x.stride(-1) != 1 and x.numel() > 0:
-                raise ValueError(
-                    "rope: q and k must have a contiguous last dimension (stride 1), "
-                    f"got strides {x.stride()}; call .contiguous()"
-                )
+        for name, tensors in (("q and k", (*xs, *ys)), ("offset", (offsets,)), ("cu_seqlens", (cu_seqlens,))):
+            for x in tensors:
+                if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+                    raise ValueError(
+                        f"rope: {name} must have a contiguous last dimension (stride 1), got strides {x.stride()}; "
+                        "call .contiguous()"
+                    )
         if sin is not None and not same_strides(cos, sin):
             raise ValueError(
                 f"rope: sin must have the strides of cos, {cos.stride()}, got {sin.stride()}; call .contiguous() on both"

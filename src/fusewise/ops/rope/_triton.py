@@ -220,8 +220,8 @@ def launch(
         q_ptr == q_out_ptr, k_ptr == k_out_ptr, cos.dtype, cos.shape, cos.stride(),
         None if sin is None else (sin.stride(), sin.data_ptr() & 15),
         None if positions is None else (positions.dtype, positions.shape, positions.stride(), positions.data_ptr() & 15),
-        None if offsets is None else (offsets.dtype, offsets.data_ptr() & 15),
-        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.data_ptr() & 15),
+        None if offsets is None else (offsets.dtype, offsets.stride(), offsets.data_ptr() & 15),
+        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.data_ptr() & 15),
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:

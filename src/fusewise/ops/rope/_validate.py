@@ -272,18 +272,25 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             fix = "pass [0, len_0, len_0 + len_1, ...]"
             fail(op, "cu_seqlens", "have shape (sequences + 1,)", shape_of(cu_seqlens), fix)
+        _check_contiguous(op, "cu_seqlens", cu_seqlens)
         sequences = cu_seqlens.shape[0] - 1
     if a["offset_tensor"] is not None:
         check_tensor(op, "offset", offset, INTS, q.device)
         if shape_of(offset) != (sequences,):
             contract = f"be an int or have shape ({sequences},), one a sequence"
             fail(op, "offset", contract, shape_of(offset), "pass one offset a sequence")
+        _check_contiguous(op, "offset", offset)
     elif not _is_int(offset):
         fail(op, "offset", "be an int or an integer tensor", repr(offset), "pass the first position", TypeError)
     elif offset < 0 and a["inv_freq"] is None:
         fail(op, "offset", "be >= 0 with a table", offset, "tables start at position 0; use inv_freq")
     elif isinstance(offset, int) and not torch.compiler.is_compiling() and abs(offset) > MAX_POSITION:
         fail(op, "offset", "be a position below 2^31", offset, "pass the first position")
+
+
+def _check_contiguous(op: str, name: str, x: Tensor) -> None:
+    if x.stride(0) != 1 and x.shape[0] > 1:
+        fail(op, name, "be contiguous", f"strides {x.stride()}", "call .contiguous()")
 
 
 def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, Any]) -> tuple[str, bool, int | None]:
