@@ -48,7 +48,9 @@ def run(out, providers, **fields):
 @pytest.fixture(scope="module")
 def misbehaving(tmp_path_factory):
     out = tmp_path_factory.mktemp("fakes")
-    made, _ = run(out, ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # which nobody has who just types a command
+        made, _ = run(out, ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"])
     return made, out
 
 
