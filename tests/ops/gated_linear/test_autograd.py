@@ -181,7 +181,7 @@ def test_backward_under_autocast_keeps_its_dtypes() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(usual, inputs, dy), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's forward mode does
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode does
 def test_transforms_go_through_the_formula() -> None:
     x, weight, bias = (t.detach() for t in leaves())
     torch.testing.assert_close(torch.func.vmap(geglu_linear, (0, None, None))(x, weight, bias), eager(x, weight, bias))

@@ -16,7 +16,7 @@ from fusewise.ops.gated_linear._gate import gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # torch's forward mode
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # torch's forward mode
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of an operator without a rule
 ]

@@ -145,7 +145,7 @@ def test_memory(norm: str) -> None:
     assert bytes_of < peak <= bytes_of + 4 * programs * widest + 4096
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch itself
 def test_transforms() -> None:
     """Forward mode, vmap and torch.func's gradients go through the formula."""
     q, k, q_weight, k_weight = (x.detach() for x in leaves("head"))

@@ -21,7 +21,7 @@ every_place_and_the_interpreter = pytest.mark.parametrize("place", places())
 on_the_cpu = pytest.mark.parametrize("place", [p for p in places(interpreted=False) if p.values[0].device == "cpu"])
 
 # torch's own forward mode scripts its decompositions when it is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 TABLE = make_table("half", 5, 2, torch.float32)
 OPTIONS: dict[str, Any] = {"rotary_dim": 10, "rotary_start": 3, "pairing": "interleaved_to_half"}
