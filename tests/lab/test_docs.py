@@ -1,13 +1,16 @@
 """The pages of the verbs say what the command line has."""
 
 import re
+import shlex
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from fusewise.cli import cli
-from fusewise.lab import plugin, targets
+from fusewise.lab import commands, plugin, targets
+from fusewise.lab.code import commands as code_commands
 
 DOCS = Path(__file__).parents[2] / "docs"
 VERBS = (DOCS / "verbs.md").read_text(encoding="utf-8")
@@ -58,6 +61,34 @@ def test_options_that_a_page_shows_are_the_verbs_own() -> None:
             known = {o for p in cli.commands[verb].params for o in (*p.opts, *p.secondary_opts)}
             shown = {word.strip("[]").partition("=")[0] for word in rest if word.strip("[]").startswith("--")}
             assert shown <= known | {"--help"}, line
+
+
+def shown() -> list[str]:
+    """Every command that a page or a help text shows for a problem of ours; a user's own files are not here."""
+    texts = [page.read_text(encoding="utf-8") for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))]
+    texts += [command.epilog or "" for command in cli.commands.values()]
+    lines = re.findall(r"^ *(fusewise (?:study|code|profile) [^#\n]*)", "\n".join(texts), re.MULTILINE)
+    return sorted({line.strip() for line in lines if "my" not in line and "…" not in line})
+
+
+@pytest.mark.parametrize("line", shown())
+def test_a_command_that_is_shown_is_accepted(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class AcceptedError(Exception):
+        pass
+
+    def accepted(*_: object, **__: object) -> None:
+        raise AcceptedError
+
+    for module, name in (
+        (commands, "run"),
+        (commands, "case_listing"),
+        (code_commands, "code"),
+        (code_commands, "profile"),
+    ):
+        monkeypatch.setattr(module, name, accepted)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, shlex.split(line)[1:])
+    assert isinstance(result.exception, AcceptedError), result.output
 
 
 def test_study_names_every_preset_and_every_provider_that_is_measured() -> None:
