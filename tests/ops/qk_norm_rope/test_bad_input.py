@@ -25,6 +25,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight-integer": ({"q_weight": W.int()}, TypeError, "q_weight must have dtype float32, bfloat16, float16 or float64, got int32"),
     "weight-float64": ({"k_weight": W.double()}, TypeError, "k_weight must have dtype float32, bfloat16 or float16 for such a q, got float64"),
     "weight-device": ({"q_weight": W.to("meta")}, ValueError, "q_weight must be on the device of q, cpu, got meta"),
+    "weight-negated": ({"q_weight": torch._neg_view(W)}, ValueError, "q_weight must not be a lazily negated view"),
+    "weight-sparse": ({"q_weight": W.to_sparse()}, TypeError, "q_weight must be a strided tensor, got torch.sparse_coo"),
     "weight-shape": ({"q_weight": W[:8]}, ValueError, r'q_weight must be contiguous, of shape \(head_dim,\) = \(16,\) for norm="head", got shape \(8,\)'),
     "weight-2d": ({"q_weight": W[None]}, ValueError, r"q_weight must be contiguous, of shape \(head_dim,\) = \(16,\).*got shape \(1, 16\)"),
     "weight-strides": ({"q_weight": torch.randn(32)[::2]}, ValueError, r"q_weight must be contiguous.*with strides \(2,\)"),
@@ -37,12 +39,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "norm": ({"norm": "token"}, ValueError, "norm must be one of head, all, got 'token'"),
     "norm-None": ({"norm": None}, ValueError, "norm must be one of head, all, got None"),
     "eps-negative": ({"eps": -1e-6}, ValueError, "eps must be at least 0, got -1e-06"),
-    "eps-nan": ({"eps": float("nan")}, TypeError, "eps must be a finite number, got nan"),
-    "eps-text": ({"eps": "1e-6"}, TypeError, "eps must be a finite number, got '1e-6'"),
-    "eps-bool": ({"eps": True}, TypeError, "eps must be a finite number, got True"),
+    "eps-nan": ({"eps": float("nan")}, TypeError, "eps must be a finite number of float32, got nan"),
+    "eps-text": ({"eps": "1e-6"}, TypeError, "eps must be a finite number of float32, got '1e-6'"),
+    "eps-bool": ({"eps": True}, TypeError, "eps must be a finite number of float32, got True"),
     "eps-tensor": ({"eps": torch.tensor(1e-6)}, TypeError, "eps must be a finite number"),
-    "offset-inf": ({"weight_offset": float("inf")}, TypeError, "weight_offset must be a finite number, got inf"),
-    "offset-None": ({"weight_offset": None}, TypeError, "weight_offset must be a finite number, got None"),
+    "eps-double": ({"eps": 1e300}, TypeError, r"eps must be a finite number of float32, got 1e\+300"),
+    "offset-int": ({"weight_offset": 10**40}, TypeError, "weight_offset must be a finite number of float32, got 1000"),
+    "offset-inf": ({"weight_offset": float("inf")}, TypeError, "weight_offset must be a finite number of float32, got inf"),
+    "offset-None": ({"weight_offset": None}, TypeError, "weight_offset must be a finite number of float32, got None"),
     "wide": ({"q": torch.empty(1, 1, 200, 512), "k": None, "k_weight": None, "norm": "all", **make_table("half", 256, 1, torch.float32)},
              ValueError, r'q must have at most 65536 features a token for norm="all", got \(1, 1, 200, 512\)'),
     # what RoPE asks for, under this name
@@ -78,14 +82,18 @@ def test_mistake(name: str) -> None:
 def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
     """Validation is remembered by all that it looked at: each of these differs in one respect from a call before it."""
     fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0)
-    with pytest.raises(TypeError, match="eps must be a finite number, got True"):
+    with pytest.raises(TypeError, match="eps must be a finite number of float32, got True"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=True, weight_offset=0)
-    with pytest.raises(TypeError, match="weight_offset must be a finite number, got False"):
+    with pytest.raises(TypeError, match="weight_offset must be a finite number of float32, got False"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=False)
     with pytest.raises(ValueError, match="k_weight must be contiguous"):
         fusewise.qk_norm_rope(Q, K, W, torch.randn(32)[::2], **TABLE, eps=1, weight_offset=0)
     with pytest.raises(ValueError, match="positions up to 64"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=59)
+    positions = torch.zeros(1, dtype=torch.int64).expand(6)  # the strides that a sparse tensor says it has
+    fusewise.qk_norm_rope(Q, K, W, W, **TABLE, positions=positions)
+    with pytest.raises(TypeError, match="positions must be a strided tensor"):
+        fusewise.qk_norm_rope(Q, K, W, W, **TABLE, positions=positions.to_sparse())
 
 
 def test_the_operator_itself_refuses_too() -> None:

@@ -222,6 +222,15 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
         fusewise.rope(Q, K, **TABLE, offset=False)
 
 
+def test_sparse_positions_are_not_those_of_stride_0() -> None:
+    """A sparse tensor of one dimension says that it has the strides of an expanded one."""
+    q, table = torch.randn(1, 6, 2, 16), make_table("half", 8, 1, torch.float32)
+    positions = torch.zeros(1, dtype=torch.int64).expand(6)
+    fusewise.rope(q, **table, positions=positions)
+    with pytest.raises(TypeError, match="positions must be a strided tensor"):
+        fusewise.rope(q, **table, positions=positions.to_sparse())
+
+
 def test_strides_of_no_elements_say_nothing() -> None:
     """No tokens, any strides."""
     q = torch.empty(2, 0, 4, 16).as_strided((2, 0, 4, 16), (0, 0, 1, 5))

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rope._validate import FLOATS, dtype_of, fail, shape_of
-from ..rope._validate import validated as validated_rotation
+from ..rope._validate import FLOATS, MAX_SCALE, check_tensor, fail, shape_of, validated_as_far
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import OVERS, Norm
 
 OP = "qk_norm_rope"
 MAX_WIDTH = 65536  # features normalised together, which a kernel holds in one block
 
-# Calls that passed, by everything that is looked at here but the values of tensors. The bound is there only against a leak.
-_PASSED: set[tuple[Any, ...]] = set()
+# Calls that passed, by everything but the values of tensors and of an int offset: the encoded spec, and the largest offset.
+# The bound is there only against a leak.
+_PASSED: dict[tuple[Any, ...], tuple[str, float]] = {}
 _PASSED_MAX = 4096
 
 
@@ -35,20 +35,39 @@ def validated(
 ) -> tuple[Any, ...]:
     """Validate a call (`rotation` are the options of `rope` in the order of its DEFAULTS, without impl; `norm` are eps,
     weight_offset and over) and return the arguments that follow the tensors in the operators."""
-    call = validated_rotation(OP, q, k, (*rotation, "auto"))[:-1]
-    weights = {"q": (q, q_weight), "k": (k, k_weight)}
+    cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = rotation
+    offsets = offset if isinstance(offset, Tensor) else None
     key: tuple[Any, ...] | None = None
     if not torch.compiler.is_compiling():
         try:
             key = (
-                *[None if x is None else (x.shape, x.dtype, x.device) for x, _ in weights.values()],
-                *[None if w is None else (w.shape, w.stride(), w.dtype, w.device) for _, w in weights.values()],
-                layout, *norm, *map(type, norm), impl,
+                *[
+                    None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), x.requires_grad)
+                    for x in (q, k, q_weight, k_weight, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
+                ],
+                type(offset), *rest, *norm, *map(type, rest), *map(type, norm), impl,
             )  # fmt: skip
-            if key in _PASSED:
-                return *call, *norm, impl
+            spec, reach = _PASSED.get(key, ("", -1.0))
+            first = 0 if offsets is not None else offset
+            if 0 <= first <= reach:
+                table = next(x for x in (cos, cos_sin, angles, inv_freq) if x is not None)
+                return (
+                    table,
+                    sin,
+                    positions,
+                    offsets,
+                    cu_seqlens,
+                    first,
+                    spec,
+                    float(norm[0]),
+                    float(norm[1]),
+                    norm[2],
+                    impl,
+                )
         except (AttributeError, TypeError, RuntimeError):
             key = None  # something is not a strided tensor or cannot be hashed: validation names it
+    call, reach = validated_as_far(OP, q, k, (*rotation, "auto"))
+    weights = {"q": (q, q_weight), "k": (k, k_weight)}
     _check_norm(*norm)
     for name, (x, weight) in weights.items():
         if x is not None and Norm(*norm).width(x, layout) > MAX_WIDTH:
@@ -64,15 +83,14 @@ def validated(
     if key is not None:
         if len(_PASSED) >= _PASSED_MAX:
             _PASSED.clear()
-        _PASSED.add(key)
-    return *call, float(norm[0]), float(norm[1]), norm[2], impl
+        _PASSED[key] = call[-2], reach
+    return *call[:-1], float(norm[0]), float(norm[1]), norm[2], impl
 
 
 def _check_norm(eps: Any, weight_offset: Any, over: Any) -> None:
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or value != value or abs(value) == float("inf"):  # torch.compile does not trace math.isfinite
-            fail(OP, name, "be a finite number", repr(value), f"pass the model's {name}", TypeError)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= MAX_SCALE:
+            fail(OP, name, "be a finite number of float32", repr(value), f"pass the model's {name}", TypeError)
     if eps < 0:
         fail(OP, "eps", "be at least 0", eps, "pass the model's rms_norm_eps")
     if over not in OVERS:
@@ -84,23 +102,16 @@ def _check_weight(name: str, weight: Any, x: Tensor | None, layout: str, norm: N
         return
     if x is None:
         fail(OP, name, "be None where there is no k", "a tensor", "pass k or leave its weight out")
-    if not isinstance(weight, Tensor):
-        fail(OP, name, "be a torch.Tensor", type(weight).__name__, f"pass a tensor for {name}", TypeError)
-    if weight.dtype not in FLOATS:
-        kinds = "float32, bfloat16, float16 or float64"
-        fail(OP, name, f"have dtype {kinds}", dtype_of(weight), f"call {name}.float()", TypeError)
+    check_tensor(OP, name, weight, FLOATS, x.device)
     if weight.dtype == torch.float64 and x.dtype != torch.float64:
         kinds = "float32, bfloat16 or float16 for such a q"
         fail(OP, name, f"have dtype {kinds}", "float64", f"call {name}.float()", TypeError)
-    if weight.device != x.device:
-        fail(OP, name, f"be on the device of q, {x.device}", weight.device, f"call {name}.to({str(x.device)!r})")
     width = norm.width(x, layout)
-    if weight.layout != torch.strided or shape_of(weight) != (width,) or not weight.is_contiguous():
-        strides = "" if weight.layout != torch.strided else f" with strides {weight.stride()}"
+    if shape_of(weight) != (width,) or not weight.is_contiguous():
         features = "head_dim" if norm.over == "head" else "heads · head_dim"
         fail(
             OP, name, f'be contiguous, of shape ({features},) = ({width},) for norm="{norm.over}"',
-            f"shape {shape_of(weight)}{strides}", f"pass one entry for each of the {width} features",
+            f"shape {shape_of(weight)} with strides {weight.stride()}", f"pass one entry for each of the {width} features",
         )  # fmt: skip
 
 

@@ -62,7 +62,9 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
         try:
             key = (
                 *[
-                    None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
+                    None
+                    if x is None
+                    else (x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad, x.is_neg())
                     for x in (q, k, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
                 ],
                 type(offset),
