@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fusewise.lab.code.aten import Operators
 from fusewise.lab.ledger import Kernel, Ledger, extent, merged
-from fusewise.lab.record import Record, schema
+from fusewise.lab.record import Record
 from fusewise.lab.render import ledgers as render
+from fusewise.lab.schema import schema
 
 X = torch.arange(64, dtype=torch.float32).reshape(8, 8)  # 256 bytes
 ROW = torch.ones(8)  # 32 bytes

@@ -9,7 +9,7 @@ from builders import measurement, row
 from click.testing import CliRunner
 
 from fusewise.cli import cli
-from fusewise.lab import analysis, limits, record
+from fusewise.lab import analysis, limits, schema
 
 FOUND = {
     "device": "test", "created": "2026-01-01T00:00:00+00:00", "copy_gb_s": 1000.0, "triad_gb_s": 900.0,
@@ -40,8 +40,8 @@ def test_measured_limits_are_sane_and_kept(monkeypatch):
     shown = CliRunner().invoke(cli, ["limits", "--device", "cpu", "--kept"])
     assert shown.exit_code == 0
     assert "triad" in shown.stdout
-    schema = record.schema()
-    pytest.importorskip("jsonschema").validate(found, {**schema, **schema["$defs"]["limits"]})
+    known = schema.schema()
+    pytest.importorskip("jsonschema").validate(found, {**known, **known["$defs"]["limits"]})
 
 
 def test_nothing_kept_is_told():

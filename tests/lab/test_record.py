@@ -1,11 +1,15 @@
+import copy
 import json
 import subprocess
 import sys
 
 import pytest
 from builders import full_record, gpu_record, measurement, row, study_record
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fusewise.lab import analysis, record
+from fusewise.lab import analysis, compare, record, schema, verdict
+from fusewise.lab.render import html, markdown, script, terminal
 
 FIELDS = [
     "op", "case", "shape", "dtype", "pass", "provider", "status", "reason", "device_us", "device_us_iqr", "host_us",
@@ -42,8 +46,8 @@ def test_round_trip(tmp_path):
 
 
 def test_the_schema_accepts_what_is_written_and_refuses_what_is_not():
-    validator = pytest.importorskip("jsonschema").Draft202012Validator(record.schema())
-    validator.check_schema(record.schema())
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema.schema())
+    validator.check_schema(schema.schema())
     good = complete().to_json()
     validator.validate(good)
 
@@ -69,7 +73,7 @@ def test_other_files_are_refused_with_words(change):
 
 
 def test_the_schema_accepts_code_ledgers_and_limits():
-    validator = pytest.importorskip("jsonschema").Draft202012Validator(record.schema())
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema.schema())
     good = full_record().to_json()
     validator.validate(good)
     for name in ("code", "ledgers"):
@@ -79,7 +83,7 @@ def test_the_schema_accepts_code_ledgers_and_limits():
 
 
 def test_the_schema_accepts_profiles_and_what_the_time_went_into():
-    validator = pytest.importorskip("jsonschema").Draft202012Validator(record.schema())
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema.schema())
     good = gpu_record().to_json()
     validator.validate(good)
     assert not validator.is_valid({**good, "spent": {"truth": -1.0}})
@@ -99,11 +103,101 @@ def test_a_record_of_version_1_is_read_as_todays():
     assert set(record.MIGRATIONS) == set(range(1, record.SCHEMA_VERSION))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"kind": "fusewise.record", "schema": 2}', '{"kind": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "NaN",
+        "[" * 100_000,
+        '{"kind": "fusewise.record", "seconds": Infinity}',
+        '{"kind": "fusewise.record", "schema": 2}',
+        '{"kind": 3}',
+    ],
+)
 def test_what_is_no_record_is_refused_with_words(tmp_path, text):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(ValueError, match=r"^record: .* must .*, got .*; "):
         record.read(tmp_path)
+
+
+HOSTILE_VALUES = [None, True, -1, 0, 1.5, 10**400, "", "x", "x" * 5000, [], [None], {}, {"a": None}]
+
+
+SMALL = [full_record(1).to_json(), gpu_record().to_json()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_changed_record_is_refused_or_can_be_shown(data):
+    """And refused by exactly the rules of JSON Schema, of which ours is the part that the schema uses."""
+    jsonschema = pytest.importorskip("jsonschema")
+    changed = copy.deepcopy(SMALL[data.draw(st.integers(0, 1))])
+    # a place is drawn key by key, so that the rare parts are found as often as the many samples
+    where, key = changed, None
+    while isinstance(where, (dict, list)) and where and (key is None or data.draw(st.integers(0, 3))):
+        inside, key = where, data.draw(st.sampled_from(list(where) if isinstance(where, dict) else range(len(where))))
+        where = inside[key]
+    inside[key] = data.draw(st.sampled_from(HOSTILE_VALUES))
+    if not jsonschema.Draft202012Validator(schema.schema()).is_valid(changed):
+        with pytest.raises(ValueError, match=r"^record: "):
+            record.Record.from_json(changed)
+        return
+    found = record.Record.from_json(changed)
+    html.report(found)
+    markdown.report(found)
+    terminal.summary(found)
+    verdict.summary(verdict.verdicts(found))
+    comparison = compare.compare(compare.side(found, "a"), compare.side(record.Record.from_json(SMALL[0]), "b"))
+    terminal.comparison_table(comparison)
+    if found.rows:
+        script.program(found, found.rows[0])
+
+
+def test_the_schema_uses_what_is_understood():
+    def keywords(rules):
+        for name, rule in rules.items():
+            yield name
+            if name in ("properties", "$defs"):
+                for inner in rule.values():
+                    yield from keywords(inner)
+            elif name in ("allOf", "anyOf"):
+                for inner in rule:
+                    yield from keywords(inner)
+            elif isinstance(rule, dict) and name in ("items", "additionalProperties", "if", "then", "else"):
+                yield from keywords(rule)
+
+    assert set(keywords(schema.schema())) <= schema.SILENT | set(schema._BY_KEYWORD)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda d: d["rows"][3].update(device_us="3"),
+            r"rows\[3\].device_us: must be number or null, got '3'; name another",
+        ),
+        (
+            lambda d: d["rows"][0].update(device_us=1e300),
+            r"rows\[0\].device_us: must be above 0 and at most 1e\+18, got 1e\+300",
+        ),
+        (lambda d: d.pop("run"), "must have run"),
+        (lambda d: d.update(more=1), "must not have 'more'"),
+        (lambda d: d["request"].update(cache="tepid"), "request.cache: must be one of cold, warm, got 'tepid'"),
+    ],
+)
+def test_a_fault_is_told_with_its_place(change, words):
+    data = complete().to_json()
+    change(data)
+    with pytest.raises(ValueError, match=words):
+        record.Record.from_json(data)
+
+
+@pytest.mark.parametrize("version", [True, 3.5, "3", [3], None])
+def test_a_version_is_an_integer(version):
+    with pytest.raises(ValueError, match="schema must be 1 to 3"):
+        record.Record.from_json({**complete().to_json(), "schema": version})
 
 
 def test_rows_are_read_from_records_and_from_published_files(tmp_path):
@@ -112,9 +206,10 @@ def test_rows_are_read_from_records_and_from_published_files(tmp_path):
     published = tmp_path / "cpu.jsonl"
     record.append_rows(published, made.rows)
     assert record.read_rows(tmp_path) == record.read_rows(published) == made.rows
-    published.write_text('{"op": 1}\n')
-    with pytest.raises(ValueError, match=r"^record: line 1 of .* must be a row, got .*; "):
-        record.read_rows(published)
+    for text in ('{"op": 1}', "[]", json.dumps({**made.rows[0].to_json(), "versions": 3})):
+        published.write_text(f"{text}\n")
+        with pytest.raises(ValueError, match=r"^record: line 1 of .* must be a row, got .*; "):
+            record.read_rows(published)
 
 
 def test_numbers_that_json_has_not_are_refused(tmp_path):

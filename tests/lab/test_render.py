@@ -110,6 +110,14 @@ def test_sweeps_become_lines_and_others_bars(tmp_path):
         assert path.stat().st_size > 5000
 
 
+def test_plots_lie_in_their_folder_whatever_the_record_says(tmp_path):
+    made = study_record([row("eager", device_us=1.0, dtype="../../x", case="a" * 3000)])
+    made.request["op"] = "/../../y:z " + "long" * 200
+    (name,) = plots.draw(made, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert len(name) < 143
+
+
 def test_an_empty_record_renders(tmp_path):
     record = study_record([row("liger", "missing")])
     assert plots.draw(record, tmp_path) == []

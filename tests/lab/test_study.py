@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewise.lab import plan, record, study
+from fusewise.lab import plan, record, schema, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 
 FAKES = "Right Wrong Unwritten Shapeless Mutating Raising Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
@@ -89,7 +89,7 @@ def test_the_record_on_disk_is_complete_and_valid(misbehaving):
     assert made.finished
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert lines == [r.to_json() for r in made.rows]
-    pytest.importorskip("jsonschema").validate(made.to_json(), record.schema())
+    pytest.importorskip("jsonschema").validate(made.to_json(), schema.schema())
 
 
 def test_raw_samples_are_kept_and_the_pair_is_there(misbehaving):

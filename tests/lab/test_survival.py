@@ -13,7 +13,7 @@ import time
 import pytest
 from builders import row, study_record
 
-from fusewise.lab import folder, record
+from fusewise.lab import folder, record, schema
 
 SMALL = ["study", "rope", "--device", "cpu", "--warm", "--pass", "fwd", "--rounds", "3:3", "--no-code"]
 
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == [
         r.to_json() for r in after.rows
     ]
-    pytest.importorskip("jsonschema").validate(after.to_json(), record.schema())
+    pytest.importorskip("jsonschema").validate(after.to_json(), schema.schema())
     assert "resumed" in (out / "report.html").read_text()
 
 
@@ -200,4 +200,4 @@ def test_ranks_share_the_cases_and_gather_one_record(tmp_path):
     assert [{r.case for r in part.rows} for part in parts] == [{"cube-4", "cube-8"}, {"cube-6"}]
     assert (out / "report.html").exists()
     assert not (tmp_path / "elsewhere").exists()
-    pytest.importorskip("jsonschema").validate(whole.to_json(), record.schema())
+    pytest.importorskip("jsonschema").validate(whole.to_json(), schema.schema())

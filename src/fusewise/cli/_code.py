@@ -150,10 +150,11 @@ Examples:
 )
 def profile(target: str, name: str, out: Path | None, timeout: float, as_json: bool, **options: Any) -> None:
     """Profile TARGET: kernel table, traffic ledger, flame graph (SVG), trace for Perfetto (ui.perfetto.dev)."""
-    from fusewise.lab.code import capture, commands
+    from fusewise.lab.code import commands
+    from fusewise.lab.folder import file_name
 
     task, entries = _task(target, [name], options)
-    where = out or Path("fusewise-profiles") / f"{task.case}-{task.pass_}-{capture.folder_name(name)}"
+    where = out or Path("fusewise-profiles") / file_name(f"{task.case}-{task.pass_}-{name}")
     try:
         found = commands.profile(task, entries[0], where, timeout)
     except OSError as error:

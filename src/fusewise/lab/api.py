@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import commands, plan
+from .folder import file_name
 from .process import WORKER
 from .record import Record, Row
 from .render import number, percent
@@ -115,7 +116,7 @@ def study(
         raise ValueError(f"study: arguments must have a tensor among them, got {len(arguments)} without one; add one")
     name = getattr(function, "__name__", type(function).__name__)
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    directory = Path(out) if out is not None else Path("fusewise-runs") / f"{name}-{stamp}"
+    directory = Path(out) if out is not None else Path("fusewise-runs") / f"{file_name(name)}-{stamp}"
     request = plan.Request(
         target=place(function, directory),
         inputs=texts,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from .record import Record
 #: What must be the same for an interrupted run to go on: the rows of one record are made in one way.
 SAME_REQUEST = ("op", "cache", "seed", "providers", "tasks")
 SAME_MACHINE = ("device_name", "cpu", "cores", "python")
+#: Of a file's name, characters; a few file systems take no more than 143 bytes.
+LONGEST_NAME = 100
 
 
 class Refused(ValueError):
@@ -54,6 +58,12 @@ def interrupted(out: Path, resume: bool) -> Record | None:
     if resume:
         raise Refused(f"study: --resume must find a record.json in {out}, got none; leave --resume out")
     return None
+
+
+def file_name(text: str) -> str:
+    """A text, such as a provider's name, as that of a file or folder: in one piece, below no other, and not too long."""
+    name = re.sub(r"[^\w.+-]", "_", text).lstrip(".") or "_"
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{zlib.crc32(text.encode()):08x}"
 
 
 def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[str, Any]) -> None:

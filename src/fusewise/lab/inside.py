@@ -15,6 +15,7 @@ from typing import Any
 
 from . import analysis, machine, plugin, record, spent
 from .code import capture
+from .folder import file_name
 from .options import Options
 from .problem import Task
 from .process import WorkerProcess
@@ -52,12 +53,12 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
 
     def profile(entry: plugin.Entry, task: Task) -> dict[str, Any]:
         name = "-".join((task.case, task.dtype, task.pass_, entry.name))
-        where = options.out.resolve() / "profiles" / capture.folder_name(name)
+        where = options.out.resolve() / "profiles" / file_name(name)
         return {"do": "profile", "task": task.to_json(), "folder": str(where)}
 
     def answered(entry: plugin.Entry, requests: list[dict[str, Any]]) -> list[capture.Answer]:
         told(entry.name)
-        log = folder / "logs" / f"{capture.folder_name(entry.name)}.log"
+        log = folder / "logs" / f"{file_name(entry.name)}.log"
         return capture.ask(entry, requests, log, timeout=options.timeout, started=started, spent=busy.append)
 
     def ask(entry: plugin.Entry) -> list[capture.Answer]:

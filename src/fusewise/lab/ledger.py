@@ -81,7 +81,7 @@ def extent(x: Tensor) -> int:
     """Bytes of the distinct elements of x: a dimension of stride 0 counts once, and windows that overlap no more than what
     they lie in."""
     count = math.prod(size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True))
-    return min(count, span(x.shape, x.stride())) * x.element_size()
+    return min(count, span(x.shape, x.stride())) * x.element_size() if count else 0
 
 
 def merged(kernels: Sequence[Kernel]) -> list[tuple[Kernel, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from . import machine, plugin, targets
+from .folder import file_name
 from .options import Options
 from .problem import DTYPES, PASSES, Pass, Task
 
@@ -139,4 +140,4 @@ def run_directory(request: Request, stamp: str) -> Path:
         return request.out
     target, preset = targets.resolve(request.target, request.inputs)
     name = request.preset or preset or ("cases" if request.cases else target.default_preset or target.name)
-    return Path("fusewise-runs") / f"{name.replace(':', '-')}-{stamp}"
+    return Path("fusewise-runs") / f"{file_name(name)}-{stamp}"

@@ -11,9 +11,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from .schema import check, loads
 
 #: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`; see MIGRATIONS.
 SCHEMA_VERSION = 3
@@ -122,9 +123,11 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record:
+        """ValueError for what is no record of a version known here, or does not follow the schema."""
         if data.get("kind") != KIND:
             raise ValueError(f"record: kind must be {KIND!r}, got {data.get('kind')!r}; pass a record.json of a study")
         data = migrate(data)
+        check(data)
         plain = {key: value for key, value in data.items() if key not in ("kind", "schema")}
         plain["rows"] = [Row.from_json(row) for row in data["rows"]]
         plain["measurements"] = [Measurement.from_json(m) for m in data["measurements"]]
@@ -148,19 +151,13 @@ MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits, 2: _w
 def migrate(data: Mapping[str, Any]) -> Json:
     """A record of any version since the first, in today's form. ValueError for one that is newer than this fusewise."""
     found, version = dict(data), data.get("schema")
-    while version != SCHEMA_VERSION:
-        if version not in MIGRATIONS:
+    while version != SCHEMA_VERSION or isinstance(version, bool):
+        if isinstance(version, bool) or not isinstance(version, int) or version not in MIGRATIONS:
             raise ValueError(
                 f"record: schema must be 1 to {SCHEMA_VERSION}, got {version!r}; use the fusewise that wrote it"
             )
         found, version = MIGRATIONS[version](found), version + 1
     return {**found, "schema": SCHEMA_VERSION}
-
-
-def schema() -> Json:
-    """The JSON Schema of `record.json`."""
-    text = resources.files(__package__).joinpath("record.schema.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
 
 
 def dumps(data: Any) -> str:
@@ -205,15 +202,12 @@ def read(path: Path) -> Record:
     """The record at `path`, a record.json or the directory of one."""
     file = path / "record.json" if path.is_dir() else path
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = loads(file.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError("no JSON object")
     except ValueError as error:
         raise ValueError(f"record: {file} must be the record.json of a study, got {error}; name another file") from None
-    try:
-        return Record.from_json(data)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"record: {file} must follow the schema, got {error}; name another file") from None
+    return Record.from_json(data)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -223,7 +217,9 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            rows.append(Row.from_json(json.loads(line)))
-        except (ValueError, TypeError, AttributeError) as error:
+            data = loads(line)
+            check(data, "row")
+            rows.append(Row.from_json(data))
+        except ValueError as error:
             raise ValueError(f"record: line {number} of {path} must be a row, got {error}; mend the file") from None
     return rows

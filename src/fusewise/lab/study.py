@@ -170,7 +170,7 @@ class Study:
             "truths": str(self.truths) if options.device == "cpu" else None,
             "keeps_truths": seat.entry.where == EAGER,
         }
-        log = options.out / "logs" / f"{seat.name.replace('/', '_').replace(':', '_')}.log"
+        log = options.out / "logs" / f"{folder.file_name(seat.name)}.log"
         names = {
             "TORCHINDUCTOR_CACHE_DIR": "inductor",
             "TRITON_CACHE_DIR": "triton",

@@ -7,13 +7,13 @@ OUT/<provider>/NN-stage-part.suffix  the texts: nothing in them depends on the m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import machine, plugin, record
+from ..folder import file_name
 from ..ledger import Ledger
 from ..problem import Task
 from ..process import WorkerFailed, WorkerProcess
@@ -34,11 +34,6 @@ class Answer:
     status: str  # ok | missing | failed
     reason: str
     found: dict[str, Any]
-
-
-def folder_name(provider: str) -> str:
-    """A provider's name as that of a folder."""
-    return re.sub(r"[^\w.+-]", "_", provider)
 
 
 def ask(
@@ -132,7 +127,7 @@ def new_index(task: Task, target: str) -> dict[str, Any]:
 
 def wish(entry: plugin.Entry, task: Task, target: str, out: Path) -> dict[str, Any]:
     """The request for one provider's stages, with their files below `out`."""
-    folder = out / folder_name(entry.name)
+    folder = out / file_name(entry.name)
     return {"do": "stages", "task": task.to_json(), "target": target, "folder": str(folder)}
 
 
@@ -160,7 +155,7 @@ def stages(
     index = new_index(task, target)
     for entry in entries:
         told(entry.name)
-        log = out / "logs" / f"{folder_name(entry.name)}.log"
+        log = out / "logs" / f"{file_name(entry.name)}.log"
         (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout)
         index["providers"].append(indexed(entry, answer))
         record.write_atomically(out / "index.json", record.dumps(index) + "\n")
@@ -190,7 +185,7 @@ def ledgers(
     for entry in entries:
         told(entry.name)
         requests = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
-        log = logs / f"{folder_name(entry.name)}.log"
+        log = logs / f"{file_name(entry.name)}.log"
         for answer in ask(entry, requests, log, timeout=timeout):
             if answer.status == "ok":
                 found.append(Ledger.from_json(answer.found["ledger"]))

@@ -127,7 +127,7 @@ def memory(record: Record, looks: Look, anchors: Mapping[str, str]) -> Markup | 
     points = {}
     for row in record.rows:
         expected = predicted.get((*row.key, row.provider)) if predicted else row.bytes_min
-        if expected and row.peak_bytes:
+        if expected and row.peak_bytes and row.device_us is not None:
             what = "predicted" if predicted else "that must be moved"
             label = f"peak {size(row.peak_bytes)}, {size(expected)} {what}"
             points[row.id] = (float(expected), float(row.peak_bytes), label)

@@ -10,6 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ..analysis import is_floor, is_ours
+from ..folder import file_name
 from ..record import Record, Row
 from . import gigabytes_per_second, measured
 
@@ -28,7 +29,7 @@ def draw(record: Record, directory: Path) -> list[str]:
     colours = colouring(measured(record.rows))
     names = []
     for (dtype, pass_), rows in kinds.items():
-        stem = f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}"
+        stem = file_name(f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}")
         caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
         prefix = sweep(rows)
         if prefix is None:

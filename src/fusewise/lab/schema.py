@@ -1,0 +1,158 @@
+"""Records against `record.schema.json`, before anything else looks at them: whoever wrote a record may be mistaken or hostile.
+
+The part of JSON Schema that the file uses, so that reading a record needs no library for it; a keyword that is not known
+here is an error of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from importlib import resources
+from typing import Any
+
+Json = dict[str, Any]
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "number": (int, float),
+    "integer": (int,),
+}
+SILENT = {"$schema", "$defs", "title", "description", "else", "then"}
+
+
+@functools.cache
+def schema() -> Json:
+    """The JSON Schema of `record.json`."""
+    text = resources.files(__package__).joinpath("record.schema.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def check(value: Any, part: str = "") -> None:
+    """ValueError where `value` does not follow the schema, or that of its `part` (row). The message names the place."""
+    found = _fault(value, schema()["$defs"][part] if part else schema())
+    if found:
+        raise ValueError(
+            f"record: it must follow record.schema.json, got this fault: {found.lstrip('.')}; name another file"
+        )
+
+
+def loads(text: str) -> Any:
+    """`json.loads` that raises ValueError for whatever is no JSON: NaN and Infinity, too, and nesting beyond all use."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _fault(value: Any, rules: Json) -> str:
+    """What is wrong with the value, beginning with where; "" if nothing is."""
+    for keyword, rule in rules.items():
+        found = "" if keyword in SILENT else _BY_KEYWORD[keyword](value, rule, rules)
+        if found:
+            return found
+    return ""
+
+
+def _at(place: str, found: str) -> str:
+    return f"{place}{'' if found.startswith(('[', '.')) else ': '}{found}" if found else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, (dict, list)) else f"{type(value).__name__} of {len(value)}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether the value is of a kind. No number is a bool, and none is beyond a double."""
+    if kind in ("number", "integer"):
+        return isinstance(value, KINDS[kind]) and not isinstance(value, bool) and -1e308 < value < 1e308  # type: ignore[operator]
+    return isinstance(value, KINDS[kind])
+
+
+def _type(value: Any, rule: str | list[str], _: Json) -> str:
+    kinds = [rule] if isinstance(rule, str) else rule
+    return "" if any(_is(value, kind) for kind in kinds) else f"must be {' or '.join(kinds)}, got {_short(value)}"
+
+
+def _enum(value: Any, rule: list[Any], _: Json) -> str:
+    fits = any(type(value) is type(one) and value == one for one in rule)
+    return "" if fits else f"must be one of {', '.join(map(str, rule))}, got {_short(value)}"
+
+
+def _properties(value: Any, rule: Json, rules: Json) -> str:
+    if not isinstance(value, dict):
+        return ""
+    return next((_at(f".{k}", f) for k, r in rule.items() if k in value and (f := _fault(value[k], r))), "")
+
+
+def _additional(value: Any, rule: Any, rules: Json) -> str:
+    others = {k: v for k, v in value.items() if k not in rules.get("properties", {})} if isinstance(value, dict) else {}
+    if rule is False:
+        return f"must not have {_short(next(iter(others)))}" if others else ""
+    return next((_at(f".{k[:60]}", f) for k, v in others.items() if (f := _fault(v, rule))), "")
+
+
+def _required(value: Any, rule: list[str], _: Json) -> str:
+    missing = [name for name in rule if name not in value] if isinstance(value, dict) else []
+    return f"must have {missing[0]}" if missing else ""
+
+
+def _items(value: Any, rule: Json, _: Json) -> str:
+    if not isinstance(value, list):
+        return ""
+    return next((_at(f"[{i}]", f) for i, v in enumerate(value) if (f := _fault(v, rule))), "")
+
+
+def _length(value: Any, rule: int, rules: Json) -> str:
+    low, high = rules.get("minLength") or rules.get("minItems") or 0, rules.get("maxLength", math.inf)
+    if not isinstance(value, (str, list)) or low <= len(value) <= high:
+        return ""
+    return f"must have a length of {low} to {high}, got {len(value)}"
+
+
+def _range(value: Any, rule: float, rules: Json) -> str:
+    if not _is(value, "number"):
+        return ""
+    low, high = rules.get("minimum", -math.inf), rules.get("maximum", math.inf)
+    above = rules.get("exclusiveMinimum", -math.inf)
+    least = f"at least {low}" if low > above else f"above {above}"
+    return "" if low <= value <= high and value > above else f"must be {least} and at most {high}, got {_short(value)}"
+
+
+def _reference(value: Any, rule: str, _: Json) -> str:
+    return _fault(value, schema()["$defs"][rule.removeprefix("#/$defs/")])
+
+
+def _if(value: Any, rule: Json, rules: Json) -> str:
+    return _fault(value, rules["else" if _fault(value, rule) else "then"])
+
+
+_BY_KEYWORD: dict[str, Any] = {
+    "type": _type,
+    "enum": _enum,
+    "const": lambda value, rule, rules: _enum(value, [rule], rules),
+    "properties": _properties,
+    "additionalProperties": _additional,
+    "required": _required,
+    "items": _items,
+    "minItems": _length,
+    "minLength": _length,
+    "maxLength": _length,
+    "minimum": _range,
+    "maximum": _range,
+    "exclusiveMinimum": _range,
+    "$ref": _reference,
+    "anyOf": lambda value, rule, _: min((_fault(value, one) for one in rule), key=len),
+    "allOf": lambda value, rule, _: next((found for one in rule if (found := _fault(value, one))), ""),
+    "if": _if,
+}
