@@ -30,24 +30,31 @@ def main() -> None:
         sys.exit(f"environment: Python must be 3.10 or newer, got {sys.version.split()[0]}; run make PYTHON=python3.11")
     target = Path(sys.argv[1])
     (target / "ready").unlink(missing_ok=True)
-    venv.EnvBuilder(with_pip=True, upgrade_deps=False).create(target)
     python = str(target / "bin" / "python")
+    try:  # what an earlier checkout left serves if it is of this Python
+        venv.EnvBuilder(with_pip=True, clear=version(python) != version(sys.executable)).create(target)
+    except subprocess.CalledProcessError:
+        sys.exit(
+            f"environment: {sys.executable} makes no virtual environments; on Debian and Ubuntu install python3-venv"
+        )
+    site_packages(python).joinpath("inherited.pth").unlink(missing_ok=True)
     inherited = gpu_site_packages()
     if inherited:
         print(f"environment: using the packages of {inherited}", flush=True)
         site_packages(python).joinpath("inherited.pth").write_text(f"{inherited}\n{ROOT / 'src'}\n")
         for part in ("dev.txt", "compilers.txt"):
             missing = missing_requirements(python, part)
-            if missing and pip(python, "install", "--quiet", "--retries=1", "--timeout=10", *missing, check=False):
+            if missing and not pip(python, "--retries=1", "--timeout=10", *missing):
                 print(f"environment: could not install {', '.join(missing)}; what needs them will say so", flush=True)
     else:
         # In this order: a torch that names its own triton must not be forced to another.
-        pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / "torch.txt"))
+        install(python, "torch.txt")
         if not has(python, "triton"):
-            pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / "triton.txt"))
+            install(python, "triton.txt")
         for part in ("dev.txt", "check.txt", "compilers.txt"):
-            pip(python, "install", "--quiet", "-r", str(REQUIREMENTS / part))
-        pip(python, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+            install(python, part)
+        if not pip(python, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)):
+            sys.exit("environment: fusewise itself could not be installed; pip says why above")
     (target / "ready").touch()
 
 
@@ -57,6 +64,17 @@ def gpu_site_packages() -> str:
         [sys.executable, "-c", PROBE.format(minimum=MINIMUM_TORCH)], capture_output=True, text=True, check=False
     )
     return probe.stdout.strip() if probe.returncode == 0 else ""
+
+
+def version(python: str) -> str:
+    """The version of an interpreter; empty where it does not run."""
+    try:
+        found = subprocess.run(
+            [python, "-c", "import sys; print(sys.version)"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout
 
 
 def site_packages(python: str) -> Path:
@@ -76,8 +94,18 @@ def has(python: str, distribution: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def pip(python: str, *arguments: str, check: bool = True) -> int:
-    return subprocess.run([python, "-m", "pip", "--disable-pip-version-check", *arguments], check=check).returncode
+def install(python: str, part: str) -> None:
+    """Install a file of pinned requirements, or end with what to do."""
+    if not pip(python, "-r", str(REQUIREMENTS / part)):
+        sys.exit(
+            f"environment: requirements/{part} could not be installed; pip says why above. It needs a package index"
+        )
+
+
+def pip(python: str, *arguments: str) -> bool:
+    """Whether `pip install` with these arguments worked."""
+    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 if __name__ == "__main__":
