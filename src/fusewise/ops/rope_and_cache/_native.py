@@ -14,63 +14,42 @@ from ._problem import CacheProblem
 _PLAN = Struct("22q")
 _CALL = Struct("5q")
 
-# Of the calls that have been before: the plan of their places, by all that it depends on.
-_PLANS: dict[tuple[Any, ...], bytes] = {}
-_PLANS_MAX = 4096
+# Of the calls that have been before: what their plans have beyond those of the rotation, by all that it depends on.
+_PLACES: dict[tuple[Any, ...], bytes] = {}
+_PLACES_MAX = 4096
 
 
-def planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    *rest: Any,
-) -> tuple[bytes, int]:
+def planned(q: Tensor, k: Tensor, *rest: Any) -> tuple[bytes, int]:
     """The plan, and the distance in bytes from the table to its sine part where both are one tensor; the arguments are those
     of `CacheProblem.build`. A repeated call finds them."""
-    *rotation, write_k = rest
-    plan, sin_distance = rope.planned((q, k), (q, k), *rotation)
+    plan, sin_distance = rope.planned((q, k), (q, k), *rest[5:-1])
+    return plan + _places(q, k, *rest), sin_distance
+
+
+def packed(q: Tensor, k: Tensor, *rest: Any) -> tuple[bytes, bytes]:
+    """The plan and the call, which has the pointers and the offset."""
+    plan, call = rope.packed((q, k), (q, k), *rest[5:-1])
+    return plan + _places(q, k, *rest), call + _CALL.pack(*[0 if x is None else x.data_ptr() for x in rest[:5]])
+
+
+def _places(q: Tensor, k: Tensor, *rest: Any) -> bytes:
+    """What a plan has beyond that of the rotation."""
+    v, key_cache, value_cache, slots, table, *rotation, write_k = rest
     key = (
         write_k, rotation[-1], v.shape, v.stride(), *[(cache.shape, cache.stride()) for cache in (key_cache, value_cache)],
-        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in (slots, block_table)], rotation[4] is None,
+        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in (slots, table)], rotation[4] is None,
     )  # fmt: skip
-    places = _PLANS.get(key)
+    places = _PLACES.get(key)
     if places is None:
-        places = _places(CacheProblem.build(q, k, v, key_cache, value_cache, slots, block_table, *rest))
-        if len(_PLANS) >= _PLANS_MAX:
-            _PLANS.clear()
-        _PLANS[key] = places
-    return plan + places, sin_distance
-
-
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor | None,
-    *rest: Any,
-) -> tuple[bytes, bytes]:
-    """The plan and the call, which has the pointers and the offset."""
-    plan, _ = planned(q, k, v, key_cache, value_cache, slots, block_table, *rest)
-    _, rotation = rope.packed((q, k), (q, k), *rest[:-1])
-    return plan, rotation + _CALL.pack(
-        v.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
-        0 if slots is None else slots.data_ptr(), 0 if block_table is None else block_table.data_ptr(),
-    )  # fmt: skip
-
-
-def _places(problem: CacheProblem) -> bytes:
-    slots, table = problem.slots, problem.block_table
-    return _PLAN.pack(
-        problem.write_k, problem.v.shape[-1], *problem.v_strides, problem.blocks, problem.block_size,
-        *problem.key_cache.stride()[:3], *problem.value_cache.stride()[:3],
-        problem.mapped, slots is not None and slots.dtype == torch.int64, *problem.slot_strides,
-        0 if table is None else table.shape[1], table is not None and table.dtype == torch.int64,
-        *((0, 0) if table is None else table.stride()), problem.sequence_is_token,
-    )  # fmt: skip
+        problem = CacheProblem.build(q, k, *rest)
+        places = _PLAN.pack(
+            write_k, v.shape[-1], *problem.v_strides, problem.blocks, problem.block_size,
+            *key_cache.stride()[:3], *value_cache.stride()[:3],
+            problem.mapped, slots is not None and slots.dtype == torch.int64, *problem.slot_strides,
+            0 if table is None else table.shape[1], table is not None and table.dtype == torch.int64,
+            *((0, 0) if table is None else table.stride()), problem.sequence_is_token,
+        )  # fmt: skip
+        if len(_PLACES) >= _PLACES_MAX:
+            _PLACES.clear()
+        _PLACES[key] = places
+    return places
