@@ -53,7 +53,7 @@ def full_record(cases=3, hostile=""):
                "thunder": 2.5, "jax": 2.2, "tvm": 6.0, "liger": 1.3, "fusewise-cpu": 1.1, "fusewise-cpu#2": 1.1}  # fmt: skip
     for n in range(cases):
         for pass_ in ("fwd", "bwd"):
-            key = {"case": f"cube-{2**n}{hostile}", "pass_": pass_}
+            key = {"case": f"cube{hostile}-{2**n}", "pass_": pass_}
             place = {"op": "rope", "case": key["case"], "dtype": "fp32", "pass": pass_}
             sizes = {"bytes_min": 8_000_000 * 2**n, "flops_min": 3_000_000 * 2**n}
             some = [

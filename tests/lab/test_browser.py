@@ -44,7 +44,7 @@ def column(page, table, index):
 
 def test_it_renders_and_the_charts_have_marks(page):
     assert page.run("document.title") == "fusewise study: rope-cube"
-    assert page.run("document.querySelectorAll('svg.chart').length") == 13
+    assert page.run("document.querySelectorAll('svg.chart').length") == 15
     boxes = page.run("[...document.querySelectorAll('#charts svg a path')].map(p => p.getBoundingClientRect().width)")
     assert len(boxes) > 100
     assert all(5 < width < 30 for width in boxes)

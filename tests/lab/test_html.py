@@ -60,10 +60,27 @@ def test_everything_is_there(plain):
     assert "A hand-written kernel is worth it in 6 (6 fusewise-cpu)." in said
     assert "moves 5.00 times the bytes, in 5 kernels" in said
     assert "cut short" not in said
-    for title in ("Time, fp32 fwd", "Bandwidth over size, fp32 bwd", "Roofline, fp32 fwd", "Memory", "Memory traffic"):
+    for title in (
+        "Time, fp32 fwd",
+        "Share of the limit, fp32 fwd",
+        "Bandwidth over size, fp32 bwd",
+        "Roofline, fp32 fwd",
+        "Memory",
+        "Memory traffic",
+    ):
         assert f'aria-label="{title}"' in text
     assert "copy 796 GB/s" in text
     assert "matmul 0.500 TFLOP/s" in text
+
+
+def test_lines_join_the_cases_of_a_sweep_and_no_others(plain):
+    assert "<polyline" in plain[0]
+    others = [
+        row("eager", case=case, device_us=9.0, bytes_min=size) for case, size in (("decode", 10**4), ("train", 10**8))
+    ]
+    text = html.report(study_record(others))
+    assert "Bandwidth over size" in text
+    assert "<polyline" not in text
 
 
 def test_every_number_leads_to_a_row_that_is_there(plain):

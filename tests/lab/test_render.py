@@ -110,6 +110,18 @@ def test_sweeps_become_lines_and_others_bars(tmp_path):
         assert path.stat().st_size > 5000
 
 
+def test_a_plot_of_many_cases_can_be_read(tmp_path):
+    """45 cases of 12 providers: as high as a page or two, no two providers of one look, long names within the picture."""
+    names = [f"p{i}" for i in range(12)]
+    rows = [row(name, case=f"model-{i % 9}-{'long ' * 30}{i}", device_us=1.0, limit="copy", share_of_limit=0.1 + i / 50)
+            for i in range(45) for name in names]  # fmt: skip
+    drawn = plots.shares(rows, "title", plots.colouring(names))
+    looks = {(tuple(c.get_facecolor()[0]), c.get_paths()[0].vertices.tobytes()) for c in drawn.axes[0].collections}
+    assert len(looks) == len(names)
+    assert drawn.get_figheight() < 45
+    assert all(len(line) <= 34 for label in drawn.axes[0].get_yticklabels() for line in label.get_text().splitlines())
+
+
 def test_plots_lie_in_their_folder_whatever_the_record_says(tmp_path):
     made = study_record([row("eager", device_us=1.0, dtype="../../x", case="a" * 3000)])
     made.request["op"] = "/../../y:z " + "long" * 200

@@ -259,7 +259,7 @@ def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     # A worker ends by SIGKILL: what Python keeps back until a block is full would never reach the log.
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:

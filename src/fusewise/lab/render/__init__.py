@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 from ..analysis import is_floor
 from ..record import Record, Row
 
 Group = tuple[str, str, str, str]
+#: Cases that make a sweep.
+FEWEST_POINTS = 3
 
 
 def groups(record: Record) -> dict[Group, list[Row]]:
@@ -23,6 +26,13 @@ def measured(rows: Iterable[Row]) -> list[str]:
     """The providers that have a time in any of the rows, floors first."""
     names = list(dict.fromkeys(row.provider for row in rows if row.device_us is not None))
     return sorted(names, key=lambda name: not is_floor(name))
+
+
+def sweep(rows: Sequence[Row]) -> str | None:
+    """The common prefix if every case is `<prefix>-<number>` and there are enough of them."""
+    found = {match[1] if (match := re.fullmatch(r"(.+)-(\d+)", row.case)) else None for row in rows}
+    prefix = found.pop() if len(found) == 1 else None
+    return prefix if prefix and len({row.case for row in rows}) >= FEWEST_POINTS else None
 
 
 def gigabytes_per_second(row: Row) -> float | None:

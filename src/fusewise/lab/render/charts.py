@@ -9,7 +9,7 @@ from markupsafe import Markup
 from ..analysis import is_floor, is_ours
 from ..record import Json, Record, Row
 from ..verdict import moved
-from . import gigabytes_per_second, measured, number, size, svg
+from . import gigabytes_per_second, measured, number, percent, size, svg, sweep
 from .svg import Line, Mark
 
 #: Powers of 1024, as ticks of bytes.
@@ -35,6 +35,7 @@ def charts(record: Record, anchors: Mapping[str, str]) -> list[Markup]:
     for (dtype, pass_), rows in kinds.items():
         suffix = f"{dtype} {pass_}"
         drawn.append(times(rows, suffix, looks, anchors))
+        drawn.append(shares(rows, suffix, looks, anchors))
         drawn.append(bandwidth(rows, suffix, looks, anchors))
         drawn.append(roofline(rows, suffix, looks, anchors, record.limits))
     drawn.append(memory(record, looks, anchors))
@@ -51,8 +52,24 @@ def times(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, s
         value = row.device_us or 0.0
         label = says(row, f"{number(value)} ± {number(row.device_us_iqr)} µs")
         lines.setdefault(row.case, {})[row.provider] = Mark(value, 0.0, label, anchors[row.id])
-    axis = svg.span([m.x for marks in lines.values() for m in marks.values()], "microseconds a call")
+    axis = svg.span([m.x for marks in lines.values() for m in marks.values()], "microseconds a call; left is better")
     return svg.dots(f"Time, {suffix}", axis, lines, looks)
+
+
+def shares(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, str]) -> Markup | None:
+    """What cases of all sizes have in common: the share of the limit that binds; None for a single case or without one."""
+    lines: dict[str, dict[str, Mark]] = {}
+    for row in rows:
+        if row.share_of_limit is not None and not is_floor(row.provider):
+            mark = Mark(
+                100 * row.share_of_limit, 0.0, says(row, f"{percent(row.share_of_limit)} of the limit"), anchors[row.id]
+            )
+            lines.setdefault(row.case, {})[row.provider] = mark
+    if len(lines) < 2:
+        return None
+    values = [m.x for marks in lines.values() for m in marks.values()]
+    axis = svg.span([100.0, *values], "share of the limit that binds, %; right is better", log=False)
+    return svg.dots(f"Share of the limit, {suffix}", axis, lines, looks, limit=100.0)
 
 
 def _series(
@@ -79,7 +96,8 @@ def bandwidth(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[st
     x = svg.span([p[0] for p in points.values()], "bytes that must be moved")
     y = svg.span([p[1] for p in points.values()], "GB/s", log=False)
     series = _series(rows, points, anchors)
-    return svg.scatter(f"Bandwidth over size, {suffix}", x, y, series, looks, joined=True)
+    # Lines between cases of one family; between any others they would say what was never measured.
+    return svg.scatter(f"Bandwidth over size, {suffix}", x, y, series, looks, joined=sweep(rows) is not None)
 
 
 def roofline(

@@ -1,8 +1,8 @@
-"""PNG plots. A sweep (cases named `<prefix>-<number>`) becomes lines over the number, other cases become bars."""
+"""PNG plots. A sweep (cases named `<prefix>-<number>`) becomes lines over the number, other cases become marks on their shares of the limit."""
 
 from __future__ import annotations
 
-import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from matplotlib.figure import Figure
 from ..analysis import is_floor, is_ours
 from ..folder import file_name
 from ..record import Record, Row
-from . import gigabytes_per_second, measured
+from . import gigabytes_per_second, measured, sweep
 
 #: Colours that stay apart for the colour-blind (Okabe and Ito), then again with dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#444444")
-FEWEST_POINTS = 3
+#: With the colours, one of its own for each of 48 providers.
+MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 @rc_context({"text.parse_math": False})  # a dollar in a device's name is a dollar
@@ -33,7 +34,7 @@ def draw(record: Record, directory: Path) -> list[str]:
         caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
         prefix = sweep(rows)
         if prefix is None:
-            names.append(save(bars(rows, caption, colours), directory, f"{stem}-share.png"))
+            names.append(save(shares(rows, caption, colours), directory, f"{stem}-share.png"))
             continue
         title = f"{prefix} {caption}"
         names.append(save(lines(rows, title, prefix, "time, µs", colours), directory, f"{stem}-time.png"))
@@ -46,13 +47,6 @@ def colouring(names: Sequence[str]) -> dict[str, str]:
     rivals = [name for name in names if not is_floor(name)]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(rivals)}
     return {name: colours.get(name, "#000000") for name in names}
-
-
-def sweep(rows: Sequence[Row]) -> str | None:
-    """The common prefix if every case is `<prefix>-<number>` and there are enough of them."""
-    found = {match[1] if (match := re.fullmatch(r"(.+)-(\d+)", row.case)) else None for row in rows}
-    prefix = found.pop() if len(found) == 1 else None
-    return prefix if prefix and len({row.case for row in rows}) >= FEWEST_POINTS else None
 
 
 def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: Mapping[str, str]) -> Figure:
@@ -81,24 +75,29 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: M
     return figure
 
 
-def bars(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figure:
-    """Share of the limit, a block of bars a case."""
+def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figure:
+    """Share of the limit, a line a case, a mark a provider."""
     names = [name for name in measured(rows) if not is_floor(name)]
     cases = list(dict.fromkeys(row.case for row in rows))
-    figure = Figure(figsize=(8, max(2.5, 0.18 * len(cases) * (len(names) + 1.5) + 1)), layout="constrained")
+    labels = [textwrap.fill(textwrap.shorten(case, 100, placeholder=" …"), 34) for case in cases]
+    height = sum(0.12 + 0.17 * (label.count("\n") + 1) for label in labels)
+    figure = Figure(figsize=(9, 1.6 + 0.2 * (len(names) // 4) + height), layout="constrained")
     axes = figure.subplots()
-    shares = {(row.case, row.provider): row.share_of_limit for row in rows}
-    height = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
-        places = [place - 0.4 + (i + 0.5) * height for place in range(len(cases))]
-        values = [100 * (shares.get((case, name)) or 0.0) for case in cases]
-        axes.barh(places, values, height * 0.9, color=colours[name], label=name)
+        mine = [row for row in rows if row.provider == name and row.share_of_limit is not None]
+        marker, large = MARKERS[(i + i // len(COLOURS)) % len(MARKERS)], 64 if is_ours(name) else 30
+        axes.scatter(
+            [100 * (row.share_of_limit or 0.0) for row in mine],
+            [cases.index(row.case) for row in mine],
+            s=large, marker=marker, color=colours[name], edgecolors="white", linewidths=0.5, label=name, zorder=3,
+        )  # fmt: skip
     axes.axvline(100, color="#000000", linewidth=0.8)
-    axes.set_yticks(range(len(cases)), cases)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel="share of the measured limit, %")
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.set_yticks(range(len(cases)), labels, fontsize="small")
+    axes.set(ylim=(len(cases) - 0.5, -0.5), xlabel="share of the measured limit, %")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 

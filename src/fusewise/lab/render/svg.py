@@ -186,8 +186,9 @@ def dots(
     x: Axis,
     lines: Mapping[str, Mapping[str, Mark]],
     look: Mapping[str, tuple[int, str]],
+    limit: float | None = None,
 ) -> Markup:
-    """A line a case, a mark a provider: whatever is farther left is faster."""
+    """A line a case, a mark a provider; an upright line at the limit."""
     left = min(260.0, 24 + 6.6 * max(len(name) for name in lines))
     height = TOP + BOTTOM + 22.0 * len(lines)
     parts = [grid(x, None, height, left=left)]
@@ -198,6 +199,9 @@ def dots(
         for provider, mark in marks.items():
             number, classes = look[provider]
             parts.append(linked(mark, left + x.at(mark.x) * (WIDTH - RIGHT - left), at, number, classes))
+    if limit is not None:
+        at = left + x.at(limit) * (WIDTH - RIGHT - left)
+        parts.append(el("line", x1=_n(at), x2=_n(at), y1=TOP, y2=_n(height - BOTTOM), class_="limit"))
     return frame(title, height, *parts)
 
 
