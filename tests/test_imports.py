@@ -161,14 +161,14 @@ print(("triton" in sys.modules) == before)
 
 TIMED = """
 import time, torch
-start = time.perf_counter()
+start = time.process_time()
 import fusewise
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 
 def test_importing_is_quick() -> None:
-    """At most 0.1 s on top of torch: the best of five, since other work on the machine only adds.
+    """At most 0.1 s of the processor on top of torch: the best of five, since other work on the machine only adds.
 
     Byte code may be written whatever the environment says: an installed package has it, and without it most of the
     time is that of the compiler.
