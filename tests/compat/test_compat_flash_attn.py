@@ -86,6 +86,19 @@ def test_the_raw_function_and_the_torch_form() -> None:
     assert_rotated(apply_rotary_emb_torch(x, *each), rotate(x, each[0][:, :, None], each[1][:, :, None]))
 
 
+def test_tables_and_offsets_of_any_strides() -> None:
+    cos, sin = table()
+    x = randn(B, T, H, D)
+    offsets = torch.tensor([2], device=DEVICE).expand(B)
+    for y in (
+        apply_rotary_emb(x, cos, sin.mT.contiguous().mT, seqlen_offsets=offsets),
+        apply_rotary_emb(x.clone(), cos.mT.contiguous().mT, sin, inplace=True, seqlen_offsets=offsets),
+    ):
+        assert_rotated(y, rotate(x, rows(cos, 2), rows(sin, 2)))
+    y = apply_rotary_emb_torch(x, cos[:T], sin[:T].mT.contiguous().mT)
+    assert_rotated(y, rotate(x, rows(cos, 0), rows(sin, 0)))
+
+
 def test_a_last_dimension_that_is_not_contiguous() -> None:
     cos, sin = table()
     x = randn(B, T, D, H).transpose(2, 3)
@@ -263,6 +276,18 @@ def test_compiles_to_one_graph(grad: bool) -> None:
         g = [torch.randn_like(y) for y in eager]
         for a, b in zip(torch.autograd.grad(compiled, inputs, g), torch.autograd.grad(eager, inputs, g), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_rotary_embedding_trains_after_inference_mode() -> None:
+    module = RotaryEmbedding(D, device=DEVICE)
+    qkv = randn(B, T, 3, H, D)
+    with torch.inference_mode():
+        expected = module(qkv.clone())
+    x = qkv.clone().requires_grad_()
+    y = module(x * 1)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("scale_base", [None, 512.0])

@@ -152,13 +152,35 @@ def test_multimodal(layout: str, source: str) -> None:
         (compat.apply_rotary_emb_llama4, 2),
         (compat.apply_rotary_emb_deepseek_v2, 1),
         (liger.liger_llama4_text_rotary_pos_emb, 2),
+        (liger.LigerLlama4RopeFunction.apply, 2),
     ],
 )
 def test_complex_tables(function: Any, dim: int) -> None:
     q, k = pair("bshd" if dim == 2 else "bhsd")
     cos, sin = table(D)
-    for y, x in zip(function(q, k, torch.complex(cos, sin)), (q, k), strict=True):
-        assert_rotated(y, rotate(x, cos.unsqueeze(dim), sin.unsqueeze(dim), interleaved=True))
+    freqs = torch.complex(cos, sin)
+    for given, sign in ((freqs, 1), (freqs.conj(), -1)):  # conj() is lazy: the imaginary part is not what lies there
+        for y, x in zip(function(q, k, given), (q, k), strict=True):
+            assert_rotated(y, rotate(x, cos.unsqueeze(dim), sign * sin.unsqueeze(dim), interleaved=True))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 2)])
+def test_complex_tables_of_liger_for_images(shape: tuple[int, ...]) -> None:
+    """(T, P), (T, 1, P) as transformers keeps it, and (1, T, 1, P)."""
+    q, k = pair("bshd")
+    cos, sin = (x[0] for x in table(D))
+    freqs = torch.complex(cos, sin)
+    for dim in shape:
+        freqs = freqs.unsqueeze(dim)
+    for y, x in zip(liger.liger_llama4_vision_rotary_pos_emb(q, k, freqs), (q, k), strict=True):
+        assert_rotated(y, rotate(x, cos[:, None], sin[:, None], interleaved=True))
+
+
+def test_tables_that_were_not_made_together() -> None:
+    q, k = pair("bhsd")
+    cos, sin = (torch.cat((x, x), -1) for x in table(D))
+    y = compat.apply_rotary_pos_emb(q, k, cos, sin.mT.contiguous().mT)
+    assert torch.equal(y[0], compat.apply_rotary_pos_emb(q, k, cos, sin)[0])
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,18 @@ def test_frequencies_of_a_fake_call_are_not_kept() -> None:
     assert len(flashinfer._FREQUENCIES) == 1
 
 
+def test_frequencies_kept_in_inference_mode_serve_gradients() -> None:
+    flashinfer._FREQUENCIES.clear()
+    q, k, positions = randn(N, HQ, D), randn(N, HK, D), torch.arange(N, device=DEVICE)
+    with torch.inference_mode():
+        expected = flashinfer.apply_rope_pos_ids(q, k, positions)
+    q.requires_grad_()
+    y = flashinfer.apply_rope_pos_ids(q, k, positions)
+    assert torch.equal(y[0], expected[0])
+    y[0].sum().backward()
+    assert q.grad is not None
+
+
 def test_flashinfer_compiles_to_one_graph() -> None:
     torch._dynamo.reset()
     both, *_ = cache(D)
@@ -249,5 +261,10 @@ def test_flashinfer_bad_input_is_named() -> None:
         flashinfer.apply_rope_pos_ids(q, k, positions, rotary_dim=7)
     with pytest.raises(ValueError, match=r"high_freq_factor must be above low_freq_factor = 4, got 2; "):
         flashinfer.apply_llama31_rope_pos_ids(q, k, positions, low_freq_factor=4, high_freq_factor=2)
+    for size in (0, 48):
+        with pytest.raises(
+            ValueError, match=rf"query must have the shape of positions and \(heads, {size}\) .*, got .*; "
+        ):
+            flashinfer.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), size, cache(D)[0])
     with pytest.raises(ValueError, match=r"cu_seqlens must have shape .*, got .*; "):
         flashinfer.apply_rope(q, k, positions[None], positions)

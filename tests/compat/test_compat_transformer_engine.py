@@ -150,6 +150,24 @@ def test_apply_fused_qkv_rotary_pos_emb(
             assert_gradient(result, x, statement)
 
 
+def test_q_and_k_of_a_packed_tensor_may_rotate_in_different_widths() -> None:
+    (q_freqs, q_angles), (k_freqs, k_angles) = freqs(8, False), freqs(4, False)
+    qkv = randn(T, 2, 3, 3 * D).requires_grad_()
+
+    def statement(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.split(D, -1)
+        turned = []
+        for x, angles in ((q, q_angles), (k, k_angles)):
+            cos, sin = (y.transpose(0, 1) for y in table_rows(angles, T, [0, 0], (1, 0)))
+            turned.append(rotate(x, cos, sin))
+        return *turned, v.double()
+
+    result = apply_fused_qkv_rotary_pos_emb(qkv, q_freqs, k_freqs, [D, D, D])
+    for y, expected in zip(result, statement(qkv), strict=True):
+        assert_rotated(y, expected, angle_error=1e-6)
+    assert_gradient(result, qkv, statement)
+
+
 def test_derivatives_of_every_order_and_unused_results() -> None:
     argument = freqs(8)[0].double()
     qkv = randn(3, 1, 1, 24).double().requires_grad_()

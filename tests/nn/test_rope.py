@@ -36,6 +36,19 @@ def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4 * 2.0**-24 * expected.abs().max().item())
 
 
+def test_tables_made_in_inference_mode_serve_training() -> None:
+    """A check of a model before its training, as trainers do it."""
+    module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
+    q, k = qk()
+    with torch.inference_mode():
+        expected = module(q, k)
+    q.requires_grad_()
+    y = module(q, k)
+    assert torch.equal(y[0], expected[0])
+    y[0].sum().backward()
+    assert q.grad is not None
+
+
 # --- rotation ---------------------------------------------------------------------------------------------------------
 
 

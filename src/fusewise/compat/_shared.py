@@ -16,6 +16,29 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tables with the strides of one: themselves, or copies in the rare case that they were not made together."""
+    return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
+
+
+def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
+    """x, of `dims` dimensions and (heads, head_size) or (heads · head_size,), as (…, heads, head_size), a view."""
+    if x.dim() == dims + 2 and x.shape[-1] == head_size:
+        return x
+    if x.dim() != dims + 1 or head_size < 1 or x.shape[-1] % head_size:
+        fail(
+            op, name, f"have the shape of positions and (heads, {head_size}) or (heads · {head_size},)",
+            tuple(x.shape), "check head_size and the shape of positions",
+        )  # fmt: skip
+    return x.view(*x.shape[:-1], x.shape[-1] // head_size, head_size)
+
+
+def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
+    """The tables of complex numbers cos θ + i sin θ, views of them unless they are lazily conjugated."""
+    freqs_cis = freqs_cis.resolve_conj()
+    return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
+
+
 def pairing(interleaved: bool) -> Any:
     return "interleaved" if interleaved else "half"
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..ops.rope import rope, rope_
 from ..ops.rope._validate import fail
 from ..ops.rope._written import check_followed
-from ._shared import pairing, unit_stride
+from ._shared import alike, pairing, unit_stride
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
 Part = int | tuple[int, int]
@@ -57,6 +57,7 @@ apply_rotary_emb_func = apply_rotary_emb
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate x (B, T, H, D) with tables (T, P) or (B, T, P); with float32 or wider arithmetic, unlike theirs."""
+    cos, sin = alike(cos, sin)
     rotated: Tensor = rope(unit_stride(x), cos=cos, sin=sin, pairing=pairing(interleaved), rotary_dim=2 * cos.shape[-1])
     return rotated
 
@@ -153,6 +154,8 @@ def _call(
             tuple(cos.shape),
             "pass one table for all sequences",
         )
+    cos, sin = alike(cos, sin)
+    offset = offset.contiguous() if isinstance(offset, Tensor) else offset
     call = {"cos": cos, "sin": sin, "pairing": pairing(interleaved), "rotary_dim": 2 * cos.shape[1], "offset": offset}
     if cu_seqlens is not None:
         first = 0 if isinstance(offset, Tensor) else offset
@@ -328,6 +331,7 @@ class RotaryEmbedding(nn.Module):
         )
         self._tables: tuple[Tensor, ...] = ()
 
+    @torch.inference_mode(False)  # kept: a later call may want gradients
     def _tables_of(self, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
         """(cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2)."""
         if self._tables and self._tables[0].shape[0] >= seqlen and self._tables[0].device == device:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.rope import rope, rope_, tables
-from ._shared import pairing, rotate_pair, unit_stride
+from ._shared import heads, pairing, rotate_pair, unit_stride
 
 
 def apply_rope(
@@ -161,9 +161,8 @@ def apply_rope_with_cos_sin_cache(
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
-    q, k = (
-        unit_stride(x).view(x.shape[0], x.numel() // max(x.shape[0] * head_size, 1), head_size) for x in (query, key)
-    )
+    op = "apply_rope_with_cos_sin_cache"
+    q, k = (heads(op, n, unit_stride(x), 1, head_size) for n, x in (("query", query), ("key", key)))
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
     return q.view(query.shape), k.view(key.shape)
 
@@ -177,7 +176,8 @@ def apply_rope_with_cos_sin_cache_inplace(
     is_neox: bool = True,
 ) -> None:
     """`apply_rope_with_cos_sin_cache`, overwriting query and key."""
-    q, k = (x.view(x.shape[0], x.numel() // max(x.shape[0] * head_size, 1), head_size) for x in (query, key))
+    op = "apply_rope_with_cos_sin_cache_inplace"
+    q, k = (heads(op, n, x, 1, head_size) for n, x in (("query", query), ("key", key)))
     rope_(q, k, **_cached(positions, cos_sin_cache, is_neox))
 
 
@@ -221,7 +221,8 @@ def _kept(*key: Any) -> Tensor:
             )  # fmt: skip
         else:
             inv_freq, _ = tables.linear(rotary_dim=rotary_dim, base=theta, factor=scale)
-        inv_freq = inv_freq.to(device)
+        with torch.inference_mode(False):  # to be kept: others may want gradients through it
+            inv_freq = inv_freq.to(device, copy=True)
         if type(inv_freq) is Tensor:  # a fake one must not outlive its mode
             if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
                 _FREQUENCIES.clear()

@@ -23,7 +23,7 @@ from ..ops.gated_linear._gate import gate, stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear._validate import fail
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._shared import rotate_multimodal, rotate_pair, unit_stride
+from ._shared import complex_tables, rotate_multimodal, rotate_pair, unit_stride
 
 
 def liger_rotary_pos_emb(
@@ -82,6 +82,9 @@ def liger_multimodal_rotary_pos_emb(
     return rotate_multimodal(q, k, cos, sin, mrope_section, "bhsd")
 
 
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+
+
 class LigerQwen2VLMRopeFunction:
     """For callers of `LigerQwen2VLMRopeFunction.apply`."""
 
@@ -90,7 +93,20 @@ class LigerQwen2VLMRopeFunction:
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis ((1 | B,) R, D / 2), R >= T."""
-    return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bshd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")
+
+
+def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries."""
+    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(-1, freqs_ci.shape[-1]))
+
+
+class LigerLlama4RopeFunction:
+    """For callers of `LigerLlama4RopeFunction.apply`; BLOCK_SIZE is without effect."""
+
+    @staticmethod
+    def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor | None]:
+        return liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
 
 
 def _multiplied(x: Tensor, factor: float) -> Tensor:

@@ -115,7 +115,7 @@ def apply_fused_qkv_rotary_pos_emb(
         fail(op, "qkv", "be contiguous", f"strides {qkv.stride()}", "call qkv.contiguous()")
     tables = [_angles(op, q_freqs)] if q_freqs is k_freqs else [_angles(op, q_freqs), _angles(op, k_freqs)]
     call = _folded_positions(qkv, tensor_format, start_positions, cp_size, cp_rank)
-    call["pairing"], call["rotary_dim"] = pairing(interleaved), tables[0].shape[-1]
+    call["pairing"] = pairing(interleaved)
     if qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         split: tuple[Tensor, Tensor, Tensor] = _split_rotate(qkv, widths, tensor_format, call, *tables)
         return split
@@ -221,10 +221,15 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """q and k in one launch if they have one table."""
     if len(tables) == 1:
-        rotated: tuple[Tensor, Tensor] = rope(q, k, angles=tables[0], out=out, **call)
+        width = tables[0].shape[-1]
+        rotated: tuple[Tensor, Tensor] = rope(q, k, angles=tables[0], out=out, rotary_dim=width, **call)
         return rotated
-    q_out, k_out = (None, None) if out is None else out
-    return rope(q, angles=tables[0], out=q_out, **call), rope(k, angles=tables[1], out=k_out, **call)
+    outs = (None, None) if out is None else out
+    q, k = (
+        rope(x, angles=table, out=y, rotary_dim=table.shape[-1], **call)
+        for x, table, y in zip((q, k), tables, outs, strict=True)
+    )
+    return q, k
 
 
 _split_rotate: Any = _SplitRotate.apply

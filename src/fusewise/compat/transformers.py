@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
 from ..ops.rope._validate import fail
-from ._shared import rotate_multimodal, rotate_pair
+from ._shared import alike, complex_tables, rotate_multimodal, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]
 
@@ -131,12 +131,12 @@ def apply_multimodal_rotary_pos_emb(
 
 def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (1 | B, T, D / 2)."""
-    return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bshd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")
 
 
 def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
-    return rotate_pair(xq, xk, cos=freqs_cis.real, sin=freqs_cis.imag, layout="bhsd", pairing="interleaved")
+    return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bhsd", pairing="interleaved")
 
 
 def _layout(q: Tensor, table_dims: int, unsqueeze_dim: int) -> str:
@@ -163,6 +163,7 @@ def _rotate(
             "apply_rotary_pos_emb", "cos", f"have a row for each of the {tokens} tokens", tuple(cos.shape),
             "check unsqueeze_dim, or select the rows of the tokens",
         )  # fmt: skip
+    cos, sin = alike(cos, sin)
     return rotate_pair(q, k, cos=cos, sin=sin, layout=layout, **arguments)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.rope import rope_
 from ..ops.rope._validate import fail
+from ._shared import heads
 
 
 def rotary_embedding(
@@ -42,8 +43,8 @@ def rotary_embedding(
             "flatten them",
         )
     rope_(
-        _heads("query", query, dims, head_size),
-        None if key is None else _heads("key", key, dims, head_size),
+        heads("rotary_embedding", "query", query, dims, head_size),
+        None if key is None else heads("rotary_embedding", "key", key, dims, head_size),
         cos_sin=cos_sin_cache,
         positions=positions,
         layout="thd" if dims == 1 else "bshd",
@@ -52,15 +53,3 @@ def rotary_embedding(
         rotary_start=rope_dim_offset,
         inverse=inverse,
     )
-
-
-def _heads(name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
-    """x as (…, heads, head_size), a view."""
-    if x.dim() == dims + 2 and x.shape[-1] == head_size:
-        return x
-    if x.dim() != dims + 1 or x.shape[-1] % head_size:
-        fail(
-            "rotary_embedding", name, f"have the shape of positions and (heads, {head_size}) or (heads · {head_size},)",
-            tuple(x.shape), "check head_size and the shape of positions",
-        )  # fmt: skip
-    return x.view(*x.shape[:-1], x.shape[-1] // head_size, head_size)

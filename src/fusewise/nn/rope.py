@@ -195,7 +195,8 @@ class RotaryEmbedding(nn.Module):
         rows = 0 if self.cos is None or self.cos.device != wanted else self.cos.shape[0]
         if self.table == "cos_sin" and rows < max(length, 1):
             rows = max(length, self.max_positions, 2 * rows)
-            self.cos, self.sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
+            with torch.inference_mode(False):  # a later call may want gradients
+                self.cos, self.sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
 
     def use_length(self, seq_len: int) -> None:
         """Take the frequencies of "dynamic" or "longrope" for sequences of `seq_len` tokens; the other types have one set
