@@ -37,6 +37,7 @@ from torch import Tensor
 import fusewise
 from fusewise._shared import build
 from fusewise.ops.rope import _host, _op
+from fusewise.ops.rope_and_cache import _op as rope_and_cache
 
 HERE = Path(__file__).parent
 CALLS = 300  # of a loop: fewer than a stream takes before it makes the host wait
@@ -112,10 +113,31 @@ def calls(device: str) -> list[Call]:
                 Call("recorded", name, lambda given=given: fusewise.rope(q_grad, k_grad, **given), quick),
             ]
     found += [backward(call) for call in found if call.group == "recorded"]
+    if device == "cuda":
+        found += cached(q, k, cos, sin)
     native = "cuda" if device == "cuda" else "cpu"
     if _op.unavailable(native, device, dtype) is None:
         found += operators(native, q, k, cos, sin) + compiled(native, q, k, cos, sin)
     return found
+
+
+def cached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
+    """`rope_and_cache_` of the same q and k, a token a slot of a paged cache: its floor is that of `rope_`."""
+    q, k, v = q[:, 0], k[:, 0], torch.randn_like(k[:, 0])
+    key_cache, value_cache = k.new_zeros(2, 64, 16, *k.shape[1:])
+    given: dict[str, Any] = {"slot_mapping": torch.arange(len(q), device=q.device), "cos": cos, "sin": sin}
+    return [
+        Call(
+            "in place",
+            f"fusewise-{impl}, rope_and_cache_" + ("" if quick else ", through Python"),
+            lambda impl=impl: fusewise.rope_and_cache_(
+                q, k, v, key_cache=key_cache, value_cache=value_cache, **given, impl=impl
+            ),
+            quick,
+        )
+        for impl, quick in (("cuda", True), ("cuda", False), ("triton", True))
+        if rope_and_cache.choice.unavailable(impl, "cuda", q.dtype) is None
+    ]
 
 
 def operators(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import fusewise
+from fusewise.ops.rope import _host
+from fusewise.ops.rope_and_cache import api
 from fusewise.ops.rope_and_cache._op import IMPLEMENTATIONS, choice
 
-from ..rope.support import assert_bits
+from ..rope.support import DTYPES, assert_bits
 from .cases import CASES, Made, make
 
 pytestmark = pytest.mark.gpu
@@ -143,6 +145,21 @@ def test_bitwise_deterministic(impl: str) -> None:
         call(again, impl)
         for x, y in zip(first.written(), again.written(), strict=True):
             assert_bits(x, y)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if DTYPES[case.dtype].itemsize < 8])
+def test_a_call_that_has_been_before_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found again in C++ and launched there."""
+    require("cuda")
+    before, _ = make(CASES[name], "cuda").copy()
+    (first, want), (second, got) = before.copy(), before.copy()
+    call(first, "cuda")
+    if (reason := _host.unavailable("cuda", "cuda")) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(api, "validated", lambda *_: pytest.fail("validated again"))
+    call(second, "cuda")
+    for x, y in zip(got, want, strict=True):
+        assert_bits(x, y)
 
 
 def test_cuda_gives_the_bits_of_triton() -> None:
