@@ -53,7 +53,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Asked]:
             {"do": "stages", "task": task.to_json(), "target": "sm_90", "folder": str(out / name)},
             {"do": "traffic", "task": task.to_json(), "target": "sm_90"},
         ]
-        stages, traffic = capture.ask(entry(name, op), requests, out / "log.txt", timeout=120)
+        stages, traffic = capture.ask(entry(name, op), requests, out / "log.txt", timeout=300)
         if stages.status == "missing":
             pytest.skip(stages.reason)
         assert stages.status == traffic.status == "ok", (stages.reason, traffic.reason)
@@ -134,7 +134,7 @@ def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
     ]
     told: list[str] = []
     entries = plugin.select(names, "gelu", "cpu")
-    index = capture.stages(entries, GELU, "sm_90", tmp_path, told.append, timeout=60)
+    index = capture.stages(entries, GELU, "sm_90", tmp_path, told.append, timeout=300)
     assert json.loads((tmp_path / "index.json").read_text()) == index
     assert told == ["segfault", "raising", "absent", "shown", "floor-copy"]
     dead, raising, absent, shown, floor = index["providers"]
@@ -147,14 +147,14 @@ def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
     assert first["text"] == "gelu-5x5 for sm_90\n" and first["lines"] == {"1": "a.py:1"}
     assert second["counts"] == {"n": 1}
     again = tmp_path / "again"
-    capture.stages(entries[3:4], GELU, "sm_90", again, timeout=60)
+    capture.stages(entries[3:4], GELU, "sm_90", again, timeout=300)
     for stage in shown["stages"]:
         assert (again / stage["file"]).read_bytes() == (tmp_path / stage["file"]).read_bytes()
 
 
 def test_ledgers_and_who_has_none(tmp_path: Path) -> None:
     entries = plugin.select(["lab_code_fakes:Shown", "floor-copy"], "gelu", "cpu")
-    found, without = capture.ledgers(entries, [GELU], "sm_90", tmp_path, timeout=60)
+    found, without = capture.ledgers(entries, [GELU], "sm_90", tmp_path, timeout=300)
     assert [(ledger.provider, ledger.bytes, ledger.excess) for ledger in found] == [("shown", 200, 1.0)]
     assert [(answer.provider, answer.status) for answer in without] == [("floor-copy", "missing")]
 

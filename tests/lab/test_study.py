@@ -167,12 +167,12 @@ def command(out):
 
 
 def wait_for_rows(out, process):
-    for _ in range(600):
+    for _ in range(3000):
         time.sleep(0.1)
         assert process.poll() is None, process.stderr.read()
         if (out / "rows.jsonl").exists() and (out / "rows.jsonl").read_text():
             return
-    raise AssertionError("no row within a minute")
+    raise AssertionError("no row within five minutes")
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path):
@@ -180,7 +180,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path):
     with command(out) as process:
         wait_for_rows(out, process)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted; the rows measured so far are in" in said
     kept = record.read(out)
@@ -198,7 +198,7 @@ def test_a_killed_coordinator_leaves_valid_rows_and_no_workers(tmp_path):
         time.sleep(2)  # one of them is in the middle of something long by now
         process.kill()
     assert record.read(out).rows
-    for _ in range(100):
+    for _ in range(600):
         alive = [pid for pid in workers if running(pid)]
         if not alive:
             return

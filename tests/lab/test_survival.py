@@ -34,20 +34,20 @@ def command(out, *arguments, cases=("cube-4",), providers="eager", limit=None, *
     )  # fmt: skip
 
 
-def finished(process, timeout=120):
+def finished(process, timeout=300):
     with process:
         said, errors = process.communicate(timeout=timeout)
     return process.returncode, said, errors
 
 
 def until_rows(out, process, count=1):
-    for _ in range(600):
+    for _ in range(3000):
         time.sleep(0.1)
         assert process.poll() is None, process.stderr.read()
         with contextlib.suppress(OSError):
             if len((out / "rows.jsonl").read_text().splitlines()) >= count:
                 return
-    raise AssertionError("no row within a minute")
+    raise AssertionError("no row within five minutes")
 
 
 TWO = {"cases": ("cube-4", "cube-10"), "providers": "lab_fakes:Right,lab_fakes:SlowIfAsked"}
@@ -60,7 +60,7 @@ def ended(out, end):
         until_rows(out, process, 2)
         time.sleep(0.3)
         process.send_signal(end)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     return process.returncode
 
 
@@ -75,13 +75,13 @@ def test_an_interrupt_while_it_looks_inside_keeps_all_times(tmp_path):
     out = tmp_path / "run"
     with command(out, "--code", providers="lab_fakes:Right,lab_fakes:SlowToShow") as process:
         log = out / "code" / "logs" / "slow-to-show.log"
-        for _ in range(600):
+        for _ in range(3000):
             time.sleep(0.1)
             if log.exists():
                 break
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert process.returncode == 130
     kept = record.read(out)
     assert [r.status for r in kept.rows] == ["ok", "ok"]
