@@ -99,11 +99,15 @@ def render(found: Record, directory: Path) -> Path:
     return path
 
 
-def show(found: Record) -> None:
-    """The tables of times and verdicts on standard output, as wide as they need to be where nothing limits them."""
+def _standard_output() -> Console:
+    """For tables as wide as they need to be where no terminal limits them."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    return console if console.is_terminal else Console(width=200)
+
+
+def show(found: Record) -> None:
+    """The tables of times and verdicts on standard output."""
+    console = _standard_output()
     judged = verdict.verdicts(found)
     console.print(terminal.summary(found))
     console.print(terminal.verdict_table(judged))
@@ -121,16 +125,14 @@ def as_json(found: Record) -> list[dict[str, Any]]:
 
 def show_comparison(found: Comparison) -> None:
     """What changed between two runs, on standard output."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    console = _standard_output()
     console.print(terminal.comparison_table(found))
     for line in terminal.comparison_summary(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_limits(found: Json) -> None:
-    Console().print(terminal.limits_table(found))
+    _standard_output().print(terminal.limits_table(found))
 
 
 def case_listing(target: str, inputs: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -192,4 +194,4 @@ def show_providers(found: list[dict[str, Any]]) -> None:
         )
         for e in found
     ]
-    Console().print(terminal.provider_table(lines))
+    _standard_output().print(terminal.provider_table(lines))
