@@ -6,6 +6,7 @@ Every family is a model of two layers with random weights, held against itself i
 from __future__ import annotations
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -28,6 +29,10 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 8}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 2,
+}  # fmt: skip
 NO_GATE = "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
 # model, its configuration, which function stands in for its rotation, what became of its MLP
 FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -41,6 +46,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "Glm": (HEADS, "apply_rotary_pos_emb_glm", "silu"),
     "Cohere": (GROUPED, "apply_rotary_pos_emb_interleaved", "silu"),
     "GPTNeoX": (SMALL, "apply_rotary_pos_emb", NO_GATE),
+    "GPTJ": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 50},
+        "apply_rotary_pos_emb_gptj",
+        NO_GATE,
+    ),
+    "DeepseekV2": ({**GROUPED, **LATENT}, "apply_rotary_emb_deepseek_v2", "silu"),
     "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "", NO_GATE),
 }
 # Qwen2.5 and Qwen2, Llama 2 and 3 are of one class each.
@@ -87,7 +98,8 @@ def test_the_report_names_every_module(family: str) -> None:
     _, rotation, mlp = FAMILIES[family]
     handle = patch(build(family))
     said = {entry.name: entry.what for entry in handle.replaced} | {entry.name: entry.why for entry in handle.left}
-    attention = f"apply_rotary_pos_emb by {rotation}" if rotation else "it calls no rotary function"
+    theirs = "apply_rotary_emb" if family == "DeepseekV2" else "apply_rotary_pos_emb"
+    attention = f"{theirs} by {rotation}" if rotation else "it calls no rotary function"
     gated = mlp if mlp == NO_GATE else f"gated_mlp, {mlp}"
     assert len(said) == 4
     for name, text in said.items():
@@ -265,6 +277,21 @@ def test_a_deep_copy_stays_patched_with_its_own_weights() -> None:
         copied.model.layers[0].mlp.up_proj.weight.zero_()
         assert not torch.equal(copied(TOKENS).logits, model(TOKENS).logits)
     assert forwards(model) == [] and len(forwards(copied)) == 4
+
+
+def test_a_model_that_was_saved_patched_is_loaded_unpatched() -> None:
+    model = build("Llama")
+    expected = model(TOKENS).logits
+    saved = io.BytesIO()
+    with patch(model) as handle:
+        torch.save(model, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert torch.equal(loaded(TOKENS).logits, expected)
+    with patch(loaded) as again:
+        assert again.replaced == handle.replaced
+    assert not forwards(loaded)
+    assert torch.equal(loaded(TOKENS).logits, expected)
 
 
 def test_random_numbers_are_not_used() -> None:

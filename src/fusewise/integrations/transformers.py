@@ -106,7 +106,7 @@ def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save =
 
     Outputs and gradients are those of the model within the rounding of its dtype; the state_dict is untouched.
     Projections that are quantised, adapted or have hooks are called as they are, now and later. `model` is any module of
-    transformers or a part of one. A deep copy of a patched model stays patched.
+    transformers or a part of one. A deep copy of a patched model stays patched, one that was saved whole is loaded unpatched.
 
     Args:
         rope, mlp: what to replace.
@@ -146,7 +146,7 @@ def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Fo
         if "Attention" in kind:
             return "it calls no rotary function"
         return "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
-    if own is not None:
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         return "it has a forward of its own"
     if forward is not type(module).forward:
         return "its forward is decorated"
@@ -157,7 +157,9 @@ _MARK = "_fusewise"
 
 
 def _marked(forward: Forward) -> Forward:
+    """Pickle saves a bound method by its name: a model that is loaded finds the forward of its class."""
     setattr(forward, _MARK, True)
+    forward.__name__ = "forward"
     return forward
 
 
@@ -195,6 +197,9 @@ _CONVENTIONS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (compat.apply_rotary_pos_emb_vision, "thd", "twice"),
     (compat.apply_rotary_pos_emb_single, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb_deepseek_v4, "bhsd", "once"),
+    (compat.apply_rotary_pos_emb_gptj, "bshd", "sine first"),
+    (compat.apply_rotary_emb_llama4, "bshd", "complex"),
+    (compat.apply_rotary_emb_deepseek_v2, "bhsd", "complex"),
 )
 
 
@@ -209,28 +214,33 @@ def _convention(theirs: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def _rotation_agrees(theirs: Forward, ours: Forward, layout: str, form: str, width: int) -> bool | None:
     """None where theirs does not take such tensors."""
-    batch, tokens, head_dim = (2,) if layout == "bhsd" else (), 4, 8
+    batch, tokens, head_dim = () if layout == "thd" else (2,), 4, 8
     shape = partial(_shape, layout, batch, tokens, head_dim)
     angles = _numbers(*batch, tokens, width // 2)
     if form == "twice":
         angles = torch.cat((angles, angles), -1)
     elif form == "adjacent":
         angles = angles.repeat_interleave(2, -1)
-    single = "k" not in inspect.signature(ours).parameters
+    tables: tuple[Tensor, ...] = angles.cos(), angles.sin()
+    if form == "sine first":
+        tables = tables[::-1]
+    elif form == "complex":
+        tables = (torch.complex(*tables),)
+    single = not {"k", "xk"} & inspect.signature(ours).parameters.keys()
     rotated = (_numbers(*shape(3)),) if single else (_numbers(*shape(3)), _numbers(*shape(2)))
     try:
-        wanted = theirs(*rotated, angles.cos(), angles.sin())
+        wanted = theirs(*rotated, *tables)
     except (TypeError, RuntimeError, ValueError):
         return None
     try:
-        given = ours(*rotated, angles.cos(), angles.sin())
+        given = ours(*rotated, *tables)
     except (TypeError, RuntimeError, ValueError):
         return False
     return all(map(_close, _flat(wanted), _flat(given)))
 
 
 def _shape(layout: str, batch: tuple[int, ...], tokens: int, head_dim: int, heads: int) -> tuple[int, ...]:
-    return (*batch, heads, tokens, head_dim) if layout == "bhsd" else (tokens, heads, head_dim)
+    return (*batch, heads, tokens, head_dim) if layout == "bhsd" else (*batch, tokens, heads, head_dim)
 
 
 # Gated MLPs
