@@ -62,6 +62,13 @@ class Adapted(nn.Linear):
         return y
 
 
+def test_a_bias_of_one_projection_alone() -> None:
+    module = GatedMLP(16, 12, activation="silu")
+    module.up_proj = nn.Linear(16, 12)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(module(x), module.down_proj(functional.silu(module.gate_proj(x)) * module.up_proj(x)))
+
+
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: str) -> None:
     module = GatedMLP(16, 12, activation="silu")

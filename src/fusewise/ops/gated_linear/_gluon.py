@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .._tuned import Key, Tuned
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
-from ._problem import Halves, Spec, split_preact
+from ._problem import Halves, Spec, describable, split_preact
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
@@ -108,12 +108,6 @@ def unavailable(device_type: str) -> str | None:
         return "gluon has no interpreter of its asynchronous products, and TRITON_INTERPRET=1 is set"
     major, minor = torch.cuda.get_device_capability()
     return None if major == 9 else f"gluon has kernels for compute capability 9 (Hopper), not {major}.{minor}"
-
-
-def describable(x: Tensor) -> bool:
-    """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
-    rows, columns = x.stride()
-    return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:

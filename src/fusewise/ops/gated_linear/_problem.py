@@ -122,3 +122,9 @@ def split_preact(preact: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of products, bias and gate: float32, or float64 for float64 tensors."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
+    rows, columns = x.stride()
+    return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._tuned import Key, Tuned
-from ._problem import Halves, Spec, split_preact
+from ._problem import Halves, Spec, describable, split_preact
 from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
 SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
@@ -144,13 +145,6 @@ def _has_tma(device: int) -> bool:
     return device < 0 or torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def describable(x: Tensor) -> bool:
-    """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
-    rows, columns = x.stride()
-    size = x.element_size()
-    return columns == 1 and rows > 0 and rows * size % 16 == 0 and x.data_ptr() % 16 == 0
-
-
 def path(x: Tensor, halves: Halves) -> str:
     """How a call's products move their matrices, why, and which configurations are tuned: for `explain_dispatch`."""
     moved, hidden = _moved(x, halves), halves.value.shape[0]
@@ -183,6 +177,20 @@ def kind(x: Tensor) -> str:
     return "tf32" if setting == "tf32" else "ieee"
 
 
+def _programs(config: Config, rows: int, hidden: int, processors: int) -> tuple[int, tuple[int, int]]:
+    """The grid size of a product kernel, and the block that its epilogue takes at a time."""
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
+    grid = min(tiles, processors) if config.block_m > 64 else tiles
+    return grid, (config.block_m, config.block_f // 2 if config.split else config.block_f)
+
+
+def _matrices(tma: bool) -> Callable[[Tensor, tuple[int, int]], Any]:
+    """How a matrix is handed to a kernel that takes it in blocks: as a TMA descriptor, or as it is."""
+    return (
+        (lambda t, block: TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))) if tma else lambda t, _: t
+    )
+
+
 def linear_arguments(
     x: Tensor, halves: Halves, config: Config, processors: int, *, epilogue: str, activation: str, tma: bool,
     y: Tensor | None, preact: tuple[Tensor, Tensor] | None, dy: Tensor | None, dbias: Tensor | None,
@@ -191,12 +199,8 @@ def linear_arguments(
     and never touched."""
     rows, features = x.shape
     hidden = halves.value.shape[0]
-    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
-    grid = min(tiles, processors) if config.block_m > 64 else tiles
-    out = (config.block_m, config.block_f // 2 if config.split else config.block_f)
-
-    def matrix(t: Tensor, block: tuple[int, int]) -> Any:
-        return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)) if tma else t
+    grid, out = _programs(config, rows, hidden, processors)
+    matrix = _matrices(tma)
 
     def optional(t: Tensor | None) -> Any:
         return x if t is None else matrix(t, out)
@@ -359,13 +363,8 @@ def down_arguments(
     """The grid size and all arguments of `down_gradient_kernel`."""
     rows, outputs = dz.shape
     hidden = w_down.shape[1]
-    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
-    grid = min(tiles, processors) if config.block_m > 64 else tiles
-    out = (config.block_m, config.block_f // 2 if config.split else config.block_f)
-
-    def matrix(t: Tensor, block: tuple[int, int]) -> Any:
-        return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)) if tma else t
-
+    grid, out = _programs(config, rows, hidden, processors)
+    matrix = _matrices(tma)
     return grid, {
         "dz_ptr": matrix(dz, (config.block_m, config.block_d)), "w_ptr": matrix(w_down, (config.block_d, config.block_f)),
         "u_ptr": matrix(preact[0], out), "g_ptr": matrix(preact[1], out), "y_ptr": matrix(y, out),

@@ -40,12 +40,13 @@ def mlp(
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """down(up(x) · act(gate(x))) of three modules."""
-    if is_plain(gate, up, down):
+    fused = is_plain(gate, up) and (gate.bias is None) == (up.bias is None)
+    if fused and is_plain(down):
         return gated_mlp(
             x, _weight(gate), _weight(up), _weight(down), b_gate=gate.bias, b_up=up.bias, b_down=down.bias,
             activation=activation, save=save, impl=impl,
         )  # fmt: skip
-    if is_plain(gate, up):
+    if fused:
         y = gated_linear(
             x, _weight(up), up.bias, w_gate=_weight(gate), b_gate=gate.bias, activation=activation, save=save, impl=impl
         )
