@@ -4,15 +4,13 @@ Rows are taken in chunks small enough that the gate finds their pre-activations 
 value are made in y itself and those of the gate in one chunk beside it; where pre-activations are kept, or their gradient
 is made, they are the chunks' place.
 
-Threads are torch's own: the kernel is handed the entry of the OpenMP runtime that torch has loaded. In a forked child,
-where that runtime's threads are gone, and where there is no such runtime, it starts threads of its own.
+Threads are torch's own (`_shared/cpu.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
@@ -20,7 +18,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from ...._shared import build
+from ...._shared import build, cpu
 from .. import _chunks as chunks
 from .._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
@@ -34,43 +32,16 @@ def recipe() -> build.Recipe:
     return "gate", (Path(__file__).with_name("gate.cpp"),), build.cxx(), build.NATIVE_FLAGS
 
 
-class _Kernel:
-    """The loaded kernel."""
-
-    def __init__(self) -> None:
-        library = build.library(*recipe())
-        self.run = library.fusewise_gate
-        self.run.argtypes = (ctypes.c_char_p,)
-        self.run.restype = None
-        self.parallel = _parallel()
-        os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        self.parallel = 0
-
-
-def _parallel() -> int:
-    """The address of `GOMP_parallel` in the OpenMP runtime that torch loaded, GNU's or LLVM's; 0 if there is none."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
-    except AttributeError:
-        return 0
-
-
 @functools.cache
-def _kernel() -> _Kernel:
-    return _Kernel()
+def _kernel() -> cpu.Kernel:
+    kernel = cpu.Kernel(recipe(), "fusewise_gate")
+    kernel.run.argtypes = (ctypes.c_char_p,)
+    return kernel
 
 
 def unavailable(device_type: str) -> str | None:
     """Why the native kernel cannot serve tensors of this device type, or None if it can; builds it if need be."""
-    if device_type != "cpu":
-        return f"cpu is native code for tensors in the memory of the host, not on device type {device_type}"
-    try:
-        _kernel()
-    except build.BuildError as error:
-        return str(error)
-    return None
+    return cpu.unavailable(device_type, _kernel)
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:

@@ -1,0 +1,47 @@
+"""A native kernel for tensors in the memory of the host: built on first use, loaded once, run by torch's own threads.
+
+The kernel is handed the entry of the OpenMP runtime that torch has loaded, so that there is one pool of threads in the
+process. In a forked child, where that runtime's threads are gone, and where there is no such runtime, it is handed 0 and
+starts threads of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+from . import build
+
+
+class Kernel:
+    """The function `name` of a library, which returns nothing, and `parallel`, the entry to hand to it."""
+
+    def __init__(self, recipe: build.Recipe, name: str) -> None:
+        self.run = getattr(build.library(*recipe), name)
+        self.run.restype = None
+        self.parallel = _parallel()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.parallel = 0
+
+
+def _parallel() -> int:
+    """The address of `GOMP_parallel` in the OpenMP runtime that torch loaded, GNU's or LLVM's; 0 if there is none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    except AttributeError:
+        return 0
+
+
+def unavailable(device_type: str, kernel: Callable[[], Kernel]) -> str | None:
+    """Why the kernel that `kernel` loads cannot serve tensors of this device type, or None if it can; builds it if need
+    be."""
+    if device_type != "cpu":
+        return f"cpu is native code for tensors in the memory of the host, not on device type {device_type}"
+    try:
+        kernel()
+    except build.BuildError as error:
+        return str(error)
+    return None
