@@ -121,3 +121,10 @@ def test_without_the_extra_one_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
     assert done.stderr.strip() == "fusewise: click is not installed; pip install 'fusewise[lab]'"
+
+
+def test_without_the_extra_study_says_what_to_install():
+    code = "import sys; sys.modules['rich'] = None; import fusewise; fusewise.study"
+    environment = {**os.environ, "PYTHONPATH": str(Path(fusewise.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stderr.strip().endswith("; pip install 'fusewise[lab]'")

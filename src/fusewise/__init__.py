@@ -1,7 +1,8 @@
 """fusewise: fused kernels for PyTorch and the evidence that they are worth it."""
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from .ops.dispatch import Dispatch as Dispatch
 from .ops.dispatch import explain_dispatch as explain_dispatch
@@ -16,8 +17,14 @@ from .ops.rope_and_cache import rope_and_cache_ as rope_and_cache_
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """`fusewise.study`, which brings the lab with it, is imported when it is first asked for."""
-    if name == "study":
-        return importlib.import_module(".lab.api", __name__).study
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+study: Callable[..., Any]  # of `fusewise.lab.api`, which comes, with all that it needs, when it is first asked for
+
+if not TYPE_CHECKING:  # for which every misspelt name would be one
+
+    def __getattr__(name: str) -> Any:
+        if name != "study":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(".lab.api", __name__).study
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{error}; pip install 'fusewise[lab]'", name=error.name) from error
