@@ -1,5 +1,6 @@
-// A repeated call of `rope`, `rope_` or `rope_and_cache_`, from Python to the launch in a microsecond or two: what validation and planning found for a call
-// is kept here under everything that they depended on, and the next call like it goes from its arguments to the kernel.
+// A repeated call of `rope`, `rope_` or `rope_and_cache_`, from Python to the launch in a microsecond or two: what validation
+// and planning found for a call is kept here under everything that they depended on, and the next call like it goes from its
+// arguments to the kernel.
 //
 // Python stays the one place that validates, plans and raises: whatever is not an ordinary call that has been before is
 // answered with None, at once and with nothing changed, and the caller goes on in Python (`api.py`), which calls `remember`
@@ -71,7 +72,8 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 // The arguments of a call in a tuple.
 PyObject* const* items(PyObject* arguments, Form form) {
-  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(arguments) == Arguments::count(form), "rope: a call has ", Arguments::count(form), " arguments");
+  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(arguments) == Arguments::count(form), "rope: a call has ", Arguments::count(form),
+                   " arguments");
   return &PyTuple_GET_ITEM(arguments, 0);
 }
 

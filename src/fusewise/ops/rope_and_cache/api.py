@@ -11,12 +11,13 @@ from . import _op
 from ._problem import CacheLayout
 from ._validate import validated
 
+# Arguments after v are meant to be given by name; for why no `*` says so see `rope/api.py`.
+
 
 def rope_and_cache_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor | None = None,
