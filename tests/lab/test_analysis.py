@@ -46,6 +46,26 @@ def test_real_differences_are_told(factor, word):
     assert verdicts.count(word) >= 48
 
 
+@pytest.mark.parametrize(
+    ("value", "low", "high", "noise", "word"),
+    [
+        (1.05, 1.02, 1.08, 0.01, "slower"),
+        (1.05, 1.005, 1.08, 0.01, "ambiguous"),  # the interval reaches into the noise, whatever its middle
+        (0.95, 0.92, 0.98, 0.01, "faster"),
+        (0.95, 0.92, 0.995, 0.01, "ambiguous"),
+        (1.012, 1.011, 1.013, 0.01, "slower"),
+        (1.012, 1.011, 1.013, 0.012, "same"),  # beyond the noise must be all of it
+        (1.0, 0.981, 1.019, 0.001, "same"),  # 2 % are the same on the quietest machine
+        (1.0, 0.979, 1.019, 0.001, "ambiguous"),
+        (1.0, 0.92, 1.08, 0.03, "same"),  # three times the noise
+        (1.0, 0.89, 1.0, 0.2, "ambiguous"),  # but 10 % are never the same
+        (1.5, 1.4, 1.6, None, "ambiguous"),
+    ],
+)
+def test_the_word_for_an_interval(value, low, high, noise, word):
+    assert analysis.verdict(analysis.Ratio(value, low, high), noise) == word
+
+
 def test_a_difference_within_the_noise_is_never_told():
     generator = random.Random(3)
     verdicts = {compare(generator, 1.01, 0.1) for _ in range(50)}

@@ -6,6 +6,7 @@ What the study says of it must be what was put in.
 
 import math
 import random
+from statistics import median
 
 import pytest
 
@@ -94,9 +95,24 @@ def test_known_differences_are_found_under_drift_and_noise(monkeypatch, tmp_path
 
 
 def test_a_difference_of_half_the_noise_is_not_told(monkeypatch, tmp_path):
-    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 101.0}, groups=50, spread=0.15)
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 101.2}, groups=50, spread=0.04)
+    noises = [c["noise"] for c in made.comparisons if c["provider"].endswith("#2")]
+    assert 0.018 < median(noises) < 0.03
     words = [row.verdict_vs_best_other for row in made.rows if row.provider == "liger"]
     assert words.count("faster") + words.count("slower") <= 2
+
+
+def test_a_hopelessly_slow_provider_gets_three_rounds_and_its_verdict(monkeypatch, tmp_path):
+    """Five samples of half a second are a turn of more than a second; of a hundredth they are not."""
+    times = {"floor-copy": 90.0, "eager": 1e3, "slow": 1e4 + 100, "tvm": 5e5}
+    made = studied(monkeypatch, tmp_path, times, spread=0.004)
+    rounds = {m.provider: len(m.rounds) for m in made.measurements}
+    assert rounds == {"floor-copy": 12, "eager": 12, "eager#2": 12, "slow": 12, "tvm": 3}
+    left = {m.provider: m.prepared.get("left_after_rounds") for m in made.measurements}
+    assert left == {"floor-copy": None, "eager": None, "eager#2": None, "slow": None, "tvm": 3}
+    (row,) = (r for r in made.rows if r.provider == "tvm")
+    assert (row.status, row.verdict_vs_best_other) == ("ok", "slower")
+    assert row.device_us == pytest.approx(5e5, rel=0.3)
 
 
 def test_the_verdict_is_what_was_put_in(monkeypatch, tmp_path):

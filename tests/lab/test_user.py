@@ -79,6 +79,8 @@ def test_bytes_and_flops():
     p = problem("doubled", "x=fp32[8,16]", pass_="bwd")
     assert p.bytes_min() == 2 * 8 * 16 * 4  # a linear function: dy read, dx written
     assert p.flops_min() == 0
+    assert problem("twice", "x=fp32[8,16]", pass_="bwd").bytes_min() == 4 * 512  # three gradients read, one written
+    assert problem("summed", "x=fp32[8,16]", pass_="bwd").bytes_min() == 16 * 4  # that of the sum, expanded
     p = problem("rms", *RMS, dtype="bf16", pass_="bwd")
     assert p.bytes_min() == 2 * (8 * 16 + 2 * (8 * 16 + 16))  # dy and both inputs read, both gradients written
     p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
@@ -238,6 +240,17 @@ def test_a_module_is_searched_for_where_the_study_was_started(tmp_path):
     with pytest.raises(ModuleNotFoundError):
         load("my_own_module_of_functions:f")
     assert load("my_own_module_of_functions:f", path=[str(tmp_path)])(1) == 2
+
+
+def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
+    inner = tmp_path / "outer_pack" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    (inner / "two.py").write_text("TWO = 2\n")
+    (inner / "f.py").write_text("from .two import TWO\ndef f(x):\n    return x * TWO\n")
+    User(f"{inner / 'f.py'}:f", ["fp32[4]"]).verify()
+    assert load(f"{inner / 'f.py'}:f")(3) == 6
 
 
 NOTEBOOK = """

@@ -40,6 +40,10 @@ def twice(x):
     return y, y, x
 
 
+def summed(x):
+    return x.sum(0)
+
+
 def of_everything(*xs):
     return sum(xs)
 

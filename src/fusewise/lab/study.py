@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from . import analysis, folder, limits, machine, plugin, record, spent
@@ -28,6 +29,9 @@ from .record import Measurement, Record, Row
 EAGER = "fusewise.lab.providers.pytorch:Eager"
 #: After this many failures in a row (crash, hang) a provider is not started again.
 FAILURES_TO_GIVE_UP = 3
+#: What takes this many times as long as the fastest, and this many seconds a turn, is left alone after as many rounds as a
+#: comparison needs: more of them would say the same and cost the others theirs.
+HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 1.0, 3
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
 #: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
@@ -61,6 +65,13 @@ class Seat:
     failures: int = 0
     gone: str = ""  # why it is not started any more
     versions: dict[str, str] = field(default_factory=dict)
+
+
+def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
+    """Whether a provider is too slow for more rounds than a comparison needs."""
+    last = measurement.rounds[-1]["device_us"]
+    seconds = sum(last) * measurement.prepared.get("calls_per_sample", 1) / 1e6
+    return bool(seconds > HOPELESS_SECONDS and median(last) > HOPELESS * fastest_us)
 
 
 class Study:
@@ -300,8 +311,9 @@ class Study:
         options = self.options
         now = time.monotonic()
         stop = min(now + options.group_seconds, now + max(0.0, self.deadline - now) / groups_left)
+        patient = seats  # those that are asked in every round
         for number in range(options.max_rounds):
-            for seat in self.random.sample(seats, len(seats)):
+            for seat in self.random.sample(patient, len(patient)):
                 assert seat.worker is not None
                 try:
                     reply = seat.worker.ask("round")
@@ -317,8 +329,15 @@ class Study:
                     measurements[seat.name].rounds.clear()
                     measurements[seat.name].prepared |= {"status": reply["status"], "reason": reply["reason"]}
                     seats = [s for s in seats if s is not seat]
-            medians = {s.name: list(analysis.round_medians(measurements[s.name]).values()) for s in seats}
+                    patient = [s for s in patient if s is not seat]
+            medians = {s.name: list(analysis.round_medians(measurements[s.name]).values()) for s in patient}
             self.listener.round(number, {name: values[-1] for name, values in medians.items()})
+            if number + 1 >= FEWEST_ROUNDS:
+                times = {n: median(v) for n, v in medians.items() if not analysis.is_floor(n)}
+                slow = {n for n in times if _hopeless(measurements[n], min(times.values()))}
+                for name in slow:
+                    measurements[name].prepared["left_after_rounds"] = number + 1
+                patient = [s for s in patient if s.name not in slow]
             if not seats or number + 1 < options.min_rounds:
                 continue
             precise = all(analysis.relative_standard_error(v) <= options.precision for v in medians.values())

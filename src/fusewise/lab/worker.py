@@ -39,6 +39,8 @@ WARM_UP_SECONDS = 0.3
 #: A turn is at most this long for a provider, as far as the number of samples can help it.
 TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
+#: A sample longer than this is one of a turn's own.
+LONG_SAMPLE_SECONDS = 1.0
 
 Reply = dict[str, Any]
 
@@ -156,7 +158,8 @@ class Server:
                 if time.perf_counter() - warm > WARM_UP_SECONDS:
                     break
         flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
-        samples = min(SAMPLES[1], max(SAMPLES[0], int(TURN_SECONDS / (seconds * calls + flush))))
+        fewest = 1 if seconds * calls > LONG_SAMPLE_SECONDS else SAMPLES[0]
+        samples = min(SAMPLES[1], max(fewest, int(TURN_SECONDS / (seconds * calls + flush))))
         self.prepared = Prepared(work, samples, calls, timer)
         gc.freeze()  # the collection before each turn looks at what came since, not at all of torch
         prepared = time.perf_counter() - start

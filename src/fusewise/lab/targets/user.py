@@ -130,6 +130,12 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     torch.manual_seed(seed)  # for parameters that are drawn while importing, or below
     if where.endswith(".py"):
         file = Path(where)
+        if (file.parent / "__init__.py").is_file():  # of a package, as whose part it may import its neighbours
+            root, parts = file.parent, [file.stem]
+            while (root / "__init__.py").is_file():
+                root, parts = root.parent, [root.name, *parts]
+            sys.path.insert(0, str(root))
+            return load(f"{'.'.join(parts)}:{attribute}", seed, path)
         name = f"_fusewise_study_{file.stem}"
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
@@ -267,6 +273,7 @@ class UserProblem(Problem):
         # Errors are judged by the coarsest dtype that the function takes or gives.
         coarse = [x.dtype for x in (*self.tensors, *outputs) if x.is_floating_point()]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps)
+        self.gradient_bytes = 0
         self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
@@ -275,6 +282,9 @@ class UserProblem(Problem):
             (x.detach() * 1.5 + 0.25).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in leaves
         )
         here = self.gradients(outputs, leaves, self.upstream)
+        views = {g.untyped_storage().data_ptr() for g in self.upstream if g is not None}
+        written = {(g.data_ptr(), g.shape, g.stride()): g for g in here if g.untyped_storage().data_ptr() not in views}
+        self.gradient_bytes = sum(map(extent, written.values()))
         there = self.gradients(self.eager(moved), moved, self.upstream)
         return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
@@ -314,14 +324,13 @@ class UserProblem(Problem):
 
     def bytes_min(self) -> int:
         """Forward: inputs and parameters read, outputs written. Backward: gradients of the outputs read, those of floating
-        inputs and parameters written, and inputs and parameters read where the gradient depends on them."""
+        inputs and parameters written, and inputs and parameters read where the gradient depends on them. What is a view of
+        what was there is not written."""
         held = (*self.tensors, *self.parameters)
         read = sum(map(extent, held))
         forward = read + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        moving = [x for i, x in enumerate(self.tensors) if x.is_floating_point() and i not in self.fixed]
-        written = sum(x.numel() * x.element_size() for x in (*moving, *self.parameters))
-        backward = upstream + written + (read if self.reads_inputs else 0)
+        backward = upstream + self.gradient_bytes + (read if self.reads_inputs else 0)
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
 
     def flops_min(self) -> int:
