@@ -280,6 +280,26 @@ def test_what_may_not_be_written_to_is_refused_the_second_time_too() -> None:
     assert_bits(storage, before)
 
 
+def test_neighbours_in_one_storage_are_told_by_their_distance() -> None:
+    """A table that lies behind q is read; one that q reaches into is not."""
+    storage = torch.cat((torch.randn(2 * 4 * 3 * 16), TABLE["cos"].flatten(), TABLE["sin"].flatten()))
+    rows = 2 * TABLE["cos"].numel()
+    cos, sin = storage[-rows:].view(2, *TABLE["cos"].shape)
+
+    def q(first: int) -> Tensor:
+        return storage[first : first + 384].view(2, 4, 3, 16)
+
+    for _ in range(2):
+        fusewise.rope_(q(0), cos=cos, sin=sin)
+    assert recalled(fusewise.rope_, q(0), cos=cos, sin=sin) is not None
+    before = storage.clone()
+    for first in (8, 384):
+        assert recalled(fusewise.rope_, q(first), cos=cos, sin=sin) is None
+        with pytest.raises(ValueError, match="q must not overlap cos, which is read"):
+            fusewise.rope_(q(first), cos=cos, sin=sin)
+    assert_bits(storage, before)
+
+
 def test_outputs_that_may_not_be_written_to_are_refused_the_second_time_too() -> None:
     """Of the same sizes and strides, but overlapping each other or an input, with a gradient, or of another kind."""
     q, k = qk()
