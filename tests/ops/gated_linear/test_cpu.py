@@ -33,6 +33,18 @@ def test_every_16_bit_number_survives_and_products_are_rounded_as_torch_does(dty
         torch.testing.assert_close(gate(every, factors, "identity"), expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_subnormal_halves_are_numbers_where_subnormal_floats_are_flushed() -> None:
+    """As small gradients in float16 are: they pass through no subnormal float, which is slow where it is not zero."""
+    small = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16)[None]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        found = gate(small, torch.ones_like(small), "identity")
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, small)
+
+
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu", "sigmoid"])
 def test_activations_are_exact_to_a_few_units_in_the_last_place(activation: str) -> None:
     g = torch.cat((torch.linspace(-30, 30, 60001), torch.logspace(-30, 30, 2047), -torch.logspace(-30, 30, 2048)))[None]
