@@ -16,7 +16,7 @@ EXISTING = click.Path(exists=True, path_type=Path)
 Examples:
   fusewise report fusewise-runs/rope-quick-20260101-120000
   fusewise report RUN --script rope/cube-8/fp32/fwd/eager > again.py
-  fusewise report RUN --json | jq '.[] | select(.status == "wrong")'
+  fusewise report RUN --json | jq '.[].rows[] | select(.status == "wrong")'
 
 \b
 Exit codes:
@@ -115,7 +115,7 @@ def compare(before: Path, after: Path, tolerance: float | None, relative: bool, 
     epilog="""\b
 Exit codes:
   0  done
-  1  with --kept: none are kept, or the device cannot be measured
+  1  with --kept: none are kept; otherwise the device cannot be measured, or the result not be kept
 """
 )
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
