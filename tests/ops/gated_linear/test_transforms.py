@@ -169,3 +169,18 @@ def test_one_weight_used_twice() -> None:
         return torch.autograd.grad(f(f(x, w, b), w, b).square().sum(), (x, w, b))
 
     close(twice(geglu_linear), twice(eager_unit))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (8, 8), (8,)))
+
+    def tied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return gated_mlp(x, weight, weight, weight, b_gate=bias, b_up=bias, b_down=bias, activation="silu")
+
+    torch._dynamo.reset()
+    found = torch.compile(tied, fullgraph=True, backend="aot_eager")(x, weight, bias)
+    usual = tied(x, weight, bias)
+    torch.testing.assert_close(found, usual)
+    for a, b in zip(*(torch.autograd.grad(z.sum(), (x, weight, bias)) for z in (found, usual)), strict=True):
+        torch.testing.assert_close(a, b)

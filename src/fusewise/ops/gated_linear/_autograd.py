@@ -217,6 +217,10 @@ def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) 
 
 
 def apply_function(function: Any, *args: Any) -> Tensor:
+    if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view
+        args = tuple(
+            a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
+        )
     y: Tensor = function.apply(*args)  # untyped in torch's stubs
     return y
 
