@@ -68,6 +68,11 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--rounds", "9:4"), "rounds must be MIN:MAX with 3 <= MIN <= MAX, got 9:4"),
         (("study", "rope", "--providers", "nosuch"), "providers must be among"),
         (("study", "rope", "--time-limit", "-1"), "--time-limit"),
+        (("study", "rop"), "got 'rop'; try 'rope'"),
+        (("study", "rope", "--providers", "egaer"), "got 'egaer'; try 'eager'"),
+        (("study", "rope", "--preset", "rope-kube"), "got 'rope-kube'; try 'rope-cube'"),
+        (("study", "rope", "--case", "llama-3-8b-trian"), "got 'llama-3-8b-trian'; try 'llama-3-8b-train'"),
+        (("providers", "--device", "tpu"), "device must be cpu or cuda[:index], got 'tpu'"),
     ],
 )
 def test_bad_command_lines_exit_2_with_a_fix(arguments, words):

@@ -190,6 +190,7 @@ def test_the_command_writes_a_folder(runner: CliRunner, tmp_path: Path) -> None:
         (["--provider", "nobody"], 2, "nobody"),
         (["--stage", "sass", "--out", "x"], 2, "--out writes every stage"),
         (["--provider", "floor-copy"], 1, "does not show its code"),
+        (["--provider", "eager", "--stage", "bytekode"], 1, "has no stage 'bytekode'; try 'bytecode'"),
     ],
 )
 def test_what_the_command_refuses(runner: CliRunner, arguments: list[str], code: int, message: str) -> None:

@@ -179,14 +179,23 @@ def study(
     click.echo(f"report: {report}", err=as_json)
 
 
-@cli.command()
+@cli.command(
+    epilog="""\b
+Examples:
+  fusewise providers
+  fusewise providers --device cpu --json | jq '.[] | select(.state == "missing")'
+"""
+)
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def providers(device: str | None, as_json: bool) -> None:
     """List the providers, their versions, and what is missing."""
-    from fusewise.lab import commands
+    from fusewise.lab import commands, plan
 
-    found = commands.provider_states(device)
+    try:
+        found = commands.provider_states(plan.device(device))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     if as_json:
         click.echo(json.dumps(found))
     else:

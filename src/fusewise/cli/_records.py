@@ -113,6 +113,11 @@ def compare(before: Path, after: Path, tolerance: float | None, relative: bool, 
 
 @click.command(
     epilog="""\b
+Examples:
+  fusewise limits
+  fusewise limits --kept --json
+
+\b
 Exit codes:
   0  done
   1  with --kept: none are kept; otherwise the device cannot be measured, or the result not be kept

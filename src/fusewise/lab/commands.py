@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import folder, inside, machine, plugin, record, targets, verdict
+from . import folder, inside, plugin, record, targets, verdict
 from .compare import Comparison
 from .options import Options
 from .ranks import Rank
@@ -162,9 +162,8 @@ def case_text(listing: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def provider_states(device: str | None) -> list[dict[str, Any]]:
-    """Each known provider: is it here, in which versions, and if not, why."""
-    where = device or machine.default_device()
+def provider_states(where: str) -> list[dict[str, Any]]:
+    """Each known provider: can it run on the device `where`, in which versions, and if not, why."""
     found = []
     for entry in plugin.known():
         state, note, versions = "here", "", {}

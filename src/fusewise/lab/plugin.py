@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .code.stage import Stage
 from .ledger import Kernel
+from .names import nearest
 from .problem import Problem, as_tuple, same
 
 ENTRY_POINTS = "fusewise.providers"
@@ -252,8 +253,9 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
     for name in wanted:
         named = [e for e in entries if name in (e.name, e.where)]
         if not named:
-            every = ", ".join(dict.fromkeys(e.name for e in entries))
-            raise ValueError(f"study: providers must be among {every}, got {name!r}; `fusewise providers` lists them")
+            every = list(dict.fromkeys(e.name for e in entries))
+            fix = nearest(name, every, "`fusewise providers` lists them")
+            raise ValueError(f"study: providers must be among {', '.join(every)}, got {name!r}; {fix}")
         fitting = (e for e in named if e.provider is None or not e.provider.ops or op in e.provider.ops)
         chosen.append(next(fitting, named[0]))
     return chosen

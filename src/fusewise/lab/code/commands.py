@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import analysis, plan, plugin
+from ..names import nearest
 from ..problem import Task
 from ..render import ledgers as render_ledgers
+from ..render import printable
 from . import capture
 
 
@@ -37,6 +39,9 @@ def code(
         index = capture.stages(entries, task, target or capture.default_target(task.device), where, told, timeout)
         for provider in index["providers"]:
             kept = [s for s in provider["stages"] if stage is None or stage in (s["stage"], s["part"])]
+            if stage is not None and provider["stages"] and not kept:
+                every = dict.fromkeys(s["stage"] for s in provider["stages"])
+                provider["reason"] = f"has no stage {stage!r}; {nearest(stage, every, '--list has them')}"
             provider["stages"] = [{**s, "text": (where / s["file"]).read_text(encoding="utf-8")} for s in kept]
     return index
 
@@ -61,7 +66,7 @@ def texts(index: dict[str, Any]) -> str:
     parts = []
     for provider in index["providers"]:
         if not provider["stages"]:
-            parts.append(f"===== {provider['provider']}: {provider['status']}: {provider['reason']}\n")
+            parts.append(f"===== {provider['provider']}: {provider['status']}: {printable(provider['reason'])}\n")
         for s in provider["stages"]:
             words = " ".join(filter(None, (provider["provider"], s["stage"], s["part"], s["target"])))
             parts.append(f"===== {words}\n{s['text']}")
@@ -89,7 +94,7 @@ def profile_text(found: dict[str, Any]) -> str:
     from ..ledger import Ledger
 
     if found["status"] != "ok":
-        return f"{found['provider']} {found['status']}: {found['reason']}"
+        return f"{found['provider']} {found['status']}: {printable(found['reason'])}"
     parts = [found["table"], ""]
     if found["ledger"] is None:
         parts.append(f"no traffic ledger: {found['ledger_reason']}")

@@ -9,6 +9,7 @@ XLA works on a stream of its own, so every call waits for its results.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -157,7 +158,7 @@ def _over_arrays(function: Callable[..., Any], constants: dict[int, Any], tensor
 def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...], list[str]]:
     """The program through torch.export and torchax: a function of arrays and parameters, those, and their names."""
     with _named_tensor_overloads():
-        bridge = require("torchax.export", INSTALL)
+        bridge = require("torchax.export", INSTALL if sys.version_info >= (3, 11) else "torchax needs Python 3.11")
     if any(g is None for g in problem.upstream):
         raise Unsupported("the bridge through torchax takes floating outputs only")
     module = Exportable(problem.program().function, example)

@@ -17,6 +17,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from ..names import nearest
 from ..problem import Pass, Problem, Task
 
 ENTRY_POINTS = "fusewise.targets"
@@ -77,7 +78,9 @@ class Target:
         """The cases of a preset, in the order of its table."""
         presets = self.presets()
         if preset not in presets:
-            raise ValueError(f"study: preset must be one of {', '.join(presets)}, got {preset!r}; choose one")
+            raise ValueError(
+                f"study: preset must be one of {', '.join(presets)}, got {preset!r}; {nearest(preset, presets, 'choose one')}"
+            )
         return presets[preset]
 
     def case(self, name: str) -> Case:
@@ -86,9 +89,9 @@ class Target:
             for found in cases:
                 if found.name == name:
                     return found
-        raise ValueError(
-            f"study: name must be that of a case in a preset, got {name!r}; `fusewise study {self.name} --list` has them"
-        )
+        every = [found.name for cases in self.presets().values() for found in cases]
+        fix = nearest(name, every, f"`fusewise study {self.name} --list` has them")
+        raise ValueError(f"study: name must be that of a case in a preset, got {name!r}; {fix}")
 
 
 def names() -> list[str]:
@@ -102,9 +105,8 @@ def find(name: str) -> Target:
     if where is None:
         where = next((p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS) if p.name == name), None)
     if where is None:
-        raise ValueError(
-            f"study: target must be one of {', '.join(names())}, got {name!r}; try `study rope` or my_file.py:my_function"
-        )
+        fix = nearest(name, names(), "try `study rope` or my_file.py:my_function")
+        raise ValueError(f"study: target must be one of {', '.join(names())}, got {name!r}; {fix}")
     module, _, attribute = where.partition(":")
     target = getattr(importlib.import_module(module), attribute)()
     if not isinstance(target, Target):
