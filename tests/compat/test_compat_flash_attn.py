@@ -278,6 +278,14 @@ def test_compiles_to_one_graph(grad: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+def test_rotary_embedding_forgets_the_tables_of_a_trace() -> None:
+    module = RotaryEmbedding(D, device=DEVICE)
+    qkv = randn(B, T, 3, H, D)
+    with torch._subclasses.FakeTensorMode() as mode:
+        module(mode.from_tensor(qkv))
+    assert torch.equal(module(qkv.clone()), RotaryEmbedding(D, device=DEVICE)(qkv.clone()))
+
+
 def test_rotary_embedding_trains_after_inference_mode() -> None:
     module = RotaryEmbedding(D, device=DEVICE)
     qkv = randn(B, T, 3, H, D)

@@ -49,6 +49,14 @@ def test_tables_made_in_inference_mode_serve_training() -> None:
     assert q.grad is not None
 
 
+def test_tables_of_a_trace_are_not_kept() -> None:
+    module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
+    q, _ = qk()
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert isinstance(module(mode.from_tensor(q)), torch._subclasses.FakeTensor)
+    assert torch.equal(module(q), RotaryEmbedding(16, table="cos_sin")(q))
+
+
 # --- rotation ---------------------------------------------------------------------------------------------------------
 
 

@@ -334,7 +334,10 @@ class RotaryEmbedding(nn.Module):
     @torch.inference_mode(False)  # kept: a later call may want gradients
     def _tables_of(self, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
         """(cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2)."""
-        if self._tables and self._tables[0].shape[0] >= seqlen and self._tables[0].device == device:
+        kept = self._tables and not isinstance(
+            self._tables[0], torch._subclasses.FakeTensor
+        )  # of a trace that has ended
+        if kept and self._tables[0].shape[0] >= seqlen and self._tables[0].device == device:
             return self._tables
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         exponents = torch.arange(

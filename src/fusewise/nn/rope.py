@@ -31,7 +31,7 @@ class RotaryEmbedding(nn.Module):
         max_positions: rows of the tables that the first call makes. Running positions (no `positions`, `cu_seqlens` or
             offset tensor) beyond them make new tables of at least twice the rows; position ids cannot be looked at
             without a synchronisation, so the largest must be below max_positions, or what `reserve` was given. Tables
-            that a CUDA graph or a compiled graph uses should be reserved beforehand.
+            that a CUDA graph, a compiled graph or an exported program uses should be reserved beforehand.
         device: where the frequencies are at first; None: the default device.
 
     The frequencies of "dynamic" and "longrope" depend on the length in use. They are those of `seq_len` at construction and
@@ -192,7 +192,8 @@ class RotaryEmbedding(nn.Module):
         is most. The old ones are not written to.
         """
         wanted = self.inv_freq.device if device is None else torch.device(device)
-        rows = 0 if self.cos is None or self.cos.device != wanted else self.cos.shape[0]
+        fake = isinstance(self.cos, torch._subclasses.FakeTensor)  # of a trace that has ended
+        rows = 0 if self.cos is None or fake or self.cos.device != wanted else self.cos.shape[0]
         if self.table == "cos_sin" and rows < max(length, 1):
             rows = max(length, self.max_positions, 2 * rows)
             with torch.inference_mode(False):  # a later call may want gradients

@@ -65,8 +65,8 @@ def rope(
         inv_freq: instead, the frequencies (P,); no table at all. The angle is exact for every position below 2^31.
         positions: int32 or int64 (T,) or (B, T) (also for layout sbhd), the table row of each token; without them
             positions run 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).
-        offset: added to running positions: an int, or an integer tensor (B,), one a sequence.
-        cu_seqlens: int32 or int64 (sequences + 1,), for layout thd: the bounds of packed sequences; positions restart
+        offset: added to running positions: an int, or a contiguous integer tensor (B,), one a sequence.
+        cu_seqlens: int32 or int64 (sequences + 1,), contiguous, for layout thd: the bounds of packed sequences; positions restart
             at each, `offset` may have one entry a sequence. Tokens past the last bound pass through unrotated.
         sections: M-RoPE: how many pairs follow the t, h and w positions; `sections_interleaved` deals them out in turn
             (t, h, w, t, h, w, ...) as Qwen3-VL does.
