@@ -1,6 +1,7 @@
 """The real compilers on small problems of every target, each in its own process, in one study."""
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ CANNOT = {
     ("jax", "user_functions.py:several", "fwd"): "takes floating outputs only",
     **{("tvm", task.op, task.pass_): "has no backward" for task in TASKS if task.pass_ != "fwd"},
 }
+if sys.version_info < (3, 11):
+    CANNOT |= {("jax", t.op, t.pass_): "torchax needs Python 3.11" for t in TASKS if t.op.startswith("user_functions")}
 
 
 @pytest.fixture(scope="module")
