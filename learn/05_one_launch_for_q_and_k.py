@@ -24,7 +24,7 @@ def turn(x_ptr, y_ptr, cos, sin, token, heads, group, GROUP: tl.constexpr, P: tl
     """Heads [group · GROUP, (group + 1) · GROUP) of one token, those of them that exist."""
     offs_h = group * GROUP + tl.arange(0, GROUP)[:, None]
     offs = (token * heads + offs_h) * 2 * P + tl.arange(0, P)[None, :]
-    mask = (offs_h < heads) & (offs >= 0)
+    mask = offs_h < heads
     a = tl.load(x_ptr + offs, mask=mask)
     b = tl.load(x_ptr + offs + P, mask=mask)
     tl.store(y_ptr + offs, a * cos - b * sin, mask=mask)
