@@ -89,7 +89,7 @@ def gated_linear(
     rows if those are more). Backward needs, beside the gradients that it returns, 2F elements a row
     with `save="input"` (F where that would be 256 MiB or more), and none with `save="preact"` unless the graph is
     retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed
-    order: bitwise reproducible, no atomics.
+    order, by partial sums (2F for every 32 rows or more of a large problem): bitwise reproducible, no atomics.
 
     Differentiable any number of times; a backward with `create_graph=True` or `is_grads_batched=True`, forward mode and
     torch.func transforms go through the formula in plain torch (`reference.py`), so the transforms need impl "auto" or
