@@ -129,3 +129,17 @@ def test_tvms_products_are_sums_of_one_term_after_another_and_its_row_says_so():
     by_hand = truth.errors([value * torch.nn.functional.silu(gate)], p.truth((x, weight)))
     assert by_hand.max == pytest.approx(found.errors.max, rel=0.02)
     assert by_hand.max > 2 * found.eager.max
+
+
+def test_xlas_tanh_on_a_cpu_is_as_far_off_as_its_row_says():
+    jax = pytest.importorskip("jax")
+    x = 2 * torch.randn(2**17)
+    exact = x.double().tanh()
+    place = torch.nextafter(exact.abs().float(), torch.tensor(math.inf)).double() - exact.abs().float().double()
+
+    def off(found):
+        return ((found.double() - exact).abs() / place).max()
+
+    theirs = torch.from_dlpack(jax.jit(jax.numpy.tanh)(jax.numpy.asarray(x.numpy())))
+    assert 2 < off(theirs) < 4.5
+    assert off(x.tanh()) < 1
