@@ -49,6 +49,17 @@ def _rank(rank: int, port: int) -> None:
             in_place = distribute_tensor(q.clone(), mesh, [placement])
             fusewise.rope_(in_place, **sharded)
             assert torch.equal(in_place.full_tensor(), expected[0])
+    # q and k placed unlike each other: out of place one is moved, in place neither may be.
+    expected = fusewise.rope(q, k, inv_freq=inv_freq)
+    for placements in ((Replicate(), Shard(2)), (Shard(0), Replicate()), (Shard(2), Replicate()), (Shard(0), Shard(2))):
+        pair = [distribute_tensor(x.clone(), mesh, [p]) for x, p in zip((q, k), placements, strict=True)]
+        frequencies = distribute_tensor(inv_freq, mesh, whole)
+        for got, want in zip(fusewise.rope(*pair, inv_freq=frequencies), expected, strict=True):
+            assert torch.equal(got.full_tensor(), want)
+        fusewise.rope_(*pair, inv_freq=frequencies)
+        for got, want, placement in zip(pair, expected, placements, strict=True):
+            assert got.placements == (placement,)
+            assert torch.equal(got.full_tensor(), want)
     dist.barrier()
     # Past the interpreter's and the backend's own ways down, whose threads have been seen to abort a process at its end.
     os._exit(0)

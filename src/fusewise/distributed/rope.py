@@ -20,7 +20,7 @@ from ..ops.rope._problem import Spec, layout_dims
 
 @functools.cache
 def register() -> None:
-    """Let `fusewise.rope` and `fusewise.rope_` take DTensors, sharded by batch or heads or replicated."""
+    """Let `fusewise.rope` (not with `out`) and `fusewise.rope_` take DTensors, sharded by batch or heads or replicated."""
     operators = torch.ops.fusewise
     for count, op in ((1, operators.rope), (2, operators.rope_qk)):
         register_sharding(op.default)(functools.partial(_placements, count, count))

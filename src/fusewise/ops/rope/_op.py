@@ -322,20 +322,30 @@ def _copy(rotated: Any, to: tuple[Tensor, ...]) -> None:
         x.copy_(y)
 
 
+def _rebased_apart(q: Tensor, k: Tensor) -> bool:
+    """Autograd rebases the history of a view only for functions with one output, and makes every output of one require
+    grad."""
+    return q._is_view() or k._is_view() or q.requires_grad != k.requires_grad
+
+
+def _placed_apart(q: Tensor, k: Tensor) -> bool:
+    """DTensor moves k to where q is, and would write into what it moved."""
+    return type(q) is not Tensor and getattr(q, "placements", None) != getattr(k, "placements", None)
+
+
 def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
     """In place, recording a gradient where one is wanted."""
-    if not needs_autograd(q, k):
+    recorded = needs_autograd(q, k)
+    if k is not None and (_placed_apart(q, k) or (recorded and _rebased_apart(q, k))):
+        rotate_in_place(q, None, call)
+        rotate_in_place(k, None, call)
+    elif not recorded:
         if copies_wrongly():
             _copy(rotate(q, k, call), (q,) if k is None else (q, k))
         elif k is None:
             _op_rope_(q, *call)
         else:
             _op_rope_qk_(q, k, *call)
-    elif k is not None and (q._is_view() or k._is_view() or q.requires_grad != k.requires_grad):
-        # Autograd rebases the history of a view only for functions with one output, and makes every output of one
-        # require grad.
-        rotate_in_place(q, None, call)
-        rotate_in_place(k, None, call)
     elif "torch._dynamo" in sys.modules:
         global _untraced
         if _untraced is None:
