@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Test processes: as many as there are cores, to 12, which is as many as a large GPU has room for.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 
 .PHONY: study test check format clean
 
@@ -10,8 +12,8 @@ study: $(VENV)/ready
 	$(RUN) -m fusewise study gelu --preset gelu-quick
 
 test: $(VENV)/ready
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n 2 -m interpreter
-	$(RUN) -m pytest -q -n 2 --dist loadfile -m "not interpreter"
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(WORKERS) -m interpreter
+	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile -m "not interpreter"
 
 check: $(VENV)/ready
 	$(RUN) -m ruff check .
