@@ -12,7 +12,7 @@ u = x W_valueᵀ + b_value and g = x W_gateᵀ + b_gate.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ _SPECS = {
 }
 
 
-@dataclass(frozen=True)
-class Halves:
+class Halves(NamedTuple):
     """The weights of a call: (F, D) views with unit last stride, and (F,) views of the bias."""
 
     value: Tensor

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,14 +96,9 @@ def autocast_enabled(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-@contextlib.contextmanager
-def exact(x: Tensor) -> Iterator[None]:
+def exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """No autocast: the dtypes above are meant."""
-    if autocast_enabled(x):
-        with torch.autocast(x.device.type, enabled=False):
-            yield
-    else:
-        yield
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
 
 
 # The implementation impl="reference". The four functions below are what every implementation offers; see `_op.py`.

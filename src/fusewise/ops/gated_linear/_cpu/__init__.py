@@ -49,8 +49,10 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | N
     rows, hidden = y.shape
     if preact is None and rows > chunks.FEW_ROWS:
         return _forward_in_y(x, halves, spec, y)
-    if preact is None:
+    if preact is None:  # of few rows: one product, one gate, nothing sliced, since the host's time counts
         preact = new_preact(x, hidden, spec)
+        _products(x, halves, spec, preact)
+        return _gate(preact, spec, y=y)
     for chunk in _chunks(rows, 2 * hidden * x.element_size()):
         part = _rows(preact, chunk, spec)
         _products(x[chunk], halves, spec, part)
