@@ -145,6 +145,14 @@ def cpu(found: Groups) -> str:
     return markdown(["µs a call", "MiB moved", "copy", *CPU.values()], rows)
 
 
+def cpu_gated(found: Groups) -> str:
+    rows = []
+    for (case, dtype, pass_), group in found.items():
+        cells = [f"{time(group, p) / 1000:.2f}" if p in group else "–" for p in ("floor-matmul", *CPU)]
+        rows.append([f"{case} {dtype} {pass_}", *cells])
+    return markdown(["ms a call", "product", *CPU.values()], rows)
+
+
 def parts() -> dict[str, str]:
     """What stands in the README between `<!-- NAME -->` and `<!-- /NAME -->`."""
     gpu = groups("h200")
@@ -154,6 +162,7 @@ def parts() -> dict[str, str]:
         "h200-host": host(gpu),
         "h200-summary": summary(gpu),
         "cpu": cpu(groups("cpu")),
+        "cpu-gated": cpu_gated(groups("cpu", "geglu")),
     }
 
 
