@@ -22,14 +22,15 @@ def command(out, *arguments, cases=("cube-4",), providers="eager", limit=None, *
     """A study in a process of its own; `limit`: bytes that a file may have."""
     named = [word for case in cases for word in ("--case", case)]
 
-    def small_files():
+    def prepare():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's jobs in the background ignore it
         if limit is not None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     return subprocess.Popen(
         [sys.executable, "-m", "fusewise", *SMALL, *named, "--providers", providers, "--out", str(out), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=small_files,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=prepare,
         env={**os.environ, **environment},
     )  # fmt: skip
 
