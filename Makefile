@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Test processes: as many as there are cores, to 12, which is as many as a large GPU has room for.
+# Test processes: as many as there are cores, to 12, since each has memory of its own on a GPU.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 
 .PHONY: study test check format clean

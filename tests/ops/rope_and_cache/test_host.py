@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise.ops.rope import _host
 from fusewise.ops.rope._validate import DEFAULTS
 from fusewise.ops.rope_and_cache import _cuda, _native, _op
 
-from ..rope.support import assert_bits
+from ..rope.support import Operators, assert_bits
 from .cases import CASES, Case, Made, make
 from .machine import Simulated, simulated  # noqa: F401 (a fixture)
 from .test_cuda_simulated import called, operation
@@ -180,16 +179,6 @@ class Named(Tensor):
     pass
 
 
-class Watching(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's, of its own default
 def test_who_watches_sees_the_operator() -> None:
     made = make(CASE)
@@ -198,9 +187,9 @@ def test_who_watches_sees_the_operator() -> None:
     for keeps, name in ((False, "fusewise::rope_and_cache_"), (True, "fusewise::rope_and_cache_keep_k_")):
         one = {**arguments, "write_k": not keeps}
         fusewise.rope_and_cache_(**one)
-        with Watching() as watching:
+        with Operators() as watching:
             fusewise.rope_and_cache_(**one)
-        assert watching.seen == [name]
+        assert watching.names == {name: 1}
         with torch.profiler.profile() as profile:
             assert recalled(one)
         assert name in {event.name for event in profile.events()}
