@@ -1,4 +1,4 @@
-"""A machine in Python that runs the functions of `_gluon_kernel.py` and `_gluon_gate.py` on a CPU, with their own source.
+"""A machine in Python that runs the device functions of the Gluon implementation on a CPU, with their own source.
 
 Each group of warps is a thread. What is asynchronous on the GPU is as late here as its barrier or wait allows ("late"), or
 as early ("early"), or either, by chance: a block that is overwritten while a product still reads it, a store that is not
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language
 
-from fusewise.ops.gated_linear import _gluon_gate, _gluon_kernel
+from fusewise.ops.gated_linear import _gluon_gate, _gluon_kernel, _gluon_stream
 
 PATIENCE = 20.0  # seconds
 
@@ -331,7 +331,8 @@ class Machine:
             "warpgroup_mma_init": lambda x: x if isinstance(x, Accumulator) else Accumulator(x),
             "_exp2": lambda x: Value(torch.exp2(x.value)), "_reciprocal": lambda x: Value(1 / x.value),
         }  # fmt: skip
-        for name, value in (*vars(_gluon_gate).items(), *vars(_gluon_kernel).items()):
+        device_code = (_gluon_gate, _gluon_kernel, _gluon_stream)
+        for name, value in (item for module in device_code for item in vars(module).items()):
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType) and name not in namespace:
                 namespace[name] = types.FunctionType(function.__code__, namespace, name, function.__defaults__)

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import fusewise
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _gluon, _op, geglu_linear, reference
+from fusewise.ops.gated_linear import _gluon, _gluon_few, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -80,6 +80,40 @@ def test_it_takes_what_tma_can_describe() -> None:
     assert "16 bytes" in str(refused(empty(128 * 64 + 1)[1:].view(128, 64), weight))
     assert "16 bytes" in str(refused(x, weight, empty(1, 128).expand(128, 128)))
     assert refused(x[:64], weight) is None and "64 rows" in str(refused(x[:64], weight, by_choice=True))
+    assert _gluon.refuses(128, (x[:64], weight[:128], weight[128:]), by_choice=True, alone=True) is None
+
+
+def test_few_rows_share_the_weights_evenly_and_fit() -> None:
+    for rows in (1, 3, 16, 33, 64):
+        assert rows <= _gluon_few.columns(rows) <= max(8, 2 * rows)
+        for hidden in (8, 136, 4096, 11008, 14336, 28672):
+            every = _gluon_few.configurations(rows, hidden, 132)
+            assert every[0] == _gluon_few.choose(rows, hidden, 132) and len(set(every)) == len(every)
+            for config in every:
+                ring = config.stages * config.chunks * (2 * config.half + _gluon_few.columns(rows)) * 64 * 2
+                assert config.stages >= 2 and config.width % 8 == 0 and ring <= _gluon_few.SHARED
+            if hidden >= 4096:
+                tiles = -(-hidden // every[0].width)
+                assert -(-tiles // 132) * every[0].width <= 1.08 * hidden / 132 + 8
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192)])
+def test_few_rows_compile_for_hopper_without_spills(rows: int, hidden: int) -> None:
+    x, weight, bias, y = empty(rows, 4096), empty(2 * hidden, 4096), empty(2 * hidden), empty(rows, hidden)
+    halves = Halves.of(STACKED, weight, None, bias)
+    config = _gluon_few.choose(rows, hidden, 132)
+    _, arguments = _gluon_few.arguments(
+        x, halves.value, halves.gate, (halves.value_bias, halves.gate_bias), y, config, 132, "gelu_tanh", _gluon._map
+    )
+    kernel = compiled(_gluon.few_rows_kernel, arguments)
+    stack, _, instructions = machine_code(kernel)
+    columns = _gluon_few.columns(rows)
+    products = {name: n for name, n in instructions.items() if name.startswith("HGMMA")}
+    assert stack == 0 and kernel.metadata.shared <= SHARED
+    assert list(products) == [f"HGMMA.64x{columns}x16.F32.BF16"], products
+    stores = [name for name in instructions if name.startswith("STG")]
+    assert stores == ["STG.E.128"], stores
 
 
 def test_without_a_hopper_it_says_why() -> None:
@@ -165,10 +199,9 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
     # Two groups, the first blocks and the rest, 64 features in four.
     assert sum(products.values()) == 16 and all(name.startswith("HGMMA.64x256x16.F32") for name in products), products
     assert dtype == torch.float16 or all(type_name in name for name in products)
-    stored = {"y": 1, "preact": 3, "gradient": 2, "down": 3}[epilogue]
-    assert (
-        sum(n for name, n in instructions.items() if name.startswith("UTMASTG")) == 2 * stored
-    )  # once a loop, in both groups
+    # In both groups; of what is looped once, of what has a bias and no gradient once for each of two pieces.
+    stored = {"y": 2 * 1, "preact": 2 * 3, "gradient": 2, "down": 3}[epilogue]
+    assert sum(n for name, n in instructions.items() if name.startswith("UTMASTG")) == 2 * stored
     assert any(name.startswith("STSM") for name in instructions)
 
 
@@ -262,6 +295,19 @@ class TestOnHopper:
     def test_every_activation(self, epilogue: str, activation: str, dtype: torch.dtype) -> None:
         assert_right(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
 
+    @pytest.mark.parametrize(
+        "shape", [(1, 8, 8), (3, 520, 1000), (16, 2048, 8192), (33, 1032, 3000), (64, 4096, 14336)], ids=str
+    )
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_few_rows(self, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        for activation in ACTIVATIONS:
+            assert_right("y", shape, dtype, Spec(activation, "stacked", gate_first=True))
+        every = _gluon_few.configurations(shape[0], shape[2], _gluon._processors(0))
+        for config in every:
+            monkeypatch.setattr(_gluon, "_PLANS", {})
+            monkeypatch.setattr(_gluon_few, "choose", lambda *_, config=config: config)
+            assert_right("y", shape, dtype, STACKED)
+
     def test_a_large_problem(self) -> None:
         """Every multiprocessor several times around, and around the ring."""
         for epilogue in (*EPILOGUES, "elementwise"):
@@ -270,7 +316,10 @@ class TestOnHopper:
     def test_it_is_chosen_where_it_can_serve(self) -> None:
         x, weight, *_ = make(256, 64, 128, torch.bfloat16)
         assert fusewise.explain_dispatch(geglu_linear, x, weight).impl == "gluon"
-        assert fusewise.explain_dispatch(geglu_linear, x[:16], weight).impl == "triton"
+        assert fusewise.explain_dispatch(geglu_linear, x[:16], weight).impl == "gluon"
+        training = weight.detach().clone().requires_grad_()
+        assert fusewise.explain_dispatch(geglu_linear, x[:16], training).impl == "triton"
+        assert fusewise.explain_dispatch(geglu_linear, x[:16], training, save="input").impl == "gluon"
         assert fusewise.explain_dispatch(geglu_linear, x.float(), weight.float()).impl == "triton"
         told = fusewise.explain_dispatch(geglu_linear, x[:, :60], weight[:, :60])
         assert told.impl == "triton" if x[:, :60].stride(0) * 2 % 16 else told.impl == "gluon"

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from fusewise.ops.gated_linear import _gluon, reference
+from fusewise.ops.gated_linear import _gluon, _gluon_few, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 _path = Path(__file__).with_name("gluon_machine.py")
@@ -202,6 +202,43 @@ def test_infinities_and_nan_are_those_of_eager(activation: str) -> None:
     )
     gluon_machine.launch("gate_gradient_kernel", grid, arguments)
     torch.testing.assert_close(dpreact, torch.cat(expected, 1).bfloat16(), equal_nan=True, rtol=2e-2, atol=1e-5)
+
+
+FEW = [  # (M, D, F), configuration, programs
+    ((1, 328, 136), _gluon_few.Config(56, 1, 3), 2),
+    ((16, 256, 264), _gluon_few.Config(112, 2, 2), 2),
+    ((5, 64, 8), _gluon_few.Config(8, 1, 3), 2),
+    ((64, 200, 384), _gluon_few.Config(96, 1, 4), 3),
+    ((33, 520, 128), _gluon_few.Config(128, 2, 2), 1),
+    ((3, 136, 200), _gluon_few.Config(24, 2, 5), 4),
+]
+
+
+@pytest.mark.parametrize("timing", ["early", "late", "mixed"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("shape", "config", "programs"), FEW, ids=str)
+def test_few_rows(
+    shape: tuple[int, int, int], config: _gluon_few.Config, programs: int, bias: bool, timing: str
+) -> None:
+    rows, features, hidden = shape
+    x, halves, _ = operands(rows, features, hidden, STACKED, bias)
+    whole = torch.full((rows + 2, hidden), 7.0).bfloat16()
+    y, expected = whole[1:-1].fill_(torch.nan), torch.empty(rows, hidden).bfloat16()
+    grid, arguments = _gluon_few.arguments(
+        x,
+        halves.value,
+        halves.gate,
+        (halves.value_bias, halves.gate_bias),
+        y,
+        config,
+        programs,
+        "gelu_tanh",
+        _gluon._map,
+    )
+    gluon_machine.launch("few_rows_kernel", grid, arguments, timing)
+    reference.forward(x, halves, STACKED, expected, None)
+    close(y, expected)
+    assert bool((whole[0] == 7.0).all() and (whole[-1] == 7.0).all())
 
 
 def test_a_bias_of_infinity_makes_no_sums_beyond_the_last_row() -> None:

@@ -1,10 +1,11 @@
 """The gated linear unit in Gluon, for Hopper: configurations, the arguments of the kernels in `_gluon_kernel.py` and
-`_gluon_gate.py`, their launch."""
+`_gluon_gate.py`, their launch, and that of `_gluon_few.py`."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._tuned import Key, Tuned
+from . import _gluon_few as few
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
+from ._gluon_stream import few_rows_kernel
 from ._problem import Halves, Spec, describable, split_preact
 
 ROWS = 128  # of a tile
@@ -87,6 +90,8 @@ def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
 
 
 def _space(key: Key, device: int) -> list[Any]:
+    if key.way == few.WAY:
+        return few.configurations(key.rows, key.hidden, _processors(device))
     if key.kernel == "gate":
         return gate_configurations(key.rows, key.hidden, _processors(device), sums=key.way == "sums")
     if key.kernel not in ("y", "preact", "gradient", "down"):
@@ -96,7 +101,7 @@ def _space(key: Key, device: int) -> list[Any]:
 
 TUNED: Tuned[Any] = Tuned(
     "gated_linear", "gluon",
-    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel")], _space,
+    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel", "_gluon_few", "_gluon_stream")], _space,
 )  # fmt: skip
 
 
@@ -110,14 +115,14 @@ def unavailable(device_type: str) -> str | None:
     return None if major == 9 else f"gluon has kernels for compute capability 9 (Hopper), not {major}.{minor}"
 
 
-def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool) -> str | None:
+def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, alone: bool = False) -> str | None:
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
-    not. By choice are left those that are better off there."""
+    not; `alone` where y is all that is made. By choice are left those that are better off there."""
     if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
         return "its TMA needs matrices whose starts and rows are aligned to 16 bytes"
     rows = matrices[0].shape[0]
-    if by_choice and rows <= FEW_ROWS:
-        return f"up to {FEW_ROWS} rows the time is that of reading the weights, for which its tiles are too large"
+    if by_choice and rows <= FEW_ROWS and not alone:
+        return f"with gradients, up to {FEW_ROWS} rows are few for its tiles"
     return None
 
 
@@ -125,6 +130,8 @@ def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says of the configurations: which are tuned, of those for this shape."""
     hidden = halves.value.shape[0]
     keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
+    if x.shape[0] <= FEW_ROWS:
+        keys[0] = keys[0]._replace(way=few.WAY)
     sums = halves.value_bias is not None
     return TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
 
@@ -169,8 +176,6 @@ def arguments(
     }  # fmt: skip
 
 
-MATRICES = ("x_map", "w_value_map", "w_gate_map", "y_map", "u_map", "g_map", "first_map", "second_map")
-
 # A launch that has run before: the compiled kernel bound to its grid, its descriptors without their addresses, and the
 # arguments behind them. Keyed by all that these depend on; what was tuned is read once.
 _PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -182,8 +187,6 @@ def _launch(
     outputs: tuple[Tensor, Tensor] | None = None, inputs: tuple[Tensor | None, Tensor | None] = (None, None),
     bias: tuple[Tensor | None, Tensor | None] = (None, None), dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Triton's own launch specialises all arguments anew at each call. A repeated call finds them bound, which leaves
-    the addresses and the stream."""
     rows = x.shape[0]
     sums = None
     if dbias is not None:
@@ -201,6 +204,26 @@ def _launch(
         *[None if t is None else (t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
+
+    def called() -> tuple[int, dict[str, Any]]:
+        found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
+        return arguments(
+            x, value, gate, found or choose(epilogue), _processors(device), epilogue=epilogue, activation=activation,
+            hidden=hidden, y=y, outputs=outputs, inputs=inputs, bias=bias, sums=sums,
+        )  # fmt: skip
+
+    _start(gated_linear_kernel, key, device, matrices, pointers, called)
+    if dbias is not None and sums is not None:
+        _add_up(sums, dbias)
+
+
+def _start(
+    kernel: Any, key: tuple[Any, ...], device: int, matrices: tuple[Tensor | None, ...], pointers: tuple[Tensor | None, ...],
+    called: Callable[[], tuple[int, dict[str, Any]]],
+) -> None:  # fmt: skip
+    """Launch a kernel whose arguments are those matrices, as descriptors, those pointers, and what `called` puts behind
+    them. Triton's own launch specialises all anew at each call; a repeated call finds them bound by its key, which leaves
+    the addresses and the stream."""
     with torch.cuda.device(device):
         plan = _PLANS.get(key) if _direct() else None
         if plan is not None:
@@ -212,23 +235,36 @@ def _launch(
                     template.base = tensor
                 bound.append(template)
             run(*bound, *pointers, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
-        else:
-            found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
-            config = found or choose(epilogue)
-            grid, called = arguments(
-                x, value, gate, config, _processors(device), epilogue=epilogue, activation=activation, hidden=hidden, y=y,
-                outputs=outputs, inputs=inputs, bias=bias, sums=sums,
-            )  # fmt: skip
-            compiled = gated_linear_kernel[(grid,)](**called, num_warps=NUM_WARPS)
-            if len(_PLANS) >= _PLANS_MAX:
-                _PLANS.clear()
-            templates = [copy.copy(called[name]) for name in MATRICES]
-            for template in templates:
-                if template is not None:
-                    template.base = None
-            _PLANS[key] = compiled[(grid, 1, 1)], tuple(templates), tuple(called.values())[len(MATRICES) + 3 :]
-    if dbias is not None and sums is not None:
-        _add_up(sums, dbias)
+            return
+        grid, given = called()
+        compiled = kernel[(grid,)](**given, num_warps=NUM_WARPS)
+        if len(_PLANS) >= _PLANS_MAX:
+            _PLANS.clear()
+        values = tuple(given.values())
+        templates = [copy.copy(value) for value in values[: len(matrices)]]
+        for template in templates:
+            if template is not None:
+                template.base = None
+        _PLANS[key] = compiled[(grid, 1, 1)], tuple(templates), values[len(matrices) + len(pointers) :]
+
+
+def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
+    rows, features = x.shape
+    hidden, device = y.shape[1], x.get_device()
+    bias = (halves.value_bias, halves.gate_bias)
+    matrices, pointers = (x, halves.value, halves.gate), (*bias, y)
+    key = (
+        few.WAY, activation, device, x.dtype, TUNED.override, *[(t.shape, t.stride()) for t in matrices],
+        *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
+    )  # fmt: skip
+
+    def called() -> tuple[int, dict[str, Any]]:
+        processors = _processors(device)
+        found: few.Config | None = TUNED.find(device, Key("y", x.dtype, few.WAY, rows, features, hidden))
+        config = found or few.choose(rows, hidden, processors)
+        return few.arguments(x, halves.value, halves.gate, bias, y, config, processors, activation, _map)
+
+    _start(few_rows_kernel, key, device, matrices, pointers, called)
 
 
 def _add_up(sums: Tensor, dbias: Tensor) -> None:
@@ -245,6 +281,8 @@ def _direct() -> bool:
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
     """The implementation `impl="gluon"`; these four as in `reference.py`."""
+    if preact is None and 0 < x.shape[0] <= FEW_ROWS:
+        return _few_rows(x, halves, spec.activation, y)
     _launch(
         "y" if preact is None else "preact", spec.activation, x, halves.value, halves.gate, halves.value.shape[0], y=y,
         outputs=None if preact is None else split_preact(preact, spec), bias=(halves.value_bias, halves.gate_bias),

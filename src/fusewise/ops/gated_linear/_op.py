@@ -39,12 +39,12 @@ choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
-def _module(impl: str, hidden: int, x: Tensor, *others: Tensor) -> Any:
-    """The module that serves a call with these matrices and F = `hidden`."""
+def _module(impl: str, hidden: int, x: Tensor, *others: Tensor, alone: bool = False) -> Any:
+    """The module that serves a call with these matrices and F = `hidden`; `alone` where y is all that is made."""
     device_type, dtype = x.device.type, x.dtype
     module = choice.serving(impl, device_type, dtype)
     refuses = getattr(module, "refuses", None)
-    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto")
+    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto", alone=alone)
     if reason is None:
         return module
     if impl != "auto":
@@ -67,7 +67,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     halves = Halves.of(spec, *tensors)
     y = _new_y(x, halves)
     with reference.exact(x):
-        _module(impl, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, None)
+        _module(impl, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)
     return y
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import _op
-from ._autograd import rows
+from ._autograd import needs_autograd, rows
 from ._problem import Halves, Spec
 
 
@@ -27,7 +27,10 @@ def refusal(impl: str, arguments: dict[str, Any], by_choice: bool) -> str | None
     if refuses is None:
         return None
     x, halves = _matrices(arguments)
-    reason: str | None = refuses(halves.value.shape[0], (x, halves.value, halves.gate), by_choice=by_choice)
+    tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
+    alone = arguments["save"] == "input" or not needs_autograd(*tensors)
+    matrices = (x, halves.value, halves.gate)
+    reason: str | None = refuses(halves.value.shape[0], matrices, by_choice=by_choice, alone=alone)
     return reason
 
 

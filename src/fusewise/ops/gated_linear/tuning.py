@@ -125,7 +125,7 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
     elif kernel == "down":
         module = _op._module(impl, hidden, inputs[0], weights)
     else:
-        module = _op._module(impl, hidden, x, halves.value, halves.gate)
+        module = _op._module(impl, hidden, x, halves.value, halves.gate, alone=kernel == "y")
     if getattr(module, "TUNED", None) is None:
         raise ValueError(
             f"tune: impl must be one that has configurations, {' or '.join(IMPLS)}, got {impl!r}, which here is "

@@ -1,0 +1,79 @@
+"""Few rows in Gluon: configurations and the arguments of the kernel in `_gluon_stream.py`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+SHARED = 226 << 10  # bytes of shared memory that the ring may take
+WAY = "few rows"  # what a tuned configuration is found by, beside the kernel's name
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile is `width` features, a multiple of 8; a stage of the ring `chunks` times 64 columns of both its halves."""
+
+    width: int
+    chunks: int
+    stages: int
+
+    @property
+    def half(self) -> int:
+        """Rows that a half of the left operand has."""
+        return 64 if self.width <= 64 else 128
+
+
+def columns(rows: int) -> int:
+    """Columns of the product for so many rows of x."""
+    return max(8, 1 << (rows - 1).bit_length())
+
+
+def stages(rows: int, width: int, chunks: int) -> int:
+    """Stages that shared memory has room for."""
+    half = 64 if width <= 64 else 128
+    return min(16, (SHARED - 2 * half * columns(rows)) // ((2 * half + columns(rows)) * 64 * 2 * chunks))
+
+
+def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
+    """All that `fusewise tune` tries, the heuristic's choice first."""
+    chosen = choose(rows, hidden, processors)
+    others = [Config(w, c, stages(rows, w, c)) for w in (chosen.width, 32, 56, 64, 112, 128) for c in (1, 2, 4)]
+    return list(dict.fromkeys([chosen, *[c for c in others if c.stages >= 3]]))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(rows: int, hidden: int, processors: int) -> Config:
+    """The widest tiles among which F is shared evenly: wide ones read x less often. Two chunks a stage where three such
+    stages fit: they halve the waits (2 % on an H200)."""
+
+    def busiest(width: int) -> int:
+        tiles = -(-hidden // width)
+        return -(-tiles // processors) * width
+
+    least = min(map(busiest, range(8, 129, 8)))
+    width = max(w for w in range(8, 129, 8) if busiest(w) <= 1.02 * least)
+    chunks = 2 if stages(rows, width, 2) >= 3 else 1
+    return Config(width, chunks, stages(rows, width, chunks))
+
+
+def arguments(
+    x: Tensor, value: Tensor, gate: Tensor, bias: tuple[Tensor | None, Tensor | None], y: Tensor, config: Config,
+    processors: int, activation: str, block: Callable[[Tensor, tuple[int, int]], Any],
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `few_rows_kernel`; `block` makes a TMA descriptor of a matrix in blocks."""
+    rows, features = x.shape
+    hidden = value.shape[0]
+    unit = min(128, config.width & -config.width)
+    n = columns(rows)
+    return min(-(-hidden // config.width), processors), {
+        "x_map": block(x, (n, 64)), "value_map": block(value, (unit, 64)), "gate_map": block(gate, (unit, 64)),
+        "b_value_ptr": bias[0], "b_gate_ptr": bias[1], "y_ptr": y, "M": rows, "F": hidden, "D": features,
+        "stride_y": y.stride(0), "stride_b_value": 0 if bias[0] is None else bias[0].stride(0),
+        "stride_b_gate": 0 if bias[1] is None else bias[1].stride(0),
+        "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "WIDTH": config.width, "UNIT": unit,
+        "HALF": config.half, "N": n, "CHUNKS": config.chunks, "STAGES": config.stages,
+    }  # fmt: skip

@@ -1,0 +1,138 @@
+"""The gated linear unit of a few rows in Gluon, for Hopper: its time is that of reading the weights once.
+
+    y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
+
+Shape legend: M rows (1 to 64), D features in, F features out; N columns of a product, M rounded up to a power of two.
+
+A multiprocessor has one program, which owns tiles of WIDTH features, whatever width shares F evenly. One warp keeps the
+whole of the shared memory on its way: a ring of stages, each CHUNKS times 64 columns of the WIDTH rows of both weights, so
+that a row's neighbouring 128 bytes are asked for together; it runs on into the next tile while the last is finished. Four
+warps multiply: the weights are the left operand, both halves under each other, so that u and g of a feature lie in one
+thread, and x the right one, as narrow as M allows. Rows of the operand beyond WIDTH are never loaded: what they make of
+old shared memory is not stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from ._gluon_gate import _gate
+from ._gluon_kernel import _load, _next
+
+
+@gluon.jit
+def _stream(maps, memory, ready, free, sizes, WIDTH: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fill the ring, tile after tile, as far ahead of the consumer as it is long."""
+    x_map, value_map, gate_map = maps
+    x_ring, w_ring = memory
+    F, D = sizes
+    HALF: gl.constexpr = w_ring.shape[1] // 2
+    BYTES: gl.constexpr = CHUNKS * (x_ring.shape[1] + 2 * WIDTH) * 64 * 2
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # the ring is free at first: a wait for the round before passes
+    for tile in range(gl.program_id(0), gl.cdiv(F, WIDTH), gl.num_programs(0)):
+        for d in range(0, D, 64 * CHUNKS):
+            mbarrier.wait(free.index(slot), phase)
+            full = ready.index(slot)
+            mbarrier.expect(full, BYTES)
+            for i in gl.static_range(WIDTH // UNIT):
+                row = tile * WIDTH + i * UNIT
+                for c in gl.static_range(CHUNKS):
+                    to = w_ring.index(slot * CHUNKS + c)
+                    _load(value_map, [row, d + c * 64], full, to.slice(i * UNIT, UNIT, 0))
+                    _load(gate_map, [row, d + c * 64], full, to.slice(HALF + i * UNIT, UNIT, 0))
+            for c in gl.static_range(CHUNKS):
+                _load(x_map, [0, d + c * 64], full, x_ring.index(slot * CHUNKS + c))
+            slot, phase = _next(slot, phase, STAGES)
+
+
+@gluon.jit
+def _finish(
+    y_ptr, bias, memory, ready, free, sizes, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Multiply what has arrived and write y."""
+    x_ring, w_ring = memory
+    b_value_ptr, b_gate_ptr, stride_b_value, stride_b_gate = bias
+    M, F, D, stride_y = sizes
+    ROWS: gl.constexpr = w_ring.shape[1]
+    HALF: gl.constexpr = ROWS // 2
+    N: gl.constexpr = x_ring.shape[1]
+    BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [HALF // 8, 256 // HALF], [1, 4], [0, 1])
+    steps = gl.cdiv(D, 64 * CHUNKS)
+    slot = gl.to_tensor(0)
+    last = gl.to_tensor(0)  # not `slot`: what begins as another name's value is not carried through a loop
+    phase = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), gl.cdiv(F, WIDTH), gl.num_programs(0)):
+        acc = warpgroup_mma_init(gl.zeros((ROWS, N), gl.float32, BOTH))
+        for step in range(steps):
+            mbarrier.wait(ready.index(slot), phase)
+            for c in gl.static_range(CHUNKS):
+                x = x_ring.index(slot * CHUNKS + c).permute((1, 0))
+                use = (step > 0) if c == 0 else True
+                acc = warpgroup_mma(w_ring.index(slot * CHUNKS + c), x, acc, is_async=True, use_acc=use)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(CHUNKS, deps=(acc,)))
+            mbarrier.arrive(free.index(last), count=1, pred=step > 0)
+            last = slot
+            slot, phase = _next(slot, phase, STAGES)
+        product = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(free.index(last), count=1)
+        u, g = product.reshape((2, HALF, N)).permute((1, 2, 0)).split()
+        u = gl.convert_layout(u, BOTH, assert_trivial=True)
+        g = gl.convert_layout(g, BOTH, assert_trivial=True)
+        if HAS_BIAS:
+            feature = tile * WIDTH + gl.arange(0, HALF, layout=gl.SliceLayout(1, BOTH))
+            b_value = gl.load(b_value_ptr + feature * stride_b_value, mask=feature < F, other=0.0)
+            b_gate = gl.load(b_gate_ptr + feature * stride_b_gate, mask=feature < F, other=0.0)
+            u += gl.expand_dims(b_value.to(gl.float32), 1)
+            g += gl.expand_dims(b_gate.to(gl.float32), 1)
+        y = gl.convert_layout((u * _gate(g, ACTIVATION)[0]).to(y_ptr.dtype.element_ty), STORED)
+        inside = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+        feature = tile * WIDTH + inside
+        row = gl.arange(0, N, layout=gl.SliceLayout(0, STORED))
+        mask = gl.expand_dims((inside < WIDTH) & (feature < F), 1) & gl.expand_dims(row < M, 0)
+        gl.store(y_ptr + gl.expand_dims(row, 0) * stride_y + gl.expand_dims(feature, 1), y, mask=mask)
+
+
+def _name(proxy: Any) -> str:
+    """The kernel's name in profiles."""
+    c = proxy.constants
+    return f"_gated_linear_few_rows_{c['ACTIVATION']}_{c['WIDTH']}x{64 * c['CHUNKS']}x{c['STAGES']}_gluon"
+
+
+@gluon.jit(repr=_name, do_not_specialize=["M", "D"])
+def few_rows_kernel(
+    x_map, value_map, gate_map, b_value_ptr, b_gate_ptr, y_ptr, M, F, D, stride_y, stride_b_value, stride_b_gate,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr, UNIT: gl.constexpr, HALF: gl.constexpr,
+    N: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Maps are TMA descriptors of blocks of 64 columns: of all N rows of x, and of UNIT rows of a weight."""
+    x_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, N, 64], x_map.layout)
+    w_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, 2 * HALF, 64], value_map.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+    memory = (x_ring, w_ring)
+    bias = (b_value_ptr, b_gate_ptr, stride_b_value, stride_b_gate)
+    gl.warp_specialize(
+        [
+            (_finish, (y_ptr, bias, memory, ready, free, (M, F, D, stride_y), ACTIVATION, HAS_BIAS, WIDTH, CHUNKS, STAGES)),
+            (_stream, ((x_map, value_map, gate_map), memory, ready, free, (F, D), WIDTH, UNIT, CHUNKS, STAGES)),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip
