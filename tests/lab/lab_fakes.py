@@ -72,6 +72,28 @@ class Raising(Right):
         raise RuntimeError("no kernel <for> | this\nsecond line")
 
 
+class Crammed(Right):
+    """Never finds room."""
+
+    name = "crammed"
+
+    def build(self, problem):
+        raise torch.OutOfMemoryError("no room for 2 GiB")
+
+
+class Crowded(Right):
+    """Finds no room while others prepare."""
+
+    name = "crowded"
+    asked = 0
+
+    def build(self, problem):
+        self.asked += 1
+        if self.asked == 1:
+            raise torch.OutOfMemoryError("no room for 2 GiB")
+        return super().build(problem)
+
+
 class Picky(Right):
     name = "picky"
 

@@ -12,7 +12,7 @@ import pytest
 from fusewise.lab import plan, record, schema, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 
-FAKES = "Right Wrong Unwritten Shapeless Mutating Raising Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
+FAKES = "Right Wrong Unwritten Shapeless Mutating Raising Crammed Crowded Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
 
 
 class Silent:
@@ -65,6 +65,8 @@ def misbehaving(tmp_path_factory):
         ("shapeless", "wrong", "outputs have shapes ((4, 4, 4, 1),)"),
         ("mutating", "wrong", "overwrote its inputs"),
         ("raising", "failed", "RuntimeError: no kernel <for> | this"),
+        ("crammed", "failed", "out of memory: no room for 2 GiB"),
+        ("crowded", "ok", ""),
         ("picky", "missing", "runs on Sundays only"),
         ("absent", "missing", "no_such_module_anywhere is not installed; pip install no-such-module"),
         ("absent-on-import", "missing", "its shared library does not load"),

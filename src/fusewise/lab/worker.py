@@ -88,7 +88,7 @@ class Server:
             return {"ok": False, "status": "missing", "reason": str(error)}
         except torch.OutOfMemoryError as error:
             self.forget()
-            return {"ok": False, "status": "failed", "reason": f"out of memory: {_first_line(error)}"}
+            return {"ok": False, "status": "failed", "reason": f"out of memory: {_first_line(error)}", "crowded": True}
         except Exception as error:  # providers raise anything; the row says what
             traceback.print_exc()
             # After an error of the device every later call in this process fails, too.
@@ -150,6 +150,8 @@ class Server:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
         with self.spent.part("measuring"):
             reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the truth took, for the providers that are still to prepare
             work = make_work(problem, run, calls)
             timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
             seconds, warm = math.inf, time.perf_counter()
