@@ -29,6 +29,9 @@ def test_texts_do_not_depend_on_the_machine() -> None:
     assert tidy(text) == '"fusewise/cli.py", <code object f>, fn_1_'
     assert short(f"{SOURCE}/fusewise/cli.py") == "fusewise/cli.py"
     assert short("/nowhere/x.py") == "/nowhere/x.py"
+    # Kernels that another checkout compiled, wherever that one is: here, it is in one of the folders that shorten paths.
+    for checkout in (SOURCE, "/nowhere/src", f"{SOURCE}/build/lib"):
+        assert short(f"{checkout}/fusewise/ops/rope/_triton.py") == "fusewise/ops/rope/_triton.py"
 
 
 @pytest.mark.parametrize(

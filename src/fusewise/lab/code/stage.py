@@ -75,12 +75,15 @@ def _roots() -> tuple[str, ...]:
 
 def short(path: str) -> str:
     """`path` from the folder where Python finds it: the same on every machine."""
+    # Our own first: Triton finds what another checkout of the same source compiled, with the paths of that one, and it may
+    # lie below one of the folders.
+    _, ours, rest = path.rpartition(os.sep + os.path.join("fusewise", "ops") + os.sep)
+    if ours:
+        return ours[1:] + rest
     for root in _roots():
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :]
-    # Triton finds what another checkout of the same source compiled, with the paths of that one.
-    _, ours, rest = path.rpartition(os.sep + os.path.join("fusewise", "ops") + os.sep)
-    return ours[1:] + rest if ours else path
+    return path
 
 
 def tidy(text: str) -> str:
