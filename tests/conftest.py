@@ -6,13 +6,18 @@ decorated, whether it is compiled or interpreted): there the tests marked `inter
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+GIB = 2**30
+#: What each process of the tests, with those that it starts, may have of a GPU's memory between tests.
+PROCESS_GIB = 2
 
 
 def _mend_interpreter() -> None:
@@ -37,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if triton.__version__.startswith("3.6."):
             _mend_interpreter()
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu_memory(gib): needs so much of a GPU's memory that it runs alone of them")
     config.addinivalue_line("markers", "interpreter: runs a kernel in Triton's interpreter (TRITON_INTERPRET=1)")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
 
@@ -54,3 +60,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that test at once share a GPU: what a test had of its memory is given back, but for a GiB, and tests that
+    need much, `@pytest.mark.gpu_memory(gib)`, run one at a time."""
+    mark = request.node.get_closest_marker("gpu_memory")
+    if mark is None:
+        yield
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > GIB:
+            torch.cuda.empty_cache()
+        return
+    free, total = (size / GIB for size in torch.cuda.mem_get_info())
+    needed = mark.args[0] + PROCESS_GIB * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if needed > total:
+        pytest.skip(
+            f"needs {needed} GiB on a GPU, all processes that test together; got {total:.0f}, {free:.0f} of them free"
+        )
+    workers = tmp_path_factory.getbasetemp().parent  # of which each has a folder there
+    with (workers / "gpu_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()

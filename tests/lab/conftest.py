@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +23,12 @@ def _fakes_on_the_path():
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def jax() -> Any:
+    """JAX on the CPU alone: where there is a GPU it would compute there, and take three quarters of its memory. Skips the
+    test where there is no JAX."""
+    found = pytest.importorskip("jax")
+    found.config.update("jax_platforms", "cpu")
+    return found

@@ -132,7 +132,7 @@ def test_ledgers_of_the_norm(name):
     assert Server(pytorch.Eager()).ledger(p, "sm_90").excess > 10
 
 
-def test_who_is_measured_by_default_and_who_cannot():
+def test_who_is_measured_by_default_and_who_cannot(request):
     assert {e.name for e in plugin.select(None, "rope_and_cache", "cpu")} >= {
         "eager",
         "fusewise-cuda",
@@ -140,7 +140,7 @@ def test_who_is_measured_by_default_and_who_cannot():
         "floor-copy",
     }
     assert "liger" not in {e.name for e in plugin.select(None, "qk_norm_rope", "cpu")}
-    pytest.importorskip("jax")
+    request.getfixturevalue("jax")
     from fusewise.lab.providers.xla import Jax
 
     with pytest.raises(Unsupported, match="its arrays never change"):

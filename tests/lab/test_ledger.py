@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jsonschema
 import pytest
 import torch
 from builders import study_record
@@ -119,8 +118,8 @@ def test_ledgers_survive_json_and_follow_the_schema() -> None:
     made = ledger(Kernel(name="k", read=1, written=2, note="n"))
     assert Ledger.from_json(made.to_json()) == made
     record = study_record([], ledgers=[made.to_json()])
-    jsonschema.validate(record.to_json(), schema())
     assert Ledger.from_json(Record.from_json(record.to_json()).ledgers[0]) == made
+    pytest.importorskip("jsonschema").validate(record.to_json(), schema())
 
 
 def test_the_table_adds_up() -> None:

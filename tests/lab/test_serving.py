@@ -37,7 +37,7 @@ def _small(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_engines_own_python_agrees_with_float64_and_scripts_and_has_a_twin_in_jax(name, dtype):
+def test_the_engines_own_python_agrees_with_float64_and_scripts_and_has_a_twin_in_jax(name, dtype, request):
     p = problem(name, dtype=dtype)
     program = p.program()
     assert [x.dim() for x in p.tensors] == [2, 2]
@@ -47,7 +47,7 @@ def test_the_engines_own_python_agrees_with_float64_and_scripts_and_has_a_twin_i
         scripted = torch.jit.script(program.function)
     eager = p.eager(p.tensors)
     assert all(map(torch.equal, scripted(*program.enter(*p.tensors)), eager))
-    pytest.importorskip("jax")
+    request.getfixturevalue("jax")
     from fusewise.lab.providers.xla import Jax
 
     run = Jax().build(p)

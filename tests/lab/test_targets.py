@@ -94,15 +94,13 @@ def _small(monkeypatch):
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("name", list(SMALL))
-def test_every_form_of_the_gated_unit_agrees_with_float64(name):
+def test_every_form_of_the_gated_unit_agrees_with_float64(name, request):
     p = problem("geglu", name, "fp32", "fwd+bwd")
     assert truth.check(p, program_of(p)).reason == ""
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(p.program().function)
     assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
-    pytest.importorskip("jax")
-    from jax import dlpack
-
+    dlpack = request.getfixturevalue("jax").dlpack
     found = torch.utils.dlpack.from_dlpack(p.jax()(*(dlpack.from_dlpack(x) for x in p.tensors)))
     assert torch.allclose(found, p.eager(p.tensors)[0], rtol=1e-4, atol=1e-5)
 

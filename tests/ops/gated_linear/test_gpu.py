@@ -80,6 +80,7 @@ def test_on_another_stream() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.gpu_memory(20)
 def test_more_than_2_to_the_31_elements() -> None:
     rows, hidden = 300_000, 8192
     inputs = make(rows, 64, hidden, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,12 +33,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "packed": {"head_dim": 64, "memory": "packed"},
 }  # fmt: skip
 every_call = pytest.mark.parametrize("name", CALLS)
-
-
-@pytest.fixture(autouse=True)
-def _room() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 def call_of(name: str, impl: str, dtype: str = "bf16") -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -194,12 +188,11 @@ def modulus(x: Tensor) -> Tensor:
 
 @impls
 @pytest.mark.slow
+@pytest.mark.gpu_memory(9)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_more_than_2_31_elements(impl: str, in_place: bool) -> None:
     """Offsets past 32 bits; the tokens on both sides of the 2^31st element, the first and the last."""
     tokens = 2**24 + 64  # · 128 features
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("less than 24 GiB of free memory")
     x = torch.randn(1, tokens, 1, 128, device="cuda", dtype=torch.bfloat16)
     assert x.numel() > 2**31
     kwargs = {"inv_freq": make_table("inv_freq", 64, 1, torch.float32)["inv_freq"].cuda()}
@@ -213,6 +206,7 @@ def test_more_than_2_31_elements(impl: str, in_place: bool) -> None:
 
 @impls
 @pytest.mark.slow
+@pytest.mark.gpu_memory(5)
 def test_strides_that_reach_past_2_31(impl: str) -> None:
     """Few elements, far apart: views of a large buffer."""
     buffer = torch.zeros(2**31 + 2**20, device="cuda", dtype=torch.bfloat16)
@@ -239,6 +233,7 @@ def test_long_offsets_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @impls
+@pytest.mark.gpu_memory(3)
 @pytest.mark.parametrize(
     "shape", [(70_000, 1, 1, 64), (1, 300_000, 2, 64), (1, 1, 70_000, 64), (70_000, 3, 1, 2)], ids=str
 )

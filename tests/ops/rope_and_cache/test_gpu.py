@@ -122,6 +122,7 @@ def test_another_stream_and_compiled(impl: str) -> None:
 
 
 @impls
+@pytest.mark.gpu_memory(9)
 def test_a_cache_past_32_bits(impl: str) -> None:
     """The last slots of a cache of more than 2³¹ elements a part."""
     require(impl)
