@@ -187,7 +187,9 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
             f"{number(rope)} of that; the rest is that its kernels move theirs at {percent(rope * copy / eager)} of the copy's rate."
         )
     decode = {
-        k: g for k, g in latest(h200, (COMPILED, "eager")).items() if k[1] == "llama-3-8b-decode-b1" and k[3] == "fwd"
+        k: g
+        for k, g in latest(h200, (COMPILED, "eager")).items()
+        if k[:2] == ("rope", "llama-3-8b-decode-b1") and k[3] == "fwd"
     }
     for group in decode.values():
         eager_row, launch = group["eager"], group["floor-launch"]

@@ -11,6 +11,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +61,6 @@ DECODED = [
     for model in ("llama-3-70b", "gemma-7b", "llama-3-8b", "phi-3-mini")
     for rows in (1, 16, 64, 128)
 ]
-HOST_CASE = "llama-3-8b-decode-b64"
 SERVING = "-serve-"
 MODELS = ("llama", "gemma", "qwen", "mistral", "phi", "gpt", "glm", "deepseek")
 
@@ -126,11 +126,15 @@ def shares(found: Groups, pass_: str) -> str:
 
 
 def host(found: Groups) -> str:
-    """The time of one call on the host."""
-    group = next(group for (case, _, _), group in found.items() if case == HOST_CASE)
-    present = [p for p in GPU if p in group]
-    cells = [f"{group[p]['host_us']:.1f}" for p in present]
-    return markdown([f"{SHOWN[HOST_CASE]}", *(GPU[p] for p in present)], [["µs of the host a call", *cells]])
+    """The time of one call on the host: medians over the calls of serving engines, in place."""
+    groups = [group for (case, _, _), group in found.items() if SERVING in case]
+    names = {"floor-triton-launch": "bare Triton launch", **GPU, "eager": "eager"}
+    present = [p for p in names if any(p in group for group in groups)]
+    cells = [f"{median(float(group[p]['host_us']) for group in groups if p in group):.1f}" for p in present]
+    return markdown(
+        [f"medians of {len(groups)} cases", *(names[p].rstrip("*") for p in present)],
+        [["µs of the host a call", *cells]],
+    )
 
 
 def summary(found: Groups) -> str:
