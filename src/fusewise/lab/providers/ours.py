@@ -58,10 +58,12 @@ class _Fusewise(Ours):
 def served(problem: RopeProblem, arguments: dict[str, Any]) -> Run:
     """In place on flat tensors; that they must be seen by heads is the call's own work."""
 
-    def call(*xs: Tensor) -> tuple[Tensor, ...]:
-        q, k = problem.heads(xs)
-        fusewise.rope_(q, k, **arguments)
-        return xs
+    q_width, k_width = (x.shape[-1] for x in problem.inputs.operands)
+
+    def call(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = q.shape[0]
+        fusewise.rope_(q.view(tokens, -1, q_width), k.view(tokens, -1, k_width), **arguments)
+        return q, k
 
     return Run(call, in_place=True, backward=False)
 
