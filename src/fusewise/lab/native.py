@@ -14,6 +14,7 @@ import torch
 
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _cpu as gate
+from fusewise.ops.gated_linear import _host as gated_host
 from fusewise.ops.rope import _cpu as rope
 from fusewise.ops.rope import _cuda as rope_cuda
 from fusewise.ops.rope import _host as rope_host
@@ -58,6 +59,7 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
     yield "gate", gate.recipe
     if sys.platform == "linux":
         yield "rope-host", rope_host.recipe
+        yield "gated-host", gated_host.recipe
     here = torch.version.hip is None and torch.cuda.is_available()
     for group in [(one,) for one in chosen] if chosen else [rope_cuda.present()] if here else []:
         words = " ".join(f"sm_{major}{minor}" for major, minor in group)

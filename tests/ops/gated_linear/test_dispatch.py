@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fusewise
+from fusewise._shared import host
 from fusewise.ops.gated_linear import _op
 
 X, WEIGHT = torch.randn(3, 16), torch.randn(32, 16)
@@ -32,9 +33,10 @@ def test_what_auto_takes_is_what_runs(op: Any, args: Any, kwargs: Any, monkeypat
 
         monkeypatch.setattr(module, "forward", recorded)
     told = fusewise.explain_dispatch(op, *args, **kwargs)
-    assert told.op == op.__name__ and told.path == ""
+    assert told.op == op.__name__ and (told.path == "" or "it is not built; `fusewise build` does that" in told.path)
     assert set(told.passed_over) == set(_op.IMPLEMENTATIONS) - {told.impl} and all(told.passed_over.values())
-    op(*args, **kwargs)
+    with host.through_python():  # the quick way goes past the module's `forward`
+        op(*args, **kwargs)
     op(*args, **kwargs, impl="reference")
     wide = [None if x is None else x.double() for x in args]
     op(*wide, **{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()})

@@ -8,7 +8,7 @@ UNIT = 32
 CHUNK_BYTES = 16 << 20
 #: Rows that a chunk has at least: below that the product reads the weight too often.
 CHUNK_ROWS = 512
-#: Up to so many rows both halves are one product: then the weight is what is read, and a chunk is small.
+#: Up to so many rows both halves of one matrix are one product: then the weight is what is read, and a chunk is small.
 FEW_ROWS = 64
 
 
@@ -17,8 +17,9 @@ def rows_of(row_bytes: int) -> int:
     return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // UNIT * UNIT)
 
 
-def scratch_bytes(rows: int, hidden: int, itemsize: int) -> int:
-    """What an inference needs beside y: the gate's half of a chunk, since the value's is made in y; of few rows, both."""
-    if rows <= FEW_ROWS:
+def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True) -> int:
+    """What an inference needs beside y: the gate's half of a chunk, since the value's is made in y; of few rows both, where
+    they are one product."""
+    if fused and rows <= FEW_ROWS:
         return 2 * rows * hidden * itemsize
     return min(rows, rows_of(2 * hidden * itemsize)) * hidden * itemsize

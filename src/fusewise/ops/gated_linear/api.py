@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import _autograd, _mlp, reference
+from . import _autograd, _host, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
 from ._validate import check_tensor, fail, validated
+
+_traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
 
 
 def geglu_linear(
@@ -40,6 +42,10 @@ def geglu_linear(
     if approximate not in ("tanh", "none"):
         fail("geglu_linear", "approximate", "be tanh or none", repr(approximate), "choose one of them")
     activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+    if not _traced():
+        done = _host.gated_linear(x, weight, bias, activation, None, None, "stacked", gate_first, save, impl)
+        if done is not None:
+            return done
     x, weight, bias = _autocast(x, weight, bias)
     tensors = {"weight": weight, "w_gate": None, "bias": bias, "b_gate": None}
     spec = validated("geglu_linear", x, tensors, (activation, "stacked", gate_first, save, impl))
@@ -102,6 +108,10 @@ def gated_linear(
         >>> x, gate, up = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64)
         >>> y = gated_linear(x, up, w_gate=gate, activation="silu")  # SwiGLU, (4, 16, 128)
     """
+    if not _traced():
+        done = _host.gated_linear(x, weight, bias, activation, w_gate, b_gate, layout, gate_first, save, impl)
+        if done is not None:
+            return done
     x, weight, w_gate, bias, b_gate = _autocast(x, weight, w_gate, bias, b_gate)
     tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
     spec = validated("gated_linear", x, tensors, (activation, layout, gate_first, save, impl))

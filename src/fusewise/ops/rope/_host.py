@@ -10,11 +10,8 @@ Python), and for implementations that are not native code, every call goes throu
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import PYFUNCTYPE, py_object
 from pathlib import Path
 from typing import Any
@@ -22,17 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._shared import build
+from ..._shared import build, host
+from ..._shared.host import through_python as through_python
 from ._auto import serving
 from ._native import planned
 from ._problem import Spec, layout_dims
 
 _NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", "plan.h", "../rope_and_cache/plan.h")
-SOURCES = tuple(Path(__file__).parent / name for name in _NAMES)
-
-
-def _not_loaded(*_: Any) -> None:
-    return None
+SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 
 NEW, GIVEN, IN_PLACE, CACHED = range(4)  # where a rotation goes, `Form` of host_call.h
@@ -40,30 +34,15 @@ NEW, GIVEN, IN_PLACE, CACHED = range(4)  # where a rotation goes, `Form` of host
 # The functions of the extension once it is loaded: given the arguments of `api.rope` (without `out` and with it) or
 # `api.rope_`, in order, what these return, or None, nothing done, where the call has not been before or is no ordinary one.
 # The last, given those of `api.rope` and then the others of `rope_and_cache_`, returns True for such a call.
-rope: Callable[..., Any] = _not_loaded
-rope_out: Callable[..., Any] = _not_loaded
-rope_: Callable[..., Any] = _not_loaded
-rope_and_cache_: Callable[..., Any] = _not_loaded
-_quick = True  # whether what has been before is launched, see `through_python`
-
-
-def flags() -> tuple[str, ...]:
-    """How the C++ compiler is to compile against the torch and the Python that run. What it links to is loaded already."""
-    root = Path(torch.__file__).parent
-    include = root / "include"
-    return (
-        "-std=c++20", "-O2", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,nodelete",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f'-DTORCH="{torch.__version__} {torch.version.git_version}"', f'-DPYTHON="{sysconfig.get_config_var("SOABI")}"',
-        # not this project's code: its warnings are nobody's here
-        f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", f"-isystem{sysconfig.get_path('include')}",
-        f"-L{root / 'lib'}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python",
-    )  # fmt: skip
+rope: Callable[..., Any] = host.not_loaded
+rope_out: Callable[..., Any] = host.not_loaded
+rope_: Callable[..., Any] = host.not_loaded
+rope_and_cache_: Callable[..., Any] = host.not_loaded
 
 
 def recipe() -> build.Recipe:
     """What the extension is built from."""
-    return "rope-host", SOURCES, build.cxx(), flags()
+    return "rope-host", SOURCES, build.cxx(), host.flags()
 
 
 @functools.cache
@@ -73,13 +52,11 @@ def extension() -> Any:
     Raises:
         BuildError: it cannot be built here.
     """
-    if sys.platform != "linux":
-        raise build.BuildError("the quick way on the host is made for Linux")
     from ._op import gradients  # which imports this module
 
     library = build.library(*recipe())
-    made = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))(gradients, _planned)
-    made.quick(_quick)
+    make = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))
+    made = host.loaded(make(gradients, _planned))
     global rope, rope_out, rope_, rope_and_cache_
     rope, rope_out, rope_, rope_and_cache_ = made.rope, made.rope_out, made.rope_, made.rope_and_cache_
     return made
@@ -91,7 +68,7 @@ def unavailable(device_type: str, impl: str) -> str | None:
     Nobody is made to wait half a minute who did not ask for it: the extension serves once it is built, by `fusewise build`
     or by a first call with impl="cuda", which compiles more than this.
     """
-    if rope is not _not_loaded:
+    if rope is not host.not_loaded:
         return None
     return _unavailable(device_type == "cuda" and impl == "cuda")
 
@@ -134,24 +111,9 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
     return packed(*call)
 
 
-@contextlib.contextmanager
-def through_python() -> Iterator[None]:
-    """Inside, every call goes through Python: for those who watch the launches of an implementation."""
-    global _quick
-    before, _quick = _quick, False
-    if rope is not _not_loaded:
-        extension().quick(False)
-    try:
-        yield
-    finally:
-        _quick = before
-        if rope is not _not_loaded:
-            extension().quick(before)
-
-
 def forget() -> None:
     """Forget all calls, so that the next of each goes through Python, which may have changed."""
-    if rope is not _not_loaded:
+    if rope is not host.not_loaded:
         extension().forget()
 
 

@@ -21,12 +21,6 @@ namespace {
 
 // --- A repeated call -------------------------------------------------------------------------------------------------
 
-// Other threads of Python run; half the cost of pybind11's way to say so.
-struct OthersGoOn {
-  PyThreadState* const thread = PyEval_SaveThread();
-  ~OthersGoOn() { PyEval_RestoreThread(thread); }
-};
-
 // Whether autograd can follow a write into x without what Python does for views and leaves.
 bool followed(const Tensor& x) { return x.requires_grad() && !x.is_leaf() && !x.is_view(); }
 
@@ -119,12 +113,6 @@ PyObject* remember(PyObject*, PyObject* given) {
 
 PyObject* forget(PyObject*, PyObject*) {
   cache.clear();
-  Py_RETURN_NONE;
-}
-
-// quick(on): whether what has been before is launched, or all is left to Python.
-PyObject* quick(PyObject*, PyObject* on) {
-  enabled = on == Py_True;
   Py_RETURN_NONE;
 }
 

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -65,12 +64,6 @@ class There {
   c10::Device before{c10::DeviceType::CPU};
 };
 
-Tensor empty(const Tensor& like, at::IntArrayRef strides) {
-  const DispatchKey key = like.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
-  c10::Allocator* const allocator = c10::GetAllocator(like.device().type());
-  return at::detail::empty_strided_generic(like.sizes(), strides, allocator, c10::DispatchKeySet(key), like.scalar_type());
-}
-
 const void* address(const Tensor* x) { return x == nullptr || !x->defined() ? nullptr : x->const_data_ptr(); }
 
 // The call without its outputs.
@@ -92,7 +85,7 @@ void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], cons
   const There there(device);
   CacheCall call{call_on(entry, t, offset)};
   for (int o = 0; FORM == NEW && o < 2; ++o)
-    if (t.x[o] != nullptr) t.y[o] = &(made[o] = empty(*t.x[o], entry.dense[o]));
+    if (t.x[o] != nullptr) t.y[o] = &(made[o] = empty(*t.x[o], t.x[o]->sizes(), entry.dense[o]));
   call.rotation.y[0] = t.y[0]->mutable_data_ptr();
   call.rotation.y[1] = t.y[1] != nullptr ? t.y[1]->mutable_data_ptr() : call.rotation.y[0];
   if constexpr (FORM == CACHED) {
@@ -215,7 +208,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
       if (!dys[o].defined()) continue;
       // The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`.
       sources[o] = dys[o].stride(-1) == 1 || dys[o].size(-1) == 1 ? dys[o] : dys[o].contiguous();
-      dxs[o] = empty(sources[o], entry->dense[o]);
+      dxs[o] = empty(sources[o], sources[o].sizes(), entry->dense[o]);
       from[count++] = o;
     }
     if (count == 1) from[1] = from[0];

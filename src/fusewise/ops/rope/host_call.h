@@ -2,13 +2,8 @@
 
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/python_variable.h>
 
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -16,30 +11,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../../_shared/host.h"
 #include "../rope_and_cache/plan.h"
 
 namespace {
-
-using at::Tensor;
-using c10::DispatchKey;
-
-// --- What is ordinary ------------------------------------------------------------------------------------------------
-
-// Keys of a dense tensor in memory of its own: no wrapper, no subclass, no lazy negation.
-constexpr c10::DispatchKeySet DENSE{DispatchKey::CPU,          DispatchKey::CUDA,        DispatchKey::ADInplaceOrView,
-                                    DispatchKey::AutogradCPU,  DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
-                                    DispatchKey::AutocastCUDA};
-// Keys that every thread has: more of them are tracing, dispatch modes or torch.func transforms.
-constexpr c10::DispatchKeySet QUIET{DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView};
-
-std::atomic<bool> enabled{true};  // else every call goes through Python
-
-bool nobody_watches() {
-  return enabled && QUIET.has_all(c10::impl::tls_local_dispatch_key_set().included_) && !at::impl::torch_function_mode_enabled() &&
-         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
-}
-
-bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4; }
 
 int64_t distance(const Tensor& x, const Tensor& y) {
   return static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());

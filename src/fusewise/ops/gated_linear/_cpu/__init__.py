@@ -20,22 +20,25 @@ from torch import Tensor
 
 from ...._shared import build, cpu
 from .. import _chunks as chunks
+from .. import _host
 from .._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CALL = Struct("17q")  # `Call` of gate.cpp
+_CALL = Struct("17q")  # `Call` of gate.h
 _ROWS = chunks.UNIT  # rows of a row of sums, ROWS there
 
 
 def recipe() -> build.Recipe:
     """What the kernel is built from."""
-    return "gate", (Path(__file__).with_name("gate.cpp"),), build.cxx(), build.NATIVE_FLAGS
+    sources = tuple(Path(__file__).with_name(name) for name in ("gate.cpp", "gate.h"))
+    return "gate", sources, build.cxx(), build.NATIVE_FLAGS
 
 
 @functools.cache
 def _kernel() -> cpu.Kernel:
     kernel = cpu.Kernel(recipe(), "fusewise_gate")
     kernel.run.argtypes = (ctypes.c_char_p,)
+    _host.unavailable(kernel)  # loads it where it is built, so that it takes the next call
     return kernel
 
 
@@ -44,15 +47,21 @@ def unavailable(device_type: str) -> str | None:
     return cpu.unavailable(device_type, _kernel)
 
 
+def path(x: Tensor, halves: Halves) -> str:
+    """Why calls take longer on the host than they need to, in words; empty if they do not."""
+    reason = _host.unavailable(_kernel())
+    return "" if reason is None else f"without the quick way on the host of gated_linear and geglu_linear: {reason}"
+
+
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
     """The implementation `impl="cpu"`; these four as in `reference.py`."""
     rows, hidden = y.shape
-    if preact is None and rows > chunks.FEW_ROWS:
-        return _forward_in_y(x, halves, spec, y)
-    if preact is None:  # of few rows: one product, one gate, nothing sliced, since the host's time counts
+    if preact is None and spec.fused and rows <= chunks.FEW_ROWS:  # one product: the weight is what it reads
         preact = new_preact(x, hidden, spec)
         _products(x, halves, spec, preact)
         return _gate(preact, spec, y=y)
+    if preact is None:
+        return _forward_in_y(x, halves, spec, y)
     for chunk in _chunks(rows, 2 * hidden * x.element_size()):
         part = _rows(preact, chunk, spec)
         _products(x[chunk], halves, spec, part)

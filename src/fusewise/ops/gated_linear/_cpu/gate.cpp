@@ -16,20 +16,9 @@
 #include <thread>
 #include <vector>
 
-// What `_cpu/__init__.py` packs. Strides are those of rows, in elements; absent tensors are null.
-struct Call {
-  const void *u, *g, *dy;
-  void *y, *du, *dg;
-  float* sums;  // (blocks of rows, 2, columns), value first
-  int64_t stride_preact, stride_dy, stride_y, stride_dpreact;
-  int64_t rows, columns, kind, activation, threads;
-  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
-};
+#include "gate.h"
 
 namespace {
-
-enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
-enum Activation : int64_t { GELU_TANH, GELU, SILU, RELU, SIGMOID, IDENTITY };
 
 constexpr int64_t ROWS = 32, COLUMNS = 1024;  // of a unit of work; ROWS also of a row of sums: fixed, so that they are
 constexpr int64_t BLOCK = 128;                // columns computed at a time

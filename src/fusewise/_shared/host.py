@@ -1,0 +1,73 @@
+"""Extensions of Python that take a call from its arguments to the launch without Python between, and what they share.
+
+They are compiled against the torch and the Python that run, which takes longer than a first call may: they serve where
+`fusewise build` has built them. `host.h` says which calls they take; every other goes through Python: slower, no different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import build
+
+HEADER = Path(__file__).with_name("host.h")
+
+_loaded: list[Any] = []
+_quick = True  # whether they take calls, see `through_python`
+
+
+def flags() -> tuple[str, ...]:
+    """How the C++ compiler is to compile against the torch and the Python that run. What it links to is loaded already.
+
+    Raises:
+        BuildError: the extensions are not made for this system.
+    """
+    if sys.platform != "linux":
+        raise build.BuildError("the quick way on the host is made for Linux")
+    root = Path(torch.__file__).parent
+    include = root / "include"
+    return (
+        "-std=c++20", "-O2", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,nodelete",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f'-DTORCH="{torch.__version__} {torch.version.git_version}"', f'-DPYTHON="{sysconfig.get_config_var("SOABI")}"',
+        # not this project's code: its warnings are nobody's here
+        f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", f"-isystem{sysconfig.get_path('include')}",
+        f"-L{root / 'lib'}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python",
+    )  # fmt: skip
+
+
+def not_loaded(*_: Any) -> None:
+    """What stands for a function of an extension until that is loaded: it takes no call."""
+    return None
+
+
+def loaded(extension: Any) -> Any:
+    """The extension, from now on among those that `through_python` switches off."""
+    extension.quick(_quick)
+    _loaded.append(extension)
+    return extension
+
+
+@contextlib.contextmanager
+def through_python() -> Iterator[None]:
+    """Inside, every call goes through Python: for those who watch the launches of an implementation."""
+    before = _quick
+    _switch(False)
+    try:
+        yield
+    finally:
+        _switch(before)
+
+
+def _switch(quick: bool) -> None:
+    global _quick
+    _quick = quick
+    for extension in _loaded:
+        extension.quick(quick)
