@@ -1,0 +1,150 @@
+"""A study's ledgers and device times against the counters of the GPU, by NVIDIA's Nsight Compute:
+
+    fusewise study gelu --case gelu-16384 --pass fwd --code --out runs/gelu
+    python benchmarks/counters.py runs/gelu
+
+For each right row of the runs, on the machine that made them, one more call runs under `ncu`, the caches emptied before each
+kernel and the clocks left alone. Beside each other, in a table: the bytes of the ledger and those that device memory moved,
+and the study's time of a call and the kernels' durations added up. What stays in the cache after the last write, up to its
+size, has not been moved when a kernel ends: compare bytes only where a call writes many times that.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fusewise.lab import record
+from fusewise.lab.ledger import Ledger
+from fusewise.lab.record import Row
+from fusewise.lab.render import markdown, number
+
+NCU = os.environ.get("NCU", "ncu")
+TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+UNITS = {
+    "ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6,
+    "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9,
+}  # fmt: skip
+
+
+class Counted(NamedTuple):
+    """One kernel: microseconds, and bytes between the caches and device memory."""
+
+    name: str
+    us: float
+    read: float
+    written: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row, its ledger if the provider has one, and its kernels as counted."""
+
+    row: Row
+    ledger: Ledger | None
+    kernels: Sequence[Counted]
+
+    @property
+    def us(self) -> float:
+        return sum(kernel.us for kernel in self.kernels)
+
+    @property
+    def bytes(self) -> float:
+        return sum(kernel.read + kernel.written for kernel in self.kernels)
+
+
+def parsed(text: str) -> list[Counted]:
+    """The kernels in what `ncu --csv --page raw` prints: names, then units, then a line a kernel; other lines are the
+    program's own."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if first is None:
+        raise ValueError(f"counters: ncu must print a table, got {text[-500:]!r}; see what it says about permissions")
+    header, units, *rows = csv.reader(io.StringIO("\n".join(lines[first:])))
+
+    def value(row: Sequence[str], metric: str) -> float:
+        at = header.index(metric)
+        return float(row[at].replace(",", "")) * UNITS[units[at]]
+
+    name = header.index("Kernel Name")
+    return [Counted(row[name], value(row, TIME), value(row, READ), value(row, WRITTEN)) for row in rows]
+
+
+def count(row: Row, device: str) -> list[Counted]:
+    """The kernels of one call, in a process of its own under ncu."""
+    call = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider]
+    command = [
+        NCU, "--csv", "--page", "raw", "--metrics", f"{TIME},{READ},{WRITTEN}", "--profile-from-start", "off",
+        "--clock-control", "none", "--cache-control", "all", "--target-processes", "application-only", *call,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(
+            f"counters: {' '.join(command)} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}"
+        )
+    return parsed(done.stdout)
+
+
+def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider: str) -> None:
+    """What ncu watches: the last of three calls."""
+    import torch
+
+    from fusewise.lab import plugin, targets
+    from fusewise.lab.problem import Task
+    from fusewise.lab.worker import make_work
+
+    problem = targets.problem_for(Task(op, case, dtype, pass_, device, 0))
+    (found,) = [entry.provider for entry in plugin.known() if entry.name == provider]
+    assert found is not None
+    work = make_work(problem, found.build(problem), 1)
+    for _ in range(2):
+        work.step(work.begin(0))
+    state = work.begin(0)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    work.step(state)
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def table(checks: Iterable[Check]) -> str:
+    rows = []
+    for check in checks:
+        row, ledger = check.row, check.ledger
+        assert row.device_us is not None
+        told = ledger.bytes / 2**20 if ledger else None
+        rows.append(
+            [
+                f"{row.op} {row.case} {row.dtype} {row.pass_}", row.provider, str(len(check.kernels)),
+                "–" if told is None else number(told), number(check.bytes / 2**20),
+                "–" if told is None else number(told * 2**20 / check.bytes),
+                number(row.device_us), number(check.us), number(row.device_us / check.us),
+            ]
+        )  # fmt: skip
+    header = ["case", "provider", "kernels", "ledger MiB", "counted MiB", "ratio", "study µs", "counted µs", "ratio"]
+    return markdown.table(header, rows)
+
+
+def main(runs: Sequence[str]) -> None:
+    checks = []
+    for run in runs:
+        made = record.read(Path(run))
+        ledgers = {(f.op, f.case, f.dtype, f.pass_, f.provider): f for f in map(Ledger.from_json, made.ledgers)}
+        for row in made.rows:
+            if row.status == "ok" and row.device_us:
+                checks.append(Check(row, ledgers.get((*row.key, row.provider)), count(row, made.environment["device"])))
+    print(table(checks))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--call"]:
+        call_once(*sys.argv[2:])
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Ledgers against a GPU's counters: what ncu prints becomes a table. The counters themselves need a GPU."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from builders import row, study_record
+
+from fusewise.lab import record
+from fusewise.lab.ledger import Kernel, Ledger
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "counters.py"
+PRINTED = """==PROF== Connected to process 12
+a line of the program, "ID" in it
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
+"","","","Mbyte","byte","us"
+"0","12","void add<float, 4>(int)","100.5","1,000","6.25"
+"1","12","mul","0","99,499,000","3.75"
+"""
+
+
+@pytest.fixture(scope="module")
+def counters():
+    spec = importlib.util.spec_from_file_location("counters", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["counters"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_units_and_thousands(counters):
+    found = counters.parsed(PRINTED)
+    assert found == [("void add<float, 4>(int)", 6.25, 100.5e6, 1000.0), ("mul", 3.75, 0.0, 99_499_000.0)]
+
+
+def test_what_is_no_table_is_an_error_with_the_reason(counters):
+    with pytest.raises(ValueError, match=r"counters: ncu must print a table, got '==ERROR== ERR_NVGPUCTRPERM"):
+        counters.parsed("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
+
+
+def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
+    made = study_record(
+        [row("eager", device_us=10.5), row("floor-copy", device_us=9.0), row("liger", status="missing", device_us=None)]
+    )
+    op, case, dtype, pass_ = made.rows[0].key
+    kernels = (Kernel(name="add", read=2**20, written=50 * 2**20), Kernel(name="mul", read=0, written=49 * 2**20))
+    ledger = Ledger(op=op, case=case, dtype=dtype, pass_=pass_, provider="eager", kernels=kernels)
+    made.ledgers.append(ledger.to_json())
+    record.save(made, tmp_path)
+    program = tmp_path / "ncu"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(sys.argv[-1] + ' ')\nprint({PRINTED!r})\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(counters, "NCU", str(program))
+    counters.main([str(tmp_path)])
+    assert (tmp_path / "asked").read_text().split() == ["eager", "floor-copy"]
+    lines = capsys.readouterr().out.splitlines()
+    # 100 MiB told, 200 MB counted; 10.5 µs measured, 10 counted
+    assert [cell.strip() for cell in lines[2].split("|")[2:-1]] == [
+        "eager",
+        "2",
+        "100",
+        "191",
+        "0.524",
+        "10.5",
+        "10.0",
+        "1.05",
+    ]
+    assert [cell.strip() for cell in lines[3].split("|")[2:-1]] == [
+        "floor-copy",
+        "2",
+        "–",
+        "191",
+        "–",
+        "9.00",
+        "10.0",
+        "0.900",
+    ]
+
+
+def test_a_program_that_ends_badly_is_an_error(counters, tmp_path, monkeypatch):
+    monkeypatch.setattr(counters, "NCU", "false")
+    with pytest.raises(RuntimeError, match=r"counters: false .* ended with 1"):
+        counters.count(row("eager"), "cuda")
