@@ -42,7 +42,7 @@ def launch_of(
     ]
     given = {"positions": None, "offsets": None, "cu_seqlens": None, **(where or {})}
     ys = tuple(torch.empty_like(x) for x in xs)
-    problem = Problem.build(xs, ys, angles, sin, *given.values(), 0, Spec(rotary_dim=rotary_dim, **spec))
+    problem = Problem.build(xs, ys, (angles, sin, *given.values(), 0, Spec(rotary_dim=rotary_dim, **spec).encode()))
     partials = tuple(torch.empty(1, device="meta") for _ in xs) if weight_grad else ()
     dys = ys if backward else ()
     return _triton.arguments(problem, weights, norm, PROCESSORS, dys, partials if backward else ())

@@ -130,7 +130,7 @@ def test_programs_share_the_tiles(
     """All tiles, none twice, as many for each program but the last ones, and no more programs than there is room for."""
     xs = tuple(torch.empty(1, tokens, count, 64, dtype=torch.bfloat16, device="meta") for count in heads)
     angles = torch.empty(max(tokens, 1), 32, device="meta")
-    problem = Problem.build(xs, xs, angles, angles, None, None, None, 0, Spec())
+    problem = Problem.build(xs, xs, (angles, angles, None, None, None, 0, Spec().encode()))
     config = replace(_triton.choose(problem, Norm(1e-6, 0.0, over), True, processors), programs=programs)
     counts = _triton.split(problem, config, processors)
     tiles = [-(-tokens // t.block_t) * -(-h // t.block_h) for t, h in zip(config.tiles, heads, strict=True)]

@@ -112,17 +112,8 @@ def problem(
     angles = torch.empty((pairs,) if table == "inv_freq" else (tokens, pairs), dtype=table_dtype)
     ys = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
     sin = angles if table == "cos_sin" else None
-    return Problem.build(
-        (q, k),
-        ys,
-        angles,
-        sin,
-        positions,
-        None,
-        None,
-        0,
-        Spec(rotary_dim=rotary_dim, table=table, **spec),  # type: ignore[arg-type]
-    )
+    text = Spec(rotary_dim=rotary_dim, table=table, **spec).encode()  # type: ignore[arg-type]
+    return Problem.build((q, k), ys, (angles, sin, positions, None, None, 0, text))
 
 
 # A single head of k is spread over all multiprocessors and has vectors of 16 bytes only from 32,768 tokens on.

@@ -17,8 +17,9 @@ from torch import Tensor
 from .._choice import Choice
 from .._register import register
 from ..rope._op import transforms_active
+from ..rope._problem import Rotation
 from . import reference
-from ._problem import Norm, Rotation
+from ._problem import Norm
 
 # The arguments after the tensors that are normalised, and their weights:
 #   cos ... spec   the rotation, as in RoPE's operators

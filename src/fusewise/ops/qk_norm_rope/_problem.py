@@ -16,9 +16,6 @@ from ..rope._problem import layout_dims
 Over = Literal["head", "all"]
 OVERS: tuple[str, ...] = get_args(Over)
 
-# The rotation of a call, as RoPE's operators take it: table, sin, positions, offsets, cu_seqlens, offset, spec.
-Rotation = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, str]
-
 
 class Norm(NamedTuple):
     """z = x / sqrt(mean(x²) + eps) · (weight + weight_offset), the mean over the features of a head, or of all heads."""

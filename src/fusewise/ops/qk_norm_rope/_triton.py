@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rope import _triton as rope
-from ..rope._problem import Problem, Spec
-from ._problem import Norm, Rotation
+from ..rope._problem import Problem, Rotation, Spec
+from ._problem import Norm
 from ._triton_backward import backward_kernel, sum_kernel
 from ._triton_kernel import forward_kernel
 
@@ -86,7 +86,7 @@ def arguments(
     reach = rope._reach(problem)
     if backward:
         bare = Spec(layout=problem.spec.layout, table="inv_freq")  # their strides are all that is asked for
-        gradients = Problem.build(dys, dys, problem.cos, None, None, None, None, 0, bare)
+        gradients = Problem.build(dys, dys, (problem.cos, None, None, None, None, 0, bare.encode()))
         reach = max(reach, rope._reach(gradients))
         dq, dk = gradients.operands[0], gradients.operands[-1]
         outs = {"q_out": dq.x, "k_out": dk.x}
@@ -236,8 +236,7 @@ def sum_arguments(
 
 
 def _problem(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Rotation) -> Problem:
-    cos, sin, positions, offsets, cu_seqlens, offset, spec = rotation
-    return Problem.build(tuple(xs), tuple(ys), cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+    return Problem.build(tuple(xs), tuple(ys), rotation)
 
 
 class Plan:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..rope._problem import layout_dims, transposed_spec
+from ..rope._problem import Rotation, layout_dims, transposed_spec
 from ..rope.reference import formula as rope
-from ._problem import Norm, Rotation, compute_dtype
+from ._problem import Norm, compute_dtype
 
 
 def formula(xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm) -> list[Tensor]:

@@ -20,8 +20,8 @@ from ..._shared import build
 from .._choice import FLOATS, Choice
 from ._problem import Spec
 
-# In order of preference. Each has `launch(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)`, which writes
-# the rotation of every x into its y; where y is x it works in place.
+# In order of preference. Each has `launch(xs, ys, rotation)`, which writes the rotation of every x into its
+# y; where y is x it works in place.
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 

@@ -104,7 +104,7 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
     else:
         xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
         implementation = serving(impl, xs, rest[-1])
-        packed, call = planned, (xs, ys, *rest)
+        packed, call = planned, (xs, ys, rest)
     if not hasattr(implementation, "tell"):
         return None
     implementation.tell(extension())
@@ -126,7 +126,7 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
     if without(call[-1]):
         return
     q, *rest = arguments[:2]
-    cos, sin, positions, offsets, cu_seqlens, offset, spec, impl = call
+    rotation, spec, impl = call[:-1], *call[-2:]
     xs = (q,) if rest == [None] else (q, *rest)
     host = keeper(form, arguments, serving(impl, xs, spec), impl)
     if host is None:
@@ -139,7 +139,7 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
     ]
     b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)
     dims = -1 if b_dim is None else b_dim, t_dim, h_dim
-    plan = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    plan = planned(xs, ys, rotation)
     host.remember(form, arguments, *plan, reach, dims, dense, spec, impl)
 
 

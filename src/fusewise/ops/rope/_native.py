@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._problem import Problem, Spec
+from ._problem import Problem, Rotation
 
 _PLAN = Struct("47qd")
 _CALL = Struct("10q")
@@ -21,19 +21,10 @@ _PLANS: dict[tuple[Any, ...], tuple[bytes, int]] = {}
 _PLANS_MAX = 4096
 
 
-def planned(
-    xs: tuple[Tensor, ...],
-    ys: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    spec: str,
-) -> tuple[bytes, int]:
+def planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> tuple[bytes, int]:
     """The plan, and the distance in bytes from the table to its sine part where both are one tensor. A repeated call
     finds them."""
+    cos, sin, positions, offsets, cu_seqlens, _, spec = rotation
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     key = (
         spec, len(xs), q.dtype, q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
@@ -45,7 +36,7 @@ def planned(
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:
-        problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+        problem = Problem.build(xs, ys, rotation)
         plan = _plan(problem), problem.sin.data_ptr() - cos.data_ptr()
         if len(_PLANS) >= _PLANS_MAX:
             _PLANS.clear()
@@ -53,19 +44,10 @@ def planned(
     return plan
 
 
-def packed(
-    xs: tuple[Tensor, ...],
-    ys: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    spec: str,
-) -> tuple[bytes, bytes]:
+def packed(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> tuple[bytes, bytes]:
     """The plan and the call, which has the pointers and the offset."""
-    plan, sin_distance = planned(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    plan, sin_distance = planned(xs, ys, rotation)
+    cos, sin, positions, offsets, cu_seqlens, offset, _ = rotation
     table = cos.data_ptr()
     return plan, _CALL.pack(
         xs[0].data_ptr(), xs[-1].data_ptr(), ys[0].data_ptr(), ys[-1].data_ptr(),

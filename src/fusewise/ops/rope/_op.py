@@ -19,12 +19,8 @@ from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._problem import Spec, transposed_spec
 
-# The arguments after the rotated tensors, the same in every operator:
-#   cos        the table: cos, the fused [cos | sin] cache, the angles or the inverse frequencies, as `spec` says
-#   sin        the sine table where `spec` says cos_sin
-#   positions, offsets, cu_seqlens, offset    see `Problem`
-#   spec       `Spec.encode()`
-#   impl       the name of an implementation, or "auto"
+# The arguments after the rotated tensors, the same in every operator: a `Rotation`, and the name of an implementation or
+# "auto".
 _COMMON = (
     "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
 )
@@ -34,9 +30,9 @@ IMPLEMENTATIONS, unavailable, choose = _auto.IMPLEMENTATIONS, choice.unavailable
 
 
 def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
-    *call, impl = rest
-    implementation = _auto.serving(impl, xs, call[-1])
-    implementation.launch(xs, ys, *call)
+    rotation, impl = rest[:-1], rest[-1]
+    implementation = _auto.serving(impl, xs, rotation[-1])
+    implementation.launch(xs, ys, rotation)
     _host.served(implementation, xs[0].device.type, impl)
 
 

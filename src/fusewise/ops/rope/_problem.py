@@ -13,6 +13,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 Layout = Literal["bshd", "sbhd", "bhsd", "thd"]
@@ -21,6 +22,13 @@ Table = Literal["cos_sin", "fused", "angles", "inv_freq"]
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 PAIRINGS: tuple[str, ...] = get_args(Pairing)
+
+# What every operator takes after the tensors to rotate, validated:
+#   cos        the table: cos, the fused [cos | sin] cache, the angles or the inverse frequencies, as the spec says
+#   sin        the sine table where the spec says cos_sin
+#   positions, offsets, cu_seqlens, offset    see `Problem`
+#   spec       `Spec.encode()`
+Rotation = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, str]
 
 _TRANSPOSED_PAIRING = {
     "pairing=interleaved_to_half": "pairing=half_to_interleaved",
@@ -171,18 +179,11 @@ class Problem:
     cu_seqlens: Tensor | None
 
     @staticmethod
-    def build(
-        xs: tuple[Tensor, ...],
-        ys: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor | None,
-        positions: Tensor | None,
-        offsets: Tensor | None,
-        cu_seqlens: Tensor | None,
-        offset: int,
-        spec: Spec,
-    ) -> Problem:
-        """Resolve `spec` against tensors that have passed validation, once: an exported program may be given others."""
+    def build(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> Problem:
+        """Resolve the spec against tensors that have passed validation, once: an exported program may be given others."""
+        cos, sin, positions, offsets, cu_seqlens, offset, text = rotation
+        # torch.compile looks through caches, and warns of each.
+        spec = Spec.decode.__wrapped__(text) if torch.compiler.is_compiling() else Spec.decode(text)
         for name, tensors in (("q and k", (*xs, *ys)), ("offset", (offsets,)), ("cu_seqlens", (cu_seqlens,))):
             for x in tensors:
                 if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:

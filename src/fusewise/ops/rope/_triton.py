@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._problem import Problem, Spec
+from ._problem import Problem, Rotation
 from ._triton_kernel import rope_kernel
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
@@ -189,22 +189,13 @@ _PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}
 _PLANS_MAX = 4096
 
 
-def launch(
-    xs: tuple[Tensor, ...],
-    ys: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    spec: str,
-) -> None:
+def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
     """The implementation `impl="triton"`: rotate every x into its y on the current stream of their device.
 
     Triton's own launch specialises and packs some sixty arguments anew at each call. A repeated call finds them bound,
     which leaves the pointers, the offset and the stream.
     """
+    cos, sin, positions, offsets, cu_seqlens, offset, spec = rotation
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr = (
         q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), cos.data_ptr()
@@ -212,7 +203,7 @@ def launch(
     device = q.get_device()
     # Vector loads are compiled for pointers that are multiples of 16; the rare others take the long way.
     if (q_ptr | k_ptr | q_out_ptr | k_out_ptr | cos_ptr) & 15 or not _direct():
-        problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+        problem = Problem.build(xs, ys, rotation)
         _launch_unbound(problem)
         return
     key = (
@@ -225,7 +216,7 @@ def launch(
     )  # fmt: skip
     plan = _PLANS.get(key)
     if plan is None:
-        problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+        problem = Problem.build(xs, ys, rotation)
         compiled = _launch_unbound(problem)
         if compiled is not None:
             if len(_PLANS) >= _PLANS_MAX:

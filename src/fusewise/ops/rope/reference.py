@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._problem import Problem, Spec
+from ._problem import Problem, Rotation, Spec
 from ._validate import DEFAULTS, validated
 
 
@@ -22,30 +22,16 @@ def rope(q: Tensor, k: Tensor | None = None, **arguments: Any) -> Any:
     return formula(q, k, tuple(call))
 
 
-def formula(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> Any:
-    """The rotation of q, or of both, for a validated call: table, sin, positions, offsets, cu_seqlens, offset, spec."""
-    table, sin, positions, offsets, cu_seqlens, offset, spec = call
-    # torch.compile looks through caches, and warns of each.
-    decode = Spec.decode.__wrapped__ if torch.compiler.is_compiling() else Spec.decode
+def formula(q: Tensor, k: Tensor | None, rotation: Rotation) -> Any:
+    """The rotation of q, or of both."""
     xs = (q,) if k is None else (q, k)
-    problem = Problem.build(xs, xs, table, sin, positions, offsets, cu_seqlens, offset, decode(spec))
-    rotated = rotate(problem)
+    rotated = rotate(Problem.build(xs, xs, rotation))
     return rotated[0] if k is None else tuple(rotated)
 
 
-def launch(
-    xs: tuple[Tensor, ...],
-    ys: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    spec: str,
-) -> None:
+def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
     """The implementation `impl="reference"`: write the rotation of every x into its y."""
-    problem = Problem.build(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, Spec.decode(spec))
+    problem = Problem.build(xs, ys, rotation)
     if xs[0].numel() == 0 and all(x.numel() == 0 for x in xs):
         return
     for y, rotated in zip(ys, rotate(problem), strict=True):

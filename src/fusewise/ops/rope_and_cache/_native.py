@@ -22,13 +22,13 @@ _PLACES_MAX = 4096
 def planned(q: Tensor, k: Tensor, *rest: Any) -> tuple[bytes, int]:
     """The plan, and the distance in bytes from the table to its sine part where both are one tensor; the arguments are those
     of `CacheProblem.build`. A repeated call finds them."""
-    plan, sin_distance = rope.planned((q, k), (q, k), *rest[5:-1])
+    plan, sin_distance = rope.planned((q, k), (q, k), rest[5:-1])
     return plan + _places(q, k, *rest), sin_distance
 
 
 def packed(q: Tensor, k: Tensor, *rest: Any) -> tuple[bytes, bytes]:
     """The plan and the call, which has the pointers and the offset."""
-    plan, call = rope.packed((q, k), (q, k), *rest[5:-1])
+    plan, call = rope.packed((q, k), (q, k), rest[5:-1])
     return plan + _places(q, k, *rest), call + _CALL.pack(*[0 if x is None else x.data_ptr() for x in rest[:5]])
 
 

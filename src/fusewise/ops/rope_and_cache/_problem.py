@@ -71,7 +71,7 @@ class CacheProblem:
     ) -> CacheProblem:
         """Resolve tensors that have passed validation."""
         decoded = Spec.decode(spec)
-        rotation = Problem.build((q, k), (q, k), cos, sin, positions, offsets, cu_seqlens, offset, decoded)
+        rotation = Problem.build((q, k), (q, k), (cos, sin, positions, offsets, cu_seqlens, offset, spec))
         b_dim, t_dim, h_dim = layout_dims(decoded.layout)
         return CacheProblem(
             rotation=rotation,

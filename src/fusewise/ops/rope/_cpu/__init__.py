@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...._shared import build, cpu
 from .._native import packed
+from .._problem import Rotation
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "vectors.h", "../plan.h"))
 
@@ -36,19 +37,9 @@ def unavailable(device_type: str) -> str | None:
     return cpu.unavailable(device_type, _kernel)
 
 
-def launch(
-    xs: tuple[Tensor, ...],
-    ys: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    spec: str,
-) -> None:
+def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
     """The implementation `impl="cpu"`: rotate every x into its y."""
-    plan, call = packed(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    plan, call = packed(xs, ys, rotation)
     kernel = _kernel()
     kernel.run(plan, call, torch.get_num_threads(), kernel.parallel)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...._shared import build
 from .._host import NEW
 from .._native import packed
+from .._problem import Rotation
 
 FOLDER = Path(__file__).parent
 HEADERS = tuple(FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "../plan.h"))
@@ -105,19 +106,9 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-def launch(
-    xs: tuple[Tensor, ...],
-    ys: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    offsets: Tensor | None,
-    cu_seqlens: Tensor | None,
-    offset: int,
-    spec: str,
-) -> None:
+def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
     """The implementation `impl="cuda"`: rotate every x into its y on the current stream of their device."""
-    plan, call = packed(xs, ys, cos, sin, positions, offsets, cu_seqlens, offset, spec)
+    plan, call = packed(xs, ys, rotation)
     _kernel().launch(plan, call, xs[0].get_device(), "rope")
 
 
