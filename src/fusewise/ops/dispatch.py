@@ -40,7 +40,8 @@ class Dispatch:
     """The answer of `explain_dispatch`: the implementation, why it is taken, and why each other is not.
 
     `path` is the way through the implementation where it has several, and why it is that one: the gated linear unit's
-    kernels move matrices by TMA or through pointers. Empty where there is one way.
+    kernels move matrices by TMA or through pointers, and on a CPU calls may lack the quick way on the host. Empty where
+    there is one way, or nothing is lacking.
     """
 
     op: str

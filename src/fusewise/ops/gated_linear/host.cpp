@@ -1,5 +1,6 @@
 // A call of `geglu_linear` or `gated_linear` that makes y alone, on a CPU: from Python's arguments to the products and the
-// gate of `_cpu` without Python between. With cold caches that is 0.15 ms a call instead of 0.4.
+// gate of `_cpu` without Python between. That is 3 µs of the host a call instead of 30, and with cold caches 0.1 ms instead
+// of 0.4.
 //
 // What is taken is checked here and is right for certain: plain tensors of one dtype, one weight in layout "stacked" or two,
 // and nobody to record a gradient or to watch. Everything else is answered with None, at once and with nothing changed, and
