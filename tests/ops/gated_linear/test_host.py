@@ -20,6 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusewise
 from fusewise import gated_linear, geglu_linear
 from fusewise._shared import build, host
+from fusewise.lab.problem import Task
+from fusewise.lab.providers.ours import GatedCpu
+from fusewise.lab.targets import problem_for
 from fusewise.nn import GatedLinear
 from fusewise.ops.gated_linear import _host, _op, api
 
@@ -297,3 +300,19 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     environment = {**os.environ, "MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout == "0\n", done.stderr
+
+
+def test_a_study_measures_what_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its caches start empty, and no call builds the extension; where it cannot be built, the worker's log says why."""
+    problem = problem_for(Task("geglu", "quick-decode", "fp32", "fwd", "cpu", 0))
+    names = []
+    monkeypatch.setattr(build, "prepared", lambda name, *_: names.append(name))
+    GatedCpu().build(problem)
+    assert names == ["gated-host"]
+
+    def fails(*_: Any) -> None:
+        raise build.BuildError("no headers of Python")
+
+    monkeypatch.setattr(build, "prepared", fails)
+    assert GatedCpu().build(problem).form == "chunked"
+    assert capsys.readouterr().out == "calls go through Python: no headers of Python\n"
