@@ -184,4 +184,24 @@ def test_stripes_divide_the_tokens(batch: int, tokens: int, bytes_per_token: int
     stripe = _triton._stripe(batch, tokens, bytes_per_token)
     assert stripe >= 1 and tokens % stripe == 0
     if stripe < tokens:
-        assert _triton.STRIPE_BYTES / 16 <= stripe * bytes_per_token <= _triton.STRIPE_BYTES
+        assert _triton.STRIPE_BYTES / 4 <= stripe * bytes_per_token <= _triton.STRIPE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stripe"),
+    [
+        (512, 512),
+        (1024, 512),
+        (1088, 272),
+        (1120, 280),
+        (1152, 384),
+        (1280, 320),
+        (4096, 512),
+        (1087, 1087),
+        (1041, 347),
+        (1042, 1042),
+    ],
+)
+def test_stripes_of_a_sweep(tokens: int, stripe: int) -> None:
+    """Eight heads of 256 in float32, q and k: 512 tokens move 16 MiB."""
+    assert _triton._stripe(32, tokens, 2**15) == stripe

@@ -308,6 +308,18 @@ CASES: dict[str, Case] = {
         Case(name="widest heads", head_dim=512, tokens=3, heads=2, memory="misaligned", slots=(3, 9, -1)),
         Case(name="head of 2", head_dim=2, tokens=3, slots=(3, 9, -1)),
         Case(name="llama", heads=32, kv_heads=8, head_dim=128, dtype="bf16", cache="vllm", slots=(3, 9, -1, 23, 0)),
+        # As serving engines call it: the kernel of `direct.cuh`, at every width that it has.
+        Case(name="serving", head_dim=32, cache="vllm", dtype="bf16", table_dtype="bf16", slots=(3, -1, 17, 24, 0), positions=(7, 64, 63, -1, 2), options={"write_k": False}),
+        Case(name="serving, one token", tokens=1, head_dim=32, cache="hnd", dtype="fp16", table_dtype="fp16", slots=(13,), slot_dtype=torch.int32, positions=(9,)),
+        Case(name="serving, interleaved", head_dim=32, memory="flat", dtype="fp16", pairing="interleaved", slots=(3, *FAR, 23, 0), slot_dtype=torch.int32, positions=(7, 0, 63, 2, 2)),
+        Case(name="serving, a batch", layout="bshd", tokens=3, heads=8, head_dim=64, dtype="bf16", cache="flashinfer hnd", slots=(3, 9, -1, 23, 0, 1), positions=(7, 0, 63, 2, 2, 1)),
+        Case(name="serving, a batch of one token each", layout="bhsd", batch=5, tokens=1, head_dim=32, cache="vllm", slots=(3, *WIDE, 23, 1), positions=(7, 0, 63, 2, 2), pairing="interleaved"),
+        Case(name="serving, a batch out of order", layout="sbhd", tokens=3, head_dim=32, slots=(3, 9, -1, 23, 0, 1), positions=(7, 0, 63, 2, 2, 1)),
+        Case(name="serving, a table each", layout="bshd", tokens=3, head_dim=32, table="fused-batched", slots=(3, 9, -1, 23, 0, 1), positions=(7, 0, 63, 2, 2, 1)),
+        Case(name="serving, slots alone", head_dim=32, block_size=1, blocks=24, cache="hnd", dtype="bf16", slots=(3, 9, -1, 23, 24), positions=(7, 0, 63, 2, 2)),
+        Case(name="serving, many tokens", **{**LARGE, "table_dtype": "fp16", "dtype": "fp16", "cache": "flashinfer hnd"}, head_dim=32),
+        Case(name="serving, many tokens of five heads", **{**LARGE, "heads": 26, "kv_heads": 5}, head_dim=32, options={"write_k": False}),
+        Case(name="serving, many tokens, float32", **{**LARGE, "dtype": "fp32"}, pairing="interleaved", memory="packed"),
         Case(name="fp64", dtype="fp64", slots=(3, 9, -1, 23, 0)),
     )
 }  # fmt: skip

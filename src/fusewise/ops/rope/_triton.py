@@ -148,14 +148,12 @@ def _division(divisor: int) -> tuple[int, int]:
 
 
 def _stripe(batch: int, tokens: int, bytes_per_token: int) -> int:
-    """The tokens of a stripe: all, where they fit the cache; else the largest power of two that divides them and moves
-    STRIPE_BYTES at most; all again, where that would leave little that is contiguous."""
-    if batch <= 1 or tokens * bytes_per_token <= STRIPE_BYTES:
+    """The tokens of a stripe: all, where they fit the cache; else the largest even share that moves STRIPE_BYTES at most. All
+    again, where that makes more than twice as many as uneven shares would be: short stripes are slower than none."""
+    stripes = triton.cdiv(tokens * bytes_per_token, STRIPE_BYTES)
+    if batch <= 1 or stripes <= 1:
         return max(tokens, 1)
-    stripe = tokens & -tokens
-    while stripe > 1 and stripe * bytes_per_token > STRIPE_BYTES:
-        stripe //= 2
-    return stripe if 16 * stripe * bytes_per_token >= STRIPE_BYTES else tokens
+    return tokens // next((n for n in range(stripes, 2 * stripes + 1) if tokens % n == 0), 1)
 
 
 def _strides(name: str, strides: tuple[int, int, int], unit: int) -> dict[str, int]:

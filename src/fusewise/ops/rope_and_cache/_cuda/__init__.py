@@ -1,4 +1,5 @@
-"""The CUDA kernel in `rope_and_cache.cu`, on the headers of RoPE's, and its launcher; built and kept as RoPE's are."""
+"""The CUDA kernels in `rope_and_cache.cu` and `direct.cuh`, on the headers of RoPE's, and their launcher; built and kept as
+RoPE's are."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ...rope._host import CACHED
 from .._native import packed
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "rope_and_cache.cu", FOLDER / "../plan.h", *rope.HEADERS)
+SOURCES = (FOLDER / "rope_and_cache.cu", FOLDER / "direct.cuh", FOLDER / "../plan.h", *rope.HEADERS)
 
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:

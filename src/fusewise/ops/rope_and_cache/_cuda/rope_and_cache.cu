@@ -10,6 +10,8 @@
 //
 // Bound by memory where there is much to do, by latency at a few tokens: what depends on nothing is asked for first, x, the
 // slot and the position, and only the row of the table has to wait for one of them.
+//
+// The call of a serving engine, with a position and a slot for every token, has a kernel of its own in direct.cuh.
 
 #include <algorithm>
 
@@ -17,6 +19,7 @@
 #include "../../rope/_cuda/chunk.cuh"
 #include "../../rope/_cuda/launch.cuh"
 #include "../plan.h"
+#include "direct.cuh"
 
 namespace {
 
@@ -239,6 +242,10 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
   const int64_t np = std::max<int64_t>(1, data.bytes() / size / (halves ? 1 : 2));
   Work& p = params.work;
   set_angles(p, *plan, *call, np, false);
+  if (Direct d{}; direct(*cache, *cache_call, p, np, d)) {
+    if (plan->kind == FLOAT32) return launch_direct<float>(d, *plan, stream);
+    return (plan->kind == BFLOAT16 ? launch_direct<__nv_bfloat16> : launch_direct<__half>)(d, *plan, stream);
+  }
 
   Places& c = params.places;
   c.slots = cache_call->slots, c.table = cache_call->table;

@@ -1,0 +1,260 @@
+// The call that serving engines make: tokens in one row, each with a position and a slot of its own, heads that rotate
+// whole, tensors and table read by vectors. It has a kernel of its own, since at a few tokens the time is that of one
+// thread's chain: position, row of the table, product, store. What the general kernel asks on the way (are there bounds, a
+// block table, several axes) takes longer than the chain itself.
+//
+// Shape legend: as in rope_and_cache.cu. A thread has a chunk of NP pairs of HEADS neighbouring heads. Chunks come first, then
+// the heads of q, k and v, then tokens: a token's row, where q, k and v are one projection, is read from end to end.
+
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "../../rope/_cuda/angles.cuh"
+#include "../../rope/_cuda/launch.cuh"
+#include "../plan.h"
+
+namespace {
+
+constexpr int DIRECT_READ = 64;  // bytes that a thread reads at once where there is enough to do
+
+struct DirectTensor {
+  char *x, *cache;                         // q has no cache
+  uint32_t token, head, first_head;        // bytes from one to the next; its first among those of q, k and v
+  uint32_t block, slot, cache_head;        // of the cache, in bytes
+};
+
+struct Direct {
+  const char *positions, *slots, *cos, *sin;
+  uint32_t position, slot, row;            // bytes from one to the next
+  uint32_t rows, count, tokens;            // of the table, of the cache, of the call
+  uint32_t apart;                          // bytes from the first half of a head to the second
+  Divisor of_token, of_head, of_block;     // threads of a token, of a head, slots of a block; none is 1
+  Read read;
+  bool wide_positions, wide_slots, write_k;
+  DirectTensor tensors[3];                 // q, k, v
+};
+
+__device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& by) { return __umulhi(n, by.magic) >> by.shift; }
+
+// An index of 32 or 64 bits in two words. One of 32 is without its sign: a negative one is past every end either way.
+struct Index {
+  uint32_t low, high = 0;
+  __device__ __forceinline__ Index(const char* data, bool wide) {
+    low = reinterpret_cast<const uint32_t*>(data)[0];
+    if (wide) high = reinterpret_cast<const uint32_t*>(data)[1];
+  }
+  __device__ __forceinline__ bool below(uint32_t end) const { return high == 0 && low < end; }
+};
+
+// The elements of a word and back: one of float32, two of 16 bits.
+template <class T>
+__device__ __forceinline__ void unpack(uint32_t word, float* x) {
+  if constexpr (std::is_same_v<T, float>) {
+    x[0] = __int_as_float(static_cast<int>(word));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    x[0] = __int_as_float(static_cast<int>(word << 16)), x[1] = __int_as_float(static_cast<int>(word & 0xffff0000u));
+  } else {
+    __half2 both;
+    memcpy(&both, &word, sizeof word);
+    x[0] = __low2float(both), x[1] = __high2float(both);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t pack(const float* x) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, float>) {
+    memcpy(&word, x, sizeof word);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(x[0], x[1]);
+    memcpy(&word, &both, sizeof word);
+  } else {
+    const __half2 both = __floats2half2_rn(x[0], x[1]);
+    memcpy(&word, &both, sizeof word);
+  }
+  return word;
+}
+
+// N neighbouring elements, in words.
+template <class T, int N>
+struct Words {
+  static constexpr int EACH = 4 / sizeof(T);
+  Pack<uint32_t, N / EACH> words;
+  __device__ __forceinline__ void read(const char* from) { words.read(from); }
+  __device__ __forceinline__ void write(char* to) const { words.write(to); }
+  __device__ __forceinline__ void get(float* x) const {
+#pragma unroll
+    for (int i = 0; i < N; i += EACH) unpack<T>(words.values[i / EACH], x + i);
+  }
+  __device__ __forceinline__ void set(const float* x) {
+#pragma unroll
+    for (int i = 0; i < N; i += EACH) words.values[i / EACH] = pack<T>(x + i);
+  }
+};
+
+template <class T, bool INTERLEAVED, int NP, int HEADS>
+__global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : 1024) / THREADS)
+    direct_rope_and_cache_kernel(const __grid_constant__ Direct p) {
+  constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;  // accesses of a head; elements of one
+  const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, token = quotient(thread, p.of_token);
+  if (token >= p.tokens) return;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+#endif
+  // The first links of the chain first, for q and v, too: a branch would cost more than the access.
+  const Index position(p.positions + uint64_t(token) * p.position, p.wide_positions);
+  const Index slot(p.slots + uint64_t(token) * p.slot, p.wide_slots);
+
+  const uint32_t in_token = thread - token * p.of_token.d, group = quotient(in_token, p.of_head);
+  const uint32_t chunk = in_token - group * p.of_head.d, at = chunk * uint32_t(N * sizeof(T));
+  const bool cached = group * HEADS >= p.tensors[1].first_head, rotates = group * HEADS < p.tensors[2].first_head;
+  const DirectTensor& t = p.tensors[cached + !rotates];
+  const uint32_t head = group * HEADS - t.first_head;
+  char* const x = t.x + uint64_t(token) * t.token + uint64_t(head) * t.head + at;
+  Words<T, N> chunks[HEADS][PARTS];
+#pragma unroll
+  for (int i = 0; i < HEADS; ++i)
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) chunks[i][part].read(x + i * uint64_t(t.head) + part * p.apart);
+
+  const auto cache_at = [&](uint32_t slot) {
+    const uint32_t block = quotient(slot, p.of_block), nth = slot - block * p.of_block.d;
+    return t.cache + uint64_t(block) * t.block + uint64_t(nth) * t.slot + uint64_t(head) * t.cache_head + at;
+  };
+  const auto write = [&](char* to, uint32_t step, int i) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) chunks[i][part].write(to + i * uint64_t(step) + part * p.apart);
+  };
+  // Nothing waits for an index before this branch: across it the compiler moves no use of one, and chunks are asked for first.
+  if (!rotates) {
+    char* const cache = cache_at(slot.low);
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i)
+      if (slot.below(p.count)) write(cache, t.cache_head, i);
+    return;
+  }
+
+  // The slot has come with the position: its place is found while the row of the table is under way.
+  const bool inside = position.below(p.rows), there = cached && slot.below(p.count), floats = p.read == FLOATS;
+  char* const cache = cache_at(slot.low);
+  float cos[NP], sin[NP];
+  const uint32_t row = inside ? position.low : 0, pairs_at = chunk * (floats ? NP * 4 : NP * 2);
+  const char* const cos_at = p.cos + pairs_at + uint64_t(row) * p.row;
+  const char* const sin_at = p.sin + pairs_at + uint64_t(row) * p.row;
+  if (floats) {
+    Words<float, NP> c, s;
+    c.read(cos_at), s.read(sin_at);
+    c.get(cos), s.get(sin);
+  } else {
+    Words<__half, NP> c, s;  // or of bfloat16
+    c.read(cos_at), s.read(sin_at);
+    if (p.read == HALVES) {
+      c.get(cos), s.get(sin);
+    } else {
+#pragma unroll
+      for (int i = 0; i < NP; i += 2) {
+        unpack<__nv_bfloat16>(c.words.values[i / 2], cos + i);
+        unpack<__nv_bfloat16>(s.words.values[i / 2], sin + i);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < NP; ++i)
+    if (!inside) cos[i] = sin[i] = __int_as_float(0x7fffffff);
+#pragma unroll
+  for (int i = 0; i < HEADS; ++i) {
+    float from[2 * NP], to[2 * NP];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) chunks[i][part].get(from + part * N);
+#pragma unroll
+    for (int j = 0; j < NP; ++j) {
+      const int a = INTERLEAVED ? 2 * j : j, b = INTERLEAVED ? 2 * j + 1 : NP + j;
+      to[a] = fmaf(from[a], cos[j], -(from[b] * sin[j]));
+      to[b] = fmaf(from[b], cos[j], from[a] * sin[j]);
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) chunks[i][part].set(to + part * N);
+    if (p.write_k || !cached) write(x, t.head, i);
+    if (there) write(cache, t.cache_head, i);
+  }
+}
+
+// --- The launch ------------------------------------------------------------------------------------------------------
+
+// Whether the kernel serves a call, whose angles come as `p` says, in chunks of `np` pairs; and its parameters if it does.
+inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p, int64_t np, Direct& d) {
+  const Plan& plan = cache.rotation;
+  const Call& rotation = call.rotation;
+  const int64_t size = plan.kind == FLOAT32 ? 4 : 2, table_size = plan.table_kind == FLOAT32 ? 4 : 2, chunks = plan.pairs / np;
+  const int64_t heads = plan.heads[0] + 2 * plan.heads[1], tokens = plan.batch * plan.tokens;
+  const bool widest = np > 1 && np * size * (plan.interleaved_in ? 2 : 1) == 16 && plan.interleaved_in == plan.interleaved_out;
+  const bool whole = plan.head_dim[1] == 2 * plan.pairs && cache.v_dim == 2 * plan.pairs && chunks > 1;
+  const bool given = rotation.positions && call.slots && !rotation.bounds && cache.mapped >= plan.tokens && p.axes == ONE;
+  if (!widest || !whole || !given || p.read > HALVES || plan.inverse || plan.rows == 0) return false;
+
+  bool fits = chunks * heads * tokens <= INT32_MAX - THREADS && plan.rows <= INT32_MAX;
+  const auto narrow = [&](int64_t bytes) {
+    fits = fits && bytes >= 0 && bytes <= UINT32_MAX;
+    return static_cast<uint32_t>(bytes);
+  };
+  // From a token to the next, where those of all batch entries are in one row.
+  const auto next = [&](const int64_t* strides, int64_t bytes) {
+    const bool in_a_row = plan.batch == 1 || plan.tokens == 1 || strides[0] == plan.tokens * strides[1];
+    fits = fits && in_a_row;
+    return narrow(bytes * strides[plan.batch > 1 && plan.tokens == 1 ? 0 : 1]);
+  };
+  if (plan.batch > 1) fits = fits && plan.table_strides[0] == 0;
+  d.positions = static_cast<const char*>(rotation.positions), d.wide_positions = plan.wide_positions;
+  d.position = next(plan.position_strides + 1, d.wide_positions ? 8 : 4);
+  d.slots = static_cast<const char*>(call.slots), d.wide_slots = cache.wide_slots;
+  d.slot = next(cache.slot_strides, d.wide_slots ? 8 : 4);
+  d.cos = p.cos, d.sin = p.sin, d.read = p.read, d.row = narrow(plan.table_strides[1] * table_size);
+  d.rows = static_cast<uint32_t>(plan.rows), d.count = narrow(cache.blocks * cache.block_size);
+  d.tokens = static_cast<uint32_t>(tokens), d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
+  const bool alone = cache.block_size == 1;  // blocks of one slot are slots of one block
+  d.of_block = Divisor(std::max<int64_t>(1, alone ? cache.blocks : cache.block_size));
+  uint32_t first = 0;
+  for (int i = 0; i < 3; ++i) {
+    DirectTensor& t = d.tensors[i];
+    const int of = i == 0 ? 0 : 1;
+    const int64_t* const strides = i == 2 ? cache.v_strides : plan.x_strides[of];
+    t.x = i == 2 ? static_cast<char*>(const_cast<void*>(call.v)) : static_cast<char*>(rotation.y[of]) + plan.start[of] * size;
+    t.token = next(strides, size), t.head = narrow(strides[2] * size), t.first_head = first;
+    first += static_cast<uint32_t>(plan.heads[of]);
+    if (i == 0) continue;
+    const int64_t* const places = cache.cache_strides[i - 1];
+    t.cache = static_cast<char*>(call.caches[i - 1]);
+    t.block = narrow(places[0] * size), t.slot = alone ? t.block : narrow(places[1] * size);
+    t.cache_head = narrow(places[2] * size);
+  }
+  return fits;
+}
+
+template <class T, bool INTERLEAVED>
+cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
+  constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP;
+  constexpr int HEADS = DIRECT_READ / (2 * NP * sizeof(T));
+  const Device device = current_device();
+  const int64_t heads = plan.heads[0] + 2 * plan.heads[1], all = plan.pairs / NP * heads * d.tokens;
+  // Several heads a thread where that leaves enough of them; at a few tokens, when most of the device idles, chunks of half
+  // the width have half of the arithmetic in the chain.
+  const bool many = all >= int64_t(device.processors) * 2048 && plan.heads[0] % HEADS == 0 && plan.heads[1] % HEADS == 0;
+  const bool few = all < int64_t(device.processors) * THREADS;
+  const int64_t np = few ? HALF : NP, in_token = plan.pairs / np * (many ? heads / HEADS : heads);
+  d.of_head = Divisor(plan.pairs / np), d.of_token = Divisor(in_token);
+  const auto kernel = many  ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, HEADS>
+                      : few ? direct_rope_and_cache_kernel<T, INTERLEAVED, HALF, 1>
+                            : direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 1>;
+  const dim3 grid(static_cast<unsigned>(ceil_div(in_token * d.tokens, THREADS)));
+  return launched(kernel, grid, dim3(THREADS), stream, device, d);
+}
+
+template <class T>
+cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
+  return (plan.interleaved_in ? launch_direct<T, true> : launch_direct<T, false>)(d, plan, stream);
+}
+
+}  // namespace
