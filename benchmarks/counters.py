@@ -3,8 +3,8 @@
     fusewise study gelu --case gelu-16384 --pass fwd --code --out runs/gelu
     python benchmarks/counters.py runs/gelu
 
-For each right row of the runs, on the machine that made them, one more call runs under `ncu`, the caches emptied before each
-kernel and the clocks left alone. Beside each other, in a table: the bytes of the ledger and those that device memory moved,
+For each right row of the runs that has a ledger (a copy by the driver is no kernel, so ncu does not see floor-copy), on the
+machine that made them, one more call runs under `ncu`, the caches emptied before each kernel and the clocks left alone. Beside each other, in a table: the bytes of the ledger and those that device memory moved,
 and the study's time of a call and the kernels' durations added up. What stays in the cache after the last write, up to its
 size, has not been moved when a kernel ends: compare bytes only where a call writes many times that.
 """
@@ -45,10 +45,10 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A row, its ledger if the provider has one, and its kernels as counted."""
+    """A row, its ledger, and its kernels as counted."""
 
     row: Row
-    ledger: Ledger | None
+    ledger: Ledger
     kernels: Sequence[Counted]
 
     @property
@@ -117,14 +117,12 @@ def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider:
 def table(checks: Iterable[Check]) -> str:
     rows = []
     for check in checks:
-        row, ledger = check.row, check.ledger
+        row, told, counted = check.row, check.ledger.bytes, check.bytes
         assert row.device_us is not None
-        told = ledger.bytes / 2**20 if ledger else None
         rows.append(
             [
                 f"{row.op} {row.case} {row.dtype} {row.pass_}", row.provider, str(len(check.kernels)),
-                "–" if told is None else number(told), number(check.bytes / 2**20),
-                "–" if told is None else number(told * 2**20 / check.bytes),
+                number(told / 2**20), number(counted / 2**20), number(told / counted),
                 number(row.device_us), number(check.us), number(row.device_us / check.us),
             ]
         )  # fmt: skip
@@ -138,8 +136,9 @@ def main(runs: Sequence[str]) -> None:
         made = record.read(Path(run))
         ledgers = {(f.op, f.case, f.dtype, f.pass_, f.provider): f for f in map(Ledger.from_json, made.ledgers)}
         for row in made.rows:
-            if row.status == "ok" and row.device_us:
-                checks.append(Check(row, ledgers.get((*row.key, row.provider)), count(row, made.environment["device"])))
+            ledger = ledgers.get((*row.key, row.provider))
+            if row.status == "ok" and row.device_us and ledger is not None:
+                checks.append(Check(row, ledger, count(row, made.environment["device"])))
     print(table(checks))
 
 
