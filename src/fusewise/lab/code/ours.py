@@ -207,7 +207,8 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if problem.op == "rope":
-            read, written = [*args[0], *(x for x in args[2:] if isinstance(x, Tensor))], list(args[1])
+            xs, ys, rotation = args
+            read, written = [*xs, *(x for x in rotation if isinstance(x, Tensor))], list(ys)
         elif problem.op == "rope_and_cache":
             q, k, v, *caches = args[:5]
             read, written = [q, k, v, *(x for x in args[5:] if isinstance(x, Tensor))], [q, k, *caches]
