@@ -162,10 +162,12 @@ def serving(found: Groups) -> str:
     groups = {case: group for (case, _, _), group in found.items() if SERVING in case}
     ratio = {case: min(ours(group)) / min(others(group)) for case, group in groups.items()}
     worst = max(ratio, key=ratio.__getitem__)
+    names = {p for group in groups.values() for p in group if not p.startswith(("fusewise", "floor"))}
+    rivals = [GPU.get(p, p).rstrip("*") for p in (*GPU, "eager") if p in names]
     return textwrap.fill(
         f"As serving engines call it, in place with their caches and positions (`rope-serving`, {len(ratio)} cases of "
         f"{len({case.split(SERVING)[0] for case in ratio})} models from 1 to 8192 tokens), the better of our two takes "
-        f"{geometric_mean(ratio.values()):.2f} of the time of the best of vLLM, FlashInfer, flash-attn, torch.compile and eager "
+        f"{geometric_mean(ratio.values()):.2f} of the time of the best of {', '.join(rivals[:-1])} and {rivals[-1]} "
         f"in the geometric mean, and {max(ratio.values()):.2f} where it is closest ({worst}).",
         120,
         break_on_hyphens=False,

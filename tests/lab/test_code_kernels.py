@@ -1,0 +1,139 @@
+"""The code of real kernels, ours and Inductor's, from source to machine code; those for a GPU without one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.lab import plugin, targets
+from fusewise.lab.code import ours, passes, triton_kernels
+from fusewise.lab.code.stage import Stage
+from fusewise.lab.problem import Task
+
+SOURCE = Path(fusewise.__file__).parents[1]
+
+
+def launched(op: str, case: str, dtype: str, pass_: str = "fwd") -> list[triton_kernels.Launch]:
+    problem = targets.problem_for(Task(op, case, dtype, pass_, "cpu", 0))  # type: ignore[arg-type]
+    entry = plugin.select(["fusewise-triton"], op, "cpu")[0]
+    assert entry.provider is not None
+    run = entry.provider.build(problem)
+    with ours._serving_any_device(problem, "triton"), triton_kernels.recorded("sm_90") as launches:
+        passes.once(problem, run)
+    return launches
+
+
+@pytest.fixture(scope="module")
+def rope() -> list[Stage]:
+    (launch,) = launched("rope", "llama-3-8b-decode-b64", "bf16")
+    return triton_kernels.stages(launch.compiled, "rope", "sm_90")
+
+
+def test_every_stage_of_a_real_kernel(rope: list[Stage]) -> None:
+    assert [stage.stage for stage in rope] == ["ttir", "ttgir", "llir", "ptx", "sass"]
+    for stage, word in zip(rope, ("tt.load", "#ttg", "ptr addrspace(1)", "ld.global", "LDG"), strict=True):
+        assert word in stage.text
+        assert str(SOURCE) not in stage.text and "loc(" not in stage.text and "!dbg" not in stage.text
+
+
+def test_lines_lead_to_the_kernels_source(rope: list[Stage]) -> None:
+    kernel, angles = (f"fusewise/ops/rope/_triton_{name}.py" for name in ("kernel", "angles"))
+    sources = {path: (SOURCE / path).read_text().splitlines() for path in (kernel, angles)}
+    for stage in rope:
+        texts = stage.text.splitlines()
+        assert len(stage.lines) > 20
+        for line, place in stage.lines.items():
+            path, _, number = place.rpartition(":")
+            assert 1 <= line <= len(texts)
+            assert 1 <= int(number) <= len(sources[path])
+    # The same source line, through the stages: every one stores on the line that says so.
+    stores = {f"{kernel}:{number}" for number, line in enumerate(sources[kernel], start=1) if "tl.store(" in line}
+    for stage, word in zip(rope, ("tt.store", "tt.store", "st.global", "st.global", "STG"), strict=True):
+        places = {stage.lines.get(n) for n, line in enumerate(stage.text.splitlines(), start=1) if word in line}
+        assert places <= stores, (stage.stage, places)
+
+
+def test_the_rope_kernel_moves_sixteen_bytes_at_a_time(rope: list[Stage]) -> None:
+    counts = rope[-1].counts
+    assert counts["STG.128"] >= 1 and counts["LDG.128"] >= 1
+    assert counts["spill_loads"] == counts["spill_stores"] == 0
+    assert 0 < counts["registers"] <= 64
+
+
+def test_the_gated_kernel_uses_tensor_cores_and_tma() -> None:
+    (launch,) = launched("geglu", "quick-square", "bf16")
+    counts = triton_kernels.stages(launch.compiled, "geglu", "sm_90")[-1].counts
+    assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0
+    assert (
+        counts["shared_bytes"] == launch.compiled.metadata.shared > 48 * 1024
+    )  # asked for at launch, not in the binary
+
+
+def test_what_a_size_divides_decides_the_width_of_loads() -> None:
+    """A masked copy: where 16 divides n the mask covers whole vectors."""
+    from lab_triton import copy_kernel
+
+    x, y = torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    counts = {}
+    for n in (4096, 4095):
+        with triton_kernels.recorded("sm_90") as launches:
+            copy_kernel[(4,)](x, y, n, BLOCK=1024, num_warps=4)
+        counts[n] = triton_kernels.stages(launches[0].compiled, "copy", "sm_90")[-1].counts
+        kernel = triton_kernels.kernel(launches[0])
+        assert (kernel.read, kernel.written) == (8192, 8192)
+    assert "LDG.128" in counts[4096] and "LDG.16" not in counts[4096]
+    assert "LDG.16" in counts[4095] and "LDG.128" not in counts[4095]
+    assert not y.any()  # nothing ran
+
+
+def test_recording_leaves_triton_as_it_was() -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    before = driver._active, JITFunction.run
+    launched("rope", "cube-4", "fp32")
+    assert (driver._active, JITFunction.run) == before
+    with pytest.raises(ValueError, match="impl must be able to serve"):
+        fusewise.rope(torch.zeros(1, 4, 2, 8), inv_freq=torch.ones(4), impl="triton")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_our_cuda_kernels_from_source_to_machine_code() -> None:
+    problem = targets.problem_for(Task("rope", "llama-3-8b-decode-b64", "bf16", "fwd", "cpu", 0))
+    found = ours.cuda_stages(problem, "sm_90")
+    assert [s.stage for s in found] == sorted((s.stage for s in found), key=["source", "ptx", "sass"].index)
+    ptx, sass = ({s.part: s for s in found if s.stage == name} for name in ("ptx", "sass"))
+    assert set(ptx) == set(sass) and len(ptx) >= 4
+    widest = next(s for part, s in sass.items() if part.startswith("rope_kernel 8 wide"))
+    assert widest.counts["LDG.128"] > 0 and widest.counts["spill_loads"] == 0
+    for stage in (widest, ptx[widest.part]):
+        assert any(place.startswith("fusewise/ops/rope/_cuda/") for place in stage.lines.values())
+    assert {"rope.cu", "memory.cuh"} <= {s.part for s in found if s.stage == "source"}
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump on this machine")
+def test_inductors_cpp_kernels_have_machine_code() -> None:
+    problem = targets.problem_for(Task("gelu", "gelu-256", "fp32", "fwd", "cpu", 0))
+    found = plugin.select(["torch.compile"], "gelu", "cpu")[0].provider.stages(problem, "cpu")  # type: ignore[union-attr]
+    cpp, assembly = (next(s for s in found if s.stage == name) for name in ("cpp", "assembly"))
+    assert assembly.part == cpp.part and found.index(assembly) == found.index(cpp) + 1
+    functions = re.findall(r"^[0-9a-f]+ <(.+)>:$", assembly.text, re.MULTILINE)
+    assert functions and all(name.startswith("kernel") for name in functions)
+    assert assembly.counts["instructions"] > 30
+
+
+def test_only_its_own_functions_of_a_library(tmp_path: Path) -> None:
+    problem = targets.problem_for(Task("rope", "cube-4", "fp32", "fwd", "cpu", 0))
+    entry = plugin.select(["fusewise-cpu"], "rope", "cpu")[0]
+    assert entry.provider is not None
+    stages = ours.cpu_stages(problem, entry.provider.build(problem))
+    assembly = stages[-1]
+    assert assembly.stage == "assembly" and assembly.counts["instructions"] > 100
+    named = re.findall(r"^[0-9a-f]+ <(.*)>:$", assembly.text, re.MULTILINE)
+    assert "fusewise_rope" in named and not any("Bf16" in name or name.startswith("std::") for name in named)
+    assert any(stage.language == "cpp" and "rope" in stage.part for stage in stages)
