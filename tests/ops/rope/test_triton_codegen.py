@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from fusewise.ops.rope._problem import Problem, Spec
 
 triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from fusewise.ops.rope import _triton  # noqa: E402
+from fusewise.ops.rope._triton_kernel import quotient  # noqa: E402
 
 TYPES = {
     torch.float32: "*fp32",
@@ -177,6 +179,23 @@ def test_division_is_exact(divisor: int, n: int) -> None:
     assert -(2**31) <= magic < 2**31
     for value in (n, n // divisor * divisor, max(0, n // divisor * divisor - 1)):
         assert (2 * value * (magic % 2**32) >> 32) >> shift == value // divisor
+
+
+@triton.jit
+def _quotients(n_ptr, to_ptr, magic, shift, COUNT: tl.constexpr):
+    offs = tl.arange(0, COUNT)
+    tl.store(to_ptr + offs, quotient(tl.load(n_ptr + offs), magic, shift))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 100, 2**20 + 1, 2**30 + 1, 2**31 - 1])
+def test_the_kernel_divides_up_to_the_last_int32(divisor: int) -> None:
+    """Products from 2^31 on are no negative numbers."""
+    most = 2**31 - 1
+    n = torch.tensor([0, divisor - 1, divisor, 2**30, 3 << 29, most // divisor * divisor - 1, most - 1, most])
+    to = torch.empty(8, dtype=torch.int32)
+    _quotients[(1,)](n.int(), to, *_triton._division(divisor), COUNT=8)
+    assert to.tolist() == (n // divisor).tolist()
 
 
 @given(batch=st.integers(1, 100), tokens=st.integers(0, 10**6), bytes_per_token=st.integers(2, 10**6))
