@@ -49,6 +49,20 @@ def test_tables_made_in_inference_mode_serve_training() -> None:
     assert q.grad is not None
 
 
+@pytest.mark.parametrize("table", ["inv_freq", "cos_sin"])
+def test_frequencies_made_in_inference_mode_serve_training(table: str) -> None:
+    """Of a module made there, or told a length, as generation tells it."""
+    with torch.inference_mode():
+        module = RotaryEmbedding(16, seq_len=200, table=table, **DYNAMIC)
+    told = RotaryEmbedding(16, table=table, **DYNAMIC)
+    with torch.inference_mode():
+        told.use_length(200)
+    q, k = qk()
+    q.requires_grad_()
+    y = module(q, k)[0]
+    assert torch.equal(y, told(q, k)[0]) and y.requires_grad
+
+
 def test_tables_of_a_trace_are_not_kept() -> None:
     module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
     q, _ = qk()

@@ -89,10 +89,9 @@ class RotaryEmbedding(nn.Module):
             "impl": impl,
         }
         self._frequencies, self.scaling = self._computed()
-        where = torch.get_default_device() if device is None else device
-        self.register_buffer("inv_freq", self._frequencies.to(where), persistent=False)
-        self.register_buffer("cos", None, persistent=False)
-        self.register_buffer("sin", None, persistent=False)
+        for name in ("inv_freq", "cos", "sin"):
+            self.register_buffer(name, None, persistent=False)
+        self._restore(torch.get_default_device() if device is None else device)
 
     @classmethod
     def from_config(cls, config: Any, *, layer_type: str | None = None, **options: Any) -> RotaryEmbedding:
@@ -196,7 +195,7 @@ class RotaryEmbedding(nn.Module):
         rows = 0 if self.cos is None or fake or self.cos.device != wanted else self.cos.shape[0]
         if self.table == "cos_sin" and rows < max(length, 1):
             rows = max(length, self.max_positions, 2 * rows)
-            with torch.inference_mode(False):  # a later call may want gradients
+            with torch.inference_mode(False):  # as in `_computed`
                 self.cos, self.sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
 
     def use_length(self, seq_len: int) -> None:
@@ -216,10 +215,12 @@ class RotaryEmbedding(nn.Module):
         return ", ".join([*words, f"table={self.table!r}"])
 
     def _computed(self) -> tuple[Tensor, float]:
-        return tables.inv_freq(self.rope_type, rotary_dim=self.rotary_dim, base=self.base, **self.rope_arguments)
+        with torch.inference_mode(False):  # a later call may want gradients
+            return tables.inv_freq(self.rope_type, rotary_dim=self.rotary_dim, base=self.base, **self.rope_arguments)
 
-    def _restore(self, device: torch.device) -> None:
-        self.inv_freq = self._frequencies.to(device)
+    def _restore(self, device: torch.device | str) -> None:
+        with torch.inference_mode(False):
+            self.inv_freq = self._frequencies.to(device)
         self.cos = self.sin = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryEmbedding:
