@@ -156,6 +156,15 @@ def test_no_spills_few_registers_wide_accesses(name: str) -> None:
     assert loads[128] >= stores[128], f"loads of {dict(loads)} bits"  # of q and k: as many as are stored, at least
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_table_is_read_by_16_bytes(head_dim: int, dtype: torch.dtype) -> None:
+    """By each thread for itself, so that none waits for what another has read."""
+    code = compile_problem(problem(head_dim, dtype))
+    assert set(code.widths("LDG")) == {128}
+    assert code.shared == 0
+
+
 @pytest.mark.parametrize("table", ["inv_freq", "angles"])
 def test_angles_cost_no_spills(table: str) -> None:
     """Reduced in float64, next to the same loads and stores."""

@@ -48,9 +48,9 @@ def turn_of(batch, token, mask_n, offs_p, positions, table, POSITIONS: tl.conste
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
     cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
     if POSITIONS.SOURCE == "packed":
-        cos = tl.where(identity[:, None], 1.0, cos)
-        sin = tl.where(identity[:, None], 0.0, sin)
-    return cos[:, None, :], sin[:, None, :]
+        cos = tl.where(identity[:, None, None], 1.0, cos)
+        sin = tl.where(identity[:, None, None], 0.0, sin)
+    return cos, sin
 
 
 @triton.jit

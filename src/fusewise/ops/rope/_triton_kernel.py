@@ -149,9 +149,9 @@ def _rotate_pairs_tile(
             after, after_tail = _load_span(x.ptr, x_base, mask, HEAD_DIM - REST, REST)
 
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
-    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
-    cos = cos[:, None, :]
-    sin = sin[:, None, :]
+    # Where pairs do not fill their lanes, those that idle would read in vain.
+    table_heads: tl.constexpr = BLOCK_H if FORM.PAIRS == FORM.BLOCK_P else 1
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, table_heads)
 
     y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
     y_a = y_a.to(y.ptr.dtype.element_ty)
@@ -226,8 +226,8 @@ def _rotate_flat_tile(
     inside = (rows >= 0) & (rows < table.rows)
     index = (rows.to(FORM.INDEX) * table.stride_r + (batch.to(FORM.INDEX) * table.stride_b)[:, None]) * TABLE.UNIT
     index = index + entry[None, :]
-    cos = tl.load(table.cos_ptr + index, rotated & inside, float("nan")).to(tl.float32)
-    sin = tl.load(table.sin_ptr + index, rotated & inside, 0.0).to(tl.float32)
+    cos = tl.load(table.cos_ptr + index, rotated & inside, float("nan"), eviction_policy="evict_last").to(tl.float32)
+    sin = tl.load(table.sin_ptr + index, rotated & inside, 0.0, eviction_policy="evict_last").to(tl.float32)
     if TABLE.INVERSE:
         sin = -sin
     if POSITIONS.SOURCE == "packed":

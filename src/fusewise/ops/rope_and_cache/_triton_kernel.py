@@ -226,7 +226,7 @@ def _rotate_tile(
             )
 
     cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
-    y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos[:, None, :], sin[:, None, :])
+    y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
     y_a = y_a.to(x.ptr.dtype.element_ty)
     y_b = y_b.to(x.ptr.dtype.element_ty)
     if POSITIONS.SOURCE == "packed":
