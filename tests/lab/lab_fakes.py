@@ -184,6 +184,17 @@ class Hungry(Right):
         time.sleep(3600)
 
 
+class Mapped(Right):
+    """Prints what memory its process has."""
+
+    name = "mapped"
+
+    def build(self, problem):
+        with open("/proc/self/maps") as maps:
+            print(maps.read())
+        return super().build(problem)
+
+
 class Babbling(Right):
     """Prints, and writes garbage into every pipe that it finds open."""
 

@@ -1,6 +1,8 @@
 """Whole studies in real processes: the good, the wrong, the dead."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,8 +38,8 @@ class Silent:
 
 def run(out, providers, **fields):
     request = plan.Request(
-        target="rope", providers=providers, device="cpu", warm=True, out=out,
-        **{"cases": ["cube-4"], "passes": "fwd", "rounds": (3, 3), **fields},
+        target="rope", providers=providers, device="cpu", out=out,
+        **{"warm": True, "cases": ["cube-4"], "passes": "fwd", "rounds": (3, 3), **fields},
     )  # fmt: skip
     listener = Silent()
     options = plan.options(request, out)
@@ -103,6 +105,16 @@ def test_raw_samples_are_kept_and_the_pair_is_there(misbehaving):
     assert len(by_name["eager#2"].rounds) == 3
     (pair,) = [c for c in made.comparisons if c["provider"] == "eager#2"]
     assert pair["noise"] is not None
+
+
+def test_a_cold_study_flushes_with_memory_that_its_workers_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(study.machine, "cache_bytes", lambda _: 2**20)
+    before = set(os.listdir("/proc/self/fd"))
+    made, _ = run(tmp_path / "out", ["eager", "lab_fakes:Mapped"], warm=False)
+    assert [row.status for row in made.rows] == ["ok", "ok"]
+    said = (tmp_path / "out" / "logs" / "mapped.log").read_text()
+    assert re.search(r"rw-s .*memfd:fusewise-flush", said)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_libraries_print_is_in_the_log(misbehaving):

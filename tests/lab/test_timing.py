@@ -1,4 +1,5 @@
 import gc
+import os
 import time
 
 import pytest
@@ -69,6 +70,18 @@ def test_the_flush_is_not_timed_and_touches_the_whole_buffer(clock):
     assert turn.device_us == [0, 0]
     assert clock.now == 2.0
     assert bool((timer.flush == 2.0).all())
+
+
+def test_processes_that_take_turns_flush_with_the_same_memory():
+    file = os.memfd_create("flush")
+    try:
+        os.truncate(file, 2**20 + 2)  # a cache may have any size
+        one, other = CpuTimer(2**20 + 2, file), CpuTimer(2**20 + 2, file)
+    finally:
+        os.close(file)
+    one.turn(Work(lambda i: i, lambda _: None), samples=2, calls=1)
+    other.turn(Work(lambda i: i, lambda _: None), samples=1, calls=1)
+    assert one.flush.numel() == 2**18 and bool((one.flush == 3.0).all())
 
 
 def test_the_garbage_collector_is_off_while_timing_and_on_after():

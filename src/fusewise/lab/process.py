@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess:
-    """One running worker. `log` gets everything that it or its libraries print."""
+    """One running worker. `log` gets everything that it or its libraries print; `files` are descriptors that it has, too."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class WorkerProcess:
         timeout: float,
         memory_limit: int | None,
         env: Mapping[str, str] | None = None,
+        files: Sequence[int] = (),
         module: str = "fusewise.lab.worker",
     ) -> None:
         self.log = log
@@ -64,6 +65,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
+                pass_fds=files,
                 env={**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
                 start_new_session=True,  # a Ctrl-C is the coordinator's; its children die with it, together
             )

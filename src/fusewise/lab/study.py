@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import random
 import shutil
 import tempfile
@@ -102,6 +103,8 @@ class Study:
         self.seats = self._seats()
         self.twin: Seat | None = None
         self.deadline = math.inf
+        self.flush_bytes = 0 if options.warm else 2 * machine.cache_bytes(options.device)
+        self.flush_file: int | None = None  # what flushes a CPU's cache, for all workers, since they take turns
         self.spent = spent.Parts()
         self.preparing: list[Mapping[str, float]] = []  # what the workers of the group at hand were busy with
 
@@ -118,6 +121,9 @@ class Study:
         self.caches = Path(tempfile.mkdtemp(prefix="fusewise-study-"))
         self.truths.mkdir()
         try:
+            if options.device == "cpu" and self.flush_bytes and hasattr(os, "memfd_create"):
+                self.flush_file = os.memfd_create("fusewise-flush")
+                os.truncate(self.flush_file, self.flush_bytes)
             for seat in self.seats if self.tasks else []:
                 self._start(seat)
             for index, task in enumerate(self.tasks):
@@ -127,6 +133,8 @@ class Study:
         finally:
             for seat in [*self.seats, *([self.twin] if self.twin else [])]:
                 self._stop(seat)
+            if self.flush_file is not None:
+                os.close(self.flush_file)
             shutil.rmtree(self.caches, ignore_errors=True)
             self.account(time.monotonic() - started, self.spent.seconds)
             record.save(self.record, options.out)
@@ -176,7 +184,8 @@ class Study:
         start: dict[str, Any] = {
             "provider": seat.entry.where,
             "device": options.device,
-            "flush_bytes": 0 if options.warm else 2 * machine.cache_bytes(options.device),
+            "flush_bytes": self.flush_bytes,
+            "flush_file": self.flush_file,
             "device_memory_fraction": DEVICE_SHARE if options.device.startswith("cuda") else None,
             "truths": str(self.truths) if options.device == "cpu" else None,
             "keeps_truths": seat.entry.where == EAGER,
@@ -195,6 +204,7 @@ class Study:
                 log,
                 timeout=options.timeout,
                 memory_limit=options.memory_limit,
+                files=[] if self.flush_file is None else [self.flush_file],
                 env={**KEEP_MEMORY, **{variable: str(self.caches / name) for variable, name in names.items()}},
             )
         except (WorkerFailed, OSError) as error:

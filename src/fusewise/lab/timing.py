@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,10 +71,17 @@ def no_collection() -> Iterator[None]:
 
 
 class CpuTimer:
-    """Wall time of the call. `flush_bytes` = 0 measures a warm cache."""
+    """Wall time of the call. `flush_bytes` = 0 measures a warm cache. `shared`: a file of so many bytes in memory, for
+    processes that take turns: memory of each one's own would be touched, and held, as often as there are processes."""
 
-    def __init__(self, flush_bytes: int) -> None:
-        self.flush = torch.zeros(flush_bytes // 4) if flush_bytes else None
+    def __init__(self, flush_bytes: int, shared: int | None = None) -> None:
+        if not flush_bytes:
+            self.flush = None
+        elif shared is None:
+            self.flush = torch.zeros(flush_bytes // 4)
+        else:
+            pages = mmap.mmap(shared, flush_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.flush = torch.frombuffer(pages, dtype=torch.float32, count=flush_bytes // 4)
 
     def once(self, work: Work) -> float:
         state = work.begin(0)

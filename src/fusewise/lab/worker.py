@@ -58,7 +58,14 @@ class Prepared:
 class Server:
     """Answers requests for one provider on one device."""
 
-    def __init__(self, provider: plugin.Provider, device: str, flush_bytes: int, truths: Truths | None = None) -> None:
+    def __init__(
+        self,
+        provider: plugin.Provider,
+        device: str,
+        flush_bytes: int,
+        truths: Truths | None = None,
+        flush_file: int | None = None,
+    ) -> None:
         self.provider = provider
         self.truths = truths
         self.device = torch.device(device)
@@ -72,7 +79,7 @@ class Server:
         self.timer: Timer = (
             CudaTimer(self.device, flush_bytes, machine.clock_reader(self.device))
             if self.device.type == "cuda"
-            else CpuTimer(flush_bytes)
+            else CpuTimer(flush_bytes, flush_file)
         )
 
     def answer(self, request: dict[str, Any]) -> Reply:
@@ -242,7 +249,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
             torch.cuda.set_per_process_memory_fraction(limit, torch.device(start["device"]))
         provider = plugin.load(start["provider"])
         truths = Truths(Path(start["truths"]), start["keeps_truths"]) if start.get("truths") else None
-        server = Server(provider, start["device"], start["flush_bytes"], truths)
+        server = Server(provider, start["device"], start["flush_bytes"], truths, start.get("flush_file"))
     except plugin.Missing as error:
         send({"id": 0, "ok": False, "status": "missing", "reason": str(error)})
         return
