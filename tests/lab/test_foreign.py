@@ -1,10 +1,13 @@
+from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusewise.lab import foreign
+from fusewise.lab.timing import Work
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
 
@@ -14,12 +17,54 @@ def test_busy_time_is_the_number_of_moments_in_which_something_ran(intervals):
     assert foreign.busy(intervals) == len({moment for start, stop in intervals for moment in range(start, stop)})
 
 
-def test_kernels_are_what_ran_on_the_device():
+def profile(events):
+    """A finished profile that saw (device, start, duration)."""
+
     def event(device, start, duration):
         return SimpleNamespace(device_type=lambda: device, start_ns=lambda: start, duration_ns=lambda: duration)
 
-    kinds = torch._C._autograd.DeviceType
-    events = [event(kinds.CPU, 0, 100), event(kinds.CUDA, 10, 5), event(kinds.CUDA, 12, 10)]
-    profile = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
-    assert foreign.kernels(profile) == [(10, 15), (12, 22)]
-    assert foreign.busy(foreign.kernels(profile)) == 12
+    seen = [event(*e) for e in events]
+    return SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: seen)))
+
+
+KINDS = torch._C._autograd.DeviceType
+HOST = (KINDS.CPU, 0, 100)
+
+
+def test_kernels_are_what_ran_on_the_device():
+    made = profile([HOST, (KINDS.CUDA, 10, 5), (KINDS.CUDA, 12, 10)])
+    assert foreign.kernels(made) == [(10, 15), (12, 22)]
+    assert foreign.busy(foreign.kernels(made)) == 12
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """A timer on a GPU that is not there, and what its profiler sees."""
+    seen = []
+
+    @contextmanager
+    def profiled(**_):
+        yield profile(seen)
+
+    monkeypatch.setattr(torch.profiler, "profile", profiled)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return foreign.ProfiledTimer(torch.device("cpu"), 2**10, lambda: {"sm": 1}), seen
+
+
+WORK = Work(lambda i: i, lambda _: None)
+
+
+def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer):
+    timer, seen = timer
+    seen += [HOST, (KINDS.CUDA, 1000, 3000), (KINDS.CUDA, 5000, 1000)]
+    assert timer.once(WORK) == pytest.approx(4e-6)
+    turn = timer.turn(WORK, samples=2, calls=4)
+    assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([1.0, 1.0]), None, {"sm": 1})
+
+
+def test_a_call_of_which_no_kernel_was_seen_has_no_time(timer):
+    timer, seen = timer
+    seen.append(HOST)
+    for wanted in (lambda: timer.once(WORK), lambda: timer.turn(WORK, samples=2, calls=4)):
+        with pytest.raises(RuntimeError, match=r"torch\.profiler saw no kernel of it"):
+            wanted()

@@ -40,7 +40,7 @@ class ProfiledTimer:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work.step(state)
             torch.cuda.synchronize(self.device)
-        return busy(kernels(profile)) / 1e9
+        return _seconds(profile)
 
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
         result = Turn([])
@@ -53,10 +53,18 @@ class ProfiledTimer:
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                     results = [work.step(state) for state in states]
                     torch.cuda.synchronize(self.device)
-                result.device_us.append(busy(kernels(profile)) / 1e3 / calls)
+                result.device_us.append(_seconds(profile) * 1e6 / calls)
                 result.clocks = self.clocks() or result.clocks
                 del states, results
         return result
+
+
+def _seconds(profile: Any) -> float:
+    """Seconds in which at least one kernel ran. RuntimeError where none was seen: nothing is faster than that."""
+    seconds = busy(kernels(profile)) / 1e9
+    if not seconds:
+        raise RuntimeError("torch.profiler saw no kernel of it, so that its device time is not known")
+    return seconds
 
 
 def kernels(profile: Any) -> list[tuple[int, int]]:
