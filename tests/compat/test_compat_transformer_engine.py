@@ -179,6 +179,8 @@ def test_derivatives_of_every_order_and_unused_results() -> None:
     assert torch.autograd.gradgradcheck(function, qkv)
     (d,) = torch.autograd.grad(function(qkv)[1].sum(), qkv)
     assert d[..., :8].abs().max() == 0 and d[..., 16:].abs().max() == 0 and d[..., 8:16].abs().min() > 0
+    (d,) = torch.autograd.grad(function(qkv)[0].sgn().sum(), qkv)  # zeros without memory
+    assert d.shape == qkv.shape and not d.any()
 
 
 def test_one_launch_and_nothing_else() -> None:

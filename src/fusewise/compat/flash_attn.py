@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.rope import rope, rope_
+from ..ops.rope import _op, rope, rope_
 from ..ops.rope._validate import fail
 from ..ops.rope._written import check_followed
 from ._shared import alike, pairing, unit_stride
@@ -275,7 +275,7 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
-        x = unit_stride(x)
+        x = _op.unit_stride(x)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _rotate_parts(x, y, parts, call, tables_k)
         _save(ctx, parts, call, tables_k)

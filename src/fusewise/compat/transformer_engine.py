@@ -204,7 +204,8 @@ class _SplitRotate(torch.autograd.Function):
         dqkv = torch.empty(shape, dtype=dtype, device=device)
         parts = _fold(dqkv, widths, tensor_format)
         dq, dk, dv = (
-            part.new_zeros(part.shape) if d is None else d.contiguous() for d, part in zip(grads, parts, strict=True)
+            part.new_zeros(part.shape) if d is None else _op.unit_stride(d).contiguous()
+            for d, part in zip(grads, parts, strict=True)
         )
         dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)
         call = {**call, **rest, "inverse": True}

@@ -80,6 +80,16 @@ def test_expanded_gradient(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", places())
+def test_gradient_without_memory(place: Place) -> None:
+    """torch gives zeros of no memory for the gradient of sgn."""
+    made = build(NormCase(Case(name="sgn", tokens=2)), place.device)
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+    ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
+    dq, dk, dq_weight, dk_weight = torch.autograd.grad(ys[0].sgn().sum() + ys[1].sum(), tensors)
+    assert not dq.any() and not dq_weight.any() and dk.any() and dk_weight.any()
+
+
+@pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_the_same_bits_each_time(norm: str, place: Place) -> None:
     made = build(NormCase(Case(name="bits", tokens=17 if place.impl == "reference" else 5), norm), place.device)

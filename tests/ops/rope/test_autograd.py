@@ -69,6 +69,19 @@ def test_gradient_of_a_sum(place: Place) -> None:
 
 
 @every_place
+def test_gradient_without_memory(place: Place) -> None:
+    """torch gives zeros of no memory for the gradient of sgn, and hands them to an operator as one expanded element."""
+    q, k, kwargs = inputs(place)
+    for rotate in (fusewise.rope, lambda q, k, **options: fusewise.rope_(q.clone(), k.clone(), **options)):
+        y, z = rotate(q, k, **kwargs)
+        dq, dk = torch.autograd.grad(y.sgn().sum() + z.sum(), (q, k))
+        assert not dq.any() and dq.stride() == q.stride()
+        close(dk, exact_gradients(reference.rope, (k,), (torch.ones_like(z),), kwargs)[0])
+    d = torch.func.vmap(torch.func.grad(lambda q: fusewise.rope(q, **kwargs).sgn().sum()))(q.detach()[None])
+    assert not d.any()
+
+
+@every_place
 @pytest.mark.parametrize("strides", ["expanded-batch", "transposed", "sliced"])
 def test_upstream_gradient_of_any_strides(place: Place, strides: str) -> None:
     q, k, kwargs = inputs(place)

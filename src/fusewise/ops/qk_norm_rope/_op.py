@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._choice import Choice
 from .._register import register
-from ..rope._op import transforms_active
+from ..rope._op import transforms_active, unit_stride
 from ..rope._problem import Rotation
 from . import reference
 from ._problem import Norm
@@ -78,11 +78,6 @@ _op_grad = register(
 )
 
 
-def _unit_stride(dy: Tensor) -> Tensor:
-    """The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`."""
-    return dy if dy.stride(-1) == 1 else dy.contiguous()
-
-
 def _wants_formula(dy: Tensor) -> bool:
     """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
     the formula in plain torch."""
@@ -112,7 +107,7 @@ class _QkNormRope(torch.autograd.Function):
         given = [i for i, dy in enumerate(dys) if dy is not None]
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
-            picked = [_unit_stride(dy) for dy in dys if dy is not None]
+            picked = [unit_stride(dy) for dy in dys if dy is not None]
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
             wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)

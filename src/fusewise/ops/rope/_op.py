@@ -169,9 +169,22 @@ def transforms_active() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """x, or the one permitted copy: of a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`, or
+    that is zeros without memory, as torch's own formulas may give it."""
+    if not torch.compiler.is_compiling() and _is_zeros(x):
+        return x.clone()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _is_zeros(x: Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x._is_zerotensor()
+
+
 def _unit_stride(dy: Tensor | None) -> Tensor | None:
-    """The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`."""
-    return dy if dy is None or dy.stride(-1) == 1 or dy.shape[-1] == 1 else dy.contiguous()
+    return None if dy is None else unit_stride(dy)
 
 
 def _strides(dy: Tensor | None, wanted: list[int]) -> list[int]:
