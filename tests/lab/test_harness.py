@@ -6,7 +6,9 @@ What the study says of it must be what was put in.
 
 import math
 import random
+import threading
 from statistics import median
+from time import sleep
 
 import pytest
 
@@ -41,8 +43,8 @@ class Quiet:
         return lambda *_: None
 
 
-def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, **machine):
-    """A study of the machine; `order` keeps providers in this order in every round."""
+def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, asked=lambda _: None, **machine):
+    """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request."""
     device = kind(times, **machine)
 
     class Worker:
@@ -53,7 +55,8 @@ def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, **machi
             return {"ok": True, "versions": {}}
 
         def ask(self, do, **_):
-            if do == "prepare":
+            asked(do)
+            if do != "round":
                 return {"ok": True, "status": "ok", "shape": "", "bytes_min": 10**6, "flops_min": 10**5}
             return {
                 "ok": True,
@@ -150,3 +153,23 @@ def test_rounds_are_drawn_anew_because_a_fixed_order_is_misled(monkeypatch, tmp_
     }
     assert word["fixed"] == "slower"
     assert word["drawn"] != "slower"
+
+
+def test_inputs_are_made_side_by_side_before_anyone_is_prepared_alone(monkeypatch, tmp_path):
+    both, alone, order = threading.Barrier(2, timeout=60), threading.Lock(), []
+
+    def asked(do):
+        order.append(do)
+        if do == "load":
+            both.wait()  # a second one is on its way
+        elif do == "prepare":
+            assert alone.acquire(blocking=False)
+            sleep(0.01)
+            alone.release()
+
+    monkeypatch.setattr(study.machine, "cores", lambda: 2)
+    times = dict.fromkeys(("eager", "liger", "quack", "unsloth"), 100.0)
+    made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=asked)
+    assert {row.status for row in made.rows} == {"ok"}
+    rounds = 12 * 5
+    assert order == 2 * [*["load"] * 4, *["prepare"] * 5, *["round"] * rounds]

@@ -13,8 +13,9 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -223,8 +224,8 @@ class Study:
             seat.gone = f"not started again after {seat.failures} failures in a row, the last: {reason}"
         return {"ok": False, "status": "failed", "reason": reason}
 
-    def _prepare(self, seat: Seat, task: Task) -> dict[str, Any]:
-        """The worker's reply to the task, or a reply in its place."""
+    def _prepare(self, seat: Seat, task: Task, do: str = "prepare") -> dict[str, Any]:
+        """The worker's reply to the task, or a reply in its place. `do`: "load" has it make the inputs and no more."""
         if seat.entry.provider is None:
             return {"ok": False, "status": "failed", "reason": f"could not be loaded: {seat.entry.problem}"}
         if seat.missing:
@@ -248,28 +249,30 @@ class Study:
                     return self._failure(seat, greeting["reason"])
                 seat.greeted = True
                 seat.versions = greeting["versions"]
-            reply = seat.worker.ask("prepare", task=task.to_json())
+            reply = seat.worker.ask(do, task=task.to_json())
             self.preparing.append(reply.get("spent", {}))
             if reply.get("leaving"):
                 self._stop(seat)
                 return self._failure(seat, reply["reason"])
-            seat.failures = 0
+            if do == "prepare":
+                seat.failures = 0
             return reply
         except WorkerFailed as error:
             return self._failure(seat, str(error))
 
     def _group(self, task: Task, groups_left: int) -> None:
         """Prepare, measure and record one task with every provider."""
-        begun = time.monotonic()
-        replies = self._prepare_all(task)
-        twin = self._seat_twin(replies)
-        seats = [*self.seats, *([twin] if twin else [])]
-        if twin is not None:
-            replies[twin.name] = self._prepare(twin, task)
+        with self._accounted():
+            replies = self._side_by_side(machine.cores(), self.seats, task, "load")
+        with self._accounted():
+            able = [s for s in self.seats if replies[s.name]["ok"] or replies[s.name].get("crowded")]
+            replies |= self._prepare_all(task, able)
+            twin = self._seat_twin(replies)
+            seats = [*self.seats, *([twin] if twin else [])]
+            if twin is not None:
+                replies[twin.name] = self._prepare(twin, task)
         for folder_of_task in self.truths.iterdir():
             shutil.rmtree(folder_of_task, ignore_errors=True)
-        self.spent.add(spent.scaled(self.preparing, time.monotonic() - begun))
-        self.preparing.clear()
         for seat in seats:
             self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
         measurements = {
@@ -298,21 +301,32 @@ class Study:
         record.save(self.record, self.options.out)
         self.listener.rows(rows)
 
-    def _prepare_all(self, task: Task) -> dict[str, dict[str, Any]]:
-        """Every provider's reply. Preparations overlap where cores abound: first calls, never timed rounds."""
-        side_by_side = max(1, min(4, machine.cores() // 4))
-        with ThreadPoolExecutor(side_by_side) as pool:
+    @contextmanager
+    def _accounted(self) -> Iterator[None]:
+        """Share the time that passes within among what the workers are busy with."""
+        begun = time.monotonic()
+        yield
+        self.spent.add(spent.scaled(self.preparing, time.monotonic() - begun))
+        self.preparing.clear()
+
+    def _prepare_all(self, task: Task, seats: Sequence[Seat]) -> dict[str, dict[str, Any]]:
+        """The replies of seats that have their inputs. They overlap where cores abound: first calls, never timed rounds."""
+        replies = self._side_by_side(machine.cores() // 4, seats, task, "prepare")
+        for seat in seats:  # alone, what did not fit beside the truths that others were making
+            if replies[seat.name].get("crowded"):
+                replies[seat.name] = self._prepare(seat, task)
+        return replies
+
+    def _side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
+        """The replies of seats, `count` of them at a time, four at most."""
+        with ThreadPoolExecutor(max(1, min(4, count))) as pool:
             try:
-                replies = dict(pool.map(lambda seat: (seat.name, self._prepare(seat, task)), self.seats))
+                return dict(pool.map(lambda seat: (seat.name, self._prepare(seat, task, do)), seats))
             except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
                 for seat in self.seats:
                     if seat.worker is not None:
                         seat.worker.kill()
                 raise
-        for seat in self.seats:  # alone, what did not fit beside the truths that others were making
-            if replies[seat.name].get("crowded"):
-                replies[seat.name] = self._prepare(seat, task)
-        return replies
 
     def _rounds(
         self,

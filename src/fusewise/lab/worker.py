@@ -85,6 +85,10 @@ class Server:
     def answer(self, request: dict[str, Any]) -> Reply:
         """Do what is asked; whatever goes wrong in the provider becomes a status and a reason."""
         try:
+            if request["do"] == "load":
+                self.spent = spent.Parts()
+                self.load(Task(**request["task"]))
+                return {"ok": True, "status": "ok"}
             if request["do"] == "prepare":
                 self.spent = spent.Parts()
                 return self.prepare(Task(**request["task"]))
@@ -118,20 +122,20 @@ class Server:
 
     def load(self, task: Task) -> Problem:
         """The task's problem, the tensors of the last one kept if only the pass differs."""
-        last = self.problem
-        if last is not None and (last.task.key[:3], last.task.seed) == (task.key[:3], task.seed):
-            last.task = task
-            return last
-        self.forget()
-        self.problem = targets.problem_for(task)
-        return self.problem
+        self.prepared = None
+        with self.spent.part("inputs"):
+            last = self.problem
+            if last is not None and (last.task.key[:3], last.task.seed) == (task.key[:3], task.seed):
+                last.task = task
+                return last
+            self.forget()
+            self.problem = targets.problem_for(task)
+            self.synchronize()
+            return self.problem
 
     def prepare(self, task: Task) -> Reply:
         """First call, truth, memory, warm-up. Rounds may follow when the reply's status is ok."""
-        self.prepared = None
-        with self.spent.part("inputs"):
-            problem = self.load(task)
-            self.synchronize()
+        problem = self.load(task)
         start = time.perf_counter()
         with self.spent.part("compiling"):
             run = self.provider.build(problem)
@@ -261,7 +265,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
     for line in requests:
         request = json.loads(line)
         reply = {"id": request["id"]} | server.answer(request)
-        send(reply | {"spent": server.spent.seconds} if request["do"] == "prepare" else reply)
+        send(reply if request["do"] == "round" else reply | {"spent": server.spent.seconds})
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:
