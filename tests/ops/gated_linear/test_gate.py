@@ -163,3 +163,15 @@ def test_mistakes() -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=match):
             call()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_exported_gate_takes_other_strides_than_it_was_traced_with(impl: str) -> None:
+    class Both(torch.nn.Module):
+        def forward(self, u: Tensor, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return gate(u, g, "silu", impl=impl), stacked_gate(x, "silu", gate_first=False, impl=impl)
+
+    traced = randn(6, 6), randn(6, 6), randn(6, 4)
+    exported = torch.export.export(Both(), traced).module()
+    given = randn(6, 6).T, randn(6, 1).expand(6, 6), randn(4, 6).T
+    torch.testing.assert_close(exported(*given), Both()(*given))

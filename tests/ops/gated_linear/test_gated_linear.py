@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _autograd, _op, gated_linear, geglu_linear
-from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
+from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES, Layout
 
 # Of numpy, in the interpreter: infinities and NaN are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -327,3 +327,17 @@ def test_every_element_is_written_and_none_beside(impl: str) -> None:
     torch.testing.assert_close(again, dbias)
     for whole in (y_whole, preact_whole, dbias_whole, other_whole, again_whole):
         assert not whole.isnan().any() and bool((whole[:32] == 7).all() and (whole[-32:] == 7).all())
+
+
+@pytest.mark.parametrize("layout", ["stacked", "interleaved"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_exported_call_takes_other_strides_than_it_was_traced_with(impl: str, layout: Layout) -> None:
+    class Unit(torch.nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return gated_linear(x, weight, activation="silu", layout=layout, impl=impl)
+
+    exported = torch.export.export(Unit(), (tensor(16, 16), tensor(32, 16))).module()
+    x, weight = tensor(16, 16, seed=1), tensor(32, 16, seed=2)
+    y = Unit()(x, weight)
+    for given in ((x.T.contiguous().T, weight), (x, weight.T.contiguous().T)):
+        torch.testing.assert_close(exported(*given), y)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _op, reference
 from ._problem import Halves, Spec, pair
+from ._problem import rows as rows
 
 #: From this size on, the gradient of the pre-activations that a recomputing backward makes is made in two halves.
 SLICED_BYTES = 256 << 20
@@ -52,13 +53,6 @@ def wants_formula(dy: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
-
-
-def rows(x: Tensor) -> Tensor:
-    """x (..., D) as (M, D) with unit last stride: a view, or the one permitted copy (of the expanded gradient of
-    `y.sum()`, say)."""
-    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:

@@ -127,7 +127,9 @@ def _shaped(y: Tensor, first: Tensor) -> Tensor:
 
 
 def _matrices(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
-    """u and g with their rows at the same distance."""
+    """u and g with contiguous columns, which those that an exported program is given may not have, and their rows at the same
+    distance."""
+    first, second = _autograd.rows(first), _rows(second)
     if second is None:
         return split_preact(first, spec)
     if first.stride(0) == second.stride(0):

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._choice import Choice
 from .._register import register
 from . import reference
-from ._problem import Halves, Spec, compute_dtype, new_preact
+from ._problem import Halves, Spec, compute_dtype, new_preact, rows
 
 # The weights of a call:
 #   weight, bias            both halves in one tensor as `spec` says, or the value's where there is a weight_gate
@@ -62,9 +62,11 @@ def new_dbias(x: Tensor, hidden: int, wanted: bool) -> Tensor:
 
 
 def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
-    *tensors, text, impl = weights
+    weight, weight_gate, *biases, text, impl = weights
     spec = Spec.decode(text)
-    halves = Halves.of(spec, *tensors)
+    # An exported program may be given other strides than it was traced with.
+    x, weight, weight_gate = rows(x), rows(weight), None if weight_gate is None else rows(weight_gate)
+    halves = Halves.of(spec, weight, weight_gate, *biases)
     y = _new_y(x, halves)
     with reference.exact(x):
         _module(impl, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)

@@ -81,6 +81,13 @@ class Halves(NamedTuple):
         return Halves(first, second, *biases)
 
 
+def rows(x: Tensor) -> Tensor:
+    """x (..., D) as (M, D) with unit last stride: a view, or the one permitted copy (of the expanded gradient of
+    `y.sum()`, say)."""
+    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
 def pair(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """The first and the second (F, D) matrix of a weight in one tensor, as views. Works on a gradient of it, too."""
     features = weight.shape[-1]
