@@ -146,3 +146,17 @@ def test_the_dispatch_is_explained() -> None:
     assert (told.op, told.impl) == ("rope_and_cache_", "reference")
     assert told.passed_over["cuda"] == "cuda runs on NVIDIA GPUs, not on device type cpu"
     assert "triton" in told.passed_over
+
+
+@pytest.mark.parametrize("index", [2, 3, 4], ids=["v", "key_cache", "value_cache"])
+def test_the_operator_refuses_strides_that_an_exported_program_may_be_given(index: int) -> None:
+    """Those that were validated were its trace's. Nothing is written."""
+    made = make(CASES["vllm"])
+    slots, table = made.kwargs["slot_mapping"], made.kwargs["cos_sin"]
+    tensors = [made.q, made.k, made.v, made.key_cache, made.value_cache]
+    tensors[index] = tensors[index].transpose(-1, -2).contiguous().transpose(-1, -2)
+    before = [x.clone() for x in tensors]
+    rotation = table, None, made.kwargs["positions"], None, None, 0, "layout=thd table=fused", "reference"
+    with pytest.raises(ValueError, match=r"_cache_: (v|key_cache|value_cache) must have a contiguous last dimension"):
+        torch.ops.fusewise.rope_and_cache_(*tensors, slots, None, *rotation)
+    assert all(map(torch.equal, tensors, before))

@@ -69,7 +69,13 @@ class CacheProblem:
         spec: str,
         write_k: bool,
     ) -> CacheProblem:
-        """Resolve tensors that have passed validation."""
+        """Resolve tensors that have passed validation, once: an exported program may be given others."""
+        for name, x in (("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
+            if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+                raise ValueError(
+                    f"rope_and_cache_: {name} must have a contiguous last dimension (stride 1), got strides {x.stride()}; "
+                    "call .contiguous()"
+                )
         decoded = Spec.decode(spec)
         rotation = Problem.build((q, k), (q, k), (cos, sin, positions, offsets, cu_seqlens, offset, spec))
         b_dim, t_dim, h_dim = layout_dims(decoded.layout)
