@@ -24,6 +24,7 @@ from ._triton_parts import (
     features_of,
     load_pairs,
     reciprocal_rms,
+    rounded_product,
     store_pairs,
     tokens_of,
     total,
@@ -89,7 +90,7 @@ def _backward_tiles(
             cos, sin = turn_of(batch, token, mask_n, pair, positions, table, POSITIONS, TABLE)
             cos = tl.where(rotated, cos, 1.0)
             sin = tl.where(rotated, tl.where(second, -sin, sin), 0.0)
-            r = reciprocal_rms(total(own_x * own_x, FORM.ALL), mask_r, eps, share)
+            r = reciprocal_rms(total(rounded_product(own_x, own_x), FORM.ALL), mask_r, eps, share)
             g = tl.fma(g, cos, g_partner * sin) * r
             if BLOCK_T > 1:
                 g = tl.where(mask_n[:, None, None], g, 0.0)
@@ -99,7 +100,7 @@ def _backward_tiles(
                 if FORM.ALL:
                     w = tl.load(w_ptr + w_base + features, w_mask, 0.0).to(tl.float32)
                 g = g * (w + weight_offset)
-            slope = total(g * own_x, FORM.ALL) * share * r * r
+            slope = total(rounded_product(g, own_x), FORM.ALL) * share * r * r
             tl.store(dx.ptr + dx_base + features, (g - own_x * slope).to(dx.ptr.dtype.element_ty), mask)
         else:
             x_a, x_b = load_pairs(x.ptr, x_base, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)

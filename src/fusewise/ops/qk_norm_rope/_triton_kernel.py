@@ -21,6 +21,7 @@ from ._triton_parts import (
     features_of,
     load_pairs,
     reciprocal_rms,
+    rounded_product,
     store_pairs,
     tokens_of,
     total,
@@ -58,7 +59,7 @@ def _norm_rotate_tile(
         cos, sin = turn_of(batch, token, mask_n, pair, positions, table, POSITIONS, TABLE)
         cos = tl.where(rotated, cos, 1.0)
         sin = tl.where(rotated, tl.where(second, sin, -sin), 0.0)
-        r = reciprocal_rms(total(own_x * own_x, FORM.ALL), mask_r, eps, share)
+        r = reciprocal_rms(total(rounded_product(own_x, own_x), FORM.ALL), mask_r, eps, share)
         z, z_partner = own_x * r, partner_x * r
         if FORM.HAS_WEIGHT:
             w_mask = w_mask & (own < HEAD_DIM)

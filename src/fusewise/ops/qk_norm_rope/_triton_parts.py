@@ -46,7 +46,7 @@ def tokens_of(first, BLOCK_T: tl.constexpr, order):
 def turn_of(batch, token, mask_n, offs_p, positions, table, POSITIONS: tl.constexpr, TABLE: tl.constexpr):
     """cos θ and sin θ of every token and pair, [BLOCK_T, 1, BLOCK_P]; 1 and 0 past the last sequence."""
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
-    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, 1, "")
     if POSITIONS.SOURCE == "packed":
         cos = tl.where(identity[:, None, None], 1.0, cos)
         sin = tl.where(identity[:, None, None], 0.0, sin)
@@ -123,6 +123,13 @@ def weights_of(offs_h, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.
     thread reads those that it needs, though the rows of a tile may have the same."""
     head = offs_h[None, :, None] + tl.zeros([BLOCK_T, 1, 1], tl.int32)
     return head * (HEAD_DIM if ALL else 0), head < HEADS
+
+
+@triton.jit
+def rounded_product(a, b):
+    """a b, rounded before it is added to another. Left to itself the compiler fuses the product of a thread that has one
+    feature of a head with the sum that another thread hands it, so that the two have sums with different last bits."""
+    return tl.fma(a, b, 0.0)
 
 
 @triton.jit

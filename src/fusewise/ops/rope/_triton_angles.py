@@ -147,31 +147,37 @@ def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
 
 
 @triton.jit
-def cos_and_sin(rows, batch, mask, offs_p, table, FORM: tl.constexpr, HEADS: tl.constexpr = 1):
-    """cos θ and sin θ in float32, (BLOCK_T, 1, BLOCK_P); from a table (BLOCK_T, HEADS, BLOCK_P), read for each head anew:
-    a thread then has 16 bytes of its own and waits for no other. Its rows stay in the cache while others read them."""
-    rows = rows[:, None, :]
-    pairs = offs_p[None, None, :]
+def cos_and_sin(
+    rows, batch, mask, offs_p, table, FORM: tl.constexpr, HEADS: tl.constexpr, EVICTION: tl.constexpr
+):  # fmt: skip
+    """cos θ and sin θ in float32, (BLOCK_T, 1, BLOCK_P). From a table also (BLOCK_T, HEADS, BLOCK_P), read for each head
+    anew: a thread then has 16 bytes of its own and waits for no other."""
+    pair_mask = (offs_p < FORM.PAIRS)[None, :]
     if FORM.KIND == "inv_freq":
-        inv_freq = tl.load(table.cos_ptr + offs_p * FORM.STEP, offs_p < FORM.PAIRS, 0.0)[None, None, :]
+        inv_freq = tl.load(table.cos_ptr + offs_p * FORM.STEP, offs_p < FORM.PAIRS, 0.0)[None, :]
         cos, sin = _sincos(rows.to(tl.float64) * inv_freq.to(tl.float64))
     else:
-        inside = (rows >= 0) & (rows < table.rows) & mask[:, None, None] & (pairs < FORM.PAIRS)
-        of_batch = (batch.to(FORM.INDEX) * table.stride_b)[:, None, None]
-        index = (rows.to(FORM.INDEX) * table.stride_r + of_batch) * FORM.UNIT + pairs * FORM.STEP
+        inside = (rows >= 0) & (rows < table.rows) & mask[:, None]
+        index = (rows.to(FORM.INDEX) * table.stride_r + (batch.to(FORM.INDEX) * table.stride_b)[:, None]) * FORM.UNIT
+        index = index + (offs_p * FORM.STEP)[None, :]
+        inside = inside & pair_mask
         if FORM.KIND == "angles":
             cos, sin = _sincos(tl.load(table.cos_ptr + index, inside, 0.0).to(tl.float64))
             cos = tl.where(inside, cos, float("nan"))
             sin = tl.where(inside, sin, float("nan"))
         else:
-            shape: tl.constexpr = (index.shape[0], HEADS, index.shape[2])
-            index = tl.broadcast_to(index, shape)
-            inside = tl.broadcast_to(inside, shape)
-            cos = tl.load(table.cos_ptr + index, inside, float("nan"), eviction_policy="evict_last").to(tl.float32)
-            sin = tl.load(table.sin_ptr + index, inside, float("nan"), eviction_policy="evict_last").to(tl.float32)
+            if HEADS > 1:
+                shape: tl.constexpr = (index.shape[0], HEADS, index.shape[1])
+                index = tl.broadcast_to(index[:, None, :], shape)
+                inside = tl.broadcast_to(inside[:, None, :], shape)
+            cos = tl.load(table.cos_ptr + index, inside, float("nan"), eviction_policy=EVICTION).to(tl.float32)
+            sin = tl.load(table.sin_ptr + index, inside, float("nan"), eviction_policy=EVICTION).to(tl.float32)
     if FORM.KIND == "inv_freq" or FORM.KIND == "angles":
         cos = cos * table.scale
         sin = sin * table.scale
     if FORM.INVERSE:
         sin = -sin
+    if HEADS == 1 or FORM.KIND == "inv_freq" or FORM.KIND == "angles":
+        cos = cos[:, None, :]
+        sin = sin[:, None, :]
     return cos, sin

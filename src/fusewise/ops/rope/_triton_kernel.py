@@ -151,7 +151,7 @@ def _rotate_pairs_tile(
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
     # Where pairs do not fill their lanes, those that idle would read in vain.
     table_heads: tl.constexpr = BLOCK_H if FORM.PAIRS == FORM.BLOCK_P else 1
-    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, table_heads)
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, table_heads, "evict_last")
 
     y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
     y_a = y_a.to(y.ptr.dtype.element_ty)

@@ -225,7 +225,7 @@ def _rotate_tile(
                 HEAD_DIM - START - 2 * FORM.PAIRS,
             )
 
-    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE)
+    cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, 1, "")
     y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
     y_a = y_a.to(x.ptr.dtype.element_ty)
     y_b = y_b.to(x.ptr.dtype.element_ty)
