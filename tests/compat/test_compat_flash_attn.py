@@ -219,6 +219,24 @@ def test_in_place_through_a_view(form: str) -> None:
         assert_gradient(packed.flatten(2), source, lambda x: statement(x, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_place_on_a_leaf_that_views_a_tensor_without_gradient(dtype: torch.dtype) -> None:
+    cos, sin = (t.to(dtype) for t in table())
+    base = randn(B * T, H, D).to(dtype)
+    before = base.clone().view(B, T, H, D)
+    x = base.view(B, T, H, D).requires_grad_()
+
+    def statement(x: Tensor) -> Tensor:
+        return rotate(x, rows(cos, 0), rows(sin, 0))
+
+    y = apply_rotary_emb(x, cos, sin, inplace=True)
+    assert y.data_ptr() == base.data_ptr()
+    assert_rotated(y, statement(before))
+    g = torch.randn_like(y)
+    expected = torch.autograd.grad(statement(before.requires_grad_()), before, g.double())[0]
+    torch.testing.assert_close(torch.autograd.grad(y, x, g)[0].double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
 def test_one_of_several_views_is_refused_before_it_is_written() -> None:
     hidden = randn(B, T, 3, H, D).requires_grad_() * 2
     before = hidden.detach().clone()

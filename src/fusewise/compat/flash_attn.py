@@ -179,9 +179,10 @@ def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
     whole = x
     if x._is_view():
         # Of a tensor seen through a view that covers it, as a projection is, autograd can follow the tensor itself; of
-        # a part it copies the gradient of the whole. (A view of the result, as x has a history of its own to replay.)
+        # a part it copies the gradient of the whole. (A view of the result, as x has a history of its own to replay.) A
+        # tensor without a gradient, though, leaves it to a view that asked for one later.
         base = x._base
-        if base is not None and base.dtype == x.dtype and base.numel() == x.numel():
+        if base is not None and base.requires_grad and base.dtype == x.dtype and base.numel() == x.numel():
             whole = base if base.is_contiguous() and x.is_contiguous() else x
     if whole is x and not _source(x).is_leaf:
         check_followed("rope_", (x,))
