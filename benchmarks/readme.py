@@ -53,7 +53,7 @@ GATED = {
     "eager": "eager",
 }
 GATED_SHOWN = (
-    "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n32768-d8192", "gemma-7b-train", "llama-3-8b-train",
+    "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n16384-d8192", "gemma-7b-train", "llama-3-8b-train",
     "llama-3-70b-train", "flux2-klein-4b-train", "sdxl-640-train",
 )  # fmt: skip
 DECODED = [
@@ -227,6 +227,16 @@ def normed(found: Groups) -> str:
     return markdown(["RMSNorm and RoPE of q and k", "copy µs", *shown.values()], rows)
 
 
+def cached(found: Groups) -> str:
+    """Rotation and the write into a cache: one call of ours, a library's calls one after the other."""
+    shown = {"fusewise-cuda": "fusewise", "vllm": "vLLM, two calls", "torch.compile": "torch.compile", "eager": "eager"}
+    rows = [
+        [f"{case}, {dtype}", *(f"{time(group, p):.1f}" for p in ("floor-copy", *shown))]
+        for (case, dtype, _), group in found.items()
+    ]
+    return markdown(["µs on the device", "copy", *shown.values()], rows)
+
+
 def cpu(found: Groups) -> str:
     rows = []
     for (case, dtype, pass_), group in found.items():
@@ -254,6 +264,7 @@ def parts() -> dict[str, str]:
         "h200-summary": summary(gpu),
         "h200-serving": serving(gpu),
         "h200-sweep": sweep(gpu),
+        "h200-cached": cached(groups("h200", "rope_and_cache")),
         "h200-gated": gated(groups("h200", "geglu")),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
         "h200-normed": normed(groups("h200", "qk_norm_rope")),
