@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -91,6 +92,17 @@ def test_the_sums_for_the_weights_fit(name: str) -> None:
     assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
     assert code.registers <= REGISTERS[model.get("over", "head")][1]
     assert code.widths("STG")[128] > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_threads_of_a_row_have_the_same_sum(name: str, backward: bool) -> None:
+    """To the last bit, so that it does not matter which of them writes it to shared memory: what one thread hands another is
+    added to, never fused with a product of the other's own."""
+    code = compiled(launch_of(**MODELS[name], backward=backward))
+    handed = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", code.ptx))
+    added = re.findall(r"add\.f32\s+%\w+, (%\w+), (%\w+);", code.ptx)
+    assert handed and handed <= {register for pair in added for register in pair}
 
 
 def ids(*shape: int) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Code:
     stack: int
     shared: int
     instructions: Counter[str]  # memory instructions with their width, as LDG.E.128
+    ptx: str
 
     def widths(self, kind: str) -> Counter[int]:
         """Bits moved by each global load (LDG) or store (STG): how many instructions of each width."""
@@ -90,7 +91,8 @@ def compile_kernel(kernel: Any, bound: dict[str, Any], num_warps: int) -> Code:
             [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name], capture_output=True, text=True, check=True
         ).stdout
     registers, stack, shared = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())  # type: ignore[union-attr]
-    return Code(registers, stack, shared, Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[.\w]*)", compiled.asm["sass"])))
+    instructions = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[.\w]*)", compiled.asm["sass"]))
+    return Code(registers, stack, shared, instructions, compiled.asm["ptx"])
 
 
 def problem(
