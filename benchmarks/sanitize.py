@@ -1,0 +1,210 @@
+"""Calls of every kernel of fusewise, wide and small, for a tool that watches them:
+
+    compute-sanitizer --tool racecheck python benchmarks/sanitize.py rope triton
+    compute-sanitizer --tool memcheck python benchmarks/sanitize.py gated_linear gluon
+
+for each of memcheck, racecheck, synccheck and initcheck, and rope, rope_and_cache, qk_norm_rope and gated_linear with each
+implementation. The calls of the first three are those of the tests' matrices, which have a case for everything that can break
+alone, and larger ragged ones; nothing is compared here. PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor an allocation
+of its own, whose end memcheck sees. A third argument names another device than cuda.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusewise
+
+package = sys.modules["fusewise_tests"] = types.ModuleType(
+    "fusewise_tests"
+)  # the tests are no package that is installed
+package.__path__ = [str(Path(__file__).resolve().parent.parent / "tests")]
+
+Calls = Iterator[tuple[str, Callable[[], Any]]]
+ACTIVATIONS = ("gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity")
+ROWS = (1, 3, 16, 64, 65, 130, 300)
+
+
+def rope(impl: str, device: str) -> Calls:
+    from fusewise_tests.ops.rope import test_matrix
+    from fusewise_tests.ops.rope.support import Case, copy_of, make
+
+    wide = {"heads": 7, "kv_heads": 3, "dtype": "bf16"}
+    ragged = [
+        Case(name="ragged-large", batch=2, tokens=63, head_dim=128, **wide),
+        Case(name="ragged-large-interleaved", batch=3, tokens=61, head_dim=64, pairing="interleaved", **wide),
+        Case(name="ragged-large-partial", batch=2, tokens=59, head_dim=80, rotary_dim=32, table="fused", **wide),
+        Case(name="ragged-large-frequencies", layout="thd", tokens=333, head_dim=128, table="inv_freq", **wide),
+        Case(name="ragged-large-packed-memory", layout="thd", tokens=64, head_dim=96, memory="packed", **wide),
+        Case(name="ragged-large-shared-key", tokens=63, heads=16, kv_heads=1, head_dim=192, k_head_dim=64, rotary_dim=64,
+             options={"rotary_start": -64}, pairing="interleaved_to_half", dtype="bf16"),
+    ]  # fmt: skip
+
+    def forward(case: Any) -> None:
+        call = make(case, device)
+        fusewise.rope(*call.xs, **call.kwargs, impl=impl)
+
+    def in_place(case: Any) -> None:
+        call = make(case, device)
+        xs, _ = copy_of(call.xs)
+        fusewise.rope_(*xs, **call.kwargs, impl=impl)
+
+    def backward(case: Any) -> None:
+        call = make(case, device)
+        xs = [x.detach().requires_grad_() for x in call.xs]
+        ys = fusewise.rope(*xs, **call.kwargs, impl=impl)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        torch.autograd.grad(ys, xs, [torch.randn(y.shape).to(y) for y in ys])
+
+    def into(case: Any) -> None:
+        call = make(case, device)
+        outs = tuple(torch.empty_like(x) for x in make(case, device).xs)
+        fusewise.rope(*call.xs, **call.kwargs, impl=impl, out=outs if len(outs) == 2 else outs[0])
+
+    for case in (*test_matrix.CASES, *ragged):
+        yield f"{case.name} forward", lambda case=case: forward(case)
+        if case.memory != "expanded":
+            yield f"{case.name} in place", lambda case=case: in_place(case)
+    for case in (*test_matrix.BACKWARD, *ragged):
+        yield f"{case.name} backward", lambda case=case: backward(case)
+    for case in test_matrix.INTO:
+        yield f"{case.name} into", lambda case=case: into(case)
+
+
+def rope_and_cache(impl: str, device: str) -> Calls:
+    from fusewise_tests.ops.rope_and_cache.cases import CASES, make
+
+    def call(case: Any) -> None:
+        made = make(case, device)
+        fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments(), impl=impl)
+
+    for name, case in CASES.items():
+        if case.dtype != "fp64":
+            yield name, lambda case=case: call(case)
+
+
+def qk_norm_rope(impl: str, device: str) -> Calls:
+    from fusewise_tests.ops.qk_norm_rope.support import NormCase, build
+    from fusewise_tests.ops.qk_norm_rope.test_matrix import CASES
+    from fusewise_tests.ops.rope.support import Case
+
+    wide = {"batch": 2, "heads": 7, "kv_heads": 3, "dtype": "bf16"}
+    ragged = [
+        NormCase(Case(name="ragged-large", tokens=63, head_dim=128, **wide), weight_dtype=torch.bfloat16),
+        NormCase(Case(name="ragged-large-all", tokens=61, head_dim=64, **wide), "all"),
+        NormCase(Case(name="ragged-large-partial", tokens=59, head_dim=80, rotary_dim=32, **wide), weight_offset=1.0),
+    ]
+
+    def both(case: Any) -> None:
+        build(case, device).run(impl)
+
+    def forward(case: Any) -> None:
+        made = build(case, device)
+        made.call(made.xs, made.weights, impl=impl)
+
+    for case in (*CASES, *ragged):
+        yield f"{case.name} forward and backward", lambda case=case: both(case)
+        if case.norm == "all" or "large" in case.name:
+            yield f"{case.name} forward", lambda case=case: forward(case)
+
+
+def gated_linear(impl: str, device: str) -> Calls:
+    """Rows, widths off every tile, biases, what is saved, layouts and activations; the product of none of them."""
+    widths = [(72, 136), (200, 328), (136, 40)]  # D, F: rows of 16 bytes, as TMA wants them
+    kinds = [(torch.bfloat16, "silu", True), (torch.float16, "gelu_tanh", False)]
+    if impl != "gluon":
+        widths = [(72, 136), (77, 131), (33, 257)]
+        kinds.append((torch.float32, "relu", True))
+
+    def tensor(*shape: int, dtype: torch.dtype, grad: bool = True) -> torch.Tensor:
+        return (torch.randn(shape) / 8).to(dtype).to(device).requires_grad_(grad)
+
+    def linear(rows: int, D: int, F: int, dtype: torch.dtype, bias: bool, save: str, activation: str, layout: str, grad: bool) -> None:  # fmt: skip
+        x = tensor(rows, D, dtype=dtype, grad=grad)
+        options: dict[str, Any] = {"activation": activation, "save": save, "impl": impl, "gate_first": rows % 2 == 1}
+        if layout == "separate":
+            del options["gate_first"]
+            weight, options["w_gate"] = tensor(F, D, dtype=dtype, grad=grad), tensor(F, D, dtype=dtype, grad=grad)
+            b = tensor(F, dtype=dtype, grad=grad) if bias else None
+            options["b_gate"] = tensor(F, dtype=dtype, grad=grad) if bias else None
+        else:
+            options["layout"] = layout
+            weight = tensor(2 * F, D, dtype=dtype, grad=grad)
+            b = tensor(2 * F, dtype=dtype, grad=grad) if bias else None
+        y = fusewise.gated_linear(x, weight, b, **options)
+        if grad:
+            leaves = [t for t in (x, weight, b, options.get("w_gate"), options.get("b_gate")) if t is not None]
+            torch.autograd.grad(y, leaves, tensor(*y.shape, dtype=dtype, grad=False))
+
+    def mlp(rows: int, D: int, F: int, dtype: torch.dtype, bias: bool, save: str, activation: str, grad: bool) -> None:
+        shapes = {"x": (rows, D), "w_gate": (F, D), "w_up": (F, D), "w_down": (D, F)}
+        if bias:
+            shapes |= {"b_gate": (F,), "b_up": (F,), "b_down": (D,)}
+        tensors = {name: tensor(*shape, dtype=dtype, grad=grad) for name, shape in shapes.items()}
+        z = fusewise.gated_mlp(**tensors, activation=activation, save=save, impl=impl)
+        if grad:
+            torch.autograd.grad(z, list(tensors.values()), tensor(*z.shape, dtype=dtype, grad=False))
+
+    # Rows vary fastest: they change no kernel, or few, and neighbours then run in one process.
+    n = 0
+    for (dtype, activation, bias), (D, F), save in product(kinds, widths, ("preact", "input")):
+        for rows in ROWS if widths[0] == (D, F) else (3, 65, 300):
+            n += 1
+            layout = ("stacked", "separate", "interleaved")[n % 3]
+            what = f"{rows} x {D} x {F} {str(dtype)[6:]} {'bias ' if bias else ''}{save} {activation}"
+            a = rows, D, F, dtype, bias, save, activation
+            yield f"gated_linear {what} {layout}", lambda a=a, layout=layout: linear(*a, layout, True)
+            if save == "preact":
+                yield f"gated_linear {what} {layout} y alone", lambda a=a, layout=layout: linear(*a, layout, False)
+                yield f"gated_mlp {what}", lambda a=a: mlp(*a, True)
+    for activation in ACTIVATIONS:
+        a = (130, 72, 136, torch.bfloat16, True, "preact", activation)
+        yield f"every activation: {activation}", lambda a=a: linear(*a, "stacked", True)
+        yield f"every activation: mlp {activation}", lambda a=a: mlp(*a, True)
+        yield f"every activation: {activation}, few rows", lambda a=a: linear(16, *a[1:], "stacked", False)
+        yield f"every activation: {activation}, y alone", lambda a=a: linear(*a, "stacked", False)
+    if impl != "gluon":
+        yield from _gates(impl, device)
+
+
+def _gates(impl: str, device: str) -> Calls:
+    """The elementwise gate and its gradient."""
+    from fusewise.ops.gated_linear import _gate
+
+    def apart(rows: int, F: int, dtype: torch.dtype, activation: str) -> None:
+        u, g = (torch.randn(rows, F).to(dtype).to(device).requires_grad_() for _ in range(2))
+        y = _gate.gate(u, g, activation, impl=impl)
+        torch.autograd.grad(y, (u, g), torch.randn(y.shape).to(y))
+
+    def together(rows: int, F: int, dtype: torch.dtype, activation: str) -> None:
+        x = torch.randn(rows, 2 * F).to(dtype).to(device).requires_grad_()
+        y = _gate.stacked_gate(x, activation, gate_first=True, impl=impl)
+        torch.autograd.grad(y, x, torch.randn(y.shape).to(y))
+
+    for i, (rows, F) in enumerate(product((1, 3, 65, 300), (1, 136, 1025))):
+        a = rows, F, (torch.bfloat16, torch.float16, torch.float32)[i % 3], ACTIVATIONS[i % 6]
+        yield f"gate of two {a}", lambda a=a: apart(*a)
+        yield f"gate of halves {a}", lambda a=a: together(*a)
+
+
+def main(op: str, impl: str, device: str = "cuda") -> None:
+    torch.manual_seed(0)
+    calls = 0
+    for name, call in {f.__name__: f for f in (rope, rope_and_cache, qk_norm_rope, gated_linear)}[op](impl, device):
+        print(name, flush=True)  # before it, so that a report follows the call that it is about
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        calls += 1
+    print(f"{calls} calls")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
