@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusewise.lab import foreign
-from fusewise.lab.timing import Work
+from fusewise.lab.timing import Turn, Work
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
 
@@ -39,32 +39,68 @@ def test_kernels_are_what_ran_on_the_device():
 
 @pytest.fixture
 def timer(monkeypatch):
-    """A timer on a GPU that is not there, and what its profiler sees."""
-    seen = []
+    """A timer on a GPU that is not there, what its profiler sees, and what its events say of any work."""
+    seen, by_events = [], [0.0]
 
     @contextmanager
     def profiled(**_):
         yield profile(seen)
 
+    class Events(foreign.CudaTimer):
+        def turn(self, work, samples, calls):
+            work.step(work.begin(0))
+            return Turn(by_events * samples)
+
     monkeypatch.setattr(torch.profiler, "profile", profiled)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    return foreign.ProfiledTimer(torch.device("cpu"), 2**10, lambda: {"sm": 1}), seen
+    monkeypatch.setattr(foreign, "CudaTimer", Events)
+    return foreign.ProfiledTimer(torch.device("cpu"), 2**10, lambda: {"sm": 1}), seen, by_events
 
 
 WORK = Work(lambda i: i, lambda _: None)
 
 
 def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer):
-    timer, seen = timer
+    timer, seen, _ = timer
     seen += [HOST, (KINDS.CUDA, 1000, 3000), (KINDS.CUDA, 5000, 1000)]
     assert timer.once(WORK) == pytest.approx(4e-6)
     turn = timer.turn(WORK, samples=2, calls=4)
     assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([1.0, 1.0]), None, {"sm": 1})
 
 
+def test_the_start_of_each_kernel_counts_as_events_count_it(timer):
+    """The smallest kernel: 2.5 µs by events and 2 by the profiler. Two kernels a sample of one call take a start each."""
+    timer, seen, by_events = timer
+    seen.append((KINDS.CUDA, 1000, 2000))
+    by_events[0] = 2.5
+    assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([2.5])
+    seen.append((KINDS.CUDA, 5000, 1000))
+    by_events[0] = 99.0  # measured once
+    assert timer.turn(WORK, samples=2, calls=1).device_us == pytest.approx([3.0 + 2 * 0.5] * 2)
+
+
+def test_events_that_are_quicker_than_the_profiler_take_nothing_away(timer):
+    timer, seen, by_events = timer
+    seen.append((KINDS.CUDA, 1000, 2000))
+    by_events[0] = 1.0
+    assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([2.0])
+
+
 def test_a_call_of_which_no_kernel_was_seen_has_no_time(timer):
-    timer, seen = timer
+    timer, seen, _ = timer
     seen.append(HOST)
     for wanted in (lambda: timer.once(WORK), lambda: timer.turn(WORK, samples=2, calls=4)):
         with pytest.raises(RuntimeError, match=r"torch\.profiler saw no kernel of it"):
             wanted()
+
+
+@pytest.mark.gpu
+def test_a_kernel_of_torch_takes_as_long_by_either_clock():
+    """The same copy, timed as what runs on a stream of torch and as what does not."""
+    device = torch.device("cuda")
+    a, b = torch.randn(2, 2**22, device=device).unbind()
+    work = Work(lambda _: None, lambda _: b.copy_(a))
+    timer = foreign.ProfiledTimer(device, 2**28, lambda: None)
+    profiled = sorted(timer.turn(work, samples=20, calls=1).device_us)[10]
+    by_events = sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]
+    assert profiled == pytest.approx(by_events, rel=0.1)

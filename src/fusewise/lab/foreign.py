@@ -1,17 +1,22 @@
 """Timing on a GPU what works on streams that torch does not know, such as XLA's.
 
 Events and a held stream say nothing of another stream. The profiler sees every kernel of the process, whoever launched it:
-a call's device time is the time in which at least one kernel ran.
+the time in which at least one kernel ran. Events count the start of a kernel, too, so that is measured, on the smallest
+kernel there is, by events less by the profiler, and added for each kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any
 
 import torch
 
-from .timing import Turn, Work, no_collection
+from .timing import CudaTimer, Turn, Work, no_collection
+
+#: Samples by which the start of a kernel is measured.
+STARTS = 20
 
 
 def busy(intervals: Iterable[tuple[int, int]]) -> int:
@@ -26,45 +31,65 @@ def busy(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 class ProfiledTimer:
-    """Device time from the kernels that the profiler saw. Calls must wait for their results. `flush_bytes` = 0 measures a
-    warm cache."""
+    """Device time from the kernels that the profiler saw, and their starts. Calls must wait for their results. `flush_bytes` = 0
+    measures a warm cache."""
 
     def __init__(self, device: torch.device, flush_bytes: int, clocks: Callable[[], dict[str, Any] | None]) -> None:
         self.device = device
-        self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
         self.clocks = clocks
+        self.events = CudaTimer(device, flush_bytes, clocks)
+        self.starts: dict[int, float] = {}
 
     def once(self, work: Work) -> float:
         state = work.begin(0)
         torch.cuda.synchronize(self.device)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with _profile() as profile:
             work.step(state)
             torch.cuda.synchronize(self.device)
-        return _seconds(profile)
+        return busy(_seen(profile)) / 1e9
 
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
         result = Turn([])
+        start_us = self._start_us(calls)
         with no_collection():
             for _ in range(samples):
-                states = [work.begin(i) for i in range(calls)]
-                if self.flush is not None:
-                    self.flush.zero_()
-                torch.cuda.synchronize(self.device)
-                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                    results = [work.step(state) for state in states]
-                    torch.cuda.synchronize(self.device)
-                result.device_us.append(_seconds(profile) * 1e6 / calls)
+                seen = self._sample(work, calls)
+                result.device_us.append((busy(seen) / 1e3 + len(seen) * start_us) / calls)
                 result.clocks = self.clocks() or result.clocks
-                del states, results
         return result
 
+    def _sample(self, work: Work, calls: int) -> list[tuple[int, int]]:
+        states = [work.begin(i) for i in range(calls)]
+        if self.events.flush is not None:
+            self.events.flush.zero_()
+        torch.cuda.synchronize(self.device)
+        with _profile() as profile:
+            results = [work.step(state) for state in states]
+            torch.cuda.synchronize(self.device)
+        del states, results
+        return _seen(profile)
 
-def _seconds(profile: Any) -> float:
-    """Seconds in which at least one kernel ran. RuntimeError where none was seen: nothing is faster than that."""
-    seconds = busy(kernels(profile)) / 1e9
-    if not seconds:
+    def _start_us(self, calls: int) -> float:
+        """Microseconds that events count beyond the run of a kernel, in samples of so many calls."""
+        if calls not in self.starts:
+            x = torch.zeros(1, device=self.device)
+            smallest = Work(lambda _: x, lambda x: x.add_(1.0))
+            by_events = median(self.events.turn(smallest, STARTS, calls).device_us)
+            by_profiler = median(busy(self._sample(smallest, calls)) / 1e3 / calls for _ in range(STARTS))
+            self.starts[calls] = max(0.0, by_events - by_profiler)
+        return self.starts[calls]
+
+
+def _profile() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+
+def _seen(profile: Any) -> list[tuple[int, int]]:
+    """The kernels of a profile. RuntimeError where none was seen: nothing is faster than that."""
+    seen = kernels(profile)
+    if not busy(seen):
         raise RuntimeError("torch.profiler saw no kernel of it, so that its device time is not known")
-    return seconds
+    return seen
 
 
 def kernels(profile: Any) -> list[tuple[int, int]]:
