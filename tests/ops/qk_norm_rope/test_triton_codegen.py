@@ -51,7 +51,7 @@ def launch_of(
 
 def compiled(launch: tuple[Any, int, dict[str, Any], dict[str, int]]) -> Code:
     kernel, _, bound, options = launch
-    return compile_kernel(kernel, bound, options["num_warps"])
+    return compile_kernel(kernel, bound, **options)
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,6 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
 # Threads of a multiprocessor have 65,536 registers: these leave room for 1024 of them forward and 512 backward, where the
 # sums for the weights are kept, too; half of that where a program has all heads of a token.
 REGISTERS = {"head": (64, 128), "all": (128, 255)}
+# Bytes a thread of the flat form's backward may spill for all programs to run at once.
+SPILLED = 64
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,8 +90,7 @@ def test_no_spills_few_registers_wide_accesses(name: str, backward: bool) -> Non
 def test_the_sums_for_the_weights_fit(name: str) -> None:
     model = MODELS[name]
     code = compiled(launch_of(**model, backward=True))
-    assert code.stack == 0
-    assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
+    assert code.stack <= (SPILLED if "rotary_dim" in model else 0)
     assert code.registers <= REGISTERS[model.get("over", "head")][1]
     assert code.widths("STG")[128] > 0
 
@@ -103,6 +104,17 @@ def test_threads_of_a_row_have_the_same_sum(name: str, backward: bool) -> None:
     handed = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", code.ptx))
     added = re.findall(r"add\.f32\s+%\w+, (%\w+), (%\w+);", code.ptx)
     assert handed and handed <= {register for pair in added for register in pair}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("weight_grad", [True, False], ids=["weights", "fixed-weights"])
+def test_all_programs_of_a_backward_run_at_once(name: str, weight_grad: bool) -> None:
+    """There are as many as fit when the registers are these: with more registers the last of them would be a second round,
+    and take as long as the first."""
+    launch = launch_of(**MODELS[name], backward=True, weight_grad=weight_grad)
+    _, programs, _, options = launch
+    of_a_warp = triton.cdiv(32 * compiled(launch).registers, 256) * 256
+    assert triton.cdiv(programs, PROCESSORS) * options["num_warps"] <= 65536 // of_a_warp
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -123,12 +135,12 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("form", ["pairs", "flat"])
 def test_any_source_of_angles(source: str, form: str) -> None:
-    """Backward, beside the sums for the weights: one value spilled at most, in the search for a token's sequence."""
+    """Backward, beside the sums for the weights: of pairs one value is spilled at most, in the search for a token's sequence."""
     options = {**SOURCES[source], "rotary_dim": 64 if form == "flat" else 0}
     if source == "sections" and form == "flat":
         options["sections"] = (12, 10, 10)
     code = compiled(launch_of(128, backward=True, **options))
-    assert code.stack <= (8 if source == "packed" else 0)
+    assert code.stack <= (SPILLED if form == "flat" else 8 if source == "packed" else 0)
 
 
 def test_adding_up_partial_sums() -> None:

@@ -57,10 +57,10 @@ class Code:
 def compile_problem(problem: Problem) -> Code:
     """Compile the kernel for a problem as its launch on an H200 would."""
     _, bound = _triton.arguments(problem, PROCESSORS)
-    return compile_kernel(_triton.rope_kernel, bound, _triton.NUM_WARPS)
+    return compile_kernel(_triton.rope_kernel, bound, num_warps=_triton.NUM_WARPS)
 
 
-def compile_kernel(kernel: Any, bound: dict[str, Any], num_warps: int) -> Code:
+def compile_kernel(kernel: Any, bound: dict[str, Any], **options: int) -> Code:
     """Compile a kernel for its arguments: aligned pointers, the same specialisation as a launch has."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -82,7 +82,7 @@ def compile_kernel(kernel: Any, bound: dict[str, Any], num_warps: int) -> Code:
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=HOPPER,
-        options={"num_warps": num_warps, "enable_fp_fusion": True},
+        options={**options, "enable_fp_fusion": True},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

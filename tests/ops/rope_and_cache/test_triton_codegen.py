@@ -57,7 +57,7 @@ def test_arguments_are_in_the_order_of_the_kernel() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_widest_accesses_and_no_spills(name: str) -> None:
-    code = compile_kernel(_triton.rope_and_cache_kernel, bound(**CALLS[name]), _triton.NUM_WARPS)
+    code = compile_kernel(_triton.rope_and_cache_kernel, bound(**CALLS[name]), num_warps=_triton.NUM_WARPS)
     assert code.stack == 0 and not [i for i in code.instructions if i.startswith(("LDL", "STL"))], code
     # 32 of a multiprocessor's 64 warps have room: at a few tokens latency binds, above it loads in flight.
     assert code.registers <= 64, code

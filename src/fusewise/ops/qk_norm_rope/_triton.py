@@ -112,6 +112,8 @@ def arguments(
     )  # fmt: skip
     tokens = problem.batch * problem.tokens
     options = {"num_warps": config.num_warps}
+    if backward and torch.version.hip is None:  # which has no such option
+        options["maxnreg"] = registers(config)
     if not backward:
         group = max(tile.block_t for tile in tiles)
         group_tiles = sum(
@@ -130,6 +132,12 @@ def arguments(
         "WEIGHT_GRAD": bool(partials),
     }
     return backward_kernel, sum(programs), bound, options
+
+
+def registers(config: Config) -> int:
+    """The registers a thread may have for all programs of a multiprocessor to run at a time: it has 65,536, in eights a thread.
+    Left to itself the compiler takes 96 or 128 for next to nothing, and at 128 the fifth program is a second round."""
+    return min(65536 // (32 * config.num_warps * config.programs) // 8 * 8, 255)
 
 
 def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
