@@ -39,8 +39,8 @@ def test_kernels_are_what_ran_on_the_device():
 
 @pytest.fixture
 def timer(monkeypatch):
-    """A timer on a GPU that is not there, what its profiler sees, and what its events say of any work."""
-    seen, by_events = [], [0.0]
+    """A timer on a GPU that is not there, what its profiler sees, and what its events say by calls a sample."""
+    seen, by_events = [], {}
 
     @contextmanager
     def profiled(**_):
@@ -49,7 +49,7 @@ def timer(monkeypatch):
     class Events(foreign.CudaTimer):
         def turn(self, work, samples, calls):
             work.step(work.begin(0))
-            return Turn(by_events * samples)
+            return Turn([by_events.get(calls, 0.0)] * samples)
 
     monkeypatch.setattr(torch.profiler, "profile", profiled)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
@@ -68,21 +68,21 @@ def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer):
     assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([1.0, 1.0]), None, {"sm": 1})
 
 
-def test_the_start_of_each_kernel_counts_as_events_count_it(timer):
-    """The smallest kernel: 2.5 µs by events and 2 by the profiler. Two kernels a sample of one call take a start each."""
+def test_the_starts_of_kernels_count_as_events_count_them(timer):
+    """The smallest kernel: by the profiler 2 µs, by events 3.5 in samples of one call and 2.5 in a row of them."""
     timer, seen, by_events = timer
     seen.append((KINDS.CUDA, 1000, 2000))
-    by_events[0] = 2.5
-    assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([2.5])
+    by_events |= {1: 3.5, foreign.ROW: 2 / foreign.ROW + 0.5}
+    assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([3.5])
     seen.append((KINDS.CUDA, 5000, 1000))
-    by_events[0] = 99.0  # measured once
-    assert timer.turn(WORK, samples=2, calls=1).device_us == pytest.approx([3.0 + 2 * 0.5] * 2)
+    by_events.clear()  # measured once
+    assert timer.turn(WORK, samples=2, calls=1).device_us == pytest.approx([3.0 + 1.5 + 0.5] * 2)
 
 
 def test_events_that_are_quicker_than_the_profiler_take_nothing_away(timer):
     timer, seen, by_events = timer
     seen.append((KINDS.CUDA, 1000, 2000))
-    by_events[0] = 1.0
+    by_events[1] = 1.0
     assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([2.0])
 
 

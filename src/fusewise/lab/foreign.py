@@ -1,8 +1,9 @@
 """Timing on a GPU what works on streams that torch does not know, such as XLA's.
 
 Events and a held stream say nothing of another stream. The profiler sees every kernel of the process, whoever launched it:
-the time in which at least one kernel ran. Events count the start of a kernel, too, so that is measured, on the smallest
-kernel there is, by events less by the profiler, and added for each kernel.
+the time in which at least one kernel ran. Events count the starts of kernels, too, so these are measured, on the smallest
+kernel there is, by events less by the profiler, and added: for a call's first kernel that of a call in such a sample, for the
+others that of a kernel in a row of them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 from .timing import CudaTimer, Turn, Work, no_collection
 
-#: Samples by which the start of a kernel is measured.
-STARTS = 20
+#: Samples by which the start of a kernel is measured, and the kernels of a row.
+STARTS, ROW = 20, 16
 
 
 def busy(intervals: Iterable[tuple[int, int]]) -> int:
@@ -50,11 +51,12 @@ class ProfiledTimer:
 
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
         result = Turn([])
-        start_us = self._start_us(calls)
+        first, other = self._start_us(calls), self._start_us(ROW)
         with no_collection():
             for _ in range(samples):
                 seen = self._sample(work, calls)
-                result.device_us.append((busy(seen) / 1e3 + len(seen) * start_us) / calls)
+                others = max(len(seen) - calls, 0)
+                result.device_us.append((busy(seen) / 1e3 + others * other) / calls + first)
                 result.clocks = self.clocks() or result.clocks
         return result
 
@@ -70,7 +72,7 @@ class ProfiledTimer:
         return _seen(profile)
 
     def _start_us(self, calls: int) -> float:
-        """Microseconds that events count beyond the run of a kernel, in samples of so many calls."""
+        """Microseconds a call that events count beyond the run of its kernel, in samples of so many."""
         if calls not in self.starts:
             x = torch.zeros(1, device=self.device)
             smallest = Work(lambda _: x, lambda x: x.add_(1.0))
