@@ -62,6 +62,8 @@ def publish(runs: Iterable[Path], to: Path, fewer: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    fewer = "--fewer" in sys.argv
-    *runs, to = (Path(name) for name in sys.argv[1:] if name != "--fewer")
-    print("\n".join(publish(runs, to, fewer)))
+    names = [Path(name) for name in sys.argv[1:] if name != "--fewer"]
+    if len(names) < 2:
+        sys.exit(f"publish: arguments must be at least one run and a file of rows, got {len(names)}; name both")
+    for line in publish(names[:-1], names[-1], "--fewer" in sys.argv):
+        print(line)

@@ -22,9 +22,8 @@ import torch
 
 import fusewise
 
-package = sys.modules["fusewise_tests"] = types.ModuleType(
-    "fusewise_tests"
-)  # the tests are no package that is installed
+# The tests are no package, and others install one of that name.
+package = sys.modules["fusewise_tests"] = types.ModuleType("fusewise_tests")
 package.__path__ = [str(Path(__file__).resolve().parent.parent / "tests")]
 
 Calls = Iterator[tuple[str, Callable[[], Any]]]

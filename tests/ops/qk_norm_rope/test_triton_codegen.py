@@ -68,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # Threads of a multiprocessor have 65,536 registers: these leave room for 1024 of them forward and 512 backward, where the
 # sums for the weights are kept, too; half of that where a program has all heads of a token.
 REGISTERS = {"head": (64, 128), "all": (128, 255)}
-# Bytes a thread of the flat form's backward may spill for all programs to run at once.
+# Bytes a thread of the flat form's backward may spill, over all sources of angles, for all programs to run at once.
 SPILLED = 64
 
 
@@ -90,7 +90,7 @@ def test_no_spills_few_registers_wide_accesses(name: str, backward: bool) -> Non
 def test_the_sums_for_the_weights_fit(name: str) -> None:
     model = MODELS[name]
     code = compiled(launch_of(**model, backward=True))
-    assert code.stack <= (SPILLED if "rotary_dim" in model else 0)
+    assert code.stack <= (16 if "rotary_dim" in model else 0)  # with triton 3.9; none with 3.6
     assert code.registers <= REGISTERS[model.get("over", "head")][1]
     assert code.widths("STG")[128] > 0
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _op, reference
-from ._problem import Halves, Spec, pair
-from ._problem import rows as rows
+from ._problem import Halves, Spec, pair, rows
 
 #: From this size on, the gradient of the pre-activations that a recomputing backward makes is made in two halves.
 SLICED_BYTES = 256 << 20

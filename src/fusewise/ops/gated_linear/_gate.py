@@ -18,7 +18,7 @@ from torch import Tensor
 from .._choice import Choice
 from .._register import register
 from . import _autograd, reference
-from ._problem import ACTIVATIONS, Spec, compute_dtype, split_preact
+from ._problem import ACTIVATIONS, Spec, compute_dtype, rows, split_preact
 from ._validate import check_features, fail
 
 # Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with contiguous
@@ -56,7 +56,7 @@ def stacked_gradient(
         wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
         fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
-    dx: Tensor = op_gate_grad(_autograd.rows(dy), _autograd.rows(x), None, spec.encode(), impl)[0]
+    dx: Tensor = op_gate_grad(rows(dy), rows(x), None, spec.encode(), impl)[0]
     return dx.view(x.shape)
 
 
@@ -73,7 +73,7 @@ def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tenso
     text = spec.encode()
     if _autograd.needs_autograd(first, second):
         return _autograd.apply_function(_Gate, first, second, text, impl)
-    return _shaped(op_gate(_autograd.rows(first), _rows(second), text, impl), first)
+    return _shaped(op_gate(rows(first), _rows(second), text, impl), first)
 
 
 class _Gate(torch.autograd.Function):
@@ -83,7 +83,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
         ctx.save_for_backward(first, second)
         ctx.rest = text, impl
-        return _shaped(op_gate(_autograd.rows(first), _rows(second), text, impl), first)
+        return _shaped(op_gate(rows(first), _rows(second), text, impl), first)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,7 +91,7 @@ class _Gate(torch.autograd.Function):
         text, impl = ctx.rest
         if _autograd.wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None
-        dfirst, dsecond = op_gate_grad(_autograd.rows(dy), _autograd.rows(first), _rows(second), text, impl)
+        dfirst, dsecond = op_gate_grad(rows(dy), rows(first), _rows(second), text, impl)
         return dfirst.view(first.shape), None if second is None else dsecond.view(second.shape), None, None
 
 
@@ -119,7 +119,7 @@ def _halves(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, T
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _autograd.rows(x)
+    return None if x is None else rows(x)
 
 
 def _shaped(y: Tensor, first: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def _shaped(y: Tensor, first: Tensor) -> Tensor:
 def _matrices(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
     """u and g with contiguous columns, which those that an exported program is given may not have, and their rows at the same
     distance."""
-    first, second = _autograd.rows(first), _rows(second)
+    first, second = rows(first), _rows(second)
     if second is None:
         return split_preact(first, spec)
     if first.stride(0) == second.stride(0):

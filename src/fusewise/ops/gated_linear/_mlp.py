@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import _autograd, _op, reference
-from ._problem import Halves, Spec
+from ._problem import Halves, Spec, rows
 
 
 class GatedMLP(torch.autograd.Function):
@@ -25,7 +25,7 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *weights, w_down, b_down, text, impl, save = rest
-        x_MD = _autograd.rows(x)
+        x_MD = rows(x)
         if save == "preact":
             y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
         else:
@@ -44,7 +44,7 @@ class GatedMLP(torch.autograd.Function):
         wants = ctx.needs_input_grad
         if _autograd.wants_formula(dz):
             return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
-        x_MD, dz_MO = _autograd.rows(x), _autograd.rows(dz)
+        x_MD, dz_MO = rows(x), rows(dz)
         if preact is None:
             # Its y goes at once: the next product makes another.
             preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)[1]
@@ -89,6 +89,6 @@ def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str,
     """A validated call, recording a gradient where one is wanted."""
     if _autograd.needs_autograd(x, *weights, *down):
         return _autograd.apply_function(GatedMLP, x, *weights, *down, text, impl, save)
-    y = _op.op_gated_linear(_autograd.rows(x), *weights, text, impl)
+    y = _op.op_gated_linear(rows(x), *weights, text, impl)
     with reference.exact(x):
         return _autograd.shaped(functional.linear(y, *down), x)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from . import _op
-from ._autograd import needs_autograd, rows
-from ._problem import Halves, Spec
+from ._autograd import needs_autograd
+from ._problem import Halves, Spec, rows
 
 
 def path(impl: str, arguments: dict[str, Any]) -> str:
