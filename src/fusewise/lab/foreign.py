@@ -83,7 +83,8 @@ class ProfiledTimer:
 
 
 def _profile() -> Any:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    # acc_events: without it torch 2.11 warns that a second cycle would clear what the first one saw.
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
 def _seen(profile: Any) -> list[tuple[int, int]]:

@@ -155,7 +155,7 @@ def test_on_a_stream_of_its_own(impl: str) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second, in which a busy host queues both
         y = fusewise.rope(x * 2, **table, impl=impl)
     assert not stream.query(), "the sleep should still be running"
     stream.synchronize()
