@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewise._shared import build, kept
+from fusewise._shared import build, host, kept
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
 
@@ -238,7 +238,7 @@ def run(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 BUILD = """
     from pathlib import Path
-    from fusewise._shared import build, kept
+    from fusewise._shared import build, host, kept
     print(build.library("answer", [Path({source!r})], build.cxx(), {flags!r}).answer())
 """
 
@@ -301,3 +301,17 @@ def test_without_a_compiler_rope_runs_on_the_reference_and_can_say_why(cache: Pa
     out, error = child.communicate(timeout=120)
     assert child.returncode == 0, error
     assert "no compiler found on the PATH (c++, g++, clang++); install one or set CXX" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the extensions are made for Linux")
+def test_an_extension_shares_the_standard_library_that_torch_has(cache: Path, tmp_path: Path) -> None:
+    """Where the compiler is set up to link its own: two of them in a process share symbols, and streams break."""
+    source = tmp_path / "digits.cpp"
+    source.write_text(
+        "#include <sstream>\n"
+        'extern "C" __attribute__((visibility("default"))) unsigned long digits(long n) {\n'
+        "  std::ostringstream text;\n  text << n;\n  return text.str().size();\n}\n"
+    )
+    cxx = build.cxx()
+    with_its_own = build.Compiler((*cxx.command, "-static-libstdc++"), cxx.version)
+    assert build.library("digits", [source], with_its_own, host.flags()).digits(12345) == 5

@@ -7,6 +7,7 @@ They are compiled against the torch and the Python that run, which takes longer 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -39,8 +40,18 @@ def flags() -> tuple[str, ...]:
         f'-DTORCH="{torch.__version__} {torch.version.git_version}"', f'-DPYTHON="{sysconfig.get_config_var("SOABI")}"',
         # not this project's code: its warnings are nobody's here
         f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", f"-isystem{sysconfig.get_path('include')}",
-        f"-L{root / 'lib'}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python",
+        f"-L{root / 'lib'}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python", *_standard_library(),
     )  # fmt: skip
+
+
+def _standard_library() -> list[str]:
+    """The C++ library that torch has loaded, where the system tells. A compiler set up to link its own statically would
+    put a second one into the process, whose streams do not work beside the first (c10's messages are made by streams)."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return re.findall(r"(/\S*/libstdc\+\+\.so\S*)$", maps, re.MULTILINE)[:1]
 
 
 def not_loaded(*_: Any) -> None:
