@@ -272,28 +272,35 @@ def test_shapes_that_fill_the_device(head_dim: int, dtype: torch.dtype, impl: st
 
 @impls
 @pytest.mark.parametrize(
-    ("head_dim", "rotary_dim", "start", "pairing"),
+    ("tokens", "head_dim", "rotary_dim", "start", "pairing", "dtype"),
     [
-        (128, 128, 0, "half"),
-        (80, 32, 0, "half"),
-        (96, 24, 0, "half"),  # halves of 24 bytes
-        (128, 64, 0, "interleaved"),
-        (192, 64, -64, "interleaved_to_half"),
-        (64, 64, 0, "half_to_interleaved"),
+        (4096, 128, 128, 0, "half", torch.bfloat16),
+        (4096, 80, 32, 0, "half", torch.bfloat16),
+        (4096, 96, 24, 0, "half", torch.bfloat16),  # halves of 24 bytes
+        (4096, 128, 64, 0, "interleaved", torch.bfloat16),
+        (4096, 192, 64, -64, "interleaved_to_half", torch.bfloat16),
+        (4096, 64, 64, 0, "half_to_interleaved", torch.bfloat16),
+        (4096, 50, 50, 0, "half", torch.bfloat16),  # accesses of a single element, of more heads
+        (640, 50, 50, 0, "half", torch.bfloat16),  # and of fewer where there is less to do
+        (4096, 36, 36, 0, "interleaved", torch.float16),
+        (2048, 58, 58, 0, "half", torch.float32),
+        (2048, 60, 60, 0, "half", torch.float32),  # halves of 120 bytes
     ],
 )
-def test_many_heads_a_thread(head_dim: int, rotary_dim: int, start: int, pairing: str, impl: str) -> None:
+def test_many_heads_a_thread(
+    tokens: int, head_dim: int, rotary_dim: int, start: int, pairing: str, dtype: torch.dtype, impl: str
+) -> None:
     """A call large enough that a thread has several heads gives what calls on a few of its tokens give, which the test
     matrix holds against float64; heads that no power of two divides."""
-    q, k = (torch.randn(2, 4096, heads, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (35, 11))
+    q, k = (torch.randn(2, tokens, heads, head_dim, device="cuda", dtype=dtype) for heads in (35, 11))
     table = make_table("inv_freq", rotary_dim // 2, 1, torch.float32)["inv_freq"].cuda()
-    angles = torch.arange(4096, device="cuda").double()[:, None] * table.double()
+    angles = torch.arange(tokens, device="cuda").double()[:, None] * table.double()
     kwargs = {"cos": angles.cos().float(), "sin": angles.sin().float(), "pairing": pairing, "impl": impl}
     kwargs |= {"rotary_dim": rotary_dim, "rotary_start": start}
     ys = fusewise.rope(q, k, **kwargs)
     in_place, _ = copy_of((q, k))
     fusewise.rope_(*in_place, **kwargs)
-    for first in range(0, 4096, 512):
+    for first in range(0, tokens, 512):
         few = slice(first, first + 5)
         for y, z, want in zip(ys, in_place, fusewise.rope(q[:, few], k[:, few], offset=first, **kwargs), strict=True):
             assert_bits(y[:, few].contiguous(), want.contiguous())

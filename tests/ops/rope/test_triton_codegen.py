@@ -124,6 +124,7 @@ def problem(
 WIDTHS = (64, 80, 96, 112, 128, 192, 256)
 PROBLEMS: dict[str, Any] = {
     **{f"{d}-{name}": lambda d=d, t=t: problem(d, t) for d in WIDTHS for name, t in (("bf16", torch.bfloat16), ("fp32", torch.float32))},
+    "60-fp32": lambda: problem(60, torch.float32, heads=(60, 60)),
     "128-fp16": lambda: problem(128, torch.float16),
     "128-bf16-table-bf16": lambda: problem(128, torch.bfloat16, table_dtype=torch.bfloat16),
     "80-leading-32": lambda: problem(80, torch.bfloat16, rotary_dim=32),

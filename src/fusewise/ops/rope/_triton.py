@@ -83,11 +83,22 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     table = "cos_sin" if spec.table == "fused" else spec.table
     partial = any(2 * problem.pairs < operand.head_dim for operand in operands)
     aligned = spec.pairing == "half" or (spec.pairing == "interleaved" and q.start % 2 == k.start % 2 == 0)
-    flat = partial and aligned and table == "cos_sin" and spec.sections is None and not in_place
-
     all_tokens = problem.batch * problem.tokens
     itemsize = q.x.element_size()
     block_p = triton.next_power_of_2(problem.pairs)
+    # Triton knows of a stride whether 16 divides it; heads of 72 features need to know of 8. So strides come in units.
+    unit = math.gcd(16, *(stride for operand in operands for stride in operand.x_strides + operand.y_strides))
+    table_unit = math.gcd(16, *problem.table_strides[:2])
+    vector = math.gcd(16 // itemsize, unit, *(operand.head_dim for operand in operands))
+    pair_vector = math.gcd(vector, problem.pairs * (1 if spec.pairing == "half" else 2), q.start, k.start)
+    # Whole heads only where that was measured to be the faster: not of 2-byte elements, nor of halves that are less aligned.
+    narrow = spec.pairing == "half" and (pair_vector, itemsize) == (2, 4)
+    flat = (partial or narrow) and aligned and table == "cos_sin" and spec.sections is None and not in_place
+    dense = flat and narrow and all(o.heads <= 1 or o.x_strides[2] == o.y_strides[2] == o.head_dim for o in operands)
+    if dense:  # the features of all heads are one row, whose places are aligned as tokens are
+        unit = math.gcd(16, *(stride for o in operands for stride in o.x_strides[:2] + o.y_strides[:2]))
+        vector = math.gcd(16 // itemsize, unit)
+
     widths = tuple(operand.heads * (operand.head_dim if flat else 1) for operand in operands)
     if flat:
         tiles = choose_flat_tiles(all_tokens, widths, itemsize, processors)
@@ -96,10 +107,6 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     group = max(tile.block_t for tile in tiles)
     group_tiles = sum(group // t.block_t * triton.cdiv(w, t.block_h) for t, w in zip(tiles, widths, strict=True))
 
-    # Triton knows of a stride whether 16 divides it; heads of 72 features need to know of 8. So strides come in units.
-    unit = math.gcd(16, *(stride for operand in operands for stride in operand.x_strides + operand.y_strides))
-    table_unit = math.gcd(16, *problem.table_strides[:2])
-    vector = math.gcd(16 // itemsize, unit, *(operand.head_dim for operand in operands))
     batches = max(problem.batch, 1)
     magic, shift = _division(batches)
     bytes_per_token = 2 * itemsize * sum(operand.heads * operand.head_dim for operand in operands)
@@ -122,7 +129,7 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         table_rows=problem.rows, scale=spec.scale, tokens=max(problem.tokens, 1), batches=batches,
         magic=magic, shift=shift, stripe=stripe, stripe_magic=stripe_magic, stripe_shift=stripe_shift,
         sequences=sequences, search_steps=sequences.bit_length(),
-        FLAT=flat, Q_HEADS=q.heads, K_HEADS=k.heads if len(operands) == 2 else 0,
+        FLAT=flat, DENSE=dense, Q_HEADS=q.heads, K_HEADS=k.heads if len(operands) == 2 else 0,
         Q_BLOCK_T=tiles[0].block_t, Q_BLOCK_H=tiles[0].block_h,
         K_BLOCK_T=tiles[-1].block_t, K_BLOCK_H=tiles[-1].block_h,
         HEAD_DIM=q.head_dim, START=q.start, K_HEAD_DIM=k.head_dim, K_START=k.start,
@@ -134,8 +141,7 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         SECTION_T=sections[0], SECTION_H=sections[1], SECTION_W=sections[2],
         SECTIONS_INTERLEAVED=spec.sections_interleaved, CP_RANK=spec.cp_rank, CP_SIZE=spec.cp_size,
         IN_PLACE=in_place, X_UNIT=unit, TABLE_UNIT=table_unit,
-        VECTOR=vector,
-        PAIR_VECTOR=math.gcd(vector, problem.pairs * (1 if spec.pairing == "half" else 2), q.start, k.start),
+        VECTOR=vector, PAIR_VECTOR=pair_vector,
         INDEX=tl.int64 if _reach(problem) > 2**31 - 1 else tl.int32,
     )  # fmt: skip
 

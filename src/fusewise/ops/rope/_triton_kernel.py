@@ -52,6 +52,7 @@ class Form(NamedTuple):
     VECTOR: Any  # this many features are contiguous and aligned,
     PAIR_VECTOR: Any  # and so are the partners and table entries of this many
     INDEX: Any
+    DENSE: Any  # heads follow one another without a gap (looked at by the flat form alone)
 
 
 @triton.jit
@@ -181,10 +182,11 @@ def _rotate_flat_tile(
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
     FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """An out-of-place rotation of a part of the head, over the features of all heads in a row: no thread idles and lines
-    are written whole. A half pairing reads the other element of a pair, f ± P, from the first-level cache. BLOCK_H counts
-    features here.
+    """An out-of-place rotation over the features of all heads in a row, for heads of which a part rotates and some odd widths:
+    no thread idles and lines are written whole. A half pairing reads the other element of a pair,
+    f ± P, from the first-level cache. BLOCK_H counts features here.
     """
+    ALL: tl.constexpr = 2 * FORM.PAIRS == HEAD_DIM
     FEATURES: tl.constexpr = HEADS * HEAD_DIM
     blocks: tl.constexpr = (FEATURES + BLOCK_H - 1) // BLOCK_H
     offs_n = first_token + (tile // blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -199,8 +201,12 @@ def _rotate_flat_tile(
     in_head = feature - head * HEAD_DIM
     x_base = ((batch.to(FORM.INDEX) * x.stride_b + token.to(FORM.INDEX) * x.stride_t) * FORM.UNIT)[:, None]
     y_base = ((batch.to(FORM.INDEX) * y.stride_b + token.to(FORM.INDEX) * y.stride_t) * FORM.UNIT)[:, None]
-    x_offs = head.to(FORM.INDEX) * (x.stride_h * FORM.UNIT) + in_head
-    y_offs = head.to(FORM.INDEX) * (y.stride_h * FORM.UNIT) + in_head
+    if FORM.DENSE:
+        x_offs = feature.to(FORM.INDEX)
+        y_offs = x_offs
+    else:
+        x_offs = head.to(FORM.INDEX) * (x.stride_h * FORM.UNIT) + in_head
+        y_offs = head.to(FORM.INDEX) * (y.stride_h * FORM.UNIT) + in_head
     own = tl.load(x.ptr + x_base + tl.max_contiguous(tl.multiple_of(x_offs, FORM.VECTOR), FORM.VECTOR)[None, :], mask)
 
     if FORM.INTERLEAVED_IN:
@@ -208,15 +214,17 @@ def _rotate_flat_tile(
         half: tl.constexpr = BLOCK_H // 2
         pair = (((tile % blocks) * half + tl.arange(0, half)) % (HEAD_DIM // 2)) - START // 2
         entry = pair
-        rotated = (
-            (mask_n[:, None]) & tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), FORM.PAIR_VECTOR // 2)[None, :]
-        )
+        rotated = mask_n[:, None]
+        if not ALL:
+            rotated &= tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), FORM.PAIR_VECTOR // 2)[None, :]
         entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR // 2), FORM.PAIR_VECTOR // 2) * TABLE.STEP
     else:
         pair = in_head - START
         second = pair >= FORM.PAIRS
         entry = tl.where(second, pair - FORM.PAIRS, pair)
-        rotated = mask & tl.max_constancy((pair >= 0) & (pair < 2 * FORM.PAIRS), FORM.PAIR_VECTOR)[None, :]
+        rotated = mask
+        if not ALL:
+            rotated &= tl.max_constancy((pair >= 0) & (pair < 2 * FORM.PAIRS), FORM.PAIR_VECTOR)[None, :]
         entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR) * TABLE.STEP
         partner = tl.where(second, x_offs - FORM.PAIRS, x_offs + FORM.PAIRS)
         partner = tl.max_contiguous(tl.multiple_of(partner, FORM.PAIR_VECTOR), FORM.PAIR_VECTOR)
@@ -275,7 +283,7 @@ def rope_kernel(
     stride_q_out_b, stride_q_out_t, stride_q_out_h, stride_k_out_b, stride_k_out_t, stride_k_out_h,
     stride_table_b, stride_table_r, stride_pos_a, stride_pos_b, stride_pos_t,
     table_rows, scale, tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
-    FLAT: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK_T: tl.constexpr,
+    FLAT: tl.constexpr, DENSE: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK_T: tl.constexpr,
     Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     START: tl.constexpr, K_HEAD_DIM: tl.constexpr, K_START: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
@@ -300,7 +308,7 @@ def rope_kernel(
     )  # fmt: skip
     table = Table(cos_ptr, sin_ptr, stride_table_b, stride_table_r, table_rows, scale)
     form: tl.constexpr = Form(
-        PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, IN_PLACE, X_UNIT, VECTOR, PAIR_VECTOR, INDEX
+        PAIRS, BLOCK_P, INTERLEAVED_IN, INTERLEAVED_OUT, IN_PLACE, X_UNIT, VECTOR, PAIR_VECTOR, INDEX, DENSE
     )
     position_form: tl.constexpr = PositionForm(
         SOURCE, HAS_OFFSETS, SECTION_T, SECTION_H, SECTION_W, SECTIONS_INTERLEAVED, CP_RANK, CP_SIZE

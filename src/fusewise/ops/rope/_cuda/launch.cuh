@@ -19,13 +19,26 @@ constexpr int READ = 128;     // bytes that a thread reads at once where there i
 constexpr int most_threads(int np) { return np > 1 ? THREADS : 2 * THREADS; }
 
 // Heads of which a thread then has a chunk of NP pairs. Its first instructions, as many as those for 30 bytes, serve all.
-constexpr int heads_read(int np, int size) { return np * size >= 8 ? READ / (2 * np * size) : 1; }
+// `of_narrow`: where accesses are of less than 8 bytes.
+constexpr bool narrow(int64_t np, int64_t size) { return np * size < 8; }
+constexpr int heads_read(int64_t np, int64_t size, int of_narrow) { return narrow(np, size) ? of_narrow : int(READ / (2 * np * size)); }
+
+// The heads of a thread in a call of so many chunks, of which `enough` threads with one each would fill the device. Narrow
+// accesses are most of a thread's work, so that half as many heads are worth it, too.
+inline int64_t heads_for(int64_t np, int64_t size, int of_narrow, int64_t chunks, int64_t enough) {
+  const int64_t several = heads_read(np, size, of_narrow);
+  if (chunks >= several * enough) return several;
+  return narrow(np, size) && several > 1 && chunks >= several / 2 * enough ? several / 2 : 1;
+}
 
 // The kernel for a dtype, a pairing, chunks of `np` pairs, and one head or several a thread, out of a family of them:
-// Family<T, INTERLEAVED_IN, INTERLEAVED_OUT, NP, HEADS>::kernel.
+// Family<T, INTERLEAVED_IN, INTERLEAVED_OUT, NP, HEADS>::kernel, and ::OF_NARROW, the heads of a thread where accesses are narrow.
 template <template <class, bool, bool, int, int> class Family, class T, bool IN, bool OUT, int NP>
 auto with_heads(int64_t heads) {
-  return heads > 1 ? Family<T, IN, OUT, NP, heads_read(NP, sizeof(T))>::kernel : Family<T, IN, OUT, NP, 1>::kernel;
+  constexpr int SEVERAL = heads_read(NP, sizeof(T), Family<T, IN, OUT, NP, 1>::OF_NARROW);
+  if constexpr (narrow(NP, sizeof(T)) && SEVERAL > 1)
+    if (heads == SEVERAL / 2) return Family<T, IN, OUT, NP, SEVERAL / 2>::kernel;
+  return heads > 1 ? Family<T, IN, OUT, NP, SEVERAL>::kernel : Family<T, IN, OUT, NP, 1>::kernel;
 }
 
 template <template <class, bool, bool, int, int> class Family, class T, bool IN, bool OUT>

@@ -113,8 +113,11 @@ __global__ void __launch_bounds__(most_threads(NP), (HEADS > 1 ? 768 : 1024) / m
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
+constexpr int NARROW_HEADS = 8;  // of a thread, where accesses are narrow
+
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 struct Rotate {
+  static constexpr int OF_NARROW = NARROW_HEADS;
   static constexpr auto kernel = rope_kernel<T, IN, OUT, NP, HEADS>;
 };
 
@@ -169,8 +172,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   if (all == 0) return cudaSuccess;
   const Device device = current_device();
   const int64_t enough = int64_t(device.processors) * 2048;
-  const int64_t several = heads_read(static_cast<int>(np), static_cast<int>(size));
-  const int64_t unrolled = all >= several * enough ? several : 1;
+  const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
   p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (2 * enough * unrolled), 1, 8) : 1);
   const int64_t room = std::max<int64_t>(1, THREADS / chunks);
