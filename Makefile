@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Test processes: as many as there are cores, to 12, since each has memory of its own on a GPU.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
 
-.PHONY: study test check format clean
+.PHONY: study test test-gpu check format clean
 
 study: $(VENV)/ready
 	$(RUN) -m fusewise study rope --preset rope-quick
@@ -14,6 +14,10 @@ study: $(VENV)/ready
 test: $(VENV)/ready
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(WORKERS) -m interpreter
 	$(RUN) -m pytest -q -n $(WORKERS) --dist loadfile -m "not interpreter"
+
+# What `make test` has for a GPU, alone. Kernels take most of the time to compile, so their tests are handed out one by one.
+test-gpu: $(VENV)/ready
+	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal -m gpu
 
 check: $(VENV)/ready
 	$(RUN) -m ruff check .
