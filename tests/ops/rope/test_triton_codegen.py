@@ -168,6 +168,19 @@ def test_a_table_is_read_by_16_bytes(head_dim: int, dtype: torch.dtype) -> None:
     assert code.shared == 0
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        problem(58, torch.float32, heads=(58, 58)),
+        problem(96, torch.bfloat16, rotary_dim=24, heads=(64, 64), in_place=True),
+    ],
+    ids=["halves of 116 bytes", "halves of 24 bytes in place"],
+)
+def test_halves_that_are_aligned_unlike_each_other_have_one_layout(case: Problem) -> None:
+    """That of the one that is aligned less, so that neighbouring threads have neighbouring elements of both."""
+    assert compile_problem(case).shared == 0
+
+
 @pytest.mark.parametrize("table", ["inv_freq", "angles"])
 def test_angles_cost_no_spills(table: str) -> None:
     """Reduced in float64, next to the same loads and stores."""

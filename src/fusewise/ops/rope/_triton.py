@@ -98,6 +98,9 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     if dense:  # the features of all heads are one row, whose places are aligned as tokens are
         unit = math.gcd(16, *(stride for o in operands for stride in o.x_strides[:2] + o.y_strides[:2]))
         vector = math.gcd(16 // itemsize, unit)
+    elif not flat and pair_vector < vector:
+        # No wider than both halves allow: a layout for the better aligned of them leaves gaps between the threads of the other.
+        unit = math.gcd(unit, pair_vector)
 
     widths = tuple(operand.heads * (operand.head_dim if flat else 1) for operand in operands)
     if flat:
