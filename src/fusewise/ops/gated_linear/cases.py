@@ -4,8 +4,8 @@
     inputs = c.make_inputs("cuda", "bf16", seed=0)     gated_linear(*inputs.operands, **inputs.kwargs)
 
 Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
-`geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-quick` (minutes on a
-laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT behind a down projection.
+`geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-shapes` (one shape, and the
+same with a size that no tile divides or no 16 bytes align), `geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT behind a down projection.
 """
 
 from __future__ import annotations
@@ -215,6 +215,20 @@ def _memory(rows: int, features: int) -> GatedCase:
     )
 
 
+def _shapes() -> list[GatedCase]:
+    def shape(name: str, rows: int = 8192, features: int = 2048, hidden: int = 8192, **rest: Any) -> GatedCase:
+        return GatedCase(name=f"shapes-{name}", rows=rows, features=features, hidden=hidden, **rest)
+
+    return [
+        shape("aligned", dtypes=("bf16", "fp32")),
+        shape("rows-8191", rows=8191),
+        shape("features-2052", features=2052),  # rows of x and weight aligned to 8 bytes
+        shape("features-2049", features=2049),  # and to 2
+        shape("hidden-8191", hidden=8191),  # rows of y aligned to 2 bytes
+        shape("hidden-8200", hidden=8200),  # aligned, and no tile divides it
+    ]
+
+
 def _quick() -> list[GatedCase]:
     def quick(name: str, rows: int, features: int, hidden: int, **rest: Any) -> GatedCase:
         return GatedCase(name=f"quick-{name}", rows=rows, features=features, hidden=hidden, **rest)
@@ -233,6 +247,7 @@ PRESETS: dict[str, list[GatedCase]] = {
         _memory(n, d) for d in (1024, 2048, 4096, 8192) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     ],
     "geglu-models": _models(),
+    "geglu-shapes": _shapes(),
     "geglu-quick": _quick(),
 }
 
