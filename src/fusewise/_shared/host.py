@@ -51,7 +51,9 @@ def _standard_library() -> list[str]:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return []
-    return re.findall(r"(/\S*/libstdc\+\+\.so\S*)$", maps, re.MULTILINE)[:1]
+    # address, permissions, offset, device, inode, then the path, which may have spaces
+    paths = re.findall(r"^(?:\S+ +){5}(/.*/libstdc\+\+\.so[^/\n]*)$", maps, re.MULTILINE)
+    return [path for path in paths if Path(path).exists()][:1]
 
 
 def not_loaded(*_: Any) -> None:
