@@ -56,6 +56,14 @@ def logarithm(x):
     return torch.log(x)
 
 
+def quantized(x):
+    return x.to(torch.float8_e4m3fn), x * 2
+
+
+def partly_detached(x):
+    return x * x, x.detach() + 1
+
+
 def spectrum(x):
     return torch.fft.fft(x)
 
