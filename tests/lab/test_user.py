@@ -71,6 +71,11 @@ def test_a_wrong_gradient_of_a_parameter_is_found():
     assert "more than twice" in truth.check(p, Run(call, run.enter, run.leave)).reason
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_right():
+    p = problem("Normalized", "fp32[16,8]", pass_="bwd")  # that of the bias, which the normalization takes out again
+    assert truth.check(p, eager(p)).reason == ""
+
+
 def test_modules_have_the_same_parameters_in_every_process():
     first, again, other = (problem("Net", "fp32[3,6]", seed=s) for s in (0, 0, 1))
     assert torch.equal(first.parameters[0], again.parameters[0])

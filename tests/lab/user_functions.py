@@ -98,4 +98,14 @@ class Net(nn.Module):
         return nn.functional.gelu(self.linear(x))
 
 
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
 not_a_function = 7
