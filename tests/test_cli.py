@@ -68,6 +68,11 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--rounds", "9:4"), "rounds must be MIN:MAX with 3 <= MIN <= MAX, got 9:4"),
         (("study", "rope", "--providers", "nosuch"), "providers must be among"),
         (("study", "rope", "--time-limit", "-1"), "--time-limit"),
+        (("study", "rope", "--time-limit", "nan"), "time_limit must be a finite number of seconds, got nan"),
+        (("study", "rope", "--timeout", "inf"), "timeout must be a finite number of seconds, got inf"),
+        (("study", "rope", "--memory-limit", "inf"), "memory_limit must be a finite number of GiB, got inf"),
+        (("study", "rope", "--seed", str(2**64)), "seed must fit into 64 bits"),
+        (("study", "rope", "--providers", ","), "providers must be one name at least, got none"),
         (("study", "rop"), "got 'rop'; try 'rope'"),
         (("study", "rope", "--providers", "egaer"), "got 'egaer'; try 'eager'"),
         (("study", "rope", "--preset", "rope-kube"), "got 'rope-kube'; try 'rope-cube'"),
@@ -87,6 +92,16 @@ def test_an_unwritable_directory_exits_1(tmp_path):
     result = invoke("study", "rope", "--case", "cube-4", "--out", str(file / "below"), "--device", "cpu")
     assert result.exit_code == 1
     assert "run directory must be writable" in result.output
+
+
+def test_rows_that_cannot_be_added_are_told_before_anything_is_measured(tmp_path):
+    file, out = tmp_path / "file", tmp_path / "run"
+    file.write_text("")
+    rows = ("--append-rows", str(file / "rows.jsonl"))
+    result = invoke("study", "rope", "--case", "cube-4", "--out", str(out), "--device", "cpu", *rows)
+    assert result.exit_code == 1
+    assert "--append-rows must be a file to write to" in result.output
+    assert not out.exists()
 
 
 def test_a_whole_small_study(tmp_path):

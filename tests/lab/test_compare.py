@@ -157,6 +157,8 @@ def test_what_cannot_be_compared_exits_2_with_words(tmp_path):
         ((a, str(tmp_path / "nowhere")), "nowhere"),
         ((a, str(garbage)), "must be a row"),
         ((a, other), "no row in common"),
+        ((other, other, "--relative"), "must share rows, with floors in both"),
+        ((a, a, "--tolerance", "nan"), "nan is not in the range"),
     ):
         result = CliRunner().invoke(cli, ["compare", *arguments])
         assert result.exit_code == 2, result.output

@@ -1,3 +1,6 @@
+import enum
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -5,6 +8,10 @@ from hypothesis import strategies as st
 
 from fusewise.lab.targets import inputs
 from fusewise.lab.targets.inputs import TensorSpec, bound, parse, spec_of, written
+
+
+class Color(enum.IntEnum):
+    RED = 1
 
 
 @pytest.mark.parametrize(
@@ -113,6 +120,24 @@ def test_arguments_become_specs_of_their_kind_and_range():
     for odd in (torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
         with pytest.raises(TypeError, match="tensors must have values and strides"):
             spec_of(odd)
+
+
+@pytest.mark.parametrize("value", [np.float64(1e-6), Color.RED, np.str_("a")])
+def test_numbers_of_an_enum_or_of_numpy_become_plain(value):
+    assert parse(written("x", spec_of(value)))[1] == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([0.0, torch.finfo(torch.bfloat16).max], dtype=torch.bfloat16),
+        torch.tensor([0.0, torch.finfo(torch.float64).max], dtype=torch.float64),
+        torch.tensor([torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max]),
+    ],
+)
+def test_values_at_the_ends_of_a_dtype_stay_within_it(value):
+    _, spec = parse(written("x", spec_of(value)))
+    assert spec.make(torch.device("cpu"), "x").isfinite().all()
 
 
 def test_inputs_are_bound_to_parameters():

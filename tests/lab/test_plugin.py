@@ -42,6 +42,16 @@ def test_default_selection_leaves_out_the_opt_in_ones():
     ]
 
 
+def test_a_provider_is_measured_once_however_often_it_is_named():
+    assert [e.name for e in plugin.select(["eager", "floor-copy", "eager"], "rope", "cpu")] == ["eager", "floor-copy"]
+
+
+@pytest.mark.parametrize(("names", "words"), [([], "one name at least"), ("eager", r"a list .*write \['eager'\]")])
+def test_no_provider_and_no_list_are_refused(names, words):
+    with pytest.raises(ValueError, match=f"^study: providers must be {words}"):
+        plugin.select(names, "rope", "cpu")
+
+
 def test_a_provider_may_be_named_by_its_place():
     (entry,) = plugin.select(["lab_fakes:Right"], "rope", "cpu")
     assert isinstance(entry.provider, Right)

@@ -210,6 +210,14 @@ def test_rows_are_read_from_records_and_from_published_files(tmp_path):
         published.write_text(f"{text}\n")
         with pytest.raises(ValueError, match=r"^record: line 1 of .* must be a row, got .*; "):
             record.read_rows(published)
+    published.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"^record: .*cpu.jsonl must be a file of rows, got .*; "):
+        record.read_rows(published)
+
+
+def test_a_folder_without_a_record_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"^record: .* must be a run directory, got one without record.json; "):
+        record.read(tmp_path)
 
 
 def test_numbers_that_json_has_not_are_refused(tmp_path):

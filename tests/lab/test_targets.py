@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fusewise.lab import targets, truth
+from fusewise.lab import plan, targets, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.targets import geglu
@@ -25,6 +25,12 @@ def test_targets_are_found_by_name_and_by_a_preset():
     with pytest.raises(ValueError, match=r"target must be one of rope, geglu, gelu.*, got 'tango'"):
         targets.find("tango")
     assert targets.resolve("cache-serving")[0].name == "rope_and_cache"
+
+
+def test_what_is_named_twice_is_measured_once(tmp_path):
+    request = plan.Request(target="rope", cases=["cube-8", "cube-4", "cube-8"], dtypes=["fp32", "fp32"], device="cpu")
+    tasks = plan.options(request, tmp_path).tasks
+    assert [(t.case, t.pass_) for t in tasks] == [(c, p) for c in ("cube-8", "cube-4") for p in ("fwd", "bwd")]
 
 
 @pytest.mark.parametrize("name", list(targets.BUILT_IN))

@@ -105,6 +105,18 @@ def test_errors_are_relative_and_never_hidden():
     assert truth.errors([torch.tensor([0.0, 0.5])], [zero]).max == 0.5
 
 
+def test_what_float64_leaves_of_zero_is_no_measure():
+    large, nothing = torch.tensor([2.0, -1.0]), torch.tensor([3e-17, -2e-17])
+    truths = [large.double(), nothing.double()]
+    found = truth.errors([large, torch.tensor([2e-8, 0.0])], truths)
+    assert 0 < found.rms < found.max < 1.1e-8
+    assert truth.errors([large, torch.tensor([0.5, 0.0])], truths).max == pytest.approx(0.25)
+    small = torch.tensor([2e-9, 1e-9])  # little, but not nothing
+    assert truth.errors([large, small * 2], [large.double(), small.double()]).max == pytest.approx(1.0)
+    counts = torch.tensor([1, 0])
+    assert truth.errors([large * 1e15, counts * 2], [large.double() * 1e15, counts]).max > 0.9
+
+
 def test_what_is_known_of_a_providers_arithmetic_is_told_with_its_error():
     p = targets.problem_for(Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0))
     wrong = truth.check(p, Run(lambda x: x * 0.9, arithmetic="it multiplies by 0.9"))

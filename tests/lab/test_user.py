@@ -17,8 +17,10 @@ from fusewise.lab.api import Result, place, study, written
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.process import WORKER
+from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.targets import user
 from fusewise.lab.targets.user import User, UserProblem, load
+from fusewise.lab.worker import Server
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
 
@@ -69,6 +71,11 @@ def test_a_wrong_gradient_of_a_parameter_is_found():
     assert "more than twice" in truth.check(p, Run(call, run.enter, run.leave)).reason
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_right():
+    p = problem("Normalized", "fp32[16,8]", pass_="bwd")  # that of the bias, which the normalization takes out again
+    assert truth.check(p, eager(p)).reason == ""
+
+
 def test_modules_have_the_same_parameters_in_every_process():
     first, again, other = (problem("Net", "fp32[3,6]", seed=s) for s in (0, 0, 1))
     assert torch.equal(first.parameters[0], again.parameters[0])
@@ -86,6 +93,23 @@ def test_bytes_and_flops():
     p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
     assert p.flops_min() == 3 * 2 * 3 * 6 * 4
     assert p.shape() == "x=fp32[3,6] parameters[28]"
+
+
+@pytest.mark.parametrize("name", ["twice", "partly_detached"])
+def test_a_worker_that_goes_on_with_another_pass_has_its_bytes_and_gradients(name):
+    first, alone = (problem(name, "x=fp32[8,16]", pass_=pass_) for pass_ in ("fwd", "bwd"))
+    server = Server(Eager(), "cpu", 0)
+    assert server.prepare(first.task)["bytes_min"] == first.bytes_min()
+    kept = server.problem
+    reply = server.prepare(alone.task)
+    assert server.problem is kept
+    assert (reply["status"], reply["bytes_min"]) == ("ok", alone.bytes_min())
+
+
+def test_a_function_may_give_eight_bits():
+    for pass_ in ("fwd", "bwd"):
+        p = problem("quantized", "x=fp32[8,16]", pass_=pass_)
+        assert truth.check(p, eager(p)).reason == ""
 
 
 def test_a_case_counts_its_inputs_before_the_function_ran():
@@ -235,6 +259,13 @@ def test_bad_targets_are_refused(target, inputs, words, tmp_path):
         plan.options(plan.Request(target=target, inputs=inputs, device="cpu"), tmp_path)
 
 
+@pytest.mark.parametrize("fields", [{"preset": "rope-quick"}, {"cases": ["cube-8"]}])
+def test_a_function_has_no_presets_and_cases(fields, tmp_path):
+    request = plan.Request(target=f"{FILE}:doubled", inputs=["fp32[4]"], device="cpu", **fields)
+    with pytest.raises(ValueError, match=r"a function must be given without --(preset|case), got"):
+        plan.options(request, tmp_path)
+
+
 def test_a_module_is_searched_for_where_the_study_was_started(tmp_path):
     (tmp_path / "my_own_module_of_functions.py").write_text("def f(x):\n    return x + 1\n")
     with pytest.raises(ModuleNotFoundError):
@@ -300,6 +331,11 @@ def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
 def test_importable_functions_are_named_by_their_module():
     assert place(math.gamma, Path("unused")) == "math:gamma"
     assert place(torch.add, Path("unused")) == "torch:add"
+
+
+def test_what_is_no_function_is_told():
+    with pytest.raises(TypeError, match=r"^study: function must be one that can be called, got 'rms'; "):
+        study("rms", torch.ones(1))
 
 
 def test_a_study_does_not_start_inside_a_study(monkeypatch):

@@ -56,6 +56,14 @@ def logarithm(x):
     return torch.log(x)
 
 
+def quantized(x):
+    return x.to(torch.float8_e4m3fn), x * 2
+
+
+def partly_detached(x):
+    return x * x, x.detach() + 1
+
+
 def spectrum(x):
     return torch.fft.fft(x)
 
@@ -88,6 +96,16 @@ class Net(nn.Module):
 
     def forward(self, x):
         return nn.functional.gelu(self.linear(x))
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
 
 
 not_a_function = 7

@@ -94,6 +94,8 @@ def compare(before: Path, after: Path, tolerance: float | None, relative: bool, 
     from fusewise.lab import commands
     from fusewise.lab import compare as comparing
 
+    if tolerance is not None and tolerance != tolerance:  # which click takes for a number in the range
+        raise click.BadParameter("nan is not in the range 0<=x<=1", param_hint="--tolerance")
     try:
         sides = comparing.read(before), comparing.read(after)
     except (ValueError, OSError) as error:
@@ -105,7 +107,10 @@ def compare(before: Path, after: Path, tolerance: float | None, relative: bool, 
     if as_json:
         click.echo(json.dumps({**found.to_json(), "exit_code": code}))
     elif not found.changes:
-        raise click.UsageError(f"compare: the runs must share rows, got no row in common of {before} and {after}")
+        where = ", with floors in both (add floor-copy to the providers)" if relative else ""
+        raise click.UsageError(
+            f"compare: the runs must share rows{where}, got no row in common of {before} and {after}; compare others"
+        )
     else:
         commands.show_comparison(found)
     sys.exit(code)

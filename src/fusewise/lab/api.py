@@ -104,6 +104,8 @@ def study(
         raise RuntimeError(
             "study: must not be called while a study imports the file; put the call under `if __name__ == '__main__':`"
         )
+    if not callable(function):
+        raise TypeError(f"study: function must be one that can be called, got {function!r}; give the function itself")
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]

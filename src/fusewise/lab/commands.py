@@ -29,6 +29,7 @@ def run(
     OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
     rows measured so far are on disk and in the report.
     """
+    _check_appendable(append_rows)
     with folder.claimed(options.out), _interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(Console(stderr=True)) as live:
@@ -41,9 +42,19 @@ def run(
             finally:
                 report = render(study.record, options.out)
     if append_rows is not None:
-        append_rows.parent.mkdir(parents=True, exist_ok=True)
         record.append_rows(append_rows, study.record.rows)
     return study.record, report
+
+
+def _check_appendable(path: Path | None) -> None:
+    """folder.Refused where rows cannot be added to a file, which is better known now than after an hour."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
 
 
 @contextmanager
@@ -69,6 +80,7 @@ def run_shared(
     """This rank's part of a study, and in rank 0 the whole: gathered, written, rendered. The other ranks get None. Rank
     0 alone looks inside the providers."""
     if rank.number == 0:
+        _check_appendable(append_rows)
         folder.interrupted(options.out, resume and (options.out / "record.json").exists())
     mine = rank.share(options)
     try:
@@ -85,7 +97,6 @@ def run_shared(
         record.save(whole, options.out)
         report = render(whole, options.out)
     if append_rows is not None:
-        append_rows.parent.mkdir(parents=True, exist_ok=True)
         record.append_rows(append_rows, whole.rows)
     return whole, report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def options(request: Request, out: Path) -> Options:
         raise ValueError("study: give --preset or --case, got both; leave one out")
     preset = request.preset or preset or (None if request.cases else target.default_preset)
     where = device(request.device)
-    chosen = [target.case(name) for name in request.cases] or target.cases(preset or "")
+    chosen = [target.case(name) for name in dict.fromkeys(request.cases)] or target.cases(preset or "")
     for dtype in request.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
@@ -60,9 +61,10 @@ def options(request: Request, out: Path) -> Options:
     tasks = [
         Task(target.name, case.name, dtype, pass_, where, request.seed, target.detail(case))
         for case in chosen
-        for dtype in (request.dtypes or case.dtypes)
+        for dtype in (dict.fromkeys(request.dtypes) or case.dtypes)
         for pass_ in _passes(request.passes, case.passes)
     ]
+    _check_numbers(request)
     target.verify()
     if not tasks:
         raise ValueError(f"study: pass must be one that the cases have, got {request.passes!r}; try --pass fwd")
@@ -88,6 +90,21 @@ def options(request: Request, out: Path) -> Options:
         profiled=target.profiled.get(preset or "", ()),
         **extra,
     )
+
+
+def _check_numbers(request: Request) -> None:
+    """ValueError for what no clock, no record and no generator of random numbers takes: NaN and infinity, too."""
+    for name, value, unit in (
+        ("time_limit", request.time_limit, "seconds"),
+        ("timeout", request.timeout, "seconds"),
+        ("memory_limit", request.memory_limit, "GiB"),
+    ):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(
+                f"study: {name} must be a finite number of {unit}, got {value}; leave it out for the default"
+            )
+    if not -(2**63) <= request.seed < 2**64:
+        raise ValueError(f"study: seed must fit into 64 bits, got {request.seed}; choose a smaller one")
 
 
 def _passes(wanted: str | None, of_case: Sequence[Pass]) -> Sequence[Pass]:

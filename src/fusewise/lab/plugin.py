@@ -247,7 +247,11 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
     """
     if names is None:
         return [e for e in known() if e.provider is None or e.provider.chosen(op, device)]
+    if isinstance(names, str):
+        raise ValueError(f"study: providers must be a list of names, got the text {names!r}; write [{names!r}]")
     wanted = list(names)
+    if not wanted:
+        raise ValueError("study: providers must be one name at least, got none; leave it out for all that are here")
     entries = known(n for n in wanted if ":" in n)
     chosen = []
     for name in wanted:
@@ -257,5 +261,7 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
             fix = nearest(name, every, "`fusewise providers` lists them")
             raise ValueError(f"study: providers must be among {', '.join(every)}, got {name!r}; {fix}")
         fitting = (e for e in named if e.provider is None or not e.provider.ops or op in e.provider.ops)
-        chosen.append(next(fitting, named[0]))
+        one = next(fitting, named[0])
+        if one not in chosen:
+            chosen.append(one)
     return chosen

@@ -120,6 +120,10 @@ class Problem:
         """Name of the target."""
         return self.task.op
 
+    def take(self, task: Task) -> None:
+        """Go on with a task that differs in its pass at most; the tensors stay."""
+        self.task = task
+
     def program(self) -> Program:
         """The usual eager code as a function of tensors: what compilers compile and the yardstick for errors."""
         raise NotImplementedError

@@ -201,6 +201,8 @@ def save(record: Record, directory: Path) -> None:
 def read(path: Path) -> Record:
     """The record at `path`, a record.json or the directory of one."""
     file = path / "record.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ValueError(f"record: {path} must be a run directory, got one without record.json; name another")
     try:
         data = loads(file.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
@@ -215,7 +217,11 @@ def read_rows(path: Path) -> list[Row]:
     if path.suffix != ".jsonl":
         return read(path).rows
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"record: {path} must be a file of rows, got {error}; name another file") from None
+    for number, line in enumerate(lines, start=1):
         try:
             data = loads(line)
             check(data, "row")

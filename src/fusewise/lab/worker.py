@@ -126,7 +126,9 @@ class Server:
         with self.spent.part("inputs"):
             last = self.problem
             if last is not None and (last.task.key[:3], last.task.seed) == (task.key[:3], task.seed):
-                last.task = task
+                self.problem = None  # should it have no such pass
+                last.take(task)
+                self.problem = last
                 return last
             self.forget()
             self.problem = targets.problem_for(task)

@@ -47,6 +47,8 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
 _TENSOR = re.compile(r"(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
 _WORD = re.compile(r"\s*(?P<word>[a-z]+)\s*(?:\(\s*(?P<values>[^)]*)\))?")
 _NAME = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
+#: The largest HIGH of randint: the double next to 2^63.
+LARGEST_HIGH = math.nextafter(2.0**63, 0.0)
 _COUNTS = {"randn": (0, 2), "uniform": (2,), "randint": (2,), "full": (1,)}
 
 
@@ -207,8 +209,11 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     is negative; `fixed` if told so and they want no gradient. Integers: uniform in their range.
     """
     if not isinstance(value, Tensor):
-        if value is None or isinstance(value, bool | int | float | str):
+        if value is None or isinstance(value, bool):
             return value
+        for kind in (int, float, str):  # of what comes from an enum or from numpy, the plain value
+            if isinstance(value, kind):
+                return kind(value)
         raise TypeError(
             f"study: arguments must be tensors, numbers, texts, bools or None, got {type(value).__name__}; "
             "wrap the function in one that takes its tensors"
@@ -234,9 +239,10 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     if low == high:
         return replace(spec, fill="full", values=(low,))
     if not value.dtype.is_floating_point:
-        return replace(spec, fill="randint", values=(low, high + 1))
+        return replace(spec, fill="randint", values=(low, min(high + 1, LARGEST_HIGH)))
+    most = torch.finfo(value.dtype).max  # which three digits may be beyond
     mean, deviation, low, high = (
-        float(f"{v:.3g}") for v in (wide.mean().item(), wide.std(correction=0).item(), low, high)
+        max(-most, min(most, float(f"{v:.3g}"))) for v in (wide.mean().item(), wide.std(correction=0).item(), low, high)
     )
     if 0 <= low < high:
         return replace(spec, fill="uniform", values=(low, high))

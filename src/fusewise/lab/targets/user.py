@@ -68,6 +68,11 @@ class User(Target):
     def presets(self) -> Mapping[str, Sequence[Case]]:
         return {self.default_preset: [self.case()]}
 
+    def cases(self, preset: str) -> Sequence[Case]:
+        if preset != self.default_preset:
+            raise ValueError(f"study: a function must be given without --preset, got {preset!r}; leave it out")
+        return super().cases(preset)
+
     def case(self, name: str = "") -> Case:
         """The one case: dtype of the first floating input, backward if there is one to be had."""
         specs = [inputs.parse(text) for text in self.texts]
@@ -80,6 +85,8 @@ class User(Target):
             )
         passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in floating) else ("fwd",)
         text = " ".join(inputs.written(*spec) for spec in specs)
+        if name not in ("", text):
+            raise ValueError(f"study: a function must be given without --case, got {name!r}; say it with --input")
         return UserCase(text, (floating[0].dtype,), passes, sum(spec.bytes for spec in tensors))
 
     def detail(self, case: Case) -> Mapping[str, Any]:
@@ -223,6 +230,11 @@ class UserProblem(Problem):
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
         self._look()
 
+    def take(self, task: Task) -> None:
+        before, self.task = self.task, task
+        if task.pass_ != before.pass_:  # other gradients are wanted, and other bytes move
+            self._look()
+
     def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
         """The spec in the task's dtype, if it has that of the first floating input: `--dtype` changes those."""
         texts = map(inputs.parse, self.task.detail["inputs"])
@@ -263,7 +275,12 @@ class UserProblem(Problem):
         self.output_bytes = sum(map(extent, written.values()))
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
-            torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
+            torch.randn(
+                y.shape,
+                generator=generator,
+                device=y.device,
+                dtype=y.dtype if y.element_size() > 1 else torch.float32,  # nothing is drawn in eight bits
+            ).to(y.dtype)
             if y.is_floating_point() and (y.requires_grad or not gradient)
             else None
             for y in outputs
