@@ -106,7 +106,9 @@ def check(impl: str, rows: int, features: int, hidden: int, dtype: torch.dtype, 
     x, weight, b, dy = make(rows, features, hidden, dtype, scale)
     leaves = (x, weight, b if bias else None)
     found = outcome(lambda *a: gated_linear(*a, activation=activation, save=save, impl=impl), leaves, dy)
-    orders = [torch.arange(features), *(torch.randperm(features) for _ in range(3))]
+    # Of few results more orders: their worst error is otherwise a matter of luck.
+    generator, others = torch.Generator().manual_seed(5), min(max(3, 1024 // (rows * hidden)), 15)
+    orders = [torch.arange(features), *(torch.randperm(features, generator=generator) for _ in range(others))]
     usual = [summed_in_another_order(leaves, dy, activation, order.to(DEVICE)) for order in orders]
     wide = [None if leaf is None else leaf.double() for leaf in leaves]
     assert_right(found, usual, outcome(lambda *a: eager(*a, activation), wide, dy.double()), dtype)
