@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -80,16 +81,19 @@ def forwards(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients(family: str, dtype: torch.dtype) -> None:
-    """At most twice as far from float64 as the model's own code, plus a rounding; afterwards what it was, to the bit."""
+    """At most twice as far from float64 as the model's own code, plus a rounding; afterwards what it was, to the bit. Of a
+    few numbers the own error may be small by luck: then its median over all tensors counts, by the largest value."""
     model = build(family).to(dtype)
     truth, own = results(copy.deepcopy(model).double()), results(model)
     with patch(model) as handle:
         given = results(model)
     assert bool(handle.replaced) == (family != "GPT2")
     assert len(given) == len(own) == len(truth)
-    for right, theirs, ours in zip(truth, own, given, strict=True):
-        band = torch.finfo(dtype).eps * right.abs().max()
-        assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + band
+    scales = [right.abs().max() for right in truth]
+    errors = [(theirs - right).abs().max() for right, theirs in zip(truth, own, strict=True)]
+    usual = median(float(error / scale) for error, scale in zip(errors, scales, strict=True) if scale)
+    for right, ours, error, scale in zip(truth, given, errors, scales, strict=True):
+        assert (ours - right).abs().max() <= 2 * max(error, usual * scale) + torch.finfo(dtype).eps * scale
     assert all(map(torch.equal, own, results(model)))
 
 
