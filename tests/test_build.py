@@ -238,7 +238,7 @@ def run(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 BUILD = """
     from pathlib import Path
-    from fusewise._shared import build, host, kept
+    from fusewise._shared import build, kept
     print(build.library("answer", [Path({source!r})], build.cxx(), {flags!r}).answer())
 """
 
