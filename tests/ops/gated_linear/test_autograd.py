@@ -214,11 +214,13 @@ def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
         if spec.layout == "separate":
             tensors = (weight[:8], weight[8:], bias[:8], bias[8:])
         preact = torch.randn_like(_op.new_preact(x, 8, spec))
+        pair = torch.randn_like(dy), torch.randn_like(dy)
         calls += [
             (ops.gated_linear.default, (x, *tensors, text, "auto")),
             (ops.gated_linear_preact.default, (x, *tensors, text, "auto")),
             (ops.gated_linear_grad.default, (dy, preact, text, "auto", True)),
-            (ops.gated_linear_grad_.default, (dy, preact, text, "auto", False)),
+            (ops.gated_linear_preact_into.default, (x, *tensors, text, "auto", *pair)),
+            (ops.gated_linear_grad_.default, (dy, *pair, text, "auto", False)),
             (ops.gated_linear_recompute_grad.default, (dy, x, *tensors, text, "auto", True)),
             (ops.gated_linear_down_grad.default, (dz, w_down, preact, text, "auto", True)),
             (ops.gated_linear_down_grad_.default, (dz, w_down, preact, text, "auto", True)),

@@ -9,16 +9,18 @@ taken by the formula in `reference.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _op, reference
-from ._problem import Halves, Spec, pair, rows
+from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
-#: From this size on, the gradient of the pre-activations that a recomputing backward makes is made in two halves.
-SLICED_BYTES = 256 << 20
+#: From this size of both pre-activations on, a call takes more care of memory than of one product more: they are two
+#: tensors, each of which goes when it is not needed any more, and a recomputing backward makes them a half at a time.
+LARGE_BYTES = 256 << 20
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -42,6 +44,13 @@ def may_overwrite(saved: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(saved) is not Tensor:
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def large(x_MD: Tensor, hidden: int) -> bool:
+    """Whether a call with F = `hidden` is to take care of memory. Not in a traced graph, where the compiler does."""
+    if type(x_MD) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return 2 * x_MD.shape[0] * hidden * x_MD.element_size() >= LARGE_BYTES
 
 
 def wants_formula(dy: Tensor) -> bool:
@@ -112,17 +121,22 @@ class GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
         *weights, text, impl, save = rest
         x_MD = rows(x)
-        if save == "preact":
-            y, preact = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+        hidden = features_out(weights[0], weights[1])
+        kept: Sequence[Tensor] = ()
+        if save == "input":
+            y = _op.op_gated_linear(x_MD, *weights, text, impl)
+        elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:
+            kept = x_MD.new_empty((x_MD.shape[0], hidden)), x_MD.new_empty((x_MD.shape[0], hidden))
+            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *kept)
         else:
-            y, preact = _op.op_gated_linear(x_MD, *weights, text, impl), None
-        ctx.save_for_backward(x, *weights, preact)
+            y, *kept = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+        ctx.save_for_backward(x, *weights, *kept)
         ctx.rest = text, impl
         return shaped(y, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, preact = ctx.saved_tensors
+        x, weight, weight_gate, bias, bias_gate, *kept = ctx.saved_tensors
         text, impl = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):
@@ -132,17 +146,23 @@ class GatedLinear(torch.autograd.Function):
             dbiases = (None, None) if bias is None else joined(parts[2], parts[3], bias, spec)
             return dx, *dweights, *dbiases, None, None, None
         x_MD, dy_MF = rows(x), rows(dy)
+        tensors = weight, weight_gate, bias, bias_gate
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        if preact is None:
-            tensors = weight, weight_gate, bias, bias_gate
-            large = type(dy_MF) is Tensor and 2 * dy_MF.numel() * dy_MF.element_size() >= SLICED_BYTES
-            if large and not torch.compiler.is_compiling():
-                return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
+        overwrites = bool(kept) and may_overwrite(kept[0])
+        if not kept and large(x_MD, dy_MF.shape[1]):
+            return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
+        if len(kept) == 2:
+            parts = kept if overwrites else [part.clone() for part in kept]
+            dbias = _op.op_grad_(dy_MF, *parts, text, impl, wants_bias)
+            del kept
+            return *_products_apart(ctx, x, x_MD, weight, weight_gate, bias, parts, dbias, spec), None, None, None
+        if not kept:
             dpreact, dbias = _op.op_recompute_grad(dy_MF, x_MD, *tensors, text, impl, wants_bias)
-        elif may_overwrite(preact):
-            dpreact, dbias = preact, _op.op_grad_(dy_MF, preact, text, impl, wants_bias)
+        elif overwrites:
+            dpreact = kept[0]
+            dbias = _op.op_grad_(dy_MF, *split_preact(dpreact, spec), text, impl, wants_bias)
         else:
-            dpreact, dbias = _op.op_grad(dy_MF, preact, text, impl, wants_bias)
+            dpreact, dbias = _op.op_grad(dy_MF, kept[0], text, impl, wants_bias)
         return *backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec), None, None, None
 
 
@@ -177,6 +197,38 @@ def _backward_by_slices(
         del dpreact  # before the next is allocated
     dbiases = bias_gradient(dbias, bias, spec) if wants_bias else (None, None)
     return None if dx is None else dx.view(x.shape), dweights[0], dweights[1], *dbiases
+
+
+def _products_apart(
+    ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
+    parts: list[Tensor], dbias: Tensor, spec: Spec,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`backward_products` of du and dg in two tensors, which `parts` alone holds. du goes once the value's gradient is
+    there, before that of a weight with both halves is allocated: at most dx and half of dW are there beside both."""
+    wants = ctx.needs_input_grad
+    ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+    halves = Halves.of(spec, weight, weight_gate)
+    dx = None
+    dweights: list[Tensor | None] = [None, None]
+    with reference.exact(x_MD):
+        if wants[0]:
+            dx = torch.mm(parts[0], halves.value).addmm_(parts[1], halves.gate).view(x.shape)
+        if weight_gate is not None:
+            for i in range(2):
+                du_or_dg = parts.pop(0)
+                dweights[i] = torch.mm(du_or_dg.mT, x_MD) if wants[1 + i] else None
+                del du_or_dg
+        elif wants[1]:
+            of_value = torch.mm(parts.pop(0).mT, x_MD)
+            dweights[0] = dweight = _new_like(weight)
+            to = Halves.of(spec, dweight)
+            to.value.copy_(of_value)
+            del of_value
+            torch.mm(parts.pop().mT, x_MD, out=to.gate)
+    dbiases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if bias is not None and (wants[3] or wants[4]):
+        dbiases = bias_gradient(dbias, bias, spec)
+    return dx, *dweights, *dbiases
 
 
 def _new_like(t: Tensor) -> Tensor:

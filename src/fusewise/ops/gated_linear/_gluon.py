@@ -22,7 +22,7 @@ from . import _gluon_few as few
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import Halves, Spec, describable, split_preact
+from ._problem import Halves, Preact, Spec, describable, split_preact
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
@@ -279,7 +279,7 @@ def _direct() -> bool:
     return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="gluon"`; these four as in `reference.py`."""
     if preact is None and 0 < x.shape[0] <= FEW_ROWS:
         return _few_rows(x, halves, spec.activation, y)
@@ -321,7 +321,7 @@ def gate_arguments(
     }  # fmt: skip
 
 
-def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     rows, hidden = dy.shape
     if rows == 0:
         if dbias is not None:

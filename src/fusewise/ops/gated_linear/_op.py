@@ -4,7 +4,7 @@ Torch only. The operators take a validated call on x (M, D) and know nothing of 
 (`_autograd.py`), so that a call without gradients pays for one operator boundary:
 
     gated_linear                 y alone: nothing else is allocated
-    gated_linear_preact          y and both pre-activations
+    gated_linear_preact(_into)   y and both pre-activations (into two given matrices)
     gated_linear_grad(_)         dy and the pre-activations -> their gradient and the bias gradient (in place)
     gated_linear_recompute_grad  dy and x -> the same, from a product that is never stored
     gated_linear_down_grad(_)    the gradient of a down projection's output -> y, and the same
@@ -22,7 +22,7 @@ from torch import Tensor
 from .._choice import Choice
 from .._register import register
 from . import reference
-from ._problem import Halves, Spec, compute_dtype, new_preact, rows
+from ._problem import Halves, Preact, Spec, compute_dtype, new_preact, rows
 
 # The weights of a call:
 #   weight, bias            both halves in one tensor as `spec` says, or the value's where there is a weight_gate
@@ -84,8 +84,14 @@ def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     return y, preact
 
 
-def _hidden(preact: Tensor, spec: Spec) -> int:
-    return preact.shape[-1] // 2 if spec.fused else preact.shape[-1]
+def _gated_linear_preact_into(x: Tensor, *rest: Any) -> Tensor:
+    *tensors, text, impl, value, gate = rest
+    halves = Halves.of(Spec.decode(text), *tensors)
+    y = _new_y(x, halves)
+    with reference.exact(x):
+        module = _module(impl, y.shape[1], x, halves.value, halves.gate)
+        module.forward(x, halves, Spec.decode(text), y, (value, gate))
+    return y
 
 
 def _grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple[Tensor, Tensor]:
@@ -93,13 +99,13 @@ def _grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> tuple
     return dpreact, _grad_into(dy, preact, dpreact, text, impl, bias)
 
 
-def _grad_(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
-    return _grad_into(dy, preact, preact, text, impl, bias)
+def _grad_(dy: Tensor, value: Tensor, gate: Tensor, text: str, impl: str, bias: bool) -> Tensor:
+    return _grad_into(dy, (value, gate), (value, gate), text, impl, bias)
 
 
-def _grad_into(dy: Tensor, preact: Tensor, dpreact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
+def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str, bias: bool) -> Tensor:
     spec = Spec.decode(text)
-    dbias = new_dbias(dy, _hidden(preact, spec), bias)
+    dbias = new_dbias(dy, dy.shape[1], bias)
     # Elementwise: an implementation that is asked for serves it whatever it refuses to multiply.
     by_choice = impl == "auto"
     module = _module(impl, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
@@ -157,7 +163,7 @@ def _fake_grad(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> 
     return torch.empty_like(preact), new_dbias(dy, dy.shape[1], bias)
 
 
-def _fake_grad_(dy: Tensor, preact: Tensor, text: str, impl: str, bias: bool) -> Tensor:
+def _fake_grad_(dy: Tensor, value: Tensor, gate: Tensor, text: str, impl: str, bias: bool) -> Tensor:
     return new_dbias(dy, dy.shape[1], bias)
 
 
@@ -184,8 +190,15 @@ op_gated_linear = register(f"gated_linear(Tensor x, {_WEIGHTS}) -> Tensor", _gat
 op_gated_linear_preact = register(
     f"gated_linear_preact(Tensor x, {_WEIGHTS}) -> (Tensor, Tensor)", _gated_linear_preact, _fake_gated_linear_preact
 )
+op_gated_linear_preact_into = register(
+    f"gated_linear_preact_into(Tensor x, {_WEIGHTS}, Tensor(a!) value, Tensor(b!) gate) -> Tensor",
+    _gated_linear_preact_into,
+    _fake_gated_linear,
+)
 op_grad = register(f"gated_linear_grad(Tensor dy, Tensor preact, {_GRAD}) -> (Tensor, Tensor)", _grad, _fake_grad)
-op_grad_ = register(f"gated_linear_grad_(Tensor dy, Tensor(a!) preact, {_GRAD}) -> Tensor", _grad_, _fake_grad_)
+op_grad_ = register(
+    f"gated_linear_grad_(Tensor dy, Tensor(a!) value, Tensor(b!) gate, {_GRAD}) -> Tensor", _grad_, _fake_grad_
+)
 op_recompute_grad = register(
     f"gated_linear_recompute_grad(Tensor dy, Tensor x, {_WEIGHTS}, bool bias_grad) -> (Tensor, Tensor)",
     _recompute_grad,

@@ -11,8 +11,9 @@ u = x W_valueᵀ + b_value and g = x W_gateᵀ + b_gate.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"]
 Layout = Literal["stacked", "interleaved"]
 Save = Literal["preact", "input"]
+
+#: Both pre-activations, or their gradient: in one tensor as of `new_preact`, or u and g, each a matrix (M, F) of its own.
+Preact: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -88,6 +92,11 @@ def rows(x: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
+def features_out(weight: Tensor, weight_gate: Tensor | None) -> int:
+    """F of a call's weights."""
+    return math.prod(weight.shape[:-1]) // (2 if weight_gate is None else 1)
+
+
 def pair(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """The first and the second (F, D) matrix of a weight in one tensor, as views. Works on a gradient of it, too."""
     features = weight.shape[-1]
@@ -116,8 +125,10 @@ def new_preact(x: Tensor, hidden: int, spec: Spec) -> Tensor:
     return x.new_empty((rows, 2 * hidden) if spec.fused else (2, rows, hidden))
 
 
-def split_preact(preact: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """u and g, (M, F) each, as views of `preact`, or of a tensor shaped like it."""
+def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
+    """u and g, (M, F) each, as views of `preact`, or of a tensor shaped like it; themselves where they lie apart."""
+    if isinstance(preact, tuple):
+        return preact
     if not spec.fused:
         return preact[0], preact[1]
     half = preact.shape[-1] // 2

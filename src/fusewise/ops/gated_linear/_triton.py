@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._tuned import Key, Tuned
-from ._problem import Halves, Spec, describable, split_preact
+from ._problem import Halves, Preact, Spec, describable, split_preact
 from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
 SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
@@ -252,7 +252,7 @@ def _configure(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Config:
 
 
 def _linear(
-    x: Tensor, halves: Halves, spec: Spec, epilogue: str, *, y: Tensor | None = None, preact: Tensor | None = None,
+    x: Tensor, halves: Halves, spec: Spec, epilogue: str, *, y: Tensor | None = None, preact: Preact | None = None,
     dy: Tensor | None = None, dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
@@ -284,7 +284,7 @@ def _sums(like: Tensor, tiles: int, dbias: Tensor) -> Tensor:
     return torch.empty((tiles, *dbias.shape), dtype=dbias.dtype, device=like.device)
 
 
-def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="triton"`; these four as in `reference.py`."""
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
 
@@ -309,7 +309,7 @@ def gate_arguments(
     }  # fmt: skip
 
 
-def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     rows, hidden = dy.shape
     if rows == 0:
         return _nothing(dbias)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._autograd import SLICED_BYTES
+from ._autograd import LARGE_BYTES
 from ._chunks import scratch_bytes
 from ._problem import Activation
 
@@ -103,9 +103,14 @@ class GatedCase:
         forward = {"eager": 4 * h, "two-kernels": 3 * h}.get(form, h + chunk)
         if direction == "fwd":
             return forward
-        kept = h if recompute and 2 * h >= SLICED_BYTES else 2 * h
+        large = 2 * h >= LARGE_BYTES
+        kept = h if recompute and large else 2 * h
         backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
         last = h + kept + self.gradient_bytes(dtype)
+        if form in ("fused", "chunked") and large and self.rows >= self.features:
+            half = self.weight_elements * itemsize // 2
+            dx = self.rows * self.features * itemsize
+            last = max(3 * h + dx + half, 2 * h + dx + 3 * half)
         return max(forward if recompute else backward, backward, last)
 
     @property

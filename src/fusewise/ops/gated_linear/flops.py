@@ -53,6 +53,7 @@ def _down(dz: Shape, w_down: Shape, *_: Any, out_shape: Any = None) -> int:
 _FORMULAS = {
     _op.op_gated_linear: _forward,
     _op.op_gated_linear_preact: _forward,
+    _op.op_gated_linear_preact_into: _forward,
     _op.op_recompute_grad: _recompute,
     _op.op_down_grad: _down,
     _op.op_down_grad_: _down,

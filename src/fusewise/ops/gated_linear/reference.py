@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._problem import Halves, Spec, compute_dtype, split_preact
+from ._problem import Halves, Preact, Spec, compute_dtype, split_preact
 
 #: act(g), by name.
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -109,7 +109,7 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     u, g = preactivations(x, halves)
     y.copy_(u * ACTIVATE[spec.activation](g))
     if preact is not None:
@@ -117,7 +117,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | N
             to.copy_(part)
 
 
-def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     u, g = (part.to(compute_dtype(dy)) for part in split_preact(preact, spec))
     _write(dy, u, g, dpreact, spec, dbias)
 
@@ -148,7 +148,7 @@ def down_gradient(
     _write(dz.to(to) @ w_down.to(to), u, g, dpreact, spec, dbias)
 
 
-def _write(dy: Tensor, u: Tensor, g: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def _write(dy: Tensor, u: Tensor, g: Tensor, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     parts = gate_gradient(dy.to(u.dtype), u, g, spec.activation)
     for i, (to, part) in enumerate(zip(split_preact(dpreact, spec), parts, strict=True)):
         to.copy_(part)

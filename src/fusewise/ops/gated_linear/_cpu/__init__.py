@@ -21,7 +21,7 @@ from torch import Tensor
 from ...._shared import build, cpu
 from .. import _chunks as chunks
 from .. import _host
-from .._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
+from .._problem import ACTIVATIONS, Halves, Preact, Spec, new_preact, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.h
@@ -53,7 +53,7 @@ def path(x: Tensor, halves: Halves) -> str:
     return "" if reason is None else f"without the quick way on the host of gated_linear and geglu_linear: {reason}"
 
 
-def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Tensor | None) -> None:
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="cpu"`; these four as in `reference.py`."""
     rows, hidden = y.shape
     if preact is None and spec.fused and rows <= chunks.FEW_ROWS:  # one product: the weight is what it reads
@@ -80,7 +80,7 @@ def _forward_in_y(x: Tensor, halves: Halves, spec: Spec, y: Tensor) -> None:
         _run(y[chunk], gate, spec.activation, y=y[chunk])
 
 
-def gradient(dy: Tensor, preact: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None) -> None:
+def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     sums = _sums(dy, dbias)
     _gate(preact, spec, dy=dy, dpreact=dpreact, sums=sums)
     _add_up(sums, dbias)
@@ -117,16 +117,17 @@ def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + size))
 
 
-def _rows(preact: Tensor, chunk: slice, spec: Spec) -> Tensor:
+def _rows(preact: Preact, chunk: slice, spec: Spec) -> Preact:
+    if isinstance(preact, tuple):
+        return preact[0][chunk], preact[1][chunk]
     return preact[chunk] if spec.fused else preact[:, chunk]
 
 
-def _products(x: Tensor, halves: Halves, spec: Spec, preact: Tensor) -> None:
-    """Both pre-activations of some rows: one product where the halves are one matrix."""
-    if not spec.fused:
-        for weight, bias, to in (
-            (halves.value, halves.value_bias, preact[0]), (halves.gate, halves.gate_bias, preact[1]),
-        ):  # fmt: skip
+def _products(x: Tensor, halves: Halves, spec: Spec, preact: Preact) -> None:
+    """Both pre-activations of some rows: one product where the halves are one matrix, and they are to be one."""
+    if isinstance(preact, tuple) or not spec.fused:
+        u, g = split_preact(preact, spec)
+        for weight, bias, to in ((halves.value, halves.value_bias, u), (halves.gate, halves.gate_bias, g)):
             _product(x, weight, bias, to)
         return
     first, bias = (halves.gate, halves.gate_bias) if spec.gate_first else (halves.value, halves.value_bias)
@@ -166,7 +167,7 @@ def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor,
 
 
 def _gate(
-    preact: Tensor, spec: Spec, *, y: Tensor | None = None, dy: Tensor | None = None, dpreact: Tensor | None = None,
+    preact: Preact, spec: Spec, *, y: Tensor | None = None, dy: Tensor | None = None, dpreact: Preact | None = None,
     sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     u, g = split_preact(preact, spec)
