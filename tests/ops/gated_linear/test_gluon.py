@@ -84,7 +84,7 @@ def test_it_takes_what_tma_can_describe() -> None:
 
 
 def test_few_rows_share_the_weights_evenly_and_fit() -> None:
-    for rows in (1, 3, 16, 33, 64):
+    for rows in (1, 3, 16, 33, 64, 65, 128):
         assert rows <= _gluon_few.columns(rows) <= max(8, 2 * rows)
         for hidden in (8, 136, 4096, 11008, 14336, 28672):
             every = _gluon_few.configurations(rows, hidden, 132)
@@ -98,7 +98,7 @@ def test_few_rows_share_the_weights_evenly_and_fit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192)])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192), (128, 8192)])
 def test_few_rows_compile_for_hopper_without_spills(rows: int, hidden: int) -> None:
     x, weight, bias, y = empty(rows, 4096), empty(2 * hidden, 4096), empty(2 * hidden), empty(rows, hidden)
     halves = Halves.of(STACKED, weight, None, bias)

@@ -32,6 +32,11 @@ def columns(rows: int) -> int:
     return max(8, 1 << (rows - 1).bit_length())
 
 
+def widest(rows: int) -> int:
+    """Features of the widest tile: both halves' sums of a wider one would not fit into the registers of four warps."""
+    return 128 if columns(rows) <= 64 else 64
+
+
 def stages(rows: int, width: int, chunks: int) -> int:
     """Stages that shared memory has room for."""
     half = 64 if width <= 64 else 128
@@ -41,7 +46,8 @@ def stages(rows: int, width: int, chunks: int) -> int:
 def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
     """All that `fusewise tune` tries, the heuristic's choice first."""
     chosen = choose(rows, hidden, processors)
-    others = [Config(w, c, stages(rows, w, c)) for w in (chosen.width, 32, 56, 64, 112, 128) for c in (1, 2, 4)]
+    widths = [w for w in (chosen.width, 32, 56, 64, 112, 128) if w <= widest(rows)]
+    others = [Config(w, c, stages(rows, w, c)) for w in widths for c in (1, 2, 4)]
     return list(dict.fromkeys([chosen, *[c for c in others if c.stages >= 3]]))
 
 
@@ -54,8 +60,9 @@ def choose(rows: int, hidden: int, processors: int) -> Config:
         tiles = -(-hidden // width)
         return -(-tiles // processors) * width
 
-    least = min(map(busiest, range(8, 129, 8)))
-    width = max(w for w in range(8, 129, 8) if busiest(w) <= 1.02 * least)
+    widths = range(8, widest(rows) + 1, 8)
+    least = min(map(busiest, widths))
+    width = max(w for w in widths if busiest(w) <= 1.02 * least)
     chunks = 2 if stages(rows, width, 2) >= 3 else 1
     return Config(width, chunks, stages(rows, width, chunks))
 

@@ -2,7 +2,7 @@
 
     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
 
-Shape legend: M rows (1 to 64), D features in, F features out; N columns of a product, M rounded up to a power of two.
+Shape legend: M rows (1 to 128), D features in, F features out; N columns of a product, M rounded up to a power of two.
 
 A multiprocessor has one program, which owns tiles of WIDTH features, whatever width shares F evenly. One warp keeps the
 whole of the shared memory on its way: a ring of stages, each CHUNKS times 64 columns of the WIDTH rows of both weights, so
