@@ -231,6 +231,16 @@ def test_a_search_overrides_and_watches(source: Path) -> None:
     assert watch.keys == [KEY] and one.find(-1, KEY) == Tile(128)
 
 
+def test_its_state_changes_when_an_answer_may(source: Path) -> None:
+    one = tuned(source)
+    states = {one.state}
+    with one.using(Tile(64)):
+        states.add(one.state)
+    assert one.state in states and len(states) == 2
+    one.keep(-1, KEY, Tile(128), FOUND)
+    assert one.state not in states
+
+
 # The gated linear unit.
 
 triton = pytest.importorskip("triton")

@@ -98,6 +98,12 @@ class Tuned(Generic[Config]):
         self.problems: dict[int, str] = {}  # why the file of a device is not used
         self.override: Config | Watch | None = None  # while searching
         self._entries: dict[int, dict[Key, Config]] = {}
+        self._forgotten = 0
+
+    @property
+    def state(self) -> tuple[Config | Watch | None, int]:
+        """What the answers of `find` depend on beside the key: whoever keeps one keeps it by this."""
+        return self.override, self._forgotten
 
     def find(self, device: int, key: Key) -> Config | None:
         """The configuration found for this key; None where the heuristic is to choose. `device` as `Tensor.get_device`
@@ -138,6 +144,7 @@ class Tuned(Generic[Config]):
         """Read the files again at the next call."""
         self._entries.clear()
         self.problems.clear()
+        self._forgotten += 1
 
     def keep(self, device: int, key: Key, config: Config, found: Found) -> Path:
         """Write a result into the file of this device; it replaces an earlier one for the same key.

@@ -200,7 +200,7 @@ def _launch(
     matrices = (x, value, gate, y, *(outputs or (None, None)), *inputs)
     pointers = (*bias, sums)
     key = (
-        epilogue, activation, device, x.dtype, TUNED.override,
+        epilogue, activation, device, x.dtype, TUNED.state,
         *[None if t is None else (t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
@@ -254,7 +254,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     bias = (halves.value_bias, halves.gate_bias)
     matrices, pointers = (x, halves.value, halves.gate), (*bias, y)
     key = (
-        few.WAY, activation, device, x.dtype, TUNED.override, *[(t.shape, t.stride()) for t in matrices],
+        few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
 
