@@ -113,6 +113,17 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def folded(sentence: str, table: str) -> str:
+    """What a long table says in a sentence, and the table for those who want it."""
+    said = textwrap.fill(sentence.replace(" %", "\N{NO-BREAK SPACE}%"), 120, break_on_hyphens=False)
+    return f"{said}\n\n<details><summary>The table</summary>\n\n{table}\n\n</details>"
+
+
+def span(values: Iterable[float], form: str = ".0f") -> str:
+    every = sorted(values)
+    return f"{every[0]:{form}} to {every[-1]:{form}}"
+
+
 def shares(found: Groups, pass_: str) -> str:
     """Each provider's share of the rate of a copy, in the cases shown."""
     present = [p for p in GPU if any(p in group for key, group in found.items() if key[2] == pass_)]
@@ -215,7 +226,16 @@ def gated_decode(found: Groups) -> str:
     for case, dtype, group in sorted(shown, key=lambda item: DECODED.index(item[0])):
         cells = [percent(share(group, provider)) for provider in ("floor-matmul", *present)]
         rows.append([f"{case}, {dtype}", f"{time(group, 'floor-copy'):.1f}", *cells])
-    return markdown(["forward", "copy µs", "product", *(GATED[p] for p in present)], rows)
+    few = [group for case, _, group in shown if not case.endswith("-b128")]
+    many = [group for case, _, group in shown if case.endswith("-b128")]
+    slower = sum(min(ours(group)) > min(others(group)) for group in many)
+    sentence = (
+        f"Up to 64 rows {span(share(g, 'fusewise-gluon') for g in few)} %, and "
+        f"{span((min(others(g)) / time(g, 'fusewise-gluon') for g in few), '.2f')} times as fast as the better of torch.compile "
+        f"and eager; at 128 rows {span(share(g, 'fusewise-gluon') for g in many)} %, and slower than torch.compile in {slower} "
+        f"of {len(many)}."
+    )
+    return folded(sentence, markdown(["forward", "copy µs", "product", *(GATED[p] for p in present)], rows))
 
 
 def normed(found: Groups) -> str:
@@ -224,7 +244,16 @@ def normed(found: Groups) -> str:
         [f"{case}, {dtype} {pass_}", f"{time(group, 'floor-copy'):.1f}", *(percent(share(group, p)) for p in shown)]
         for (case, dtype, pass_), group in found.items()
     ]
-    return markdown(["RMSNorm and RoPE of q and k", "copy µs", *shown.values()], rows)
+
+    def of(provider: str, pass_: str) -> str:
+        large = [g for (*_, name), g in found.items() if name == pass_ and g["floor-copy"]["bytes_min"] >= 64 * 2**20]
+        return span(share(g, provider) for g in large)
+
+    sentence = (
+        f"From 64 MiB on {of('fusewise-triton', 'fwd')} % forward, where torch.compile is at {of('torch.compile', 'fwd')}, and "
+        f"{of('fusewise-triton', 'bwd')} % backward, where it is at {of('torch.compile', 'bwd')}."
+    )
+    return folded(sentence, markdown(["RMSNorm and RoPE of q and k", "copy µs", *shown.values()], rows))
 
 
 def cached(found: Groups) -> str:
@@ -234,7 +263,12 @@ def cached(found: Groups) -> str:
         [f"{case}, {dtype}", *(f"{time(group, p):.1f}" for p in ("floor-copy", *shown))]
         for (case, dtype, _), group in found.items()
     ]
-    return markdown(["µs on the device", "copy", *shown.values()], rows)
+    times = [(time(g, "fusewise-cuda"), g) for g in found.values()]
+    sentence = (
+        f"In {len(times)} cases it takes {span((t / time(g, 'floor-copy') for t, g in times), '.2f')} of the time of a copy of the "
+        f"same bytes, and is {span((time(g, 'vllm') / t for t, g in times), '.1f')} times as fast as vLLM's two calls."
+    )
+    return folded(sentence, markdown(["µs on the device", "copy", *shown.values()], rows))
 
 
 def cpu(found: Groups) -> str:
