@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import fusewise
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _gluon, _gluon_few, _op, geglu_linear, reference
+from fusewise.ops.gated_linear import _autograd, _gluon, _gluon_few, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -296,10 +296,13 @@ class TestOnHopper:
         assert_right(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
 
     @pytest.mark.parametrize(
-        "shape", [(1, 8, 8), (3, 520, 1000), (16, 2048, 8192), (33, 1032, 3000), (64, 4096, 14336)], ids=str
+        "shape",
+        [(1, 8, 8), (3, 520, 1000), (16, 2048, 8192), (33, 1032, 3000), (64, 4096, 14336), (100, 1032, 3000)],
+        ids=str,
     )
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_few_rows(self, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_gluon, "FEW_ROWS", 128)  # it can take more than are given to it
         for activation in ACTIVATIONS:
             assert_right("y", shape, dtype, Spec(activation, "stacked", gate_first=True))
         every = _gluon_few.configurations(shape[0], shape[2], _gluon._processors(0))
@@ -330,7 +333,10 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("save", ["preact", "input"])
     @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
-    def test_through_autograd(self, layout: str, save: Any) -> None:
+    @pytest.mark.parametrize("large", [False, True])
+    def test_through_autograd(self, large: bool, layout: str, save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        if large:
+            monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
         x, weight, bias, dy = make(200, 136, 264, torch.bfloat16)
         if layout == "separate":
             weights: dict[str, Any] = {
