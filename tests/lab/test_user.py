@@ -14,9 +14,9 @@ from builders import row, study_record
 import fusewise
 from fusewise.lab import plan, truth
 from fusewise.lab.api import Result, place, study, written
+from fusewise.lab.nursery import WORKER
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
-from fusewise.lab.process import WORKER
 from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.targets import user
 from fusewise.lab.targets.user import User, UserProblem, load

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import commands, plan
 from .folder import file_name
-from .process import WORKER
+from .nursery import WORKER
 from .record import Record, Row
 from .render import number, percent
 from .targets import inputs, user

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from . import analysis, machine, plugin, record, spent
 from .code import capture
 from .folder import file_name
+from .nursery import Nursery
 from .options import Options
 from .problem import Task
 from .process import WorkerProcess
@@ -59,25 +61,28 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
     def answered(entry: plugin.Entry, requests: list[dict[str, Any]]) -> list[capture.Answer]:
         told(entry.name)
         log = folder / "logs" / f"{file_name(entry.name)}.log"
-        return capture.ask(entry, requests, log, timeout=options.timeout, started=started, spent=busy.append)
+        return capture.ask(
+            entry, requests, log, timeout=options.timeout, nursery=nursery, started=started, spent=busy.append
+        )
 
     def ask(entry: plugin.Entry) -> list[capture.Answer]:
         return answered(entry, [capture.wish(entry, first, target, folder), *traffic])
 
-    if seen:  # one after another, undisturbed, each in a process that nothing has been made to believe otherwise
-        for entry in entries:
-            profiles = answered(entry, [profile(entry, task) for task in seen])
-            found.profiles += [
-                profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
-            ]
-    with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # nothing is timed any more
-        try:
-            answers = list(pool.map(ask, entries))
-        except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
-            ended.set()
-            for worker in workers:
-                worker.kill()
-            raise
+    with closing(Nursery(folder / "logs" / "nursery.log")) as nursery:
+        if seen:  # one after another, undisturbed, each in a process that nothing has been made to believe otherwise
+            for entry in entries:
+                profiles = answered(entry, [profile(entry, task) for task in seen])
+                found.profiles += [
+                    profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
+                ]
+        with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # nothing is timed any more
+            try:
+                answers = list(pool.map(ask, entries))
+            except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
+                ended.set()
+                for worker in workers:
+                    worker.kill()
+                raise
     index = capture.new_index(first, target)
     index["providers"] = [capture.indexed(entry, mine[0]) for entry, mine in zip(entries, answers, strict=True)]
     record.write_atomically(folder / "index.json", record.dumps(index) + "\n")

@@ -34,11 +34,10 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
         return result, Growth(peak, torch.cuda.memory_allocated(device) - before)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
+    # torch.profiler.profile is this and loads all of Inductor, a second and more of every worker's time.
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
         result = function()
-    kineto = getattr(profile.profiler, "kineto_results", None)
+    kineto = getattr(profile, "kineto_results", None)
     if kineto is None:
         return result, None
     events = [e for e in kineto.events() if e.name() == "[memory]"]

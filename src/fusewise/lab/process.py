@@ -12,15 +12,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fusewise
-
 from . import machine
+from .nursery import Forked, Nursery
 
 #: How often a waiting coordinator looks at the worker's memory, seconds.
 LOOK_EVERY = 0.1
@@ -28,16 +26,12 @@ LOOK_EVERY = 0.1
 LONGEST_LINE = 16 * 2**20
 
 
-#: Set in workers, so that a file of the user's that starts a study when imported does not start another one there.
-WORKER = "FUSEWISE_WORKER"
-
-
 class WorkerFailed(Exception):
     """The worker is gone; the message says what it did."""
 
 
 class WorkerProcess:
-    """One running worker. `log` gets everything that it or its libraries print; `files` are descriptors that it has, too."""
+    """One running worker. `log` gets everything that it or its libraries print; without a `nursery` it starts by itself."""
 
     def __init__(
         self,
@@ -46,8 +40,7 @@ class WorkerProcess:
         *,
         timeout: float,
         memory_limit: int | None,
-        env: Mapping[str, str] | None = None,
-        files: Sequence[int] = (),
+        nursery: Nursery | None = None,
         module: str = "fusewise.lab.worker",
     ) -> None:
         self.log = log
@@ -56,19 +49,10 @@ class WorkerProcess:
         self.requests = 0
         self.buffer = b""
         self.garbage = 0
-        source = str(Path(fusewise.__file__).parents[1])
-        paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        self.over = False
         with log.open("ab") as sink:
             self.log_start = sink.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                pass_fds=files,
-                env={**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-                start_new_session=True,  # a Ctrl-C is the coordinator's; its children die with it, together
-            )
+            self.process = (nursery or Nursery(None)).start(module, sink)
         self._send(start)
 
     def ready(self) -> dict[str, Any]:
@@ -83,13 +67,18 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the worker and everything it started; whoever waits for an answer is told that it died."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if not self.over:  # else the pid may be another's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """`kill`, then wait for the end and close the pipes."""
         self.kill()
         self.process.wait()
+        self.over = True
+        if isinstance(self.process, Forked):
+            self.process.release()
+            return
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from . import analysis, folder, limits, machine, plugin, record, spent
+from .nursery import Nursery
 from .options import Options, new_id, request
 from .problem import Task
 from .process import WorkerFailed, WorkerProcess
@@ -37,6 +38,13 @@ HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 1.0, 3
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
 #: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+#: Folders of their own for the compilers' caches, by the variable that says where.
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FUSEWISE_CACHE_DIR": "fusewise",
+    "XDG_CACHE_HOME": "others",
+}
 #: Of a GPU's memory, what one worker may take; the workers share the card.
 DEVICE_SHARE = 0.5
 #: The provider measured twice is the first of these that runs the problem, else the first that does.
@@ -106,6 +114,7 @@ class Study:
         self.deadline = math.inf
         self.flush_bytes = 0 if options.warm else 2 * machine.cache_bytes(options.device)
         self.flush_file: int | None = None  # what flushes a CPU's cache, for all workers, since they take turns
+        self.nursery = Nursery(None)
         self.spent = spent.Parts()
         self.preparing: list[Mapping[str, float]] = []  # what the workers of the group at hand were busy with
 
@@ -125,8 +134,14 @@ class Study:
             if options.device == "cpu" and self.flush_bytes and hasattr(os, "memfd_create"):
                 self.flush_file = os.memfd_create("fusewise-flush")
                 os.truncate(self.flush_file, self.flush_bytes)
-            for seat in self.seats if self.tasks else []:
-                self._start(seat)
+            self.nursery = Nursery(
+                options.out / "logs" / "nursery.log",
+                {**KEEP_MEMORY, **{variable: str(self.caches / name) for variable, name in CACHES.items()}},
+                [] if self.flush_file is None else [self.flush_file],
+            )
+            with self.spent.part("starting"):
+                for seat in self.seats if self.tasks else []:
+                    self._start(seat)
             for index, task in enumerate(self.tasks):
                 self.listener.group(index, len(self.tasks), task)
                 self._group(task, len(self.tasks) - index)
@@ -134,6 +149,7 @@ class Study:
         finally:
             for seat in [*self.seats, *([self.twin] if self.twin else [])]:
                 self._stop(seat)
+            self.nursery.close()
             if self.flush_file is not None:
                 os.close(self.flush_file)
             shutil.rmtree(self.caches, ignore_errors=True)
@@ -192,12 +208,6 @@ class Study:
             "keeps_truths": seat.entry.where == EAGER,
         }
         log = options.out / "logs" / f"{folder.file_name(seat.name)}.log"
-        names = {
-            "TORCHINDUCTOR_CACHE_DIR": "inductor",
-            "TRITON_CACHE_DIR": "triton",
-            "FUSEWISE_CACHE_DIR": "fusewise",
-            "XDG_CACHE_HOME": "others",
-        }
         try:
             seat.greeted = False
             seat.worker = WorkerProcess(
@@ -205,8 +215,7 @@ class Study:
                 log,
                 timeout=options.timeout,
                 memory_limit=options.memory_limit,
-                files=[] if self.flush_file is None else [self.flush_file],
-                env={**KEEP_MEMORY, **{variable: str(self.caches / name) for variable, name in names.items()}},
+                nursery=self.nursery,
             )
         except (WorkerFailed, OSError) as error:
             self._failure(seat, str(error))
@@ -232,15 +241,16 @@ class Study:
             return {"ok": False, "status": "missing", "reason": seat.missing}
         if seat.gone:
             return {"ok": False, "status": "failed", "reason": seat.gone}
-        self._start(seat)
+        waited = spent.Parts()
+        self.preparing.append(waited.seconds)
+        with waited.part("starting"):
+            self._start(seat)
         if seat.worker is None:
             return {"ok": False, "status": "failed", "reason": seat.gone or "the worker could not be started"}
         try:
             if not seat.greeted:
-                waited = spent.Parts()
                 with waited.part("starting"):
                     greeting = seat.worker.ready()
-                self.preparing.append(waited.seconds)
                 if not greeting["ok"]:
                     self._stop(seat)
                     if greeting["status"] == "missing":

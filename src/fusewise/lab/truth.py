@@ -87,7 +87,10 @@ def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
 
 
 def _peaks(difference: Tensor, true: Tensor) -> list[float]:
-    return torch.stack((difference.abs().max(), true.abs().max(), difference.norm(), true.norm())).tolist()
+    """Largest value of each, and root of the squares of each."""
+    ends = (*difference.aminmax(), *true.aminmax())  # one pass each and no copy of absolute values
+    low, high, low_true, high_true, *norms = torch.stack((*ends, difference.norm(), true.norm())).tolist()
+    return [max(-low, high), max(-low_true, high_true), *norms]
 
 
 def parts(x: Tensor) -> Tensor:

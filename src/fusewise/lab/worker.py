@@ -4,8 +4,8 @@
     worker → coordinator   {"id": 3, "ok": true, ...}       or {"id": 3, "ok": false, "status": ..., "reason": ...}
 
 The channels are the process's original standard input and output; before any provider is imported, file descriptor 0 is
-pointed at nothing and 1 at standard error, so that nobody reads a request and whatever a library prints ends in the worker's log. Started by `process.WorkerProcess` as
-`python -m fusewise.lab.worker`.
+pointed at nothing and 1 at standard error, so that nobody reads a request and whatever a library prints ends in the worker's log. Started by
+`process.WorkerProcess`: forked by `nursery.py`, or as `python -m fusewise.lab.worker`.
 """
 
 from __future__ import annotations
@@ -124,13 +124,14 @@ class Server:
         """The task's problem, the tensors of the last one kept if only the pass differs."""
         self.prepared = None
         with self.spent.part("inputs"):
-            last = self.problem
+            last, self.problem = self.problem, None  # should it have no such pass
             if last is not None and (last.task.key[:3], last.task.seed) == (task.key[:3], task.seed):
-                self.problem = None  # should it have no such pass
                 last.take(task)
                 self.problem = last
                 return last
-            self.forget()
+            if last is not None:  # in a new process there is nothing to be found, and all of torch to look through
+                del last
+                self.forget()
             self.problem = targets.problem_for(task)
             self.synchronize()
             return self.problem

@@ -8,6 +8,7 @@ OUT/<provider>/NN-stage-part.suffix  the texts: nothing in them depends on the m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from .. import machine, plugin, record
 from ..folder import file_name
 from ..ledger import Ledger
+from ..nursery import Nursery
 from ..problem import Task
 from ..process import WorkerFailed, WorkerProcess
 from ..spent import Parts
@@ -42,6 +44,7 @@ def ask(
     log: Path,
     *,
     timeout: float = TIMEOUT_S,
+    nursery: Nursery | None = None,
     started: Callable[[WorkerProcess], None] = lambda _: None,
     spent: Callable[[dict[str, float]], None] = lambda _: None,
 ) -> list[Answer]:
@@ -67,12 +70,12 @@ def ask(
         for request in requests:
             try:
                 if worker is None:
-                    worker = WorkerProcess(
-                        {"provider": entry.where}, log, timeout=timeout, memory_limit=_memory_limit(),
-                        module="fusewise.lab.code.worker",
-                    )  # fmt: skip
-                    started(worker)
                     with parts.part("starting"):
+                        worker = WorkerProcess(
+                            {"provider": entry.where}, log, timeout=timeout, memory_limit=_memory_limit(),
+                            nursery=nursery, module="fusewise.lab.code.worker",
+                        )  # fmt: skip
+                        started(worker)
                         greeting = worker.ready()
                     if not greeting["ok"]:
                         answers.append(failed(greeting["reason"]))
@@ -153,12 +156,13 @@ def stages(
     """Write every stage of every provider below `out`; returns the index, which is in `out/index.json`, too."""
     out.mkdir(parents=True, exist_ok=True)
     index = new_index(task, target)
-    for entry in entries:
-        told(entry.name)
-        log = out / "logs" / f"{file_name(entry.name)}.log"
-        (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout)
-        index["providers"].append(indexed(entry, answer))
-        record.write_atomically(out / "index.json", record.dumps(index) + "\n")
+    with closing(Nursery(out / "logs" / "nursery.log")) as nursery:
+        for entry in entries:
+            told(entry.name)
+            log = out / "logs" / f"{file_name(entry.name)}.log"
+            (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout, nursery=nursery)
+            index["providers"].append(indexed(entry, answer))
+            record.write_atomically(out / "index.json", record.dumps(index) + "\n")
     return index
 
 
@@ -182,13 +186,14 @@ def ledgers(
     """The ledgers of every provider for every task, and the answers of those that have none."""
     found: list[Ledger] = []
     without: list[Answer] = []
-    for entry in entries:
-        told(entry.name)
-        requests = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
-        log = logs / f"{file_name(entry.name)}.log"
-        for answer in ask(entry, requests, log, timeout=timeout):
-            if answer.status == "ok":
-                found.append(Ledger.from_json(answer.found["ledger"]))
-            else:
-                without.append(answer)
+    with closing(Nursery(logs / "nursery.log")) as nursery:
+        for entry in entries:
+            told(entry.name)
+            requests = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
+            log = logs / f"{file_name(entry.name)}.log"
+            for answer in ask(entry, requests, log, timeout=timeout, nursery=nursery):
+                if answer.status == "ok":
+                    found.append(Ledger.from_json(answer.found["ledger"]))
+                else:
+                    without.append(answer)
     return found, without

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from .. import analysis, plan, plugin
 from ..names import nearest
+from ..nursery import Nursery
 from ..problem import Task
 from ..render import ledgers as render_ledgers
 from ..render import printable
@@ -79,10 +81,12 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
     target = capture.default_target(task.device)
     log = out / "log.txt"
     # The profile comes first, in a process that nothing has been made to believe otherwise.
-    (seen,) = capture.ask(
-        entry, [{"do": "profile", "task": task.to_json(), "folder": str(out.resolve())}], log, timeout=timeout
-    )
-    (traffic,) = capture.ask(entry, [{"do": "traffic", "task": task.to_json(), "target": target}], log, timeout=timeout)
+    look = {"do": "profile", "task": task.to_json(), "folder": str(out.resolve())}
+    count = {"do": "traffic", "task": task.to_json(), "target": target}
+    with closing(Nursery(log)) as nursery:
+        (seen,), (traffic,) = (
+            capture.ask(entry, [request], log, timeout=timeout, nursery=nursery) for request in (look, count)
+        )
     found = {"provider": entry.name, "status": seen.status, "reason": seen.reason, **seen.found}
     found.pop("ok", None)
     found.pop("id", None)
