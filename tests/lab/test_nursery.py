@@ -10,8 +10,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from fusewise.lab import nursery
+from fusewise.lab import inside, nursery
 from fusewise.lab.nursery import Forked, Nursery
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 
@@ -28,6 +29,7 @@ def parent(tmp_path_factory):
         closing(Nursery(folder / "nursery.log", {"FLAVOUR": "salt"}, [shared.fileno()])) as made,
     ):
         yield made
+    assert made.process.returncode == 0
     assert (folder / "nursery.log").read_text() == ""
 
 
@@ -114,12 +116,20 @@ def test_a_worker_has_its_own_of_everything(parent, tmp_path):
             assert ask(one, drawn) != ask(other, drawn)
 
 
-def test_what_forks_has_one_thread_and_no_cuda(parent, tmp_path):
-    with obeying(parent, tmp_path / "log"):
-        here = Path(f"/proc/{parent.process.pid}")
-        assert "\nThreads:\t1\n" in (here / "status").read_text()
-        maps = (here / "maps").read_text()
-        assert "libtorch" in maps and "libcuda.so" not in maps
+@pytest.mark.parametrize("modules", [(), inside.MODULES])
+def test_what_forks_has_one_thread_and_leaves_cuda_to_the_workers(tmp_path, modules):
+    with (
+        closing(Nursery(tmp_path / "nursery.log", modules=modules)) as parent,
+        obeying(parent, tmp_path / "log") as worker,
+    ):
+        assert "\nThreads:\t1\n" in Path(f"/proc/{parent.process.pid}/status").read_text()
+        assert "libtorch" in Path(f"/proc/{parent.process.pid}/maps").read_text()
+        tell(worker, "import torch")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        assert (
+            ask(worker, f"torch.cuda._is_in_bad_fork(), torch.ones(2, device={device!r}).sum().item()") == "False 2.0"
+        )
+        assert ask(worker, f"{{*{list(modules)}}} <= set(sys.modules)") == "True"
 
 
 def test_several_threads_may_ask_at_once(parent, tmp_path):

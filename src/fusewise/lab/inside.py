@@ -25,6 +25,8 @@ from .record import Record
 
 #: Groups that get ledgers: the first of each dtype and pass, then others in order.
 LEDGER_TASKS = 6
+#: What most providers' compilers load first, two seconds of a core; it leaves CUDA alone.
+MODULES = ("torch._dynamo",)
 #: A listing longer than this, characters, is cut in the record; the file beside it is whole.
 LONGEST_TEXT = 300_000
 #: Of a profile's table the record keeps this many lines, and of a name this much.
@@ -68,7 +70,7 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
     def ask(entry: plugin.Entry) -> list[capture.Answer]:
         return answered(entry, [capture.wish(entry, first, target, folder), *traffic])
 
-    with closing(Nursery(folder / "logs" / "nursery.log")) as nursery:
+    with closing(Nursery(folder / "logs" / "nursery.log", modules=MODULES)) as nursery:
         if seen:  # one after another, undisturbed, each in a process that nothing has been made to believe otherwise
             for entry in entries:
                 profiles = answered(entry, [profile(entry, task) for task in seen])

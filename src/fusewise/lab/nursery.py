@@ -35,6 +35,8 @@ WORKER = "FUSEWISE_WORKER"
 MODULES = ("fusewise.lab.worker", "fusewise.lab.code.worker")
 #: The longest wait for a worker's pid, seconds: torch may come from a slow disk.
 PATIENCE = 120.0
+#: How long it may take to end of itself, seconds.
+LEAVE = 1.0
 
 
 class Forked:
@@ -79,15 +81,23 @@ class Forked:
 
 
 class Nursery:
-    """Starts workers in one environment; `files` are descriptors that they have, too. The process comes with the first."""
+    """Starts workers in one environment. The process comes with the first of them."""
 
-    def __init__(self, log: Path | None, env: Mapping[str, str] | None = None, files: Sequence[int] = ()) -> None:
-        """`log` gets what the process itself has to say; without one there is none, and each worker starts by itself."""
+    def __init__(
+        self,
+        log: Path | None,
+        env: Mapping[str, str] | None = None,
+        files: Sequence[int] = (),
+        modules: Sequence[str] = (),
+    ) -> None:
+        """`log` gets what the process itself has to say; without one there is none, and each worker starts by itself.
+        `files` are descriptors that workers have, too; `modules` what is loaded besides torch, where nothing is timed."""
         source = str(Path(fusewise.__file__).parents[1])
         paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
         self.files = tuple(files)
         self.log = log
+        self.modules = tuple(modules)
         self.lock = threading.Lock()
         self.socket: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -106,17 +116,21 @@ class Nursery:
         return self._popen([module], log, subprocess.PIPE)
 
     def close(self) -> None:
-        """End the process; its workers stay."""
+        """End the process; workers that somebody holds on to stay."""
         if self.socket is not None:
-            self.socket.close()
+            self.socket.close()  # which is its sign, once it has buried those that nobody does
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            try:
+                self.process.wait(timeout=LEAVE)
+            except subprocess.TimeoutExpired:  # it hangs, or has not even loaded torch
+                self.process.kill()
+                self.process.wait()
 
     def _begin(self, log: Path) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as sink:
-            self.process = self._popen([__name__, str(theirs.fileno())], sink, subprocess.DEVNULL, theirs.fileno())
+            words = [__name__, str(theirs.fileno()), *self.modules]
+            self.process = self._popen(words, sink, subprocess.DEVNULL, theirs.fileno())
         return ours
 
     def _popen(self, words: Sequence[str], log: IO[bytes], pipe: int, *files: int) -> subprocess.Popen[bytes]:
@@ -146,7 +160,7 @@ def unfit() -> str:
 
 
 def serve(requests: socket.socket) -> str:
-    """Fork a worker for each request. Returns in workers only, each with its module; the nursery ends by SystemExit."""
+    """Fork a worker for each request. Returns in workers only, each with its module."""
     import torch
 
     wake, waker = socket.socketpair()
@@ -171,7 +185,7 @@ def serve(requests: socket.socket) -> str:
         if requests in readable:
             module, files, _, _ = socket.recv_fds(requests, 256, 4)
             if not module:
-                raise SystemExit
+                os._exit(0)  # libraries have nothing to tidy up, and some say a lot when they do
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
@@ -197,8 +211,9 @@ def tell(status: socket.socket, number: int) -> None:
 
 def main() -> str:
     """The module that a worker is to run."""
-    requests = socket.socket(fileno=int(sys.argv.pop()))
-    for module in MODULES:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    modules, sys.argv[1:] = sys.argv[2:], []
+    for module in (*MODULES, *modules):
         importlib.import_module(module)
     if why := unfit():
         sys.exit(f"{why}: workers start without it")
