@@ -21,6 +21,7 @@ from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, Vjp, require
 from ..problem import Exportable, Problem
+from ..reason import reason
 
 INSTALL = "pip install 'fusewise[lab]'"
 #: Which the backward of GELU takes from 1.
@@ -170,7 +171,7 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
         exported = torch.export.export(module, given)
         weights, function = bridge.exported_program_to_jax(exported)
     except Exception as error:  # exporters raise anything
-        raise Unsupported(f"torch.export or torchax cannot take it: {type(error).__name__}: {error}") from error
+        raise Unsupported(f"torch.export or torchax cannot take it: {reason(error)}") from error
     names = [n.removeprefix("function.") for n in (*exported.graph_signature.parameters,)]
     held, rest = tuple(weights[: len(names)]), list(weights[len(names) :])
     return (lambda arrays, held: function([*held, *rest], arrays)), held, names

@@ -32,6 +32,7 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 from .. import truth
 from ..ledger import extent
 from ..problem import DTYPES, Pass, Problem, Program, Task
+from ..reason import reason
 from . import Case, Target, inputs
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -325,8 +326,8 @@ class UserProblem(Problem):
             raise
         except Exception as error:  # a user's function raises anything
             raise ValueError(
-                f"study: {self.op} must run on float64 tensors, too, which give the truth, got {type(error).__name__}: "
-                f"{error}; let it take them"
+                f"study: {self.op} must run on float64 tensors, too, which give the truth, got {reason(error)}; "
+                "let it take them"
             ) from error
 
     def gradients(
