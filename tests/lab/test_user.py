@@ -1,5 +1,6 @@
 """A user's own functions: found by place, called on arguments made from text, held against themselves in float64."""
 
+import dataclasses
 import linecache
 import math
 import os
@@ -18,7 +19,6 @@ from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.process import WORKER
 from fusewise.lab.providers.pytorch import Eager
-from fusewise.lab.targets import user
 from fusewise.lab.targets.user import User, UserProblem, load
 from fusewise.lab.worker import Server
 
@@ -198,7 +198,16 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
     ("name", "texts", "pass_", "words"),
     [
         ("noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
-        ("nothing", ("fp32[4]",), "fwd", "must return a tensor"),
+        ("nothing", ("fp32[4]",), "fwd", "must return a tensor, .* got NoneType; return one"),
+        ("number", ("fp32[4]",), "fwd", "must return a tensor, .* got float; return one"),
+        ("by_keyword", ("fp32[4]",), "fwd", "must take its arguments by position, got width, height by keyword only"),
+        ("rms", ("fp32[4]",), "fwd", "must be given for every parameter without a default, got none for weight; add"),
+        (
+            "doubled",
+            ("x=fp32[1000000,1000000,1000]",),
+            "fwd",
+            r"input 'x=fp32\[1.*\]' must be one that memory has room for",
+        ),
         ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; use --pass fwd"),
         ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
         ("overwrites", ("fp32[4]",), "fwd", "must leave its inputs as they are"),
@@ -223,17 +232,59 @@ def test_a_function_that_refuses_float64_has_no_truth():
         truth.check(p, eager(p))
 
 
-def test_a_file_that_does_not_end_is_told(tmp_path, monkeypatch):
-    (tmp_path / "endless.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(user, "IMPORT_SECONDS", 0.2)
-    with pytest.raises(ValueError, match=r"must be importable within 0.2 s, .* under `if __name__"):
-        User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]).verify()
+def verified(target, **limits):
+    """The target's first task, tried in a process of its own."""
+    case = target.case()
+    task = Task(target.name, case.name, case.dtypes[0], "fwd", "cpu", 0, target.detail(case))
+    target.verify([task], **{"timeout": 300.0, "memory_limit": None, **limits})
+
+
+def test_a_file_that_does_not_end_is_told(tmp_path):
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(
+        ValueError, match=r"got no answer: the worker gave no answer within 20 s; .* under `if __name__"
+    ):
+        verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("number", r"number must return a tensor, .* got float"),
+        ("crashes", "got no answer: the worker died of SIGSEGV"),
+        (
+            "raises",
+            r"must be importable and run on its inputs, got RuntimeError: it failed: … KeyError: 'tango'; run it",
+        ),
+    ],
+)
+def test_a_function_is_run_before_a_study_begins(name, words, tmp_path):
+    request = plan.Request(target=f"{FILE}:{name}", inputs=["fp32[4]"], device="cpu")
+    with pytest.raises(ValueError, match=rf"^study: .*{words}"):
+        plan.options(request, tmp_path / "out")
+
+
+def test_one_pass_that_can_be_measured_is_enough(tmp_path):
+    request = plan.Request(target=f"{FILE}:whole", inputs=["fp32[4]"], device="cpu")
+    assert [task.pass_ for task in plan.options(request, tmp_path / "out").tasks] == ["fwd", "bwd"]
+    with pytest.raises(ValueError, match="must be differentiable for a backward pass; use --pass fwd"):
+        plan.options(dataclasses.replace(request, passes="bwd"), tmp_path / "out")
+
+
+def test_a_file_that_starts_a_study_when_imported_is_told(tmp_path):
+    (tmp_path / "starts.py").write_text(
+        "import fusewise, torch\ndef f(x):\n    return x\nfusewise.study(f, torch.ones(2))\n"
+    )
+    with pytest.raises(ValueError, match=r"^study: must not be called while a study imports the file; put the call"):
+        verified(User(f"{tmp_path / 'starts.py'}:f", ["fp32[4]"]))
 
 
 def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
     request = plan.Request(target=f"{tmp_path / 'broken.py'}:f", inputs=["fp32[4]"], device="cpu")
-    with pytest.raises(ValueError, match=r"broken.py:f must be importable, got ModuleNotFoundError"):
+    with pytest.raises(
+        ValueError, match=r"broken.py:f must be importable and run on its inputs, got ModuleNotFoundError"
+    ):
         plan.options(request, tmp_path / "out")
     request = plan.Request(target=f"{FILE}:rms", inputs=["nope=fp32[4]"], device="cpu")
     with pytest.raises(ValueError, match="inputs must be among the parameters"):
@@ -280,7 +331,7 @@ def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
         (folder / "__init__.py").touch()
     (inner / "two.py").write_text("TWO = 2\n")
     (inner / "f.py").write_text("from .two import TWO\ndef f(x):\n    return x * TWO\n")
-    User(f"{inner / 'f.py'}:f", ["fp32[4]"]).verify()
+    verified(User(f"{inner / 'f.py'}:f", ["fp32[4]"]))
     assert load(f"{inner / 'f.py'}:f")(3) == 6
 
 

@@ -1,5 +1,8 @@
 """Functions that tests study as a user's own; imported by worker processes by this file's path."""
 
+import os
+import signal
+
 import torch
 from torch import nn
 
@@ -25,6 +28,25 @@ def noisy(x):
 
 def nothing(x):
     return None
+
+
+def number(x):
+    return x.sum().item()
+
+
+def by_keyword(x, *, width, height, depth=1):
+    return x * width * height * depth
+
+
+def crashes(x):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def raises(x):
+    try:
+        return {}["tango"]
+    except KeyError as error:
+        raise RuntimeError("it failed:") from error
 
 
 def whole(x):

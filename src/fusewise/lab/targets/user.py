@@ -12,9 +12,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,12 +32,11 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 from .. import truth
 from ..ledger import extent
 from ..problem import DTYPES, Pass, Problem, Program, Task
+from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
 from . import Case, Target, inputs
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
-#: How long a user's file may take to import.
-IMPORT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -96,25 +95,35 @@ class User(Target):
     def problem(self, task: Task) -> Problem:
         return UserProblem(task)
 
-    def verify(self) -> None:
-        """Import the function in a process of its own and bind its arguments."""
-        command = [sys.executable, "-m", __spec__.name, self.place, *self.texts]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                env=environment, check=False, timeout=IMPORT_SECONDS,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"study: {self.name} must be importable within {IMPORT_SECONDS} s, got no end of it; "
-                "put what its file runs under `if __name__ == '__main__':`"
-            ) from None
-        if done.returncode == 0:
-            return
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        told = last.removeprefix("ValueError: ")
-        raise ValueError(told if told.startswith("study: ") else f"study: {self.name} must be importable, got {last}")
+    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> None:
+        """Import the function and run it in a process like a provider's. A task that can be made is enough: of the others
+        each has rows with its reason."""
+        start = {"provider": "fusewise.lab.providers.pytorch:Eager", "device": tasks[0].device, "flush_bytes": 0}
+        worker: WorkerProcess | None = None
+        reasons = []
+        with tempfile.TemporaryDirectory(prefix="fusewise-check-") as folder:
+            try:
+                worker = WorkerProcess(start, Path(folder) / "log", timeout=timeout, memory_limit=memory_limit)
+                worker.ready()
+                for task in tasks:
+                    reply = worker.ask("load", task=task.to_json())
+                    if reply["ok"]:
+                        return
+                    reasons.append(reply["reason"])
+            except WorkerFailed as error:
+                raise ValueError(
+                    f"study: {self.name} must be importable and run on its inputs, got no answer: {error}; put what its file "
+                    "runs under `if __name__ == '__main__':`, or give smaller inputs"
+                ) from None
+            finally:
+                if worker is not None:
+                    worker.stop()
+        own = re.fullmatch(r"\w+: (study: .*)", reasons[0])
+        raise ValueError(
+            own[1]
+            if own
+            else f"study: {self.name} must be importable and run on its inputs, got {reasons[0]}; run it by hand"
+        )
 
 
 def _absolute(place: str) -> str:
@@ -175,15 +184,7 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
 def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
     """The arguments that can be given by position, with their defaults; as far as `count` those without a name, too, which
     *args and functions not written in Python have."""
-    of: Any = function
-    if isinstance(function, nn.Module):
-        of = function.forward
-    elif isinstance(function, type) and issubclass(function, nn.Module):
-        of = functools.partial(function.forward, None)  # for self
-    try:
-        signature = list(inspect.signature(of).parameters.values())
-    except ValueError:
-        signature = [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
+    signature = _signature(function)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = {p.name: p.default for p in signature if p.kind in kinds}
     for rest in (p.name for p in signature if p.kind == inspect.Parameter.VAR_POSITIONAL):
@@ -191,8 +192,26 @@ def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
     return found
 
 
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    of: Any = function
+    if isinstance(function, nn.Module):
+        of = function.forward
+    elif isinstance(function, type) and issubclass(function, nn.Module):
+        of = functools.partial(function.forward, None)  # for self
+    try:
+        return list(inspect.signature(of).parameters.values())
+    except ValueError:
+        return [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
+
+
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
     """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
+    named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
+    if needed := [p.name for p in named if p.default is inspect.Parameter.empty]:
+        raise ValueError(
+            f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only, without a "
+            "default; wrap it in a function that gives it"
+        )
     known = parameters(function, len(texts))
     given = dict(inputs.bound(list(known), texts))
     specs: list[tuple[str, inputs.Spec]] = []
@@ -205,6 +224,11 @@ def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[
                 f"study: inputs must leave out no parameter before the last one given, got {list(given)} of {list(known)}; add it"
             )
         specs.append((name, spec))
+    if absent := [n for n, default in [*known.items()][len(specs) :] if default is inspect.Parameter.empty]:
+        raise ValueError(
+            f"study: inputs must be given for every parameter without a default, got none for {', '.join(absent)}; "
+            "add --input for it"
+        )
     return specs
 
 
@@ -245,7 +269,15 @@ class UserProblem(Problem):
         return spec
 
     def _make(self, name: str, spec: inputs.TensorSpec) -> Tensor:
-        return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
+        try:
+            return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # as a CPU's memory runs out
+            raise ValueError(
+                f"study: input {inputs.written(name, spec)!r} must be one that memory has room for, got {reason(error)}; "
+                "make it smaller"
+            ) from error
 
     def _look(self) -> None:
         """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
@@ -253,14 +285,18 @@ class UserProblem(Problem):
         leaves = self.leaves(gradient)
         register_flop_formulas()  # of our own operations, for functions that call them
         with FlopCounterMode(display=False) as counter:
-            outputs = self.eager(leaves)
+            result = self.function(*self._arguments(leaves))
+        outputs = tensors_of(result)
         self.flops = int(counter.get_total_flops())
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
         if not outputs:
-            raise ValueError(f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict; return one")
+            raise ValueError(
+                f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
+                "return one"
+            )
         again = self.eager(leaves)
         for first, second in zip(map(truth.parts, outputs), map(truth.parts, again), strict=True):
             if not torch.allclose(first.double(), second.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
@@ -388,7 +424,3 @@ def in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-if __name__ == "__main__":
-    arguments(load(sys.argv[1]), sys.argv[2:])
