@@ -166,6 +166,68 @@ def test_both_parts_of_complex_results_are_checked():
         assert "more than twice" in truth.check(p, Run(wrong)).reason
 
 
+COMPLEX = [
+    ("spectrum", ["x=fp32[8]"]),
+    ("conjugated", ["z=c64[4,8] strides(1,4)", "x=fp32[4,8]"]),
+    ("turned", ["x=bf16[4,8]"]),
+    ("modulus", ["z=c64[8]"]),
+    ("Complex", ["x=fp32[3,4]"]),
+]
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize(("name", "texts"), COMPLEX)
+def test_complex_numbers_have_gradients_like_real_ones(name, texts, pass_):
+    p = problem(name, *texts, dtype="bf16" if name == "turned" else "fp32", pass_=pass_)
+    assert all(x.dtype in (torch.float64, torch.complex128) for x in truth.expected(p)[0])
+    verdict = truth.check(p, eager(p))
+    assert verdict.reason == ""
+    assert 0 < verdict.errors.max < 0.02
+
+
+def test_a_complex_gradient_is_that_of_pytorch():
+    """For upstream g of y = w z it is conj(w) g: one that is not conjugated is wrong."""
+    p = problem("conjugated", "z=c64[8]", "x=fp32[8]", pass_="bwd")
+    (z, x), (g,) = p.tensors, p.upstream
+    assert g.is_complex()
+    w = (1 + 2j) * x
+    true = (torch.real(w.conj() * g) * 2 * z, torch.real(g * ((1 + 2j) * z * z.conj()).conj()))
+    for found, right in zip(truth.expected(p)[0], true, strict=True):
+        assert torch.allclose(found.to(right.dtype), right, rtol=1e-5)
+
+    def backwards(found):
+        return (found[0].conj(), found[1])
+
+    run = eager(p)
+    wrong = Run(run.call, run.enter, run.leave, restore=lambda *found: backwards(found))
+    assert "more than twice" in truth.check(p, wrong).reason
+
+
+def test_bytes_of_complex_numbers():
+    assert problem("conjugated", "z=c64[8]", "x=fp32[8]").bytes_min() == 8 * 8 + 8 * 4 + 8 * 8
+    assert problem("spectrum", "x=fp32[8]", pass_="bwd").bytes_min() == 8 * 8 + 8 * 4  # a linear function
+
+
+def test_which_dtype_a_study_is_of():
+    def first(*texts):
+        return User(f"{FILE}:conjugated", texts).case()
+
+    assert (first("c64[8]", "bf16[8]").dtypes, first("c64[8]", "bf16[8]").passes) == (("bf16",), ("fwd", "bwd"))
+    assert (first("c64[8]").dtypes, first("c64[8] fixed").passes) == (("fp32",), ("fwd",))
+    p = problem("conjugated", "fp64[8]", "fp32[8]")
+    assert [x.dtype for x in p.tensors] == [torch.float64, torch.float32]
+    p = problem("conjugated", "c64[8]", "fp32[8]", dtype="bf16")
+    assert [x.dtype for x in p.tensors] == [torch.complex64, torch.bfloat16]
+    with pytest.raises(ValueError, match="dtype must be fp32 where no input is of fp32, bf16, fp16, got 'bf16'; leave"):
+        problem("modulus", "c64[8]", dtype="bf16")
+
+
+def test_a_narrow_dtype_leaves_a_modules_complex_numbers():
+    p = problem("Complex", "x=bf16[3,4]", dtype="bf16")
+    assert p.function.weight.dtype == p.function.turn.dtype == torch.complex64
+    assert p.wide.weight.dtype == p.wide.turn.dtype == torch.complex128
+
+
 def test_arguments_without_names_and_between_those_given():
     assert problem("of_everything", "fp32[4]", "fp32[4]", "2").arguments == [None, None, 2]
     p = problem("scaled", "x=fp32[4]", "mode='other'")
@@ -301,7 +363,7 @@ def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
     [
         ("no_such_file.py:f", ["fp32[4]"], "must be in a file that exists"),
         (":f", ["fp32[4]"], "must be FILE.py:NAME or MODULE:NAME"),
-        (f"{FILE}:rms", [], "must have a tensor of fp32, bf16, fp16 among its inputs"),
+        (f"{FILE}:rms", [], "must have a tensor of fp32, bf16, fp16, c64 among its inputs"),
         ("rope", ["fp32[4]"], "inputs must be those of a function, got target 'rope'"),
     ],
 )

@@ -90,6 +90,19 @@ def spectrum(x):
     return torch.fft.fft(x)
 
 
+def conjugated(z, x):
+    return z * z.conj() * (1 + 2j) * x
+
+
+def turned(x):
+    z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(z * torch.polar(torch.ones_like(z.real), z.real)).flatten(-2).to(x.dtype)
+
+
+def modulus(z):
+    return z.abs()
+
+
 def asserts(x):
     assert x.dtype == torch.float32, "only float32"
     return x * 2
@@ -118,6 +131,18 @@ class Net(nn.Module):
 
     def forward(self, x):
         return nn.functional.gelu(self.linear(x))
+
+
+class Complex(nn.Module):
+    """With a parameter and a buffer that are complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x):
+        return x.to(torch.complex64) @ self.weight * self.turn
 
 
 class Normalized(nn.Module):

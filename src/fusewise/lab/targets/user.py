@@ -31,12 +31,14 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
 from ..ledger import extent
-from ..problem import DTYPES, Pass, Problem, Program, Task
+from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
 from . import Case, Target, inputs
 
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
+#: An input that counts as one of float32, of which its parts are.
+COMPLEX = "c64"
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,20 @@ class User(Target):
         return super().cases(preset)
 
     def case(self, name: str = "") -> Case:
-        """The one case: dtype of the first floating input, backward if there is one to be had."""
+        """The one case: dtype of the first input of those that a study is of, backward if there is one to be had."""
         specs = [inputs.parse(text) for text in self.texts]
         tensors = [spec for _, spec in specs if isinstance(spec, inputs.TensorSpec)]
-        floating = [spec for spec in tensors if spec.floating and spec.dtype in DTYPES]
-        if not floating:
+        able = [spec for spec in tensors if spec.dtype in (*DTYPES, COMPLEX)]
+        if not able:
             raise ValueError(
-                f"study: {self.name} must have a tensor of {', '.join(DTYPES)} among its inputs, got {list(self.texts)}; "
-                'add --input "x=fp32[1024,1024]"'
+                f"study: {self.name} must have a tensor of {', '.join((*DTYPES, COMPLEX))} among its inputs, got "
+                f'{list(self.texts)}; add --input "x=fp32[1024,1024]"'
             )
-        passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in floating) else ("fwd",)
+        passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in able) else ("fwd",)
         text = " ".join(inputs.written(*spec) for spec in specs)
         if name not in ("", text):
             raise ValueError(f"study: a function must be given without --case, got {name!r}; say it with --input")
-        return UserCase(text, (floating[0].dtype,), passes, sum(spec.bytes for spec in tensors))
+        return UserCase(text, (_changeable(specs) or "fp32",), passes, sum(spec.bytes for spec in tensors))
 
     def detail(self, case: Case) -> Mapping[str, Any]:
         return {"place": self.place, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
@@ -124,6 +126,11 @@ class User(Target):
             if own
             else f"study: {self.name} must be importable and run on its inputs, got {reasons[0]}; run it by hand"
         )
+
+
+def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
+    """The dtype that `--dtype` replaces: that of the first input that has one of a study's."""
+    return next((s.dtype for _, s in specs if isinstance(s, inputs.TensorSpec) and s.dtype in DTYPES), None)
 
 
 def _absolute(place: str) -> str:
@@ -249,8 +256,8 @@ class UserProblem(Problem):
         if isinstance(self.function, nn.Module):
             self.function = self.function.to(self.device)
             if self.dtype != torch.float32:
-                self.function = self.function.to(self.dtype)
-            self.wide = copy.deepcopy(self.function).double()
+                _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
+            self.wide = _cast(copy.deepcopy(self.function), widened)
             self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
         self._look()
@@ -261,9 +268,12 @@ class UserProblem(Problem):
             self._look()
 
     def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
-        """The spec in the task's dtype, if it has that of the first floating input: `--dtype` changes those."""
-        texts = map(inputs.parse, self.task.detail["inputs"])
-        first = next(s.dtype for _, s in texts if isinstance(s, inputs.TensorSpec) and s.floating)
+        """The spec in the task's dtype, if it has the one that `--dtype` changes."""
+        first = _changeable([inputs.parse(text) for text in self.task.detail["inputs"]])
+        if first is None and self.task.dtype != "fp32":
+            raise ValueError(
+                f"study: dtype must be fp32 where no input is of {', '.join(DTYPES)}, got {self.task.dtype!r}; leave it out"
+            )
         if isinstance(spec, inputs.TensorSpec) and spec.dtype == first:
             return replace(spec, dtype=self.task.dtype)
         return spec
@@ -318,22 +328,22 @@ class UserProblem(Problem):
                 device=y.device,
                 dtype=y.dtype if y.element_size() > 1 else torch.float32,  # nothing is drawn in eight bits
             ).to(y.dtype)
-            if y.is_floating_point() and (y.requires_grad or not gradient)
+            if differentiable(y) and (y.requires_grad or not gradient)
             else None
             for y in outputs
         )
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} must be differentiable for a backward pass; use --pass fwd")
         # Errors are judged by the coarsest dtype that the function takes or gives.
-        coarse = [x.dtype for x in (*self.tensors, *outputs) if x.is_floating_point()]
-        self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps)
+        coarse = [x.dtype for x in (*self.tensors, *outputs) if differentiable(x)]
+        self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
         self.gradient_bytes = 0
         self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
         """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
         moved = tuple(
-            (x.detach() * 1.5 + 0.25).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in leaves
+            (x.detach() * 1.5 + 0.25).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves
         )
         here = self.gradients(outputs, leaves, self.upstream)
         views = {g.untyped_storage().data_ptr() for g in self.upstream if g is not None}
@@ -392,23 +402,29 @@ class UserProblem(Problem):
         return self.flops * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[self.task.pass_]
 
 
+def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
+    """The module with parameters and buffers in other dtypes. `nn.Module.to` would make complex ones real, and `double` leave
+    them as they are."""
+    return module._apply(lambda x: x.to(to(x.dtype)))  # type: ignore[no-any-return]
+
+
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
     """The tensors in whatever a function returns, in the order of its structure."""
     return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
 
 
 class _Widen(TorchDispatchMode):
-    """Operations that ask for a narrow floating dtype, and on tensors of one, get float64 instead."""
+    """Operations that ask for a narrow dtype, and on tensors of one, get float64 or complex128 instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in NARROW:
-            kwargs["dtype"] = torch.float64
+            kwargs["dtype"] = widened(kwargs["dtype"])
         if (
             isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
         ):  # tensors that the function has from elsewhere; what it writes to stays its own
             args, kwargs = pytree.tree_map_only(
-                Tensor, lambda x: x.double() if x.dtype in NARROW else x, (args, kwargs)
+                Tensor, lambda x: x.to(widened(x.dtype)) if x.dtype in NARROW else x, (args, kwargs)
             )
         return func(*args, **kwargs)
 
