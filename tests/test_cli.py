@@ -133,6 +133,19 @@ def test_a_whole_small_study(tmp_path):
     assert f"report: {out / 'report.html'}" in result.stderr
 
 
+@pytest.mark.parametrize(("providers", "code"), [("floor-copy", 0), ("floor-copy,liger", 1), ("thunder-nvfuser", 1)])
+def test_a_study_that_measured_nobody_exits_1(providers, code, tmp_path):
+    command = "study gelu --case gelu-5x5 --pass fwd --device cpu --rounds 3:3 --warm --no-code --json"
+    result = invoke(*command.split(), "--providers", providers, "--out", str(tmp_path / "run"))
+    assert result.exit_code == code, result.output
+    rows = json.loads(result.stdout)
+    assert [row["status"] for row in rows] == [
+        "ok" if n.startswith("floor") else "missing" for n in providers.split(",")
+    ]
+    told = "study: a provider must be right and have a time, got none; the rows have the reasons"
+    assert (told in " ".join(result.stderr.split())) == bool(code)
+
+
 def test_without_the_extra_one_line_says_what_to_install():
     code = (
         "import sys; sys.modules['click'] = None; sys.argv = ['fusewise']; from fusewise.__main__ import main; main()"

@@ -23,6 +23,7 @@ class Color(enum.IntEnum):
         ("fp32[]", "", TensorSpec("fp32", ())),
         ("x=fp32[4,8]strides(1,4) fixed", "x", TensorSpec("fp32", (4, 8), (1, 4), fixed=True)),
         ("i=i64[5] randint(0,7)", "i", TensorSpec("i64", (5,), fill="randint", values=(0, 7))),
+        ("z=complex64[5]", "z", TensorSpec("c64", (5,))),
         ("mask=bool[5]", "mask", TensorSpec("bool", (5,))),
         ("x=fp32[3] full(0.5)", "x", TensorSpec("fp32", (3,), fill="full", values=(0.5,))),
         ("eps=1e-6", "eps", 1e-6),
@@ -98,6 +99,10 @@ def test_ranges_hold():
     x = make("fp32[10000] randn(5,0.1)")
     assert abs(x.mean() - 5) < 0.01 and abs(x.std() - 0.1) < 0.01
     assert make("fp32[3] full(0.5)").tolist() == [0.5] * 3
+    z = make("c128[20,1000] strides(1,20) uniform(2,3)")
+    assert (z.dtype, z.stride()) == (torch.complex128, (1, 20))
+    assert z.real.min() >= 2 and z.imag.max() < 3 and not torch.equal(z.real, z.imag)
+    assert make("c64[0,2]").shape == (0, 2)
     assert make("bool[100]").unique().tolist() == [False, True]
 
 
@@ -107,6 +112,9 @@ def test_arguments_become_specs_of_their_kind_and_range():
     assert spec_of(torch.tensor([2, 9])) == TensorSpec("i64", (2,), fill="randint", values=(2, 10))
     assert spec_of(torch.rand(100)).fill == "uniform"
     assert parse(written("", spec_of(torch.tensor([0, 1234567]))))[1].values == (0, 1234568)  # to the last digit
+    z = spec_of(torch.complex(torch.full((100,), 3.0), torch.full((100,), 7.0)).requires_grad_(), True)
+    assert z == TensorSpec("c64", (100,), fill="uniform", values=(3.0, 7.0))  # of both parts
+    assert spec_of(torch.randn(9, dtype=torch.complex64).conj(), True).fixed
     mask = spec_of(torch.tensor([-torch.inf, -2.0, -torch.inf, 4.0]))
     assert (mask.fill, mask.values) == ("randn", (1.0, 3.0))  # of what is finite
     assert spec_of(torch.tensor([torch.inf])).values == (torch.inf,)
@@ -115,8 +123,8 @@ def test_arguments_become_specs_of_their_kind_and_range():
     assert 6 < spec.values[1] < 8
     with pytest.raises(TypeError, match=r"arguments must be tensors, numbers, .*, got list"):
         spec_of([1])
-    with pytest.raises(TypeError, match=r"tensors must be of .*, got torch.complex64"):
-        spec_of(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"tensors must be of .*, got torch.uint16"):
+        spec_of(torch.zeros(2, dtype=torch.uint16))
     for odd in (torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
         with pytest.raises(TypeError, match="tensors must have values and strides"):
             spec_of(odd)
@@ -132,6 +140,7 @@ def test_numbers_of_an_enum_or_of_numpy_become_plain(value):
     [
         torch.tensor([0.0, torch.finfo(torch.bfloat16).max], dtype=torch.bfloat16),
         torch.tensor([0.0, torch.finfo(torch.float64).max], dtype=torch.float64),
+        torch.tensor([complex(torch.finfo(torch.float32).max, 0)]),
         torch.tensor([torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max]),
     ],
 )

@@ -130,6 +130,10 @@ def test_plots_lie_in_their_folder_whatever_the_record_says(tmp_path):
     assert len(name) < 143
 
 
+def test_floors_alone_have_no_plot_of_shares(tmp_path):
+    assert plots.draw(study_record([row("floor-copy", device_us=1.0)]), tmp_path) == []
+
+
 def test_an_empty_record_renders(tmp_path):
     record = study_record([row("liger", "missing")])
     assert plots.draw(record, tmp_path) == []

@@ -1,5 +1,6 @@
 """A user's own functions: found by place, called on arguments made from text, held against themselves in float64."""
 
+import dataclasses
 import linecache
 import math
 import os
@@ -18,7 +19,6 @@ from fusewise.lab.nursery import WORKER
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.pytorch import Eager
-from fusewise.lab.targets import user
 from fusewise.lab.targets.user import User, UserProblem, load
 from fusewise.lab.worker import Server
 
@@ -166,6 +166,68 @@ def test_both_parts_of_complex_results_are_checked():
         assert "more than twice" in truth.check(p, Run(wrong)).reason
 
 
+COMPLEX = [
+    ("spectrum", ["x=fp32[8]"]),
+    ("conjugated", ["z=c64[4,8] strides(1,4)", "x=fp32[4,8]"]),
+    ("turned", ["x=bf16[4,8]"]),
+    ("modulus", ["z=c64[8]"]),
+    ("Complex", ["x=fp32[3,4]"]),
+]
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+@pytest.mark.parametrize(("name", "texts"), COMPLEX)
+def test_complex_numbers_have_gradients_like_real_ones(name, texts, pass_):
+    p = problem(name, *texts, dtype="bf16" if name == "turned" else "fp32", pass_=pass_)
+    assert all(x.dtype in (torch.float64, torch.complex128) for x in truth.expected(p)[0])
+    verdict = truth.check(p, eager(p))
+    assert verdict.reason == ""
+    assert 0 < verdict.errors.max < 0.02
+
+
+def test_a_complex_gradient_is_that_of_pytorch():
+    """For upstream g of y = w z it is conj(w) g: one that is not conjugated is wrong."""
+    p = problem("conjugated", "z=c64[8]", "x=fp32[8]", pass_="bwd")
+    (z, x), (g,) = p.tensors, p.upstream
+    assert g.is_complex()
+    w = (1 + 2j) * x
+    true = (torch.real(w.conj() * g) * 2 * z, torch.real(g * ((1 + 2j) * z * z.conj()).conj()))
+    for found, right in zip(truth.expected(p)[0], true, strict=True):
+        assert torch.allclose(found.to(right.dtype), right, rtol=1e-5)
+
+    def backwards(found):
+        return (found[0].conj(), found[1])
+
+    run = eager(p)
+    wrong = Run(run.call, run.enter, run.leave, restore=lambda *found: backwards(found))
+    assert "more than twice" in truth.check(p, wrong).reason
+
+
+def test_bytes_of_complex_numbers():
+    assert problem("conjugated", "z=c64[8]", "x=fp32[8]").bytes_min() == 8 * 8 + 8 * 4 + 8 * 8
+    assert problem("spectrum", "x=fp32[8]", pass_="bwd").bytes_min() == 8 * 8 + 8 * 4  # a linear function
+
+
+def test_which_dtype_a_study_is_of():
+    def first(*texts):
+        return User(f"{FILE}:conjugated", texts).case()
+
+    assert (first("c64[8]", "bf16[8]").dtypes, first("c64[8]", "bf16[8]").passes) == (("bf16",), ("fwd", "bwd"))
+    assert (first("c64[8]").dtypes, first("c64[8] fixed").passes) == (("fp32",), ("fwd",))
+    p = problem("conjugated", "fp64[8]", "fp32[8]")
+    assert [x.dtype for x in p.tensors] == [torch.float64, torch.float32]
+    p = problem("conjugated", "c64[8]", "fp32[8]", dtype="bf16")
+    assert [x.dtype for x in p.tensors] == [torch.complex64, torch.bfloat16]
+    with pytest.raises(ValueError, match="dtype must be fp32 where no input is of fp32, bf16, fp16, got 'bf16'; leave"):
+        problem("modulus", "c64[8]", dtype="bf16")
+
+
+def test_a_narrow_dtype_leaves_a_modules_complex_numbers():
+    p = problem("Complex", "x=bf16[3,4]", dtype="bf16")
+    assert p.function.weight.dtype == p.function.turn.dtype == torch.complex64
+    assert p.wide.weight.dtype == p.wide.turn.dtype == torch.complex128
+
+
 def test_arguments_without_names_and_between_those_given():
     assert problem("of_everything", "fp32[4]", "fp32[4]", "2").arguments == [None, None, 2]
     p = problem("scaled", "x=fp32[4]", "mode='other'")
@@ -198,7 +260,16 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
     ("name", "texts", "pass_", "words"),
     [
         ("noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
-        ("nothing", ("fp32[4]",), "fwd", "must return a tensor"),
+        ("nothing", ("fp32[4]",), "fwd", "must return a tensor, .* got NoneType; return one"),
+        ("number", ("fp32[4]",), "fwd", "must return a tensor, .* got float; return one"),
+        ("by_keyword", ("fp32[4]",), "fwd", "must take its arguments by position, got width, height by keyword only"),
+        ("rms", ("fp32[4]",), "fwd", "must be given for every parameter without a default, got none for weight; add"),
+        (
+            "doubled",
+            ("x=fp32[1000000,1000000,1000]",),
+            "fwd",
+            r"input 'x=fp32\[1.*\]' must be one that memory has room for",
+        ),
         ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; use --pass fwd"),
         ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
         ("overwrites", ("fp32[4]",), "fwd", "must leave its inputs as they are"),
@@ -223,17 +294,59 @@ def test_a_function_that_refuses_float64_has_no_truth():
         truth.check(p, eager(p))
 
 
-def test_a_file_that_does_not_end_is_told(tmp_path, monkeypatch):
-    (tmp_path / "endless.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(user, "IMPORT_SECONDS", 0.2)
-    with pytest.raises(ValueError, match=r"must be importable within 0.2 s, .* under `if __name__"):
-        User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]).verify()
+def verified(target, **limits):
+    """The target's first task, tried in a process of its own."""
+    case = target.case()
+    task = Task(target.name, case.name, case.dtypes[0], "fwd", "cpu", 0, target.detail(case))
+    target.verify([task], **{"timeout": 300.0, "memory_limit": None, **limits})
+
+
+def test_a_file_that_does_not_end_is_told(tmp_path):
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(
+        ValueError, match=r"got no answer: the worker gave no answer within 20 s; .* under `if __name__"
+    ):
+        verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("number", r"number must return a tensor, .* got float"),
+        ("crashes", "got no answer: the worker died of SIGSEGV"),
+        (
+            "raises",
+            r"must be importable and run on its inputs, got RuntimeError: it failed: … KeyError: 'tango'; run it",
+        ),
+    ],
+)
+def test_a_function_is_run_before_a_study_begins(name, words, tmp_path):
+    request = plan.Request(target=f"{FILE}:{name}", inputs=["fp32[4]"], device="cpu")
+    with pytest.raises(ValueError, match=rf"^study: .*{words}"):
+        plan.options(request, tmp_path / "out")
+
+
+def test_one_pass_that_can_be_measured_is_enough(tmp_path):
+    request = plan.Request(target=f"{FILE}:whole", inputs=["fp32[4]"], device="cpu")
+    assert [task.pass_ for task in plan.options(request, tmp_path / "out").tasks] == ["fwd", "bwd"]
+    with pytest.raises(ValueError, match="must be differentiable for a backward pass; use --pass fwd"):
+        plan.options(dataclasses.replace(request, passes="bwd"), tmp_path / "out")
+
+
+def test_a_file_that_starts_a_study_when_imported_is_told(tmp_path):
+    (tmp_path / "starts.py").write_text(
+        "import fusewise, torch\ndef f(x):\n    return x\nfusewise.study(f, torch.ones(2))\n"
+    )
+    with pytest.raises(ValueError, match=r"^study: must not be called while a study imports the file; put the call"):
+        verified(User(f"{tmp_path / 'starts.py'}:f", ["fp32[4]"]))
 
 
 def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
     request = plan.Request(target=f"{tmp_path / 'broken.py'}:f", inputs=["fp32[4]"], device="cpu")
-    with pytest.raises(ValueError, match=r"broken.py:f must be importable, got ModuleNotFoundError"):
+    with pytest.raises(
+        ValueError, match=r"broken.py:f must be importable and run on its inputs, got ModuleNotFoundError"
+    ):
         plan.options(request, tmp_path / "out")
     request = plan.Request(target=f"{FILE}:rms", inputs=["nope=fp32[4]"], device="cpu")
     with pytest.raises(ValueError, match="inputs must be among the parameters"):
@@ -250,7 +363,7 @@ def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
     [
         ("no_such_file.py:f", ["fp32[4]"], "must be in a file that exists"),
         (":f", ["fp32[4]"], "must be FILE.py:NAME or MODULE:NAME"),
-        (f"{FILE}:rms", [], "must have a tensor of fp32, bf16, fp16 among its inputs"),
+        (f"{FILE}:rms", [], "must have a tensor of fp32, bf16, fp16, c64 among its inputs"),
         ("rope", ["fp32[4]"], "inputs must be those of a function, got target 'rope'"),
     ],
 )
@@ -280,7 +393,7 @@ def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
         (folder / "__init__.py").touch()
     (inner / "two.py").write_text("TWO = 2\n")
     (inner / "f.py").write_text("from .two import TWO\ndef f(x):\n    return x * TWO\n")
-    User(f"{inner / 'f.py'}:f", ["fp32[4]"]).verify()
+    verified(User(f"{inner / 'f.py'}:f", ["fp32[4]"]))
     assert load(f"{inner / 'f.py'}:f")(3) == 6
 
 

@@ -1,5 +1,8 @@
 """Functions that tests study as a user's own; imported by worker processes by this file's path."""
 
+import os
+import signal
+
 import torch
 from torch import nn
 
@@ -25,6 +28,25 @@ def noisy(x):
 
 def nothing(x):
     return None
+
+
+def number(x):
+    return x.sum().item()
+
+
+def by_keyword(x, *, width, height, depth=1):
+    return x * width * height * depth
+
+
+def crashes(x):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def raises(x):
+    try:
+        return {}["tango"]
+    except KeyError as error:
+        raise RuntimeError("it failed:") from error
 
 
 def whole(x):
@@ -68,6 +90,19 @@ def spectrum(x):
     return torch.fft.fft(x)
 
 
+def conjugated(z, x):
+    return z * z.conj() * (1 + 2j) * x
+
+
+def turned(x):
+    z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(z * torch.polar(torch.ones_like(z.real), z.real)).flatten(-2).to(x.dtype)
+
+
+def modulus(z):
+    return z.abs()
+
+
 def asserts(x):
     assert x.dtype == torch.float32, "only float32"
     return x * 2
@@ -96,6 +131,18 @@ class Net(nn.Module):
 
     def forward(self, x):
         return nn.functional.gelu(self.linear(x))
+
+
+class Complex(nn.Module):
+    """With a parameter and a buffer that are complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x):
+        return x.to(torch.complex64) @ self.weight * self.turn
 
 
 class Normalized(nn.Module):

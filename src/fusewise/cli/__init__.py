@@ -17,7 +17,7 @@ from . import _build, _code, _records, _tune
 EXIT_CODES = """\b
 Exit codes:
   0    done; a provider that is missing, wrong or failed is a row with its reason
-  1    it could not run (the message says why)
+  1    it could not run, or no provider could be measured (the message says why)
   2    the command line is wrong
   130  interrupted; the rows measured so far are on disk
 """
@@ -177,6 +177,10 @@ def study(
     else:
         commands.show(record)
     click.echo(f"report: {report}", err=as_json)
+    if not commands.measured(record):
+        raise click.ClickException(
+            "study: a provider must be right and have a time, got none; the rows have the reasons"
+        )
 
 
 @cli.command(

@@ -57,6 +57,7 @@ def _task(target: str, providers: list[str] | None, options: dict[str, Any]) -> 
         passes=options["pass_"],
         dtypes=(options["dtype"],) if options["dtype"] else (),
         device=options["device"],
+        timeout=options["timeout"],
     )
     try:
         return commands.the_task(request)
@@ -108,7 +109,7 @@ def code(
             triton_kernels.capability(gpu)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-    task, entries = _task(target, list(names) or None, options)
+    task, entries = _task(target, list(names) or None, {**options, "timeout": timeout})
     if stage is not None and out is not None:
         raise click.UsageError("code: --out writes every stage, got --stage, too; leave one out")
 
@@ -153,7 +154,7 @@ def profile(target: str, name: str, out: Path | None, timeout: float, as_json: b
     from fusewise.lab.code import commands
     from fusewise.lab.folder import file_name
 
-    task, entries = _task(target, [name], options)
+    task, entries = _task(target, [name], {**options, "timeout": timeout})
     where = out or Path("fusewise-profiles") / file_name(f"{task.case}-{task.pass_}-{name}")
     try:
         found = commands.profile(task, entries[0], where, timeout)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import folder, inside, plugin, record, targets, verdict
+from . import analysis, folder, inside, plugin, record, targets, verdict
 from .compare import Comparison
 from .options import Options
 from .ranks import Rank
@@ -123,6 +123,12 @@ def show(found: Record) -> None:
     console.print(terminal.summary(found))
     console.print(terminal.verdict_table(judged))
     console.print(printable(" ".join(verdict.summary(judged))), markup=False, highlight=False)
+
+
+def measured(found: Record) -> bool:
+    """Whether anybody was right and has a time; a floor counts where nobody else was asked for."""
+    asked = [row for row in found.rows if not analysis.is_floor(row.provider)] or found.rows
+    return any(row.status == "ok" for row in asked)
 
 
 def as_json(found: Record) -> list[dict[str, Any]]:

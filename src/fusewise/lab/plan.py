@@ -65,7 +65,6 @@ def options(request: Request, out: Path) -> Options:
         for pass_ in _passes(request.passes, case.passes)
     ]
     _check_numbers(request)
-    target.verify()
     if not tasks:
         raise ValueError(f"study: pass must be one that the cases have, got {request.passes!r}; try --pass fwd")
     extra = dict(target.hurried.get(preset or "", {}))
@@ -76,17 +75,20 @@ def options(request: Request, out: Path) -> Options:
         extra |= {"min_rounds": low, "max_rounds": high}
     if request.time_limit is not None:
         extra["time_limit"] = request.time_limit
+    providers = plugin.select(request.providers, target.name, where)
+    memory_limit = _memory_limit(request.memory_limit)
+    target.verify(tasks, request.timeout, memory_limit)  # the last, since it takes seconds
     return Options(
         op=target.name,
         tasks=tasks,
-        providers=plugin.select(request.providers, target.name, where),
+        providers=providers,
         device=where,
         out=out,
         title=preset or ", ".join(request.cases) or target.name,
         warm=request.warm,
         seed=request.seed,
         timeout=request.timeout,
-        memory_limit=_memory_limit(request.memory_limit),
+        memory_limit=memory_limit,
         profiled=target.profiled.get(preset or "", ()),
         **extra,
     )

@@ -23,6 +23,7 @@ from .code.stage import Stage
 from .ledger import Kernel
 from .names import nearest
 from .problem import Problem, as_tuple, same
+from .reason import reason
 
 ENTRY_POINTS = "fusewise.providers"
 
@@ -202,7 +203,7 @@ def require(module: str, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a broken binary package may raise anything at import
-        raise Missing(f"import {module} failed: {type(error).__name__}: {error}; {install}") from error
+        raise Missing(f"import {module} failed: {reason(error)}; {install}") from error
 
 
 def load(where: str) -> Provider:
@@ -236,7 +237,7 @@ def known(extra: Iterable[str] = ()) -> list[Entry]:
             provider = load(where)
             entries.append(Entry(provider.name, where, provider))
         except Exception as error:  # someone else's package may raise anything; it becomes a row with this reason
-            entries.append(Entry(name or where, where, None, f"{type(error).__name__}: {error}"))
+            entries.append(Entry(name or where, where, None, reason(error)))
     return entries
 
 

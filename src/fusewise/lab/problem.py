@@ -49,6 +49,16 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def differentiable(x: Tensor) -> bool:
+    """Whether there can be a gradient of its values, real or complex."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What stands for the dtype where the truth is computed."""
+    return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
+
+
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy with the strides of `x`, holes and repeated elements included."""
     made = x.to(dtype, copy=True)
@@ -104,9 +114,9 @@ class Problem:
         self.task = task
         self.device = torch.device(task.device)
         self.dtype = DTYPES[task.dtype]
-        #: Inputs, the floating ones differentiable; a cold measurement rotates over copies of these.
+        #: Inputs, the floating and complex ones differentiable; a cold measurement rotates over copies of these.
         self.tensors: tuple[Tensor, ...] = ()
-        #: Which of them want no gradient though they are floating, by their index.
+        #: Which of them want no gradient though they could have one, by their index.
         self.fixed: frozenset[int] = frozenset()
         #: One random gradient for each output; None for an output that has none.
         self.upstream: tuple[Tensor | None, ...] = ()
@@ -137,17 +147,17 @@ class Problem:
         return tuple(tuple(g.shape) for g in self.upstream if g is not None)
 
     def leaves(self, gradient: bool, wide: bool = False) -> tuple[Tensor, ...]:
-        """Copies of the tensors, in float64 if `wide`; the floating ones want a gradient if `gradient` says so."""
+        """Copies of the tensors, in float64 if `wide`; the floating and complex ones want a gradient if `gradient` says so."""
 
         def leaf(x: Tensor) -> Tensor:
-            return copied(x, torch.float64 if wide and x.is_floating_point() else x.dtype)
+            return copied(x, widened(x.dtype) if wide else x.dtype)
 
         return self.wanting(tuple(map(leaf, self.tensors)), gradient)
 
     def wanting(self, tensors: Sequence[Tensor], gradient: bool) -> tuple[Tensor, ...]:
         """The tensors as leaves of a graph; those that are differentiated want a gradient if `gradient` says so."""
         return tuple(
-            x.detach().requires_grad_(gradient and x.is_floating_point() and i not in self.fixed)
+            x.detach().requires_grad_(gradient and differentiable(x) and i not in self.fixed)
             for i, x in enumerate(tensors)
         )
 

@@ -28,6 +28,7 @@ from fusewise.ops.gated_linear import tuning as gated_linear
 
 from . import machine, truth
 from .analysis import Ratio, noise_floor, paired_ratio, verdict
+from .reason import reason
 from .record import Json
 from .timing import CpuTimer, CudaTimer, Timer, Work
 
@@ -225,7 +226,7 @@ def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
                 job.run()
             found = truth.errors(job.outputs, truths)
         except Exception as error:  # whatever a compiler or a driver raises costs the candidate alone
-            candidate.status, candidate.reason = "failed", f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            candidate.status, candidate.reason = "failed", reason(error)
             continue
         if truth.within(found, eager, dtype):
             candidate.status = "ok"

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from . import machine, memory, plugin, spent, targets, truth
 from .problem import Problem, Task
+from .reason import message, reason
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 from .truths import Truths
 
@@ -99,13 +100,12 @@ class Server:
             return {"ok": False, "status": "missing", "reason": str(error)}
         except torch.OutOfMemoryError as error:
             self.forget()
-            return {"ok": False, "status": "failed", "reason": f"out of memory: {_first_line(error)}", "crowded": True}
+            return {"ok": False, "status": "failed", "reason": f"out of memory: {message(error)}", "crowded": True}
         except Exception as error:  # providers raise anything; the row says what
             traceback.print_exc()
             # After an error of the device every later call in this process fails, too.
             leaving = isinstance(error, getattr(torch, "AcceleratorError", ()))
-            reason = f"{type(error).__name__}: {_first_line(error)}"
-            return {"ok": False, "status": "failed", "reason": reason, "leaving": leaving}
+            return {"ok": False, "status": "failed", "reason": reason(error), "leaving": leaving}
 
     def foreign_timer(self) -> Timer:
         from .foreign import ProfiledTimer
@@ -239,11 +239,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:500] if lines else "no message"
-
-
 def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
     """Load the provider named in `start`, then answer until the requests end."""
 
@@ -262,7 +257,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         return
     except Exception as error:  # a provider's module may raise anything
         traceback.print_exc()
-        send({"id": 0, "ok": False, "status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"})
+        send({"id": 0, "ok": False, "status": "failed", "reason": reason(error)})
         return
     send({"id": 0, "ok": True, "versions": provider.versions(), "pid": os.getpid()})
     for line in requests:

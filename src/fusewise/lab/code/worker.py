@@ -16,6 +16,7 @@ from typing import IO, Any
 from .. import plugin, targets, worker
 from ..ledger import Ledger
 from ..problem import Problem, Task
+from ..reason import reason
 from .stage import SUFFIXES, Stage
 
 
@@ -44,12 +45,7 @@ class Server:
             return {"ok": False, "status": "missing", "reason": str(error)}
         except Exception as error:  # compilers raise anything; the index says what
             traceback.print_exc()
-            lines = str(error).strip().splitlines()
-            return {
-                "ok": False,
-                "status": "failed",
-                "reason": f"{type(error).__name__}: {lines[0][:500] if lines else ''}",
-            }
+            return {"ok": False, "status": "failed", "reason": reason(error)}
 
     def ledger(self, problem: Problem, target: str) -> Ledger:
         kernels = tuple(self.provider.traffic(problem.compact(), target))
@@ -84,7 +80,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         server = Server(plugin.load(start["provider"]))
     except Exception as error:  # a provider's module may raise anything
         traceback.print_exc()
-        send({"id": 0, "ok": False, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
+        send({"id": 0, "ok": False, "status": "failed", "reason": reason(error)})
         return
     send({"id": 0, "ok": True, "versions": server.provider.versions()})
     for line in requests:

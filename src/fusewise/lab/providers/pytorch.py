@@ -14,6 +14,7 @@ from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Provider, Run, Unsupported
 from ..problem import Exportable, Problem, Program
+from ..reason import message
 
 
 class Eager(Provider):
@@ -102,8 +103,7 @@ def traced(problem: Problem, program: Program, cause: Exception) -> Any:
     try:
         compiled = torch.jit.trace(over_tensors, example, strict=False)
     except Exception as error:  # as above
-        first = (str(cause).strip().splitlines() or ["no message"])[0]
-        raise Unsupported(f"can be neither scripted ({first}) nor traced ({error})") from error
+        raise Unsupported(f"can be neither scripted ({message(cause)}) nor traced ({message(error)})") from error
     if len(example) == len(arguments):
         return compiled
     return lambda *given: compiled(*(given[i] for i in tensors))

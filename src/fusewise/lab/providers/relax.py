@@ -12,6 +12,7 @@ from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, require
 from ..problem import Exportable, Problem
+from ..reason import reason
 
 INSTALL = "pip install 'fusewise[lab]'"
 #: Found by doing the same in numpy, fused multiply-add by fused multiply-add: the largest error is equal in every digit.
@@ -41,7 +42,7 @@ class Tvm(Provider):
         try:
             compiled = tvm.compile(scheduled(module, tvm, relax, device), target_of(tvm, device))
         except Exception as error:  # its passes raise anything
-            raise Unsupported(f"TVM cannot compile it: {type(error).__name__}: {_first_line(error)}") from error
+            raise Unsupported(f"TVM cannot compile it: {reason(error)}") from error
         main = relax.VirtualMachine(compiled, device)["main"]
 
         def enter(*xs: Tensor) -> tuple[Any, ...]:
@@ -76,12 +77,7 @@ def lowered(problem: Problem, relax: Any) -> Any:
         exported = torch.export.export(Exportable(problem.program().function, example), given)
         return importer(exported, keep_params_as_input=False, unwrap_unit_return_tuple=True)
     except Exception as error:  # exporters raise anything
-        told = f"{type(error).__name__}: {_first_line(error)}"
-        raise Unsupported(f"torch.export or TVM's importer cannot take it: {told}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+        raise Unsupported(f"torch.export or TVM's importer cannot take it: {reason(error)}") from error
 
 
 def target_of(tvm: Any, device: Any) -> Any:

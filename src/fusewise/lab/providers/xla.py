@@ -3,6 +3,8 @@
 Our targets are written in jax.numpy (`Problem.jax`). A user's function comes through torch.export and torchax. Gradients
 are `jax.vjp`'s: in bwd the kept state is made outside of what is timed; fwd+bwd is one compiled function.
 
+A complex gradient of torch's is the conjugate of jax's.
+
 XLA works on a stream of its own, so every call waits for its results.
 """
 
@@ -21,6 +23,7 @@ from ..code.stage import Stage
 from ..ledger import Kernel
 from ..plugin import Missing, Provider, Run, Unsupported, Vjp, require
 from ..problem import Exportable, Problem
+from ..reason import reason
 
 INSTALL = "pip install 'fusewise[lab]'"
 #: Which the backward of GELU takes from 1.
@@ -78,12 +81,12 @@ class Jax(Provider):
                 entered = program.enter(*leaves)
             wanted = [x for x in leaves if x.requires_grad]
             back = torch.autograd.grad(
-                [entered[i] for i in moving], wanted, [torch.utils.dlpack.from_dlpack(g) for g in arguments]
+                [entered[i] for i in moving], wanted, [torch.utils.dlpack.from_dlpack(g).conj() for g in arguments]
             )
             if not held:
                 return back
             mine = dict(zip(names, of_held, strict=True))
-            return (*back, *(torch.utils.dlpack.from_dlpack(mine[name]) for name in problem.parameter_names()))
+            return (*back, *(torch.utils.dlpack.from_dlpack(mine[name]).conj() for name in problem.parameter_names()))
 
         def forward_kept(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
             results, function = jax.block_until_ready(kept(arguments, held))
@@ -93,7 +96,7 @@ class Jax(Provider):
             forward=forward_kept,
             backward=lambda state, upstream: jax.block_until_ready(backward(*state, upstream)),
             both=lambda arguments, upstream: jax.block_until_ready(joint(arguments, held, upstream)),
-            enter=lambda upstream: tuple(_array(jax, g) for g in upstream),
+            enter=lambda upstream: tuple(_array(jax, g.conj()) for g in upstream),
             leave=leave_gradients,
         )
         return Run(
@@ -135,7 +138,7 @@ def _jax(problem: Problem) -> Any:
 def _array(jax: Any, x: Tensor) -> Any:
     """The tensor's memory as an array. JAX has no 64-bit integers unless told, so those are made 32-bit."""
     x = x.detach().to(torch.int32) if x.dtype == torch.int64 else x.detach()
-    return jax.dlpack.from_dlpack(x.contiguous())
+    return jax.dlpack.from_dlpack(x.resolve_conj().contiguous())
 
 
 def _torch(jax: Any, results: Any) -> Any:
@@ -170,7 +173,7 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
         exported = torch.export.export(module, given)
         weights, function = bridge.exported_program_to_jax(exported)
     except Exception as error:  # exporters raise anything
-        raise Unsupported(f"torch.export or torchax cannot take it: {type(error).__name__}: {error}") from error
+        raise Unsupported(f"torch.export or torchax cannot take it: {reason(error)}") from error
     names = [n.removeprefix("function.") for n in (*exported.graph_signature.parameters,)]
     held, rest = tuple(weights[: len(names)]), list(weights[len(names) :])
     return (lambda arrays, held: function([*held, *rest], arrays)), held, names

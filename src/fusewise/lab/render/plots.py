@@ -33,6 +33,8 @@ def draw(record: Record, directory: Path) -> list[str]:
         stem = file_name(f"{record.request['op']}-{dtype}-{pass_.replace('+', '-')}")
         caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
         prefix = sweep(rows)
+        if prefix is None and all(is_floor(row.provider) for row in rows):
+            continue  # which have no share of themselves
         if prefix is None:
             names.append(save(shares(rows, caption, colours), directory, f"{stem}-share.png"))
             continue

@@ -67,7 +67,7 @@ class Target:
         """The tensors and the mathematics of a task; called in the provider's own process."""
         raise NotImplementedError
 
-    def verify(self) -> None:
+    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> None:
         """Raise ValueError for what would fail in every provider's process. Called once, before anything is measured."""
 
     def detail(self, case: Case) -> Mapping[str, Any]:

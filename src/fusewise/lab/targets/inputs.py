@@ -3,8 +3,9 @@
     [NAME=] DTYPE [ SIZES ] [strides(…)] [randn | randn(MEAN,DEVIATION) | uniform(LOW,HIGH) | randint(LOW,HIGH) | full(VALUE)] [fixed]
     [NAME=] NUMBER | true | false | none | "text"
 
-DTYPE is fp32, f32 or float32, and so on for fp64, bf16, fp16, i64, i32, i16, i8, u8 and bool. SIZES may be empty: a tensor
-without dimensions. Floating tensors are standard normal unless told otherwise, integers lie in [0, 2), HIGH being excluded.
+DTYPE is fp32, f32 or float32, and so on for fp64, bf16, fp16, c64, c128, i64, i32, i16, i8, u8 and bool. SIZES may be empty:
+a tensor without dimensions. Floating tensors are standard normal unless told otherwise, and so are both parts of complex
+ones, to which all else that is told of values applies, too; integers lie in [0, 2), HIGH being excluded.
 strides(…) are in elements. `fixed` asks for no gradient. Without names arguments are taken in order.
 """
 
@@ -20,13 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import span
+from ..problem import differentiable, span
+from ..truth import parts
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
     "i64": torch.int64,
     "i32": torch.int32,
     "i16": torch.int16,
@@ -76,17 +80,25 @@ class TensorSpec:
         return math.prod(self.sizes) * DTYPES[self.dtype].itemsize
 
     @property
-    def floating(self) -> bool:
-        return DTYPES[self.dtype].is_floating_point
+    def real(self) -> torch.dtype:
+        """Its dtype, or that of its two parts."""
+        dtype = DTYPES[self.dtype]
+        return dtype.to_real() if dtype.is_complex else dtype
+
+    @property
+    def differentiable(self) -> bool:
+        return self.real.is_floating_point
 
     def make(self, device: torch.device, seed: str) -> Tensor:
         """The tensor, drawn on `device` by a generator seeded from `seed`, in its strides."""
         generator = torch.Generator(device).manual_seed(zlib.crc32(seed.encode()))
-        dtype = DTYPES[self.dtype]
-        fill = self.fill or ("randn" if self.floating else "randint")
+        dtype = self.real
+        fill = self.fill or ("randn" if self.differentiable else "randint")
         values = self.values or {"randn": (0.0, 1.0), "randint": (0.0, 2.0)}.get(fill, ())
         # strides are laid over memory drawn in a row, so that elements may lie apart, repeat and overlap
         sizes = self.sizes if not self.strides or 0 in self.sizes else (span(self.sizes, self.strides),)
+        if dtype != DTYPES[self.dtype]:
+            sizes = (*sizes, 2)
         made = torch.empty(sizes, device=device, dtype=dtype)
         if fill == "randn":
             made = torch.randn(sizes, generator=generator, device=device, dtype=dtype).mul_(values[1])
@@ -98,6 +110,8 @@ class TensorSpec:
             made = torch.randint(low, high, sizes, generator=generator, device=device).to(dtype)
         else:
             made.fill_(values[0])
+        if dtype != DTYPES[self.dtype]:
+            made = torch.view_as_complex(made)
         return made.as_strided(self.sizes, self.strides) if self.strides else made
 
 
@@ -150,7 +164,7 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
     if len(numbers) not in _COUNTS[word]:
         wanted = " or ".join(map(str, _COUNTS[word]))
         raise _bad(text, f"have {wanted} numbers in {word}", str(len(numbers)), "give as many")
-    if word in ("randn", "uniform") and not spec.floating:
+    if word in ("randn", "uniform") and not spec.differentiable:
         raise _bad(text, f"be floating for {word}", spec.dtype, "use randint(LOW,HIGH)")
     if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
         raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
@@ -168,7 +182,7 @@ def _reached(word: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
 def _holds(dtype: str, value: float) -> bool:
     """Whether a tensor of the dtype can have the value as it is, but for rounding."""
     kind = DTYPES[dtype]
-    if kind.is_floating_point:
+    if kind.is_floating_point or kind.is_complex:
         return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
     low, high = (0, 1) if kind == torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
     return low <= value <= high and value == int(value)
@@ -206,7 +220,8 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     """What an argument looks like, so that one like it can be made elsewhere: never the values themselves.
 
     Floating tensors: normal with the mean and deviation of the values that are finite, or uniform in their range where none
-    is negative; `fixed` if told so and they want no gradient. Integers: uniform in their range.
+    is negative; `fixed` if told so and they want no gradient. Complex ones: the same of their parts. Integers: uniform in
+    their range.
     """
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool):
@@ -227,11 +242,12 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     if value.dtype not in names:
         raise TypeError(f"study: tensors must be of {', '.join(DTYPES)}, got {value.dtype}; convert it first")
     strides = () if value.is_contiguous() else tuple(value.stride())
-    fixed = fixed_unless_wanted and value.is_floating_point() and not value.requires_grad
+    fixed = fixed_unless_wanted and differentiable(value) and not value.requires_grad
     spec = TensorSpec(names[value.dtype], tuple(value.shape), strides, fixed=fixed)
     if value.numel() == 0 or value.dtype == torch.bool:
         return spec
-    wide = value.detach().double()
+    value = parts(value.detach())
+    wide = value.double()
     wide = wide[wide.isfinite()]
     if not wide.numel():
         return replace(spec, fill="full", values=(float(value.flatten()[0]),))

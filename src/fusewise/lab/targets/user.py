@@ -12,9 +12,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,12 +31,14 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
 from ..ledger import extent
-from ..problem import DTYPES, Pass, Problem, Program, Task
+from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
+from ..process import WorkerFailed, WorkerProcess
+from ..reason import reason
 from . import Case, Target, inputs
 
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
-#: How long a user's file may take to import.
-IMPORT_SECONDS = 300
+NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
+#: An input that counts as one of float32, of which its parts are.
+COMPLEX = "c64"
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,20 @@ class User(Target):
         return super().cases(preset)
 
     def case(self, name: str = "") -> Case:
-        """The one case: dtype of the first floating input, backward if there is one to be had."""
+        """The one case: dtype of the first input of those that a study is of, backward if there is one to be had."""
         specs = [inputs.parse(text) for text in self.texts]
         tensors = [spec for _, spec in specs if isinstance(spec, inputs.TensorSpec)]
-        floating = [spec for spec in tensors if spec.floating and spec.dtype in DTYPES]
-        if not floating:
+        able = [spec for spec in tensors if spec.dtype in (*DTYPES, COMPLEX)]
+        if not able:
             raise ValueError(
-                f"study: {self.name} must have a tensor of {', '.join(DTYPES)} among its inputs, got {list(self.texts)}; "
-                'add --input "x=fp32[1024,1024]"'
+                f"study: {self.name} must have a tensor of {', '.join((*DTYPES, COMPLEX))} among its inputs, got "
+                f'{list(self.texts)}; add --input "x=fp32[1024,1024]"'
             )
-        passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in floating) else ("fwd",)
+        passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in able) else ("fwd",)
         text = " ".join(inputs.written(*spec) for spec in specs)
         if name not in ("", text):
             raise ValueError(f"study: a function must be given without --case, got {name!r}; say it with --input")
-        return UserCase(text, (floating[0].dtype,), passes, sum(spec.bytes for spec in tensors))
+        return UserCase(text, (_changeable(specs) or "fp32",), passes, sum(spec.bytes for spec in tensors))
 
     def detail(self, case: Case) -> Mapping[str, Any]:
         return {"place": self.place, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
@@ -95,25 +97,40 @@ class User(Target):
     def problem(self, task: Task) -> Problem:
         return UserProblem(task)
 
-    def verify(self) -> None:
-        """Import the function in a process of its own and bind its arguments."""
-        command = [sys.executable, "-m", __spec__.name, self.place, *self.texts]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                env=environment, check=False, timeout=IMPORT_SECONDS,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"study: {self.name} must be importable within {IMPORT_SECONDS} s, got no end of it; "
-                "put what its file runs under `if __name__ == '__main__':`"
-            ) from None
-        if done.returncode == 0:
-            return
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        told = last.removeprefix("ValueError: ")
-        raise ValueError(told if told.startswith("study: ") else f"study: {self.name} must be importable, got {last}")
+    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> None:
+        """Import the function and run it in a process like a provider's. A task that can be made is enough: of the others
+        each has rows with its reason."""
+        start = {"provider": "fusewise.lab.providers.pytorch:Eager", "device": tasks[0].device, "flush_bytes": 0}
+        worker: WorkerProcess | None = None
+        reasons = []
+        with tempfile.TemporaryDirectory(prefix="fusewise-check-") as folder:
+            try:
+                worker = WorkerProcess(start, Path(folder) / "log", timeout=timeout, memory_limit=memory_limit)
+                worker.ready()
+                for task in tasks:
+                    reply = worker.ask("load", task=task.to_json())
+                    if reply["ok"]:
+                        return
+                    reasons.append(reply["reason"])
+            except WorkerFailed as error:
+                raise ValueError(
+                    f"study: {self.name} must be importable and run on its inputs, got no answer: {error}; put what its file "
+                    "runs under `if __name__ == '__main__':`, or give smaller inputs"
+                ) from None
+            finally:
+                if worker is not None:
+                    worker.stop()
+        own = re.fullmatch(r"\w+: (study: .*)", reasons[0])
+        raise ValueError(
+            own[1]
+            if own
+            else f"study: {self.name} must be importable and run on its inputs, got {reasons[0]}; run it by hand"
+        )
+
+
+def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
+    """The dtype that `--dtype` replaces: that of the first input that has one of a study's."""
+    return next((s.dtype for _, s in specs if isinstance(s, inputs.TensorSpec) and s.dtype in DTYPES), None)
 
 
 def _absolute(place: str) -> str:
@@ -174,15 +191,7 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
 def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
     """The arguments that can be given by position, with their defaults; as far as `count` those without a name, too, which
     *args and functions not written in Python have."""
-    of: Any = function
-    if isinstance(function, nn.Module):
-        of = function.forward
-    elif isinstance(function, type) and issubclass(function, nn.Module):
-        of = functools.partial(function.forward, None)  # for self
-    try:
-        signature = list(inspect.signature(of).parameters.values())
-    except ValueError:
-        signature = [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
+    signature = _signature(function)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = {p.name: p.default for p in signature if p.kind in kinds}
     for rest in (p.name for p in signature if p.kind == inspect.Parameter.VAR_POSITIONAL):
@@ -190,8 +199,26 @@ def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
     return found
 
 
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    of: Any = function
+    if isinstance(function, nn.Module):
+        of = function.forward
+    elif isinstance(function, type) and issubclass(function, nn.Module):
+        of = functools.partial(function.forward, None)  # for self
+    try:
+        return list(inspect.signature(of).parameters.values())
+    except ValueError:
+        return [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
+
+
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
     """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
+    named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
+    if needed := [p.name for p in named if p.default is inspect.Parameter.empty]:
+        raise ValueError(
+            f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only, without a "
+            "default; wrap it in a function that gives it"
+        )
     known = parameters(function, len(texts))
     given = dict(inputs.bound(list(known), texts))
     specs: list[tuple[str, inputs.Spec]] = []
@@ -204,6 +231,11 @@ def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[
                 f"study: inputs must leave out no parameter before the last one given, got {list(given)} of {list(known)}; add it"
             )
         specs.append((name, spec))
+    if absent := [n for n, default in [*known.items()][len(specs) :] if default is inspect.Parameter.empty]:
+        raise ValueError(
+            f"study: inputs must be given for every parameter without a default, got none for {', '.join(absent)}; "
+            "add --input for it"
+        )
     return specs
 
 
@@ -224,8 +256,8 @@ class UserProblem(Problem):
         if isinstance(self.function, nn.Module):
             self.function = self.function.to(self.device)
             if self.dtype != torch.float32:
-                self.function = self.function.to(self.dtype)
-            self.wide = copy.deepcopy(self.function).double()
+                _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
+            self.wide = _cast(copy.deepcopy(self.function), widened)
             self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
         self._look()
@@ -236,15 +268,26 @@ class UserProblem(Problem):
             self._look()
 
     def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
-        """The spec in the task's dtype, if it has that of the first floating input: `--dtype` changes those."""
-        texts = map(inputs.parse, self.task.detail["inputs"])
-        first = next(s.dtype for _, s in texts if isinstance(s, inputs.TensorSpec) and s.floating)
+        """The spec in the task's dtype, if it has the one that `--dtype` changes."""
+        first = _changeable([inputs.parse(text) for text in self.task.detail["inputs"]])
+        if first is None and self.task.dtype != "fp32":
+            raise ValueError(
+                f"study: dtype must be fp32 where no input is of {', '.join(DTYPES)}, got {self.task.dtype!r}; leave it out"
+            )
         if isinstance(spec, inputs.TensorSpec) and spec.dtype == first:
             return replace(spec, dtype=self.task.dtype)
         return spec
 
     def _make(self, name: str, spec: inputs.TensorSpec) -> Tensor:
-        return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
+        try:
+            return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # as a CPU's memory runs out
+            raise ValueError(
+                f"study: input {inputs.written(name, spec)!r} must be one that memory has room for, got {reason(error)}; "
+                "make it smaller"
+            ) from error
 
     def _look(self) -> None:
         """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
@@ -252,14 +295,18 @@ class UserProblem(Problem):
         leaves = self.leaves(gradient)
         register_flop_formulas()  # of our own operations, for functions that call them
         with FlopCounterMode(display=False) as counter:
-            outputs = self.eager(leaves)
+            result = self.function(*self._arguments(leaves))
+        outputs = tensors_of(result)
         self.flops = int(counter.get_total_flops())
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
         if not outputs:
-            raise ValueError(f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict; return one")
+            raise ValueError(
+                f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
+                "return one"
+            )
         again = self.eager(leaves)
         for first, second in zip(map(truth.parts, outputs), map(truth.parts, again), strict=True):
             if not torch.allclose(first.double(), second.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
@@ -281,22 +328,22 @@ class UserProblem(Problem):
                 device=y.device,
                 dtype=y.dtype if y.element_size() > 1 else torch.float32,  # nothing is drawn in eight bits
             ).to(y.dtype)
-            if y.is_floating_point() and (y.requires_grad or not gradient)
+            if differentiable(y) and (y.requires_grad or not gradient)
             else None
             for y in outputs
         )
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} must be differentiable for a backward pass; use --pass fwd")
         # Errors are judged by the coarsest dtype that the function takes or gives.
-        coarse = [x.dtype for x in (*self.tensors, *outputs) if x.is_floating_point()]
-        self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps)
+        coarse = [x.dtype for x in (*self.tensors, *outputs) if differentiable(x)]
+        self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
         self.gradient_bytes = 0
         self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
         """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
         moved = tuple(
-            (x.detach() * 1.5 + 0.25).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in leaves
+            (x.detach() * 1.5 + 0.25).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves
         )
         here = self.gradients(outputs, leaves, self.upstream)
         views = {g.untyped_storage().data_ptr() for g in self.upstream if g is not None}
@@ -325,8 +372,8 @@ class UserProblem(Problem):
             raise
         except Exception as error:  # a user's function raises anything
             raise ValueError(
-                f"study: {self.op} must run on float64 tensors, too, which give the truth, got {type(error).__name__}: "
-                f"{error}; let it take them"
+                f"study: {self.op} must run on float64 tensors, too, which give the truth, got {reason(error)}; "
+                "let it take them"
             ) from error
 
     def gradients(
@@ -355,23 +402,29 @@ class UserProblem(Problem):
         return self.flops * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[self.task.pass_]
 
 
+def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
+    """The module with parameters and buffers in other dtypes. `nn.Module.to` would make complex ones real, and `double` leave
+    them as they are."""
+    return module._apply(lambda x: x.to(to(x.dtype)))  # type: ignore[no-any-return]
+
+
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
     """The tensors in whatever a function returns, in the order of its structure."""
     return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
 
 
 class _Widen(TorchDispatchMode):
-    """Operations that ask for a narrow floating dtype, and on tensors of one, get float64 instead."""
+    """Operations that ask for a narrow dtype, and on tensors of one, get float64 or complex128 instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in NARROW:
-            kwargs["dtype"] = torch.float64
+            kwargs["dtype"] = widened(kwargs["dtype"])
         if (
             isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
         ):  # tensors that the function has from elsewhere; what it writes to stays its own
             args, kwargs = pytree.tree_map_only(
-                Tensor, lambda x: x.double() if x.dtype in NARROW else x, (args, kwargs)
+                Tensor, lambda x: x.to(widened(x.dtype)) if x.dtype in NARROW else x, (args, kwargs)
             )
         return func(*args, **kwargs)
 
@@ -387,7 +440,3 @@ def in_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-if __name__ == "__main__":
-    arguments(load(sys.argv[1]), sys.argv[2:])
