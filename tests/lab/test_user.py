@@ -279,7 +279,8 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
             "fwd",
             r"must be a module that is made without arguments, got .*'width'; name an instance",
         ),
-        ("missing", ("fp32[4]",), "fwd", "missing must be defined at the top of"),
+        ("missing", ("fp32[4]",), "fwd", "missing must be defined at the top of .*, got no such name; check its name"),
+        ("dubled", ("fp32[4]",), "fwd", "dubled must be defined at the top of .*, got no such name; try 'doubled'"),
         ("not_a_function", ("fp32[4]",), "fwd", "must be a function or module, got int"),
     ],
 )
