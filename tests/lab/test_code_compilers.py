@@ -190,12 +190,27 @@ def test_the_command_writes_a_folder(runner: CliRunner, tmp_path: Path) -> None:
         (["--provider", "nobody"], 2, "nobody"),
         (["--stage", "sass", "--out", "x"], 2, "--out writes every stage"),
         (["--provider", "floor-copy"], 1, "does not show its code"),
-        (["--provider", "eager", "--stage", "bytekode"], 1, "has no stage 'bytekode'; try 'bytecode'"),
+        (
+            ["--provider", "eager", "--stage", "bytekode"],
+            2,
+            "code: stage must be one that there is, source, bytecode, aten (of eager), got 'bytekode'; try 'bytecode'",
+        ),
+        (["--provider", "floor-copy", "--stage", "sass"], 1, "does not show its code"),
     ],
 )
 def test_what_the_command_refuses(runner: CliRunner, arguments: list[str], code: int, message: str) -> None:
     result = runner.invoke(cli, ["code", "gelu", "--device", "cpu", *arguments])
-    assert result.exit_code == code and message in result.output
+    assert result.exit_code == code and message in " ".join(result.output.split())
+
+
+def test_a_provider_without_the_stage_that_another_has_is_missing(runner: CliRunner) -> None:
+    providers = ["--provider", "eager", "--provider", "lab_code_fakes:Shown"]
+    result = runner.invoke(cli, ["code", "gelu", "--device", "cpu", *providers, "--stage", "bytecode", "--json"])
+    assert result.exit_code == 0, result.output
+    eager, other = json.loads(result.stdout)["providers"]
+    assert (eager["status"], [s["stage"] for s in eager["stages"]]) == ("ok", ["bytecode"])
+    assert (other["status"], other["stages"]) == ("missing", [])
+    assert other["reason"].startswith("has no stage 'bytecode', but ")
 
 
 @pytest.mark.gpu

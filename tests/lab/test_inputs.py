@@ -23,6 +23,7 @@ class Color(enum.IntEnum):
         ("fp32[]", "", TensorSpec("fp32", ())),
         ("x=fp32[4,8]strides(1,4) fixed", "x", TensorSpec("fp32", (4, 8), (1, 4), fixed=True)),
         ("i=i64[5] randint(0,7)", "i", TensorSpec("i64", (5,), fill="randint", values=(0, 7))),
+        ("x=torch.float32[5]", "x", TensorSpec("fp32", (5,))),
         ("z=complex64[5]", "z", TensorSpec("c64", (5,))),
         ("mask=bool[5]", "mask", TensorSpec("bool", (5,))),
         ("x=fp32[3] full(0.5)", "x", TensorSpec("fp32", (3,), fill="full", values=(0.5,))),
@@ -44,6 +45,7 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
     ("text", "words"),
     [
         ("x=fp99[4]", "must have a dtype of fp64, fp32, .*, got 'fp99'; choose one"),
+        ("x=pf32[4]", "got 'pf32'; try 'f32' or 'fp32'"),
         ("x=fp32[a]", "must have integers as sizes, got 'a'"),
         ("x=fp32[-1]", "must have sizes of at least 0"),
         ("x=fp32[4,4] strides(1)", "must have 2 strides, got 1"),

@@ -57,11 +57,21 @@ def test_a_provider_may_be_named_by_its_place():
     assert isinstance(entry.provider, Right)
 
 
-def test_unknown_names_are_refused_with_the_known_ones():
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("nosuch", "choose one"),
+        ("egaer", "try 'eager' or 'liger'"),
+        ("inplace", "try 'fusewise-cpu-inplace' or 'fusewise-triton-inplace' or 'fusewise-cuda-inplace'"),
+        ("torchcompile", "try 'torch.compile' or 'thunder-torchcompile' or 'torch.compile-max-autotune'"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_may_be_meant(name, fix):
     with pytest.raises(
-        ValueError, match=r"^study: providers must be among .*eager.*, got 'nosuch'; `fusewise providers`"
-    ):
-        plugin.select(["nosuch"], "rope", "cpu")
+        ValueError, match=r"^study: providers must be among those of `fusewise providers`, got "
+    ) as caught:
+        plugin.select([name], "rope", "cpu")
+    assert str(caught.value).endswith(f"got {name!r}; {fix}")
 
 
 @pytest.mark.parametrize("where", ["no_such_module:X", "lab_fakes:Nothing", "lab_fakes:not_a_provider"])

@@ -198,7 +198,11 @@ def test_help() -> None:
         (("tune",), "Missing argument 'TARGET'"),
         (("tune", "tango", "--shape", "1,1,1"), "target must be one of geglu, got 'tango'; try `tune geglu`"),
         (("tune", "geglu"), "give what to tune for, --case, --preset or --shape M,D,F, got none"),
-        (("tune", "geglu", "--case", "nope"), "name must be that of a case"),
+        (
+            ("tune", "geglu", "--case", "nope"),
+            "name must be that of a case in a preset, got 'nope'; `fusewise study geglu",
+        ),
+        (("tune", "geglu", "--case", "llama-3-8b-trian"), "got 'llama-3-8b-trian'; try 'llama-3-8b-train'"),
         (("tune", "geglu", "--preset", "nope"), "preset must be one of geglu-memory"),
         (("tune", "geglu", "--shape", "1,2"), "shape must be three positive numbers, M,D,F, got (1, 2)"),
         (("tune", "geglu", "--shape", "0,2,3"), "shape must be three positive numbers"),

@@ -279,7 +279,8 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
             "fwd",
             r"must be a module that is made without arguments, got .*'width'; name an instance",
         ),
-        ("missing", ("fp32[4]",), "fwd", "missing must be defined at the top of"),
+        ("missing", ("fp32[4]",), "fwd", "missing must be defined at the top of .*, got no such name; check its name"),
+        ("dubled", ("fp32[4]",), "fwd", "dubled must be defined at the top of .*, got no such name; try 'doubled'"),
         ("not_a_function", ("fp32[4]",), "fwd", "must be a function or module, got int"),
     ],
 )
@@ -451,6 +452,27 @@ def test_what_is_no_function_is_told():
         study("rms", torch.ones(1))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"round": 5}, r"options must be among providers, passes, .*, code, got 'round'; try 'rounds'"),
+        ({"tango": 5}, r"got 'tango'; give a function's own arguments by position"),
+        ({"eps": 1e-3}, r"got 'eps'; give the function its eps by position"),
+        ({"rounds": "many"}, r"rounds must be a number or \(MIN, MAX\), got 'many'; try"),
+        ({"rounds": 5.0}, r"rounds must be a number or \(MIN, MAX\), got 5.0"),
+        ({"rounds": (3, 4, 5)}, r"rounds must be a number or \(MIN, MAX\), got \(3, 4, 5\)"),
+        ({"rounds": 2}, r"rounds must be MIN:MAX with 3 <= MIN <= MAX, got 2:2"),
+        ({"timeout": "5"}, r"timeout must be a finite number of seconds, got '5'"),
+        ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
+    ],
+)
+def test_an_option_that_there_is_not_is_told(options, words):
+    import user_functions
+
+    with pytest.raises((TypeError, ValueError), match=rf"^study: .*{words}"):
+        study(user_functions.rms, torch.ones(2, 2), torch.ones(2), **options)
+
+
 def test_a_study_does_not_start_inside_a_study(monkeypatch):
     monkeypatch.setitem(os.environ, WORKER, "1")
     with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
@@ -462,7 +484,7 @@ def test_a_study_from_python_shows_itself(tmp_path):
     import user_functions
 
     made = fusewise.study(
-        user_functions.doubled, torch.randn(8, 8, requires_grad=True), providers=["eager"], rounds=(3, 3), warm=True, code=False,
+        user_functions.doubled, torch.randn(8, 8, requires_grad=True), providers=["eager"], rounds=3, warm=True, code=False,
         out=tmp_path / "run",
     )  # fmt: skip
     assert [(r.op, r.status, r.pass_) for r in made.rows] == [

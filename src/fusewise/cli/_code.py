@@ -119,6 +119,8 @@ def code(
 
     try:
         index = commands.code(task, entries, target=gpu, stage=stage, out=out, timeout=timeout, told=told)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"code: the folder must be writable, got {error}; choose another --out") from None
     except KeyboardInterrupt:

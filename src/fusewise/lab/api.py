@@ -9,13 +9,14 @@ import os
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from . import commands, plan
 from .folder import file_name
+from .names import nearest
 from .nursery import WORKER
 from .record import Record, Row
 from .render import number, percent
@@ -73,12 +74,13 @@ def study(
     providers: Sequence[str] | None = None,
     passes: str | None = None,
     out: str | Path | None = None,
-    rounds: tuple[int, int] | None = None,
+    rounds: int | tuple[int, int] | None = None,
     time_limit: float | None = None,
     timeout: float = 300.0,
     warm: bool = False,
     seed: int = 0,
     code: bool = True,
+    **unknown: Any,
 ) -> Result:
     """Run `function(*arguments)` through every compiler that is here: right or wrong, how fast, how near the limits.
 
@@ -90,10 +92,12 @@ def study(
         function: a function at the top of a file or module, or a module's class; of a tensor or more.
         arguments: tensors, numbers, texts, bools, None. With tensors that want a gradient the backward is measured, too.
             The first tensor's device is where it runs.
-        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`.
+        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`; `rounds`
+            is a number or (MIN, MAX).
 
     Raises:
-        TypeError, ValueError: for a function that another process cannot import, and for arguments it cannot make.
+        TypeError, ValueError: for a function that another process cannot import or run, for arguments it cannot make, and for
+            other options.
         RuntimeError: called while a study's own process imports the file; put the call under
             `if __name__ == "__main__":`.
 
@@ -106,6 +110,12 @@ def study(
         )
     if not callable(function):
         raise TypeError(f"study: function must be one that can be called, got {function!r}; give the function itself")
+    if unknown:
+        _refuse(next(iter(unknown)), function)
+    low_high = (rounds, rounds) if isinstance(rounds, int) else rounds
+    two = isinstance(low_high, tuple | list) and [type(n) for n in low_high] == [int, int]
+    if rounds is not None and not two:
+        raise TypeError(f"study: rounds must be a number or (MIN, MAX), got {rounds!r}; try (5, 30)")
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
@@ -125,13 +135,23 @@ def study(
         providers=providers,
         passes=passes or (None if differentiable else "fwd"),
         device=str(tensors[0].device),
-        rounds=rounds,
+        rounds=low_high,
         time_limit=time_limit,
         timeout=timeout,
         warm=warm,
         seed=seed,
     )
     return Result(*commands.run(plan.options(request, directory), code=code))
+
+
+def _refuse(option: str, function: Callable[..., Any]) -> NoReturn:
+    """TypeError for an option that there is not, which may be meant for the function."""
+    options = [p.name for p in inspect.signature(study).parameters.values() if p.kind == inspect.Parameter.KEYWORD_ONLY]
+    if option in user.parameters(function, 0):
+        fix = f"give the function its {option} by position"
+    else:
+        fix = nearest(option, options, "give a function's own arguments by position")
+    raise TypeError(f"study: options must be among {', '.join(options)}, got {option!r}; {fix}")
 
 
 def place(function: Callable[..., Any], directory: Path) -> str:

@@ -101,10 +101,12 @@ def _check_numbers(request: Request) -> None:
         ("timeout", request.timeout, "seconds"),
         ("memory_limit", request.memory_limit, "GiB"),
     ):
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
             raise ValueError(
-                f"study: {name} must be a finite number of {unit}, got {value}; leave it out for the default"
+                f"study: {name} must be a finite number of {unit}, got {value!r}; leave it out for the default"
             )
+    if not isinstance(request.seed, int):
+        raise ValueError(f"study: seed must be an integer, got {request.seed!r}; leave it out for 0")
     if not -(2**63) <= request.seed < 2**64:
         raise ValueError(f"study: seed must fit into 64 bits, got {request.seed}; choose a smaller one")
 

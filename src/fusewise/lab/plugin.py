@@ -258,9 +258,8 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
     for name in wanted:
         named = [e for e in entries if name in (e.name, e.where)]
         if not named:
-            every = list(dict.fromkeys(e.name for e in entries))
-            fix = nearest(name, every, "`fusewise providers` lists them")
-            raise ValueError(f"study: providers must be among {', '.join(every)}, got {name!r}; {fix}")
+            fix = nearest(name, [e.name for e in entries], "choose one")
+            raise ValueError(f"study: providers must be among those of `fusewise providers`, got {name!r}; {fix}")
         fitting = (e for e in named if e.provider is None or not e.provider.ops or op in e.provider.ops)
         one = next(fitting, named[0])
         if one not in chosen:

@@ -26,7 +26,7 @@ import torch
 from fusewise.ops._tuned import Found, Job, Key, Watch, enabled
 from fusewise.ops.gated_linear import tuning as gated_linear
 
-from . import machine, truth
+from . import machine, targets, truth
 from .analysis import Ratio, noise_floor, paired_ratio, verdict
 from .reason import reason
 from .record import Json
@@ -140,9 +140,9 @@ def jobs(
         ValueError: a name or a shape that there is not.
         Unable: no implementation with configurations serves this device.
     """
-    operation = OPERATIONS[target(name)]
-    wanted: list[tuple[str | None, Sequence[int] | None]] = [(case, None) for case in cases]
-    wanted += [(case, None) for case in (operation.names(preset) if preset else [])]
+    operation, known = OPERATIONS[target(name)], targets.find(name)
+    named = [*map(known.case, cases), *(known.cases(preset) if preset else [])]
+    wanted: list[tuple[str | None, Sequence[int] | None]] = [(case.name, None) for case in named]
     wanted += [(None, shape) for shape in shapes]
     if not wanted:
         raise ValueError(

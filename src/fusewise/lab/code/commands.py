@@ -35,16 +35,25 @@ def code(
     timeout: float = capture.TIMEOUT_S,
     told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The index of every stage, each with its text; `stage` keeps those of that name. The files stay where `out` says."""
+    """The index of every stage, each with its text; `stage` keeps those of that name, ValueError where nobody has it. The
+    files stay where `out` says."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         where = out or Path(folder)
         index = capture.stages(entries, task, target or capture.default_target(task.device), where, told, timeout)
+        having = [provider for provider in index["providers"] if provider["stages"]]
+        every = list(dict.fromkeys(s["stage"] for provider in having for s in provider["stages"]))
         for provider in index["providers"]:
             kept = [s for s in provider["stages"] if stage is None or stage in (s["stage"], s["part"])]
-            if stage is not None and provider["stages"] and not kept:
-                every = dict.fromkeys(s["stage"] for s in provider["stages"])
-                provider["reason"] = f"has no stage {stage!r}; {nearest(stage, every, '--list has them')}"
+            if provider["stages"] and not kept:
+                mine = dict.fromkeys(s["stage"] for s in provider["stages"])
+                provider |= {"status": "missing", "reason": f"has no stage {stage!r}, but {', '.join(mine)}"}
             provider["stages"] = [{**s, "text": (where / s["file"]).read_text(encoding="utf-8")} for s in kept]
+    if stage is not None and having and not any(provider["stages"] for provider in having):
+        names = ", ".join(provider["provider"] for provider in having)
+        raise ValueError(
+            f"code: stage must be one that there is, {', '.join(every)} (of {names}), got {stage!r}; "
+            f"{nearest(stage, every, 'choose one')}"
+        )
     return index
 
 

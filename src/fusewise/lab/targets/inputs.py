@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..names import nearest
 from ..problem import differentiable, span
 from ..truth import parts
 
@@ -48,7 +49,7 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
     "int": "i32",
     "long": "i64",
 }
-_TENSOR = re.compile(r"(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
+_TENSOR = re.compile(r"(?:torch\.)?(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
 _WORD = re.compile(r"\s*(?P<word>[a-z]+)\s*(?:\(\s*(?P<values>[^)]*)\))?")
 _NAME = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
 #: The largest HIGH of randint: the double next to 2^63.
@@ -132,7 +133,12 @@ def parse(text: str) -> tuple[str, Spec]:
         return name, _scalar(spec, text)
     dtype = ALIASES.get(tensor["dtype"], tensor["dtype"])
     if dtype not in DTYPES:
-        raise _bad(text, f"have a dtype of {', '.join(DTYPES)}", repr(tensor["dtype"]), "choose one")
+        raise _bad(
+            text,
+            f"have a dtype of {', '.join(DTYPES)}",
+            repr(tensor["dtype"]),
+            nearest(dtype, [*DTYPES, *ALIASES], "choose one"),
+        )
     found = TensorSpec(dtype, _integers(tensor["sizes"], text, "sizes"))
     if found.bytes >= 2**63:
         raise _bad(text, "have less than 2^63 bytes", tensor["sizes"], "make it smaller")

@@ -31,6 +31,7 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
 from ..ledger import extent
+from ..names import nearest
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
@@ -173,7 +174,8 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     try:
         found = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise ValueError(f"study: {attribute} must be defined at the top of {where}; check its name") from None
+        fix = nearest(attribute, [name for name in vars(module) if not name.startswith("_")], "check its name")
+        raise ValueError(f"study: {attribute} must be defined at the top of {where}, got no such name; {fix}") from None
     made: Any = found
     if isinstance(found, type) and issubclass(found, nn.Module):
         try:

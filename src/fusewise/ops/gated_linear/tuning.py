@@ -21,7 +21,7 @@ from torch import Tensor
 from .._tuned import Job, Tuned
 from . import _op, reference
 from ._problem import Halves, Spec, new_preact
-from .cases import DTYPES, GatedCase, case, cases
+from .cases import DTYPES, GatedCase, case
 
 # Calls `kernel` of a module that has the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
 _CALLS: dict[str, Callable[..., None]] = {
@@ -41,11 +41,6 @@ def tuned(device: torch.device) -> list[Tuned[Any]]:
     """Those that keep results for this device."""
     able = [i for i in IMPLS if _op.choice.unavailable(i, device.type, torch.bfloat16) is None]
     return [_op.choice.implementation(impl).TUNED for impl in able]
-
-
-def names(preset: str) -> list[str]:
-    """The cases of a preset; ValueError if there is none of that name."""
-    return [found.name for found in cases(preset)]
 
 
 def unavailable(device: torch.device) -> list[str]:
