@@ -34,13 +34,48 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_and_squeeze
 
 
+def _patch_once() -> None:
+    """Triton's interpreter replaces the functions of its language when a kernel is launched, and all of them again at every call
+    of a function of a kernel's, which is a quarter of its time: once for each set of modules will do until the launch ends."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[frozenset[str]] = set()
+
+    def patch_once(fn: Any) -> Any:
+        seen = frozenset(
+            value.__name__ for value in fn.__globals__.values() if value is language or value is language.core
+        )
+        if seen in patched:
+            return interpreter._LangPatchScope()  # with nothing to restore
+        scope = patch(fn)
+        patched.add(seen)
+        restore = scope.restore
+
+        def restore_and_forget() -> None:
+            restore()
+            patched.clear()
+
+        scope.restore = restore_and_forget
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["FUSEWISE_TUNED"] = "0"  # tests are of what is here, not of what was tuned on this machine
+    # For the processes that test, and those that they start. They share cores: one that waits for its threads must not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # torch.compile for a CPU compiles and runs four programs, each in a process with torch, to learn what the compiler knows of
+    # the CPU, wherever it has a cache of its own, as in a study's workers. Every compiler that torch supports knows it.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if INTERPRETER:
         import triton
 
         if triton.__version__.startswith("3.6."):
             _mend_interpreter()
+        _patch_once()
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "gpu_memory(gib): needs so much of a GPU's memory that it runs alone of them")
     config.addinivalue_line("markers", "interpreter: runs a kernel in Triton's interpreter (TRITON_INTERPRET=1)")

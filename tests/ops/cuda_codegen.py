@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from fusewise._shared import build
-from fusewise.ops.rope import _cuda
 
+GENERATIONS = ((8, 0), (9, 0), (10, 0))
 THREADS_RESIDENT = 768  # of a multiprocessor with 65536 registers, at least
+#: As a shell would run the compiler: what it says is kept beside the library, and said where there is none.
+KEEPING_WHAT_IT_SAYS = ("sh", "-c", '"$0" "$@" 2> said || { cat said >&2; exit 1; }')
 
 
-def compiled(source: Path, folder: Path) -> tuple[Path, str]:
-    """The library of a source, and what the assembler said of each kernel. Skips without nvcc."""
+def compiled(module: ModuleType) -> tuple[Path, str]:
+    """The library of an implementation in CUDA for GENERATIONS, and what the assembler said of each kernel. Compiled once for
+    all tests, whose processes wait for it, and kept in the cache of native code until the sources change: minutes of two cores.
+    Skips without nvcc."""
     try:
-        command = build.nvcc().command
+        name, sources, nvcc, flags = module.recipe(GENERATIONS)
     except build.BuildError as error:
         pytest.skip(str(error))
-    path = folder / "library.so"
-    flags = (*_cuda.flags(((8, 0), (9, 0), (10, 0))), "-Xptxas=-v", "--threads=2")
-    result = subprocess.run(
-        [*command, *flags, str(source), "-o", str(path)], capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return path, result.stderr
+    keeping = build.Compiler((*KEEPING_WHAT_IT_SAYS, *nvcc.command), nvcc.version)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "TIMEOUT_S", 3600)  # for three builds, beside other tests
+        path = build.prepared(f"{name}-of-tests", sources, keeping, (*flags, "-Xptxas=-v", "--threads=2"))
+    return path, (path.parent / "said").read_text()
 
 
 def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
@@ -47,15 +51,21 @@ def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
     assert seen == {"sm_80", "sm_90", "sm_100"}
 
 
-def machine_code(library: Path, kernel: str) -> list[str]:
-    """The listing for sm_90 of every function whose name has `kernel` in it; none touches local memory."""
+@functools.cache
+def _listing(library: Path) -> list[str]:
+    """What the library has for sm_90, function by function."""
     tool = shutil.which("cuobjdump")
     if tool is None:
         triton = pytest.importorskip("triton")
         tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
     listing = subprocess.run([tool, "-sass", "-arch", "sm_90", str(library)], capture_output=True, text=True)
     assert listing.returncode == 0, listing.stderr
-    bodies = [body for body in listing.stdout.split("Function : ")[1:] if kernel in body.splitlines()[0]]
+    return listing.stdout.split("Function : ")[1:]
+
+
+def machine_code(library: Path, kernel: str) -> list[str]:
+    """The listing for sm_90 of every function whose name has `kernel` in it; none touches local memory."""
+    bodies = [body for body in _listing(library) if kernel in body.splitlines()[0]]
     assert bodies
     for body in bodies:
         assert not re.findall(r"LDL|STL", body), body.splitlines()[0]

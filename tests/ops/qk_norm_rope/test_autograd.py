@@ -46,7 +46,7 @@ def test_gradcheck(norm: str, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_any_of_the_gradients(norm: str, place: Place) -> None:
     """Each is the same whichever others are wanted, and whichever outputs have one."""
-    made = build(NormCase(Case(name="some", tokens=2), norm), place.device)
+    made = build(NormCase(Case(name="some", batch=1, tokens=3, heads=2, kv_heads=1), norm), place.device)
     _, want = made.run(place.impl)
     for wanted in itertools.product([False, True], repeat=4):
         if not any(wanted):

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return cuda_codegen.compiled(_cuda.SOURCES[0], tmp_path_factory.mktemp("cuda"))
+def compiled() -> tuple[Path, str]:
+    return cuda_codegen.compiled(_cuda)
 
 
 def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str]) -> None:

@@ -157,7 +157,9 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
     nvcc."""
     module = _module(problem, "cuda")
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
-        ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", target)
+        dtype, of, to = _instance(problem)  # all of them take five times as long, and no kernel's code depends on another
+        only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
+        ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", target, *only)
         cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", target).read_bytes()
         text = ptx.read_text(encoding="utf-8")
     parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
@@ -165,11 +167,11 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
     return [*found, *disassembly.ptx(text, target, parts), *disassembly.functions(cubin, target, parts)]
 
 
-def _nvcc(source: Path, result: Path, kind: str, target: str) -> Path:
+def _nvcc(source: Path, result: Path, kind: str, target: str, *more: str) -> Path:
     """`source` compiled by the user's nvcc, as the kernels are and with their lines."""
     flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch=sm_{triton_kernels.capability(target)}", kind, "-o", str(result))
     try:
-        command = (*build.nvcc().command, *flags, str(source))
+        command = (*build.nvcc().command, *flags, *more, str(source))
     except build.BuildError as error:
         raise Missing(str(error)) from None
     done = subprocess.run(command, capture_output=True, text=True, timeout=build.TIMEOUT_S, check=False)
@@ -178,13 +180,19 @@ def _nvcc(source: Path, result: Path, kind: str, target: str) -> Path:
     return result
 
 
-def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of a kernel `rope…<type, in, out, vector, heads>` if it is for this problem, else nothing."""
+def _instance(problem: Problem) -> tuple[str, bool, bool]:
+    """Of the kernels the type of an element, and whether pairs are neighbours where they are read and where written."""
     case = problem.case  # type: ignore[attr-defined]
     pairing = getattr(case, "rope", case).pairing
-    kind = {"fp32": "f", "bf16": "13__nv_bfloat16", "fp16": "6__half"}[problem.task.dtype]
-    flags = f"Lb{int(pairing.startswith('interleaved'))}ELb{int(pairing.endswith('interleaved'))}E"
-    match = re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}{flags}Li(\d+)ELi(\d+)E", name)
+    dtype = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}[problem.task.dtype]
+    return dtype, pairing.startswith("interleaved"), pairing.endswith("interleaved")
+
+
+def _cuda_part(problem: Problem, name: str) -> str:
+    """A short name of a kernel `rope…<type, in, out, vector, heads>` if it is for this problem, else nothing."""
+    dtype, of, to = _instance(problem)
+    kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
+    match = re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}Lb{of:d}ELb{to:d}ELi(\d+)ELi(\d+)E", name)
     return f"{match[1]} {match[2]} wide, {match[3]} heads" if match else ""
 
 

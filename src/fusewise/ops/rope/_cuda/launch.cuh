@@ -52,15 +52,30 @@ auto with_pairs(int64_t np, int64_t heads) {
 
 template <template <class, bool, bool, int, int> class Family, class T>
 auto with_pairing(const Plan& plan, int64_t np, int64_t heads) {
+#ifdef FUSEWISE_DTYPE
+  return with_pairs<Family, T, FUSEWISE_IN, FUSEWISE_OUT>(np, heads);
+#else
   if (plan.interleaved_in)
     return (plan.interleaved_out ? with_pairs<Family, T, true, true> : with_pairs<Family, T, true, false>)(np, heads);
   return (plan.interleaved_out ? with_pairs<Family, T, false, true> : with_pairs<Family, T, false, false>)(np, heads);
+#endif
+}
+
+// `f` of an element of the dtype. All kernels take most of a minute to compile: who wants to see those of one dtype and pairing
+// defines FUSEWISE_DTYPE, FUSEWISE_IN and FUSEWISE_OUT as their T, INTERLEAVED_IN and INTERLEAVED_OUT. The library has all.
+template <class F>
+auto with_dtype(int64_t kind, F f) {
+#ifdef FUSEWISE_DTYPE
+  return f(FUSEWISE_DTYPE{});
+#else
+  if (kind == FLOAT32) return f(float{});
+  return kind == BFLOAT16 ? f(__nv_bfloat16{}) : f(__half{});
+#endif
 }
 
 template <template <class, bool, bool, int, int> class Family>
 auto kernel_for(const Plan& plan, int64_t np, int64_t heads) {
-  if (plan.kind == FLOAT32) return with_pairing<Family, float>(plan, np, heads);
-  return (plan.kind == BFLOAT16 ? with_pairing<Family, __nv_bfloat16> : with_pairing<Family, __half>)(plan, np, heads);
+  return with_dtype(plan.kind, [&](auto element) { return with_pairing<Family, decltype(element)>(plan, np, heads); });
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -245,10 +245,8 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
   const int64_t np = std::max<int64_t>(1, data.bytes() / size / (halves ? 1 : 2));
   Work& p = params.work;
   set_angles(p, *plan, *call, np, false);
-  if (Direct d{}; direct(*cache, *cache_call, p, np, d)) {
-    if (plan->kind == FLOAT32) return launch_direct<float>(d, *plan, stream);
-    return (plan->kind == BFLOAT16 ? launch_direct<__nv_bfloat16> : launch_direct<__half>)(d, *plan, stream);
-  }
+  if (Direct d{}; direct(*cache, *cache_call, p, np, d))
+    return with_dtype(plan->kind, [&](auto element) { return launch_direct<decltype(element)>(d, *plan, stream); });
 
   Places& c = params.places;
   c.slots = cache_call->slots, c.table = cache_call->table;
