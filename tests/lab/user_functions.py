@@ -57,6 +57,19 @@ def overwrites(x):
     return x.mul_(2)
 
 
+def sparse(x):
+    return x.to_sparse()
+
+
+def without_values(x):
+    return torch.empty(3, device="meta")
+
+
+class Called:
+    def __call__(self, x):
+        return x * 2
+
+
 def twice(x):
     y = x * 2
     return y, y, x

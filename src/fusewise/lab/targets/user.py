@@ -185,6 +185,11 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
                 f"study: {attribute} must be a module that is made without arguments, got {error}; "
                 f"name an instance made in your file: layer = {attribute}(...)"
             ) from None
+    if isinstance(made, type):
+        raise ValueError(
+            f"study: target must be a function or module, got the class {attribute}; name an instance made in your file, or "
+            f"a function of it, as {attribute}.apply"
+        )
     if not callable(made):
         raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
     return made  # type: ignore[no-any-return]
@@ -309,6 +314,9 @@ class UserProblem(Problem):
                 f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
                 "return one"
             )
+        if odd := [y for y in outputs if y.layout != torch.strided or y.is_nested or y.is_meta]:
+            kind = "meta" if odd[0].is_meta else "nested" if odd[0].is_nested else odd[0].layout
+            raise ValueError(f"study: {self.op} must return tensors with values and strides, got a {kind} one; convert it")
         again = self.eager(leaves)
         for first, second in zip(map(truth.parts, outputs), map(truth.parts, again), strict=True):
             if not torch.allclose(first.double(), second.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
