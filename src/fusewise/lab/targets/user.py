@@ -316,7 +316,9 @@ class UserProblem(Problem):
             )
         if odd := [y for y in outputs if y.layout != torch.strided or y.is_nested or y.is_meta]:
             kind = "meta" if odd[0].is_meta else "nested" if odd[0].is_nested else odd[0].layout
-            raise ValueError(f"study: {self.op} must return tensors with values and strides, got a {kind} one; convert it")
+            raise ValueError(
+                f"study: {self.op} must return tensors with values and strides, got a {kind} one; convert it"
+            )
         again = self.eager(leaves)
         for first, second in zip(map(truth.parts, outputs), map(truth.parts, again), strict=True):
             if not torch.allclose(first.double(), second.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
