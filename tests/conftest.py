@@ -67,8 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FUSEWISE_TUNED"] = "0"  # tests are of what is here, not of what was tuned on this machine
     # For the processes that test, and those that they start. They share cores: one that waits for its threads must not spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # torch.compile for a CPU compiles and runs four programs, each in a process with torch, to learn what the compiler knows of
-    # the CPU, wherever it has a cache of its own, as in a study's workers. Every compiler that torch supports knows it.
+    # torch.compile for a CPU compiles and loads programs to learn which vectors the compiler knows, anew wherever it has a cache of
+    # its own, as in a study's workers. A compiler that torch supports knows those that it asks for.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if INTERPRETER:
         import triton

@@ -157,9 +157,8 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
     nvcc."""
     module = _module(problem, "cuda")
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
-        dtype, of, to = _instance(
-            problem
-        )  # all of them take five times as long, and no kernel's code depends on another
+        # All kernels take five times as long, and the code of one does not depend on another.
+        dtype, of, to = _instance(problem)
         only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
         ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", target, *only)
         cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", target).read_bytes()
