@@ -67,7 +67,9 @@ def test_predictions_for_each_form_in_units_of_one_output() -> None:
         found.predicted_bytes("fwd+bwd", "bf16", form) for form in ("eager", "two-kernels", "fused", "fused-recompute")
     ]
     gradients = found.gradient_bytes("bf16")
-    half = found.weight_elements  # bytes of half of dW and db: by when the rest comes, one of two pre-activations has gone
+    half = (
+        found.weight_elements
+    )  # bytes of half of dW and db: by when the rest comes, one of two pre-activations has gone
     assert train == [3072 * mib, 2560 * mib, 1536 * mib + gradients - half, 1024 * mib + gradients]
     small = case("memory-n1024-d1024")  # of which the recomputed gradient is made at once
     recomputed = small.predicted_bytes("fwd+bwd", "bf16", "fused-recompute")
