@@ -19,7 +19,8 @@ from fusewise.lab.nursery import WORKER
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.pytorch import Eager
-from fusewise.lab.targets.user import User, UserProblem, load
+from fusewise.lab.targets.functions import load
+from fusewise.lab.targets.user import User, UserProblem
 from fusewise.lab.worker import Server
 
 FILE = str(Path(__file__).with_name("user_functions.py"))

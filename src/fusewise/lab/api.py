@@ -20,7 +20,7 @@ from .names import nearest
 from .nursery import WORKER
 from .record import Record, Row
 from .render import number, percent
-from .targets import inputs, user
+from .targets import functions, inputs
 
 
 class Result:
@@ -120,7 +120,7 @@ def study(
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
     names = [
-        *user.parameters(function, len(specs)),
+        *functions.parameters(function, len(specs)),
         *[""] * len(specs),
     ]  # one too many is told with the command line's words
     texts = [inputs.written(name, spec) for name, spec in zip(names, specs, strict=False)]
@@ -147,7 +147,7 @@ def study(
 def _refuse(option: str, function: Callable[..., Any]) -> NoReturn:
     """TypeError for an option that there is not, which may be meant for the function."""
     options = [p.name for p in inspect.signature(study).parameters.values() if p.kind == inspect.Parameter.KEYWORD_ONLY]
-    if option in user.parameters(function, 0):
+    if option in functions.parameters(function, 0):
         fix = f"give the function its {option} by position"
     else:
         fix = nearest(option, options, "give a function's own arguments by position")

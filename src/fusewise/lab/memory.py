@@ -34,7 +34,7 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
         return result, Growth(peak, torch.cuda.memory_allocated(device) - before)
-    # torch.profiler.profile is this and loads all of Inductor, a second and more of every worker's time.
+    # torch.profiler.profile is this, and loads Dynamo and sympy first: a second and more of every worker's time.
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
         result = function()
     kineto = getattr(profile, "kineto_results", None)

@@ -1,17 +1,13 @@
 """A function of the user's own as a target: `path.py:function` or `package.module:function`, with inputs as text.
 
-Processes are told the place of the function and what its arguments look like, never code or values: each imports the file
-or module itself and draws the same arguments. The truth is the function itself in float64. Modules work as functions; a
-class of modules is made without arguments, under one seed, and its parameters get gradients, too.
+Processes are told the place of the function (`functions.py`) and what its arguments look like (`inputs.py`), never code or
+values: each imports the file or module itself and draws the same arguments. The truth is the function itself in float64.
+Modules work as functions, and their parameters get gradients, too.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import importlib
-import importlib.util
-import inspect
 import re
 import sys
 import tempfile
@@ -31,11 +27,10 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
 from ..ledger import extent
-from ..names import nearest
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
-from . import Case, Target, inputs
+from . import Case, Target, functions, inputs
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
 #: An input that counts as one of float32, of which its parts are.
@@ -64,7 +59,7 @@ class User(Target):
     """What `place` names, called with arguments like `texts`."""
 
     def __init__(self, place: str, texts: Sequence[str] = ()) -> None:
-        self.place, self.texts = _absolute(place), tuple(texts)
+        self.place, self.texts = functions.absolute(place), tuple(texts)
         path, _, attribute = self.place.rpartition(":")
         self.name = f"{Path(path).name}:{attribute}"
 
@@ -134,123 +129,13 @@ def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
     return next((s.dtype for _, s in specs if isinstance(s, inputs.TensorSpec) and s.dtype in DTYPES), None)
 
 
-def _absolute(place: str) -> str:
-    """`place` with the file's absolute path, which holds in every process; a module's name as it is."""
-    path, _, attribute = place.rpartition(":")
-    if not attribute or not path:
-        raise ValueError(
-            f"study: target must be FILE.py:NAME or MODULE:NAME, got {place!r}; try my_file.py:my_function"
-        )
-    if not path.endswith(".py"):
-        return place
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ValueError(f"study: target must be in a file that exists, got {path!r}; check the path")
-    return f"{file}:{attribute}"
-
-
-def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function or module at `place`, searched for in `path`, too. ValueError where there is none; whatever importing it raises comes through."""
-    where, _, attribute = place.rpartition(":")
-    torch.manual_seed(seed)  # for parameters that are drawn while importing, or below
-    if where.endswith(".py"):
-        file = Path(where)
-        if (file.parent / "__init__.py").is_file():  # of a package, as whose part it may import its neighbours
-            root, parts = file.parent, [file.stem]
-            while (root / "__init__.py").is_file():
-                root, parts = root.parent, [root.name, *parts]
-            sys.path.insert(0, str(root))
-            return load(f"{'.'.join(parts)}:{attribute}", seed, path)
-        name = f"_fusewise_study_{file.stem}"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        sys.path.insert(0, str(file.parent))  # as if the file were run
-        spec.loader.exec_module(module)
-    else:
-        sys.path[:] = dict.fromkeys(["", *sys.path, *path])
-        module = importlib.import_module(where)
-    try:
-        found = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError:
-        fix = nearest(attribute, [name for name in vars(module) if not name.startswith("_")], "check its name")
-        raise ValueError(f"study: {attribute} must be defined at the top of {where}, got no such name; {fix}") from None
-    made: Any = found
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        try:
-            made = found()
-        except TypeError as error:
-            raise ValueError(
-                f"study: {attribute} must be a module that is made without arguments, got {error}; "
-                f"name an instance made in your file: layer = {attribute}(...)"
-            ) from None
-    if isinstance(made, type):
-        raise ValueError(
-            f"study: target must be a function or module, got the class {attribute}; name an instance made in your file, or "
-            f"a function of it, as {attribute}.apply"
-        )
-    if not callable(made):
-        raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
-    return made  # type: ignore[no-any-return]
-
-
-def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
-    """The arguments that can be given by position, with their defaults; as far as `count` those without a name, too, which
-    *args and functions not written in Python have."""
-    signature = _signature(function)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = {p.name: p.default for p in signature if p.kind in kinds}
-    for rest in (p.name for p in signature if p.kind == inspect.Parameter.VAR_POSITIONAL):
-        found |= {f"{rest}{i}": inspect.Parameter.empty for i in range(count - len(found))}
-    return found
-
-
-def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    of: Any = function
-    if isinstance(function, nn.Module):
-        of = function.forward
-    elif isinstance(function, type) and issubclass(function, nn.Module):
-        of = functools.partial(function.forward, None)  # for self
-    try:
-        return list(inspect.signature(of).parameters.values())
-    except ValueError:
-        return [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
-
-
-def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
-    """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
-    named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
-    if needed := [p.name for p in named if p.default is inspect.Parameter.empty]:
-        raise ValueError(
-            f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only, without a "
-            "default; wrap it in a function that gives it"
-        )
-    known = parameters(function, len(texts))
-    given = dict(inputs.bound(list(known), texts))
-    specs: list[tuple[str, inputs.Spec]] = []
-    for name, default in known.items():
-        if len(given) == len([n for n, _ in specs if n in given]):
-            break
-        spec = given.get(name, default)
-        if name not in given and not (spec is None or isinstance(spec, bool | int | float | str)):
-            raise ValueError(
-                f"study: inputs must leave out no parameter before the last one given, got {list(given)} of {list(known)}; add it"
-            )
-        specs.append((name, spec))
-    if absent := [n for n, default in [*known.items()][len(specs) :] if default is inspect.Parameter.empty]:
-        raise ValueError(
-            f"study: inputs must be given for every parameter without a default, got none for {', '.join(absent)}; "
-            "add --input for it"
-        )
-    return specs
-
-
 class UserProblem(Problem):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.function = load(task.detail["place"], task.seed, task.detail.get("path", ()))
-        specs = [(name, self._of_task(spec)) for name, spec in arguments(self.function, task.detail["inputs"])]
+        self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
+        specs = [
+            (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
+        ]
         #: Arguments, with None where a tensor of `tensors` belongs.
         self.arguments: list[Any] = [None if isinstance(s, inputs.TensorSpec) else s for _, s in specs]
         made = {n: self._make(n, s) for n, s in specs if isinstance(s, inputs.TensorSpec)}
