@@ -14,6 +14,7 @@ from torch.nn import functional
 from fusewise.lab import Missing, Unsupported, truth
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import gated_peers as peers
+from fusewise.lab.targets import gated_mlp as mlps
 from fusewise.lab.targets import geglu as target
 from fusewise.ops.gated_linear.cases import GatedCase
 
@@ -89,6 +90,12 @@ def gemm_gated(a, b, *, bias=None, activation, store_preact, concat_layout=None)
     return None, ACTIVATE[activation](gate) * value
 
 
+def mlp_func(x, weight1, weight2, *, activation, recompute):
+    """QuACK: rows of gate and value in turn, no bias."""
+    z = functional.linear(x, weight1)
+    return functional.linear(ACTIVATE[activation](z[:, ::2]) * z[:, 1::2], weight2)
+
+
 STAND_INS = {
     "liger_kernel.ops.geglu": {"LigerGELUMulFunction": liger("geglu")},
     "liger_kernel.ops.swiglu": {"LigerSiLUMulFunction": liger("swiglu")},
@@ -105,6 +112,7 @@ STAND_INS = {
         prefix + name: transformer_engine(name)[bool(prefix)] for name in ("geglu", "swiglu") for prefix in ("", "d")
     },
     "quack.gemm_interface": {"gemm_gated": gemm_gated},
+    "quack.mlp": {"mlp_func": mlp_func},
 }
 
 
@@ -119,6 +127,7 @@ def _stand_ins(monkeypatch):
         for name, function in functions.items():
             setattr(sys.modules[path], name, function)
     monkeypatch.setattr(target, "case", CASES.__getitem__)
+    monkeypatch.setattr(mlps, "PRESETS", {"small": list(map(mlps.MlpCase, CASES.values()))})
 
 
 PROVIDERS = [peers.Liger, peers.Unsloth, peers.TransformerEngine, peers.QuackInterleaved, peers.QuackStacked]
@@ -144,15 +153,45 @@ def test_a_wrong_half_is_found(peer, monkeypatch):
     """The check tells gate from value: with the case's order turned round every adapter is wrong."""
     problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
     run = peer().build(problem)
-    monkeypatch.setitem(problem.inputs.kwargs, "gate_first", True)
+    monkeypatch.setitem(problem.kwargs, "gate_first", True)
+    assert "more than twice eager's" in truth.check(problem, run).reason
+
+
+MLPS = [peers.Liger, peers.Unsloth, peers.TransformerEngine, peers.QuackMlp, peers.QuackMlpRecompute]
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("peer", MLPS, ids=lambda p: p.name)
+def test_an_adapter_of_an_mlp_is_right_or_says_that_it_cannot(peer, name, pass_):
+    problem = mlps.GatedMlpProblem(Task("gated_mlp", name, "bf16", pass_, "cpu", 0))
+    quack = issubclass(peer, peers.QuackMlp)
+    if (name != "swiglu" if quack else name == "erf" and peer is not peers.Unsloth) or (
+        peer is peers.QuackMlpRecompute and pass_ == "fwd"
+    ):
+        with pytest.raises(Unsupported):
+            peer().build(problem)
+        return
+    run = peer().build(problem)
+    verdict = truth.check(problem, run)
+    assert verdict.reason == ""
+    assert truth.check(problem, run).errors == verdict.errors
+
+
+def test_a_wrong_half_of_an_mlp_is_found(monkeypatch):
+    problem = mlps.GatedMlpProblem(Task("gated_mlp", "swiglu", "bf16", "fwd+bwd", "cpu", 0))
+    run = peers.QuackMlp().build(problem)
+    monkeypatch.setattr(problem, "interleaved", lambda xs: (xs[0], torch.stack(xs[1].chunk(2)[::-1], 1).flatten(0, 1)))
     assert "more than twice eager's" in truth.check(problem, run).reason
 
 
 def test_a_problem_of_another_kind_is_refused():
     from fusewise.lab import targets
 
-    with pytest.raises(Unsupported, match="liger runs geglu only, not gelu"):
+    with pytest.raises(Unsupported, match="liger runs geglu and gated_mlp only, not gelu"):
         peers.Liger().build(targets.problem_for(Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0)))
+    with pytest.raises(Unsupported, match="quack-stacked runs geglu only, not gated_mlp"):
+        peers.QuackStacked().build(mlps.GatedMlpProblem(Task("gated_mlp", "swiglu", "bf16", "fwd", "cpu", 0)))
 
 
 def test_what_a_library_lacks_is_its_reason(monkeypatch):

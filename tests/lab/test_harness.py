@@ -43,8 +43,11 @@ class Quiet:
         return lambda *_: None
 
 
-def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, asked=lambda _: None, **machine):
-    """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request."""
+def studied(
+    monkeypatch, out, times, groups=1, order=None, kind=Machine, asked=lambda _: None, proposed=lambda _: 5, **machine
+):
+    """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request, and
+    `proposed` says how many samples a provider would have in a turn."""
     device = kind(times, **machine)
 
     class Worker:
@@ -54,14 +57,21 @@ def studied(monkeypatch, out, times, groups=1, order=None, kind=Machine, asked=l
         def ready(self):
             return {"ok": True, "versions": {}}
 
-        def ask(self, do, **_):
+        def ask(self, do, **fields):
             asked(do)
+            if do == "warm":
+                return {
+                    "ok": True,
+                    "status": "ok",
+                    "estimate_us": times[self.provider],
+                    "samples": proposed(self.provider),
+                }
             if do != "round":
                 return {"ok": True, "status": "ok", "shape": "", "bytes_min": 10**6, "flops_min": 10**5}
             return {
                 "ok": True,
                 "status": "ok",
-                "device_us": [device.sample(self.provider) for _ in range(5)],
+                "device_us": [device.sample(self.provider) for _ in range(fields["samples"])],
                 "host_us": None,
             }
 
@@ -172,4 +182,25 @@ def test_inputs_are_made_side_by_side_before_anyone_is_prepared_alone(monkeypatc
     made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=asked)
     assert {row.status for row in made.rows} == {"ok"}
     rounds = 12 * 5
-    assert order == 2 * [*["load"] * 4, *["prepare"] * 5, *["round"] * rounds]
+    assert order == 2 * [*["load"] * 4, *["prepare"] * 5, *["warm"] * 5, *["round"] * rounds]
+
+
+def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_path):
+    """A card at its limit of power slows down while a turn lasts: the median of a longer one is a longer time."""
+
+    class Tiring(Machine):
+        def sample(self, provider):
+            self.tired = self.tired + 1 if provider == self.last else 0
+            self.last = provider
+            return super().sample(provider) * (1 + 0.02 * self.tired)
+
+        last, tired = "", 0
+
+    counts = iter((9, 4, 9, 2, 9))  # what each would take for itself
+    times = {"eager": 100.0, "liger": 100.0, "quack": 100.0, "unsloth": 900.0}
+    made = studied(monkeypatch, tmp_path, times, kind=Tiring, spread=0.002, proposed=lambda _: next(counts))
+    samples = {m.provider: {len(r["device_us"]) for r in m.rounds} for m in made.measurements}
+    assert samples == {"eager": {4}, "liger": {4}, "quack": {4}, "eager#2": {4}, "unsloth": {2}}
+    assert {m.provider: m.prepared["samples"] for m in made.measurements} == {n: s.pop() for n, s in samples.items()}
+    verdicts = {r.provider: r.verdict_vs_best_other for r in made.rows}
+    assert verdicts["liger"] == verdicts["quack"] == "same" and verdicts["unsloth"] == "slower"

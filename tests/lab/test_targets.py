@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from fusewise.lab import plan, targets, truth
+from fusewise.lab import memory, plan, targets, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
-from fusewise.lab.targets import geglu
+from fusewise.lab.targets import gated_mlp, geglu
+from fusewise.lab.worker import make_work
 from fusewise.ops.gated_linear.cases import GatedCase
 
 
@@ -18,7 +19,7 @@ def program_of(p):
 
 
 def test_targets_are_found_by_name_and_by_a_preset():
-    assert targets.names()[:5] == ["rope", "geglu", "gelu", "qk_norm_rope", "rope_and_cache"]
+    assert targets.names()[:6] == ["rope", "geglu", "gelu", "qk_norm_rope", "rope_and_cache", "gated_mlp"]
     target, preset = targets.resolve("geglu-memory")
     assert (target.name, preset) == ("geglu", "geglu-memory")
     assert targets.resolve("gelu")[1] is None
@@ -144,3 +145,62 @@ def test_the_memory_model_is_the_writeups():
     assert p.memory("two-kernels")["predicted_held_bytes"] == 2 * y
     assert p.memory("fused-recompute")["predicted_held_bytes"] == 0
     assert p.memory("") == {"saved_ratio": 1024 / (2 * 1025)}
+
+
+@pytest.fixture
+def _small_mlps(monkeypatch):
+    monkeypatch.setattr(gated_mlp, "PRESETS", {"small": list(map(gated_mlp.MlpCase, SMALL.values()))})
+
+
+@pytest.mark.usefixtures("_small_mlps")
+@pytest.mark.parametrize("name", ["gelu-False-True", "silu-True-False"])
+def test_every_form_of_the_mlp_agrees_with_float64(name, request):
+    p = problem("gated_mlp", name, "fp32", "fwd+bwd")
+    assert truth.check(p, program_of(p)).reason == ""
+    ours = Run(lambda *xs: p.operation(*xs, save="input", impl="reference"))
+    assert truth.check(p, ours).reason == ""
+    forgets = Run(lambda *xs: p.operation(*xs[:-1], xs[-1] * 1.01, impl="reference"))
+    assert "more than twice" in truth.check(p, forgets).reason
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(p.program().function)
+    assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
+    dlpack = request.getfixturevalue("jax").dlpack
+    found = torch.utils.dlpack.from_dlpack(p.jax()(*(dlpack.from_dlpack(x) for x in p.tensors)))
+    assert torch.allclose(found, p.eager(p.tensors)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small_mlps")
+@pytest.mark.parametrize(("pass_", "flops"), [("fwd", 1), ("bwd", 2), ("fwd+bwd", 3)])
+def test_bytes_and_products_of_an_mlp_counted_by_hand(pass_, flops):
+    p = problem("gated_mlp", "gelu-False-True", pass_=pass_)
+    pairs = p.products(p.tensors)
+    assert sum(2 * a.shape[0] * a.shape[1] * b.shape[1] for a, b in pairs) == p.flops_min() == flops * 2 * 4 * 6 * 24
+    x, weights, z = 4 * 6, 16 * 6 + 16 + 6 * 8, 4 * 6
+    forward, backward = x + weights + z, 2 * (x + weights) + z
+    assert p.bytes_min() == 4 * {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[pass_]
+
+
+def test_the_memory_model_of_an_mlp_is_what_was_measured():
+    """On an H200 with N = 16384: MiB of eager code and of torch.compile, and what they hold for the backward."""
+    mib = 2**20
+    for d, eager, compiled in ((1024, (808, 512), (680, 384)), (2048, (1632, 1024), (1376, 768))):
+        p = gated_mlp.GatedMlp().case(f"mlp-n16384-d{d}")
+        h = p.unit.output_bytes("bf16")
+        for form, (peak, held) in (("eager", eager), ("two-kernels", compiled)):
+            assert p.predicted_bytes("fwd+bwd", "bf16", form) == peak * mib
+            assert gated_mlp.HELD[form] * h == held * mib
+        assert p.predicted_bytes("fwd+bwd", "bf16", "fused") <= 0.75 * compiled[0] * mib
+        assert p.predicted_bytes("fwd", "bf16", "fused") == h + h // 4
+
+
+@pytest.mark.parametrize("save", ["preact", "input"])
+def test_the_memory_of_our_mlp_is_what_the_model_says(save):
+    p = problem("gated_mlp", "mlp-swiglu", pass_="fwd+bwd")
+    run = Run(lambda *xs: p.operation(*xs, save=save))
+    form = "chunked" if save == "preact" else "chunked-recompute"
+    found = p.memory(form)
+    grown = memory.peak_bytes(make_work(p, run, 1), p.device)
+    assert found["predicted_peak_bytes"] <= grown <= 1.02 * found["predicted_peak_bytes"]
+    leaves = p.leaves(True)
+    held = memory.held_bytes(lambda: (run.call(*leaves),), leaves, p.device)
+    assert found["predicted_held_bytes"] == held == gated_mlp.HELD[form] * p.case.output_bytes("fp32")

@@ -76,6 +76,8 @@ BUILT_IN = (
     "fusewise.lab.providers.gated_peers:Liger",
     "fusewise.lab.providers.gated_peers:QuackInterleaved",
     "fusewise.lab.providers.gated_peers:QuackStacked",
+    "fusewise.lab.providers.gated_peers:QuackMlp",
+    "fusewise.lab.providers.gated_peers:QuackMlpRecompute",
     "fusewise.lab.providers.gated_peers:Unsloth",
     "fusewise.lab.providers.gated_peers:TransformerEngine",
 )
@@ -121,7 +123,7 @@ class Run:
     in_place: call overwrites its arguments.
     backward: the outputs are differentiable with respect to the problem's tensors.
     checked: the outputs are to be held against the truth (floors compute nothing and say False).
-    form: how it is computed, for problems with a model of their memory: for geglu eager, two-kernels, fused,
+    form: how it is computed, for problems with a model of their memory: for gated units eager, two-kernels, fused,
         fused-recompute, chunked or chunked-recompute.
     torch_memory: every tensor it makes is torch's, so that torch knows how much memory it takes.
     arithmetic: what is known of how it rounds, told with an error that is too large.

@@ -35,6 +35,8 @@ FAILURES_TO_GIVE_UP = 3
 #: What takes this many times as long as the fastest, and this many seconds a turn, is left alone after as many rounds as a
 #: comparison needs: more of them would say the same and cost the others theirs.
 HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 1.0, 3
+#: Providers that take at most so many times as long as the fastest have turns of as many samples as it.
+ALIKE = 2.0
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
 #: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
@@ -75,6 +77,15 @@ class Seat:
     failures: int = 0
     gone: str = ""  # why it is not started any more
     versions: dict[str, str] = field(default_factory=dict)
+
+
+def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Samples of a turn, by provider. A card that is at its limit of power slows down within a turn, so those that take
+    about as long as the fastest have as many as it: the fewest that any of them asks for. The others ask for themselves."""
+    fastest = min((found["estimate_us"] for found in warmed.values()), default=0.0)
+    alike = {name for name, found in warmed.items() if found["estimate_us"] <= ALIKE * fastest}
+    common = min((warmed[name]["samples"] for name in alike), default=0)
+    return {name: common if name in alike else int(found["samples"]) for name, found in warmed.items()}
 
 
 def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
@@ -349,25 +360,37 @@ class Study:
         options = self.options
         now = time.monotonic()
         stop = min(now + options.group_seconds, now + max(0.0, self.deadline - now) / groups_left)
+
+        def asked(seat: Seat, do: str, when: str, **fields: Any) -> dict[str, Any] | None:
+            assert seat.worker is not None
+            try:
+                reply = seat.worker.ask(do, **fields)
+            except WorkerFailed as error:
+                reply = self._failure(seat, f"in {when}: {error}")
+            if reply["ok"]:
+                return {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
+            if reply.get("leaving"):
+                self._stop(seat)
+            replies[seat.name] = reply
+            measurements[seat.name].rounds.clear()
+            measurements[seat.name].prepared |= {"status": reply["status"], "reason": reply["reason"]}
+            return None
+
+        for seat in seats:
+            measurements[seat.name].prepared |= asked(seat, "warm", "the warm-up") or {}
+        seats = [s for s in seats if replies[s.name]["ok"]]
+        samples = _samples({s.name: measurements[s.name].prepared for s in seats})
+        for name, count in samples.items():
+            measurements[name].prepared["samples"] = count
         patient = seats  # those that are asked in every round
         for number in range(options.max_rounds):
             for seat in self.random.sample(patient, len(patient)):
-                assert seat.worker is not None
-                try:
-                    reply = seat.worker.ask("round")
-                except WorkerFailed as error:
-                    reply = self._failure(seat, f"in round {number}: {error}")
-                if reply["ok"]:
-                    turn = {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
-                    measurements[seat.name].rounds.append({"round": number, **turn})
-                else:
-                    if reply.get("leaving"):
-                        self._stop(seat)
-                    replies[seat.name] = reply
-                    measurements[seat.name].rounds.clear()
-                    measurements[seat.name].prepared |= {"status": reply["status"], "reason": reply["reason"]}
+                turn = asked(seat, "round", f"round {number}", samples=samples[seat.name])
+                if turn is None:
                     seats = [s for s in seats if s is not seat]
                     patient = [s for s in patient if s is not seat]
+                else:
+                    measurements[seat.name].rounds.append({"round": number, **turn})
             medians = {s.name: list(analysis.round_medians(measurements[s.name]).values()) for s in patient}
             self.listener.round(number, {name: values[-1] for name, values in medians.items()})
             if number + 1 >= FEWEST_ROUNDS:

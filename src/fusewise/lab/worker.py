@@ -48,10 +48,9 @@ Reply = dict[str, Any]
 
 @dataclass
 class Prepared:
-    """A problem that passed the check, ready for its rounds."""
+    """A problem that passed the check, ready to be warmed up and timed in rounds."""
 
     work: Work
-    samples: int
     calls: int
     timer: Timer
 
@@ -93,8 +92,10 @@ class Server:
             if request["do"] == "prepare":
                 self.spent = spent.Parts()
                 return self.prepare(Task(**request["task"]))
+            if request["do"] == "warm":
+                return self.warm()
             if request["do"] == "round":
-                return self.round()
+                return self.round(request["samples"])
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
@@ -137,7 +138,7 @@ class Server:
             return self.problem
 
     def prepare(self, task: Task) -> Reply:
-        """First call, truth, memory, warm-up. Rounds may follow when the reply's status is ok."""
+        """First call, truth, memory. A warm-up and rounds may follow when the reply's status is ok."""
         problem = self.load(task)
         start = time.perf_counter()
         with self.spent.part("compiling"):
@@ -167,19 +168,24 @@ class Server:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the truth took, for the providers that are still to prepare
             work = make_work(problem, run, calls)
-            timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
-            seconds, warm = math.inf, time.perf_counter()
-            for _ in range(WARM_UP_CALLS):
-                seconds = min(seconds, timer.once(work))
-                if time.perf_counter() - warm > WARM_UP_SECONDS:
-                    break
-        flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
-        fewest = 1 if seconds * calls > LONG_SAMPLE_SECONDS else SAMPLES[0]
-        samples = min(SAMPLES[1], max(fewest, int(TURN_SECONDS / (seconds * calls + flush))))
-        self.prepared = Prepared(work, samples, calls, timer)
+        timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
+        self.prepared = Prepared(work, calls, timer)
         gc.freeze()  # the collection before each turn looks at what came since, not at all of torch
-        prepared = time.perf_counter() - start
-        return reply | {"estimate_us": seconds * 1e6, "samples": samples, "prepare_s": prepared}
+        return reply | {"prepare_s": time.perf_counter() - start}
+
+    def warm(self) -> Reply:
+        """Some calls that are not counted, how long one takes, and of how many samples a turn should be by that. It is
+        asked for when nobody else is at work."""
+        prepared = self._ready()
+        seconds, begun = math.inf, time.perf_counter()
+        for _ in range(WARM_UP_CALLS):
+            seconds = min(seconds, prepared.timer.once(prepared.work))
+            if time.perf_counter() - begun > WARM_UP_SECONDS:
+                break
+        flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
+        fewest = 1 if seconds * prepared.calls > LONG_SAMPLE_SECONDS else SAMPLES[0]
+        samples = min(SAMPLES[1], max(fewest, int(TURN_SECONDS / (seconds * prepared.calls + flush))))
+        return {"ok": True, "status": "ok", "estimate_us": seconds * 1e6, "samples": samples}
 
     def measure_memory(self, problem: Problem, run: plugin.Run, work: Work) -> Reply:
         if not run.checked or not run.torch_memory:
@@ -190,11 +196,15 @@ class Server:
             held = memory.held_bytes(lambda: run.leave(run.call(*run.enter(*leaves))), leaves, self.device)
         return {"peak_bytes": memory.peak_bytes(work, self.device), "held_bytes": held}
 
-    def round(self) -> Reply:
+    def round(self, samples: int) -> Reply:
+        prepared = self._ready()
+        turn: Turn = prepared.timer.turn(prepared.work, samples, prepared.calls)
+        return {"ok": True, "status": "ok"} | turn.to_json()
+
+    def _ready(self) -> Prepared:
         if self.prepared is None:
             raise RuntimeError("a round was asked for without a prepared problem")
-        turn: Turn = self.prepared.timer.turn(self.prepared.work, self.prepared.samples, self.prepared.calls)
-        return {"ok": True, "status": "ok"} | turn.to_json()
+        return self.prepared
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -263,7 +273,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
     for line in requests:
         request = json.loads(line)
         reply = {"id": request["id"]} | server.answer(request)
-        send(reply if request["do"] == "round" else reply | {"spent": server.spent.seconds})
+        send(reply if request["do"] in ("warm", "round") else reply | {"spent": server.spent.seconds})
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:

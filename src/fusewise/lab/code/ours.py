@@ -28,7 +28,8 @@ from . import aten, disassembly, passes, pytorch, triton_kernels
 from .stage import Stage, short
 
 FOLDERS = {
-    "rope": "rope", "geglu": "gated_linear", "qk_norm_rope": "qk_norm_rope", "rope_and_cache": "rope_and_cache",
+    "rope": "rope", "geglu": "gated_linear", "gated_mlp": "gated_linear", "qk_norm_rope": "qk_norm_rope",
+    "rope_and_cache": "rope_and_cache",
 }  # fmt: skip
 #: How native code calls a type in the names of its functions.
 _KINDS = {"fp32": "float", "bf16": "Bf16", "fp16": "Fp16"}
@@ -82,7 +83,7 @@ def _in_place(problem: Problem, kernel: Kernel) -> Kernel:
 def used(problem: Problem) -> Mapping[int, int]:
     """Address of a tensor -> the bytes of it that a call can need at most, where that is not all of it: of RoPE's table
     the rows of the positions that occur."""
-    if problem.op == "geglu":
+    if FOLDERS[problem.op] == "gated_linear":
         return {}
     inputs, case = problem.inputs, problem.case  # type: ignore[attr-defined]
     case = getattr(case, "rope", case)
@@ -210,7 +211,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
     """Native kernels are called past PyTorch's dispatcher; their launch functions tell what they are given. `here`: they
     run, too."""
     module = _module(problem, impl)
-    name = "_run" if problem.op == "geglu" else "launch"
+    name = "_run" if FOLDERS[problem.op] == "gated_linear" else "launch"
     launch = getattr(module, name)
     most = used(problem)
 

@@ -32,7 +32,7 @@ class MatMul(Provider):
     """The bare matrix products of the problem's own tensors, nothing added: what a fused epilogue is measured by."""
 
     name = "floor-matmul"
-    ops = ("geglu",)
+    ops = ("geglu", "gated_mlp")
     packages = ("torch",)
 
     def build(self, problem: Problem) -> Run:

@@ -6,6 +6,7 @@ Imports happen in the provider's own worker process, since some of these package
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,16 +19,16 @@ from ..targets.geglu import GatedProblem
 
 
 def gated_problem(provider: Provider, problem: Problem) -> GatedProblem:
-    """The problem as a gated linear unit, for providers that know nothing else."""
-    if not isinstance(problem, GatedProblem):
-        raise Unsupported(f"{provider.name} runs geglu only, not {problem.op}")
+    """The problem as a gated linear unit or the MLP around it, for providers that know nothing else."""
+    if not isinstance(problem, GatedProblem) or problem.op not in provider.ops:
+        raise Unsupported(f"{provider.name} runs {' and '.join(provider.ops)} only, not {problem.op}")
     return problem
 
 
 class _Peer(Provider):
-    """A library's gated unit, or the gate behind PyTorch's product."""
+    """A library's gated unit, or the gate behind PyTorch's product; in an MLP before PyTorch's projection down."""
 
-    ops: ClassVar[tuple[str, ...]] = ("geglu",)
+    ops: ClassVar[tuple[str, ...]] = ("geglu", "gated_mlp")
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     activations: ClassVar[tuple[str, ...]] = ("gelu_tanh", "silu")
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,10 +42,20 @@ class _Peer(Provider):
             raise Unsupported(f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only")
         if problem.task.pass_ != "fwd" and not self.backward:
             raise Unsupported("has no gradient of its own for this product")
-        return self.unit(gated)
+        return self.unit(gated) if problem.op == "geglu" else projected(self.unit(gated))
 
     def unit(self, problem: GatedProblem) -> Run:
         raise NotImplementedError
+
+
+def projected(run: Run) -> Run:
+    """The unit with the projection down behind it; its weight is the last of the tensors."""
+    return replace(
+        run,
+        call=lambda *xs: functional.linear(run.call(*xs[:-1]), xs[-1]),
+        own=lambda *xs: (*run.own(*xs[:-1]), xs[-1]),
+        restore=lambda *xs: (*run.restore(*xs[:-1]), xs[-1]),
+    )
 
 
 def _projections(problem: GatedProblem, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -131,22 +142,24 @@ class TransformerEngine(_Peer):
         )
 
 
+#: QuACK's names of the gates.
+_QUACKS = {"gelu_tanh": "geglu", "silu": "swiglu", "relu": "reglu", "sigmoid": "glu"}
+
+
 class _Quack(_Peer):
     """QuACK's product with the gate in its epilogue, tuned; no pre-activations stored."""
 
     module, packages = "quack", ("quack-kernels", "nvidia-cutlass-dsl")
     install = "pip install quack-kernels"
-    activations = ("gelu_tanh", "silu", "relu", "sigmoid")
+    activations = tuple(_QUACKS)
     dtypes = (torch.bfloat16, torch.float16)
+    ops = ("geglu",)
     backward = False
     stacked: ClassVar[bool]
 
     def unit(self, problem: GatedProblem) -> Run:
         gemm = require("quack.gemm_interface", self.install).gemm_gated
-        activation = {"gelu_tanh": "geglu", "silu": "swiglu", "relu": "reglu", "sigmoid": "glu"}[
-            problem.case.activation
-        ]
-        options: dict[str, Any] = {"activation": activation, "store_preact": False}
+        options: dict[str, Any] = {"activation": _QUACKS[problem.case.activation], "store_preact": False}
         if self.stacked:
             options["concat_layout"] = ("B", "bias") if problem.case.bias else ("B",)
 
@@ -171,3 +184,40 @@ class QuackStacked(_Quack):
     """The gate's half before the value's, read by a view of its own."""
 
     name, stacked = "quack-stacked", True
+
+
+class QuackMlp(Provider):
+    """QuACK's whole MLP, forward and backward, tuned; rows of gate and value in turn, as it wants them. Its path with a bias
+    leaves the gradient of that to PyTorch's autograd and is not taken here."""
+
+    name, module, packages = "quack", "quack", ("quack-kernels", "nvidia-cutlass-dsl")
+    install = "pip install quack-kernels"
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    ops: ClassVar[tuple[str, ...]] = ("gated_mlp",)
+    recompute: ClassVar[bool] = False
+
+    def build(self, problem: Problem) -> Run:
+        gated = gated_problem(self, problem)
+        if gated.case.activation not in _QUACKS or gated.case.bias:
+            raise Unsupported(f"has {', '.join(_QUACKS)} without a bias, not {gated.shape()}")
+        if gated.dtype not in (torch.bfloat16, torch.float16):
+            raise Unsupported("takes bfloat16, float16 only")
+        if self.recompute and problem.task.pass_ == "fwd":
+            raise Unsupported("without gradients nothing is saved: see quack")
+        mlp = require("quack.mlp", self.install).mlp_func
+        options = {"activation": _QUACKS[gated.case.activation], "recompute": self.recompute}
+
+        def own(*xs: Tensor) -> tuple[Tensor, ...]:
+            return *gated.interleaved(xs[:-1]), xs[-1]
+
+        def restore(dx: Tensor, dweight: Tensor, ddown: Tensor) -> tuple[Tensor, ...]:
+            dgate, dvalue = dweight[::2], dweight[1::2]
+            return dx, torch.cat((dgate, dvalue) if gated.case.gate_first else (dvalue, dgate)), ddown
+
+        return Run(lambda *xs: mlp(*xs, **options), own=own, restore=restore)
+
+
+class QuackMlpRecompute(QuackMlp):
+    """Nothing held for backward but x; one product more."""
+
+    name, recompute = "quack-recompute", True

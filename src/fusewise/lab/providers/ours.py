@@ -127,20 +127,19 @@ class CudaInPlace(Cuda):
 
 
 class _Gated(Ours):
-    """The gated linear unit, with pre-activations saved for backward."""
+    """The gated linear unit or the MLP around it, with pre-activations saved for backward."""
 
     save: ClassVar[Literal["preact", "input"]] = "preact"
     form: ClassVar[str] = "fused"
-    ops: ClassVar[tuple[str, ...]] = ("geglu",)
+    ops: ClassVar[tuple[str, ...]] = ("geglu", "gated_mlp")
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
         gated = gated_problem(self, problem)
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
-        arguments = {**gated.inputs.kwargs, "save": self.save, "impl": self.impl}
         form = self.form if self.save == "preact" else f"{self.form}-recompute"
-        return Run(lambda *xs: fusewise.gated_linear(*xs, **arguments), form=form)
+        return Run(lambda *xs: gated.operation(*xs, save=self.save, impl=self.impl), form=form)
 
 
 class GatedReference(_Gated):

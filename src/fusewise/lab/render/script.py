@@ -29,7 +29,8 @@ def main() -> None:
     prepared = server.answer({{"do": "prepare", "task": TASK}})
     print({{name: value for name, value in prepared.items() if value is not None}})
     if prepared["ok"]:
-        times = [median(server.answer({{"do": "round"}})["device_us"]) for _ in range(ROUNDS)]
+        request = {{"do": "round", "samples": server.answer({{"do": "warm"}})["samples"]}}
+        times = [median(server.answer(request)["device_us"]) for _ in range(ROUNDS)]
         print(f"{{median(times):.3f}} us a call here; the record has {{FOUND['device_us']}} on {{FOUND['device']}}")
 
 

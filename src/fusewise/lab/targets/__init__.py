@@ -28,6 +28,7 @@ BUILT_IN = {
     "gelu": "fusewise.lab.targets.gelu:Gelu",
     "qk_norm_rope": "fusewise.lab.targets.qk_norm_rope:QkNormRope",
     "rope_and_cache": "fusewise.lab.targets.rope_and_cache:RopeAndCache",
+    "gated_mlp": "fusewise.lab.targets.gated_mlp:GatedMlp",
 }
 
 

@@ -46,12 +46,17 @@ class GatedProblem(Problem):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.case: GatedCase = case(task.case)
-        self.inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
-        self.tensors = self.inputs.operands  # x, weight, and bias where there is one
-        self.upstream = self.inputs.gradients
+        inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
+        self.kwargs = inputs.kwargs  # of fusewise's own function
+        self.tensors = inputs.operands  # x, weight, and bias where there is one
+        self.upstream = inputs.gradients
+
+    def operation(self, *tensors: Tensor, **options: Any) -> Tensor:
+        """fusewise's own function on the problem's tensors."""
+        return gated_linear(*tensors, **self.kwargs, **options)
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (gated_linear(*tensors, **self.inputs.kwargs, impl="reference"),)
+        return (self.operation(*tensors, impl="reference"),)
 
     def program(self) -> Program:
         """One product with the stacked weight, split, as diffusers and Phi-3 have it."""

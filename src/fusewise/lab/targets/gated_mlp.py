@@ -1,0 +1,205 @@
+"""The MLP of a transformer block as a target: the gated linear unit and the projection down behind it.
+
+    z = y W_downᵀ,    y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate)
+
+x, weight and bias are those of a case of the gated linear unit; W_down brings F features back to D.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusewise.ops.gated_linear.api import gated_mlp
+from fusewise.ops.gated_linear.cases import GatedCase, case
+
+from ..problem import DTYPES, Pass, Problem, Program, Task
+from . import Case, Target
+from .geglu import ACTIVATE, GatedProblem, jax_unit, unit
+
+#: What a forward holds for its backward beside inputs and z, in units of y, by the way it is computed: beside what the unit
+#: holds, y for the gradient of W_down.
+HELD = {"eager": 4, "two-kernels": 3, "fused": 2, "fused-recompute": 0, "chunked": 2, "chunked-recompute": 0}
+
+
+@dataclass(frozen=True)
+class MlpCase:
+    """A gated linear unit with a projection of its F features down to D. All counts follow from the mathematics."""
+
+    unit: GatedCase
+
+    @property
+    def name(self) -> str:
+        return self.unit.name
+
+    @property
+    def shape(self) -> str:
+        return f"{self.unit.shape} down[{self.unit.features},{self.unit.hidden}]"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return self.unit.dtypes
+
+    @property
+    def passes(self) -> Sequence[Pass]:
+        return self.unit.passes
+
+    @property
+    def down_elements(self) -> int:
+        return self.unit.features * self.unit.hidden
+
+    def output_bytes(self, dtype: str) -> int:
+        """z."""
+        return self.unit.rows * self.unit.features * DTYPES[dtype].itemsize
+
+    def bytes_min(self, direction: Pass, dtype: str) -> int:
+        """Forward: x, weights and bias read, z written. Backward: those and dz read, their gradients written. y need not
+        cross the memory."""
+        size = DTYPES[dtype].itemsize
+        read = (self.unit.weight_elements + self.down_elements) * size + self.output_bytes(dtype)  # x is as large as z
+        forward, backward = read + self.output_bytes(dtype), 2 * read + self.output_bytes(dtype)
+        return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[direction]
+
+    def flops_min(self, direction: Pass) -> int:
+        """Multiplications and additions of the products: two forward, four backward."""
+        down = {"fwd": 2, "bwd": 4, "fwd+bwd": 6}[direction] * self.unit.rows * self.down_elements
+        return self.unit.flops_min(direction) + down
+
+    def predicted_bytes(self, direction: Pass, dtype: str, form: Any) -> int:
+        """Peak bytes beside the inputs and dz, by the memory model of each way to compute it, h being the bytes of y.
+
+        Forward, the unit's own, or y and z. Backward, "eager" holds 4 h and makes the gradients of y, value and gate on
+        its way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is there. "fused" keeps the
+        pre-activations, whose gradient takes their place, and makes y again; dx, dW and db come when y has gone."""
+        size = DTYPES[dtype].itemsize
+        h, z, down = self.unit.output_bytes(dtype), self.output_bytes(dtype), self.down_elements * size
+        forward = max(self.unit.predicted_bytes("fwd", dtype, form), h + z)
+        if direction == "fwd":
+            return forward
+        most = z + down + {"eager": 6 * h, "two-kernels": 5 * h}.get(form, 3 * h)
+        return max(forward, most, z + down + 2 * h + self.unit.gradient_bytes(dtype))
+
+
+def _named(name: str, found: GatedCase, **changes: Any) -> MlpCase:
+    return MlpCase(replace(found, name=name, **changes))
+
+
+PRESETS: dict[str, list[MlpCase]] = {
+    "mlp-quick": [
+        _named("mlp-square", case("quick-square"), dtypes=("fp32",)),
+        _named("mlp-swiglu", case("quick-swiglu")),
+        _named("mlp-decode", case("quick-decode")),
+    ],
+    "mlp-widths": [
+        _named(f"mlp-n16384-d{d}", case(f"memory-n16384-d{d}"), bias=False, passes=("fwd+bwd",))
+        for d in (1024, 2048, 4096)
+    ],
+    "mlp-models": [
+        _named(f"{model}-mlp-{suffix}", case(f"{model}-{suffix}"))
+        for model in ("gemma-2b", "gemma-7b", "llama-3-8b", "phi-3-mini")
+        for suffix in ("train", "decode-b1", "decode-b64")
+    ],
+}
+
+
+class GatedMlp(Target):
+    """Linear, gate and the linear layer behind them in one operation."""
+
+    name = "gated_mlp"
+    default_preset = "mlp-quick"
+    hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "mlp-quick": {"time_limit": 120.0, "max_rounds": 10},
+        "mlp-widths": {"time_limit": 300.0},
+        "mlp-models": {"time_limit": 600.0},
+    }
+
+    def presets(self) -> Mapping[str, Sequence[Case]]:
+        return PRESETS
+
+    def problem(self, task: Task) -> Problem:
+        return GatedMlpProblem(task)
+
+
+class GatedMlpProblem(GatedProblem):
+    """Its tensors are x, weight, bias where there is one, and W_down."""
+
+    def __init__(self, task: Task) -> None:
+        Problem.__init__(self, task)
+        self.whole = next(c for cases in PRESETS.values() for c in cases if c.name == task.case)
+        self.case = self.whole.unit
+        inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{task.seed}/{task.case}/down".encode()))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+        down = normal(self.case.features, self.case.hidden).mul_(1 / math.sqrt(self.case.hidden))
+        self.kwargs = inputs.kwargs
+        self.tensors = (*inputs.operands, down)
+        self.upstream = (normal(self.case.rows, self.case.features),)
+
+    def operation(self, *tensors: Tensor, **options: Any) -> Tensor:
+        x, weight, *bias, down = tensors
+        return gated_mlp(x, weight, None, down, b_gate=bias[0] if bias else None, **self.kwargs, **options)
+
+    def program(self) -> Program:
+        """As Phi-3 has it: one product with the stacked weight, split, and one with W_down."""
+        gated = unit(ACTIVATE[self.case.activation], self.case.gate_first, self.case.bias)
+        return Program(with_bias(gated) if self.case.bias else without_bias(gated))
+
+    def jax(self) -> Callable[..., Any]:
+        gated = jax_unit(self.case.activation, self.case.gate_first)
+        return lambda *xs: gated(*xs[:-1]) @ xs[-1].T
+
+    def shape(self) -> str:
+        return self.whole.shape
+
+    def bytes_min(self) -> int:
+        return self.whole.bytes_min(self.task.pass_, self.task.dtype)
+
+    def flops_min(self) -> int:
+        return self.whole.flops_min(self.task.pass_)
+
+    def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Those of the unit, and of a random y (M, F) and dz (M, D) y W_downᵀ, dz W_down and dzᵀ y."""
+        x, down = tensors[0], tensors[-1]
+        y = torch.randn(x.shape[0], down.shape[1], device=x.device, dtype=x.dtype)
+        forward = [(y, down.mT)]
+        if self.task.pass_ != "fwd":
+            dz = torch.randn_like(x)
+            backward = [(dz, down), (dz.mT, y)]
+            forward = backward if self.task.pass_ == "bwd" else forward + backward
+        return super().products(tensors[:-1]) + forward
+
+    def memory(self, form: str) -> dict[str, Any]:
+        """The memory model of the case against which bytes are measured, for a provider that computes it like `form`."""
+        found: dict[str, Any] = {}
+        if form and self.task.pass_ != "bwd":
+            found["predicted_peak_bytes"] = self.whole.predicted_bytes(self.task.pass_, self.task.dtype, form)
+        if form and self.task.pass_ != "fwd":
+            found["predicted_held_bytes"] = HELD[form] * self.case.output_bytes(self.task.dtype)
+        return found
+
+
+# The eager forms, for TorchScript too, which takes functions from a closure but no optional arguments.
+
+
+def with_bias(gated: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def mlp(x: Tensor, weight: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return functional.linear(gated(x, weight, bias), down)
+
+    return mlp
+
+
+def without_bias(gated: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def mlp(x: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+        return functional.linear(gated(x, weight), down)
+
+    return mlp
