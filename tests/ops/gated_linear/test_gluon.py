@@ -98,7 +98,7 @@ def test_few_rows_share_the_weights_evenly_and_fit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192), (128, 8192)])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192), (72, 18944), (128, 8192)])
 def test_few_rows_compile_for_hopper_without_spills(rows: int, hidden: int) -> None:
     x, weight, bias, y = empty(rows, 4096), empty(2 * hidden, 4096), empty(2 * hidden), empty(rows, hidden)
     halves = Halves.of(STACKED, weight, None, bias)
@@ -297,12 +297,20 @@ class TestOnHopper:
 
     @pytest.mark.parametrize(
         "shape",
-        [(1, 8, 8), (3, 520, 1000), (16, 2048, 8192), (33, 1032, 3000), (64, 4096, 14336), (100, 1032, 3000)],
+        [
+            (1, 8, 8),
+            (3, 520, 1000),
+            (16, 2048, 8192),
+            (33, 1032, 3000),
+            (64, 4096, 14336),
+            (65, 1032, 3000),
+            (100, 520, 11008),
+            (128, 4096, 14336),
+        ],
         ids=str,
     )
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_few_rows(self, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_gluon, "FEW_ROWS", 128)  # it can take more than are given to it
         for activation in ACTIVATIONS:
             assert_right("y", shape, dtype, Spec(activation, "stacked", gate_first=True))
         every = _gluon_few.configurations(shape[0], shape[2], _gluon._processors(0))

@@ -212,6 +212,7 @@ FEW = [  # (M, D, F), configuration, programs
     ((33, 520, 128), _gluon_few.Config(128, 2, 2), 1),
     ((3, 136, 200), _gluon_few.Config(24, 2, 5), 4),
     ((100, 200, 136), _gluon_few.Config(64, 1, 6), 2),
+    ((70, 200, 136), _gluon_few.Config(48, 1, 6), 2),
 ]
 
 

@@ -27,7 +27,7 @@ from ._problem import Halves, Preact, Spec, describable, split_preact
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
 NUM_WARPS = 4
-FEW_ROWS = 64  # to which weights are streamed rather than multiplied
+FEW_ROWS = 64  # to which, with gradients, its tiles are left mostly empty
 PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -130,7 +130,7 @@ def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says of the configurations: which are tuned, of those for this shape."""
     hidden = halves.value.shape[0]
     keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
-    if x.shape[0] <= FEW_ROWS:
+    if x.shape[0] <= few.MOST_ROWS:
         keys[0] = keys[0]._replace(way=few.WAY)
     sums = halves.value_bias is not None
     return TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
@@ -281,7 +281,7 @@ def _direct() -> bool:
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="gluon"`; these four as in `reference.py`."""
-    if preact is None and 0 < x.shape[0] <= FEW_ROWS:
+    if preact is None and 0 < x.shape[0] <= few.MOST_ROWS:
         return _few_rows(x, halves, spec.activation, y)
     _launch(
         "y" if preact is None else "preact", spec.activation, x, halves.value, halves.gate, halves.value.shape[0], y=y,

@@ -8,8 +8,8 @@ A multiprocessor has one program, which owns tiles of WIDTH features, whatever w
 whole of the shared memory on its way: a ring of stages, each CHUNKS times 64 columns of the WIDTH rows of both weights, so
 that a row's neighbouring 128 bytes are asked for together; it runs on into the next tile while the last is finished. Four
 warps multiply: the weights are the left operand, both halves under each other, so that u and g of a feature lie in one
-thread, and x the right one, as narrow as M allows. Rows of the operand beyond WIDTH are never loaded: what they make of
-old shared memory is not stored.
+thread, and x the right one, as narrow as M allows. Rows of the operands beyond WIDTH, and beyond M rounded up to whole
+blocks of x, are never loaded: what they make of old shared memory is not stored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from ._gluon_kernel import _load, _next
 
 
 @gluon.jit
-def _stream(maps, memory, ready, free, sizes, WIDTH: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _stream(
+    maps, memory, ready, free, sizes, WIDTH: gl.constexpr, UNIT: gl.constexpr, X_ROWS: gl.constexpr, X_UNIT: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Fill the ring, tile after tile, as far ahead of the consumer as it is long."""
     x_map, value_map, gate_map = maps
     x_ring, w_ring = memory
     F, D = sizes
     HALF: gl.constexpr = w_ring.shape[1] // 2
-    BYTES: gl.constexpr = CHUNKS * (x_ring.shape[1] + 2 * WIDTH) * 64 * 2
+    BYTES: gl.constexpr = CHUNKS * (X_ROWS + 2 * WIDTH) * 64 * 2
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the ring is free at first: a wait for the round before passes
     for tile in range(gl.program_id(0), gl.cdiv(F, WIDTH), gl.num_programs(0)):
@@ -51,8 +54,10 @@ def _stream(maps, memory, ready, free, sizes, WIDTH: gl.constexpr, UNIT: gl.cons
                     to = w_ring.index(slot * CHUNKS + c)
                     _load(value_map, [row, d + c * 64], full, to.slice(i * UNIT, UNIT, 0))
                     _load(gate_map, [row, d + c * 64], full, to.slice(HALF + i * UNIT, UNIT, 0))
-            for c in gl.static_range(CHUNKS):
-                _load(x_map, [0, d + c * 64], full, x_ring.index(slot * CHUNKS + c))
+            for i in gl.static_range(X_ROWS // X_UNIT):
+                for c in gl.static_range(CHUNKS):
+                    to = x_ring.index(slot * CHUNKS + c)
+                    _load(x_map, [i * X_UNIT, d + c * 64], full, to.slice(i * X_UNIT, X_UNIT, 0))
             slot, phase = _next(slot, phase, STAGES)
 
 
@@ -115,9 +120,10 @@ def _name(proxy: Any) -> str:
 def few_rows_kernel(
     x_map, value_map, gate_map, b_value_ptr, b_gate_ptr, y_ptr, M, F, D, stride_y, stride_b_value, stride_b_gate,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr, UNIT: gl.constexpr, HALF: gl.constexpr,
-    N: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    N: gl.constexpr, X_ROWS: gl.constexpr, X_UNIT: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Maps are TMA descriptors of blocks of 64 columns: of all N rows of x, and of UNIT rows of a weight."""
+    """Maps are TMA descriptors of blocks of 64 columns: of X_UNIT of the X_ROWS rows of x that are read, and of UNIT rows of
+    a weight."""
     x_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, N, 64], x_map.layout)
     w_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, 2 * HALF, 64], value_map.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -131,7 +137,7 @@ def few_rows_kernel(
     gl.warp_specialize(
         [
             (_finish, (y_ptr, bias, memory, ready, free, (M, F, D, stride_y), ACTIVATION, HAS_BIAS, WIDTH, CHUNKS, STAGES)),
-            (_stream, ((x_map, value_map, gate_map), memory, ready, free, (F, D), WIDTH, UNIT, CHUNKS, STAGES)),
+            (_stream, ((x_map, value_map, gate_map), memory, ready, free, (F, D), WIDTH, UNIT, X_ROWS, X_UNIT, CHUNKS, STAGES)),
         ],
         [1],
         [40],
