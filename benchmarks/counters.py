@@ -101,7 +101,7 @@ def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider:
     from fusewise.lab.worker import make_work
 
     problem = targets.problem_for(Task(op, case, dtype, pass_, device, 0))
-    (found,) = [entry.provider for entry in plugin.known() if entry.name == provider]
+    found = plugin.select([provider], op, device)[0].provider
     assert found is not None
     work = make_work(problem, found.build(problem), 1)
     for _ in range(2):

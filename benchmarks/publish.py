@@ -1,8 +1,9 @@
 """Publish what studies measured: `python benchmarks/publish.py RUN... benchmarks/baselines/h200.jsonl`.
 
 RUN is a run directory, also that of an interrupted study, or a file of rows. A comparison (operation, case, dtype, pass) takes
-the place of the published one as a whole, so that rows of two runs never stand side by side. One in which nothing of fusewise's
-is right, or memory did not suffice, stays out, and so does one that would lose a provider, unless `--fewer` is given.
+the place of the published one as a whole, so that rows of two runs never stand side by side. One in which fusewise has part and
+nothing of it is right, or memory did not suffice, stays out, and so does one that would lose a provider, unless `--fewer` is
+given.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def right(rows: Iterable[Row]) -> set[str]:
 
 def objection(new: Sequence[Row], old: Sequence[Row], fewer: bool) -> str | None:
     """Why a comparison is not to be published, or None."""
-    if not any(provider.startswith("fusewise") for provider in right(new)):
+    ours = {row.provider for row in (*new, *old) if row.provider.startswith("fusewise")}
+    if ours and not ours & right(new):
         return "nothing of fusewise's is right"
     starved = [row.provider for row in new if row.status == "failed" and "memory" in row.reason]
     if starved:

@@ -221,11 +221,12 @@ def by_size(groups: Sequence[Mapping[str, Row]]) -> list[str]:
         [g["eager"].case, size(g["eager"].bytes_min), *(number(time(g, n)) if n in g else "–" for n in shown)]
         for g in groups
     ]
-    bound = next((g for g in groups if time(g, "floor-copy") > time(g, "floor-launch")), None)
+    bound = next((g for g in groups if time(g, "floor-copy") > 2 * time(g, "floor-launch")), None)
     said = (
-        f"From {bound['eager'].case} on ({size(bound['eager'].bytes_min)}) copying the bytes takes longer than starting a kernel. "
+        f"From {bound['eager'].case} on ({size(bound['eager'].bytes_min)}) a copy takes more than twice as long as starting a kernel: "
+        "there moving memory takes over. "
         if bound
-        else "Starting a kernel takes longer than copying the bytes at every size. "
+        else "A copy takes less than twice as long as starting a kernel at every size. "
     )
     last = groups[-1]
     copy, eager, compiled = (time(last, name) for name in ("floor-copy", "eager", COMPILED))

@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,8 +50,18 @@ GATED = {
     "fusewise-triton": "in Triton",
     "torch.compile": "torch.compile",
     "liger": "Liger",
+    "quack-interleaved": "QuACK",
     "eager": "eager",
 }
+MLP = {
+    "fusewise-gluon": "fusewise",
+    "fusewise-gluon-recompute": "fusewise, recomputing",
+    "quack": "QuACK",
+    "quack-recompute": "QuACK, recomputing",
+    "torch.compile": "torch.compile",
+    "liger": "Liger",
+}
+MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (
     "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n16384-d8192", "gemma-7b-train", "llama-3-8b-train",
     "llama-3-70b-train", "flux2-klein-4b-train", "sdxl-640-train",
@@ -204,19 +214,19 @@ def sweep(found: Groups) -> str:
     )
 
 
-def gated(found: Groups) -> str:
+def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -> str:
     """Time over that of the bare products, and the peak of memory beyond the inputs."""
-    shown = {key: group for key, group in found.items() if key[0] in GATED_SHOWN}
-    present = [p for p in GATED if any(p in group for group in shown.values())]
+    shown = {key: group for key, group in found.items() if key[0] in cases}
+    present = [p for p in names if any(p in group for group in shown.values())]
     rows = []
-    for (case, dtype, pass_), group in sorted(shown.items(), key=lambda item: GATED_SHOWN.index(item[0][0])):
+    for (case, dtype, pass_), group in sorted(shown.items(), key=lambda item: (cases.index(item[0][0]), *item[0][1:])):
         floor = time(group, "floor-matmul")
         cells = [
             f"{time(group, p) / floor:.2f} · {group[p]['peak_bytes'] / 2**30:.2f}" if p in group else "–"
             for p in present
         ]
         rows.append([f"{case}, {dtype} {pass_}", f"{floor / 1000:.2f}", *cells])
-    return markdown(["× the product · GiB", "product ms", *(GATED[p] for p in present)], rows)
+    return markdown(["× the product · GiB", "product ms", *(names[p] for p in present)], rows)
 
 
 def gated_decode(found: Groups) -> str:
@@ -299,7 +309,8 @@ def parts() -> dict[str, str]:
         "h200-serving": serving(gpu),
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
-        "h200-gated": gated(groups("h200", "geglu")),
+        "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, GATED),
+        "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
         "h200-normed": normed(groups("h200", "qk_norm_rope")),
         "cpu": cpu(groups("cpu")),

@@ -40,6 +40,8 @@ WARM_UP_SECONDS = 0.3
 #: A turn is at most this long for a provider, as far as the number of samples can help it.
 TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
+#: Below this share of a GPU's memory that is free, nobody keeps what only its own turns need.
+SCARCE = 0.25
 #: A sample longer than this is one of a turn's own.
 LONG_SAMPLE_SECONDS = 1.0
 
@@ -75,6 +77,7 @@ class Server:
         self.problem: Problem | None = None
         self.prepared: Prepared | None = None
         self.spent = spent.Parts()  # of the preparation at hand
+        self.shared = False  # the memory that a turn needs, since the last one
         self.flush_bytes = flush_bytes
         self.timer: Timer = (
             CudaTimer(self.device, flush_bytes, machine.clock_reader(self.device))
@@ -185,6 +188,7 @@ class Server:
         flush = self.flush_bytes / 10e9 if self.device.type == "cpu" else 0.0
         fewest = 1 if seconds * prepared.calls > LONG_SAMPLE_SECONDS else SAMPLES[0]
         samples = min(SAMPLES[1], max(fewest, int(TURN_SECONDS / (seconds * prepared.calls + flush))))
+        self.share_memory()
         return {"ok": True, "status": "ok", "estimate_us": seconds * 1e6, "samples": samples}
 
     def measure_memory(self, problem: Problem, run: plugin.Run, work: Work) -> Reply:
@@ -198,8 +202,20 @@ class Server:
 
     def round(self, samples: int) -> Reply:
         prepared = self._ready()
+        if self.shared:
+            prepared.timer.once(prepared.work)  # to have its memory again before anything is timed
         turn: Turn = prepared.timer.turn(prepared.work, samples, prepared.calls)
+        self.share_memory()
         return {"ok": True, "status": "ok"} | turn.to_json()
+
+    def share_memory(self) -> None:
+        """Give what the allocator keeps for the next turn back, where little is left for the other providers'."""
+        self.shared = False
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            if free < SCARCE * total:
+                torch.cuda.empty_cache()
+                self.shared = True
 
     def _ready(self) -> Prepared:
         if self.prepared is None:
