@@ -6,6 +6,7 @@ order of rows, shapes, what is overwritten, gradients.
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def _stand_ins(monkeypatch):
         for name, function in functions.items():
             setattr(sys.modules[path], name, function)
     monkeypatch.setattr(target, "case", CASES.__getitem__)
-    monkeypatch.setattr(mlps, "PRESETS", {"small": list(map(mlps.MlpCase, CASES.values()))})
+    monkeypatch.setattr(mlps, "PRESETS", {"small": [mlps.MlpCase(replace(c, out=c.features)) for c in CASES.values()]})
 
 
 PROVIDERS = [peers.Liger, peers.Unsloth, peers.TransformerEngine, peers.QuackInterleaved, peers.QuackStacked]

@@ -196,11 +196,19 @@ def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_pat
 
         last, tired = "", 0
 
-    counts = iter((9, 4, 9, 2, 9))  # what each would take for itself
-    times = {"eager": 100.0, "liger": 100.0, "quack": 100.0, "unsloth": 900.0}
+    counts = iter((10, 8, 9, 4, 9, 2, 9))  # what each would take for itself
+    times = {
+        "floor-launch": 2.0,
+        "floor-matmul": 90.0,
+        "eager": 100.0,
+        "liger": 100.0,
+        "quack": 100.0,
+        "unsloth": 900.0,
+    }
     made = studied(monkeypatch, tmp_path, times, kind=Tiring, spread=0.002, proposed=lambda _: next(counts))
     samples = {m.provider: {len(r["device_us"]) for r in m.rounds} for m in made.measurements}
-    assert samples == {"eager": {4}, "liger": {4}, "quack": {4}, "eager#2": {4}, "unsloth": {2}}
+    alike = {name: {4} for name in ("floor-matmul", "eager", "liger", "quack", "eager#2")}
+    assert samples == {**alike, "floor-launch": {10}, "unsloth": {2}}
     assert {m.provider: m.prepared["samples"] for m in made.measurements} == {n: s.pop() for n, s in samples.items()}
     verdicts = {r.provider: r.verdict_vs_best_other for r in made.rows}
     assert verdicts["liger"] == verdicts["quack"] == "same" and verdicts["unsloth"] == "slower"

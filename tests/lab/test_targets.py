@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -149,7 +151,9 @@ def test_the_memory_model_is_the_writeups():
 
 @pytest.fixture
 def _small_mlps(monkeypatch):
-    monkeypatch.setattr(gated_mlp, "PRESETS", {"small": list(map(gated_mlp.MlpCase, SMALL.values()))})
+    monkeypatch.setattr(
+        gated_mlp, "PRESETS", {"small": [gated_mlp.MlpCase(replace(c, out=c.features)) for c in SMALL.values()]}
+    )
 
 
 @pytest.mark.usefixtures("_small_mlps")

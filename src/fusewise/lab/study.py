@@ -35,7 +35,8 @@ FAILURES_TO_GIVE_UP = 3
 #: What takes this many times as long as the fastest, and this many seconds a turn, is left alone after as many rounds as a
 #: comparison needs: more of them would say the same and cost the others theirs.
 HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 1.0, 3
-#: Providers that take at most so many times as long as the fastest have turns of as many samples as it.
+#: Providers that take at most so many times as long as the fastest, and floors that take at least as small a share of its
+#: time, have turns of as many samples as it.
 ALIKE = 2.0
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
 #: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
@@ -82,8 +83,8 @@ class Seat:
 def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     """Samples of a turn, by provider. A card that is at its limit of power slows down within a turn, so those that take
     about as long as the fastest have as many as it: the fewest that any of them asks for. The others ask for themselves."""
-    fastest = min((found["estimate_us"] for found in warmed.values()), default=0.0)
-    alike = {name for name, found in warmed.items() if found["estimate_us"] <= ALIKE * fastest}
+    fastest = min((found["estimate_us"] for name, found in warmed.items() if not analysis.is_floor(name)), default=0.0)
+    alike = {n for n, found in warmed.items() if fastest <= ALIKE * found["estimate_us"] <= ALIKE**2 * fastest}
     common = min((warmed[name]["samples"] for name in alike), default=0)
     return {name: common if name in alike else int(found["samples"]) for name, found in warmed.items()}
 

@@ -98,7 +98,9 @@ def test_few_rows_share_the_weights_evenly_and_fit() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192), (72, 18944), (128, 8192)])
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [(1, 14336), (16, 24576), (64, 28672), (64, 8192), (72, 18944), (128, 8192)]
+)
 def test_few_rows_compile_for_hopper_without_spills(rows: int, hidden: int) -> None:
     x, weight, bias, y = empty(rows, 4096), empty(2 * hidden, 4096), empty(2 * hidden), empty(rows, hidden)
     halves = Halves.of(STACKED, weight, None, bias)

@@ -7,8 +7,6 @@ x, weight and bias are those of a case of the gated linear unit; W_down brings F
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,7 +29,7 @@ HELD = {"eager": 4, "two-kernels": 3, "fused": 2, "fused-recompute": 0, "chunked
 
 @dataclass(frozen=True)
 class MlpCase:
-    """A gated linear unit with a projection of its F features down to D. All counts follow from the mathematics."""
+    """A gated linear unit with a projection of its F features down to `unit.out`, D. All counts follow from the mathematics."""
 
     unit: GatedCase
 
@@ -88,7 +86,7 @@ class MlpCase:
 
 
 def _named(name: str, found: GatedCase, **changes: Any) -> MlpCase:
-    return MlpCase(replace(found, name=name, **changes))
+    return MlpCase(replace(found, name=name, out=found.features, **changes))
 
 
 PRESETS: dict[str, list[MlpCase]] = {
@@ -135,19 +133,14 @@ class GatedMlpProblem(GatedProblem):
         self.whole = next(c for cases in PRESETS.values() for c in cases if c.name == task.case)
         self.case = self.whole.unit
         inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{task.seed}/{task.case}/down".encode()))
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
-
-        down = normal(self.case.features, self.case.hidden).mul_(1 / math.sqrt(self.case.hidden))
+        assert inputs.w_down is not None
         self.kwargs = inputs.kwargs
-        self.tensors = (*inputs.operands, down)
-        self.upstream = (normal(self.case.rows, self.case.features),)
+        self.tensors = (*inputs.operands, inputs.w_down)
+        self.upstream = (inputs.gradients[0][:, : self.case.out].contiguous(),)
 
     def operation(self, *tensors: Tensor, **options: Any) -> Tensor:
         x, weight, *bias, down = tensors
-        return gated_mlp(x, weight, None, down, b_gate=bias[0] if bias else None, **self.kwargs, **options)
+        return gated_mlp(x, weight, None, down, b_gate=bias[0] if bias else None, **(self.kwargs | options))
 
     def program(self) -> Program:
         """As Phi-3 has it: one product with the stacked weight, split, and one with W_down."""

@@ -53,7 +53,7 @@ class GatedProblem(Problem):
 
     def operation(self, *tensors: Tensor, **options: Any) -> Tensor:
         """fusewise's own function on the problem's tensors."""
-        return gated_linear(*tensors, **self.kwargs, **options)
+        return gated_linear(*tensors, **(self.kwargs | options))
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (self.operation(*tensors, impl="reference"),)

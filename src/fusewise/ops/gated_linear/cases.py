@@ -5,7 +5,7 @@
 
 Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
 `geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-shapes` (one shape, and the
-same with a size that no tile divides or no 16 bytes align), `geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out.
+same with a size that no tile divides or no 16 bytes align), `geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT behind a down projection.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class GatedInputs:
     operands: tuple[Tensor, ...]  # x, weight (2F, D), then bias (2F,) where the case has one
     gradients: tuple[Tensor, ...]  # dy (M, F)
     kwargs: dict[str, Any]  # keyword arguments of `gated_linear`
+    w_down: Tensor | None  # (OUT, F), for an MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class GatedCase:
     activation: Activation = "gelu_tanh"
     bias: bool = False
     gate_first: bool = False
+    out: int = 0  # features behind the down projection of the model's MLP; 0: it has none
     dtypes: tuple[str, ...] = ("bf16",)
     passes: tuple[Pass, ...] = ("fwd", "fwd+bwd")
     regime: Literal["train", "prefill", "decode", "sweep"] = "sweep"
@@ -133,7 +135,8 @@ class GatedCase:
         weight = normal(2 * self.hidden, self.features, scale=1 / math.sqrt(self.features))
         operands = (x, weight, normal(2 * self.hidden)) if self.bias else (x, weight)
         dy = normal(self.rows, self.hidden)
-        return GatedInputs(operands, (dy,), {"activation": self.activation, "gate_first": self.gate_first})
+        w_down = normal(self.out, self.hidden, scale=1 / math.sqrt(self.hidden)) if self.out else None
+        return GatedInputs(operands, (dy,), {"activation": self.activation, "gate_first": self.gate_first}, w_down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +194,7 @@ def _model_case(
         activation=model.activation,
         bias=model.bias,
         gate_first=model.gate_first,
+        out=model.features,
         dtypes=dtypes or (model.dtype,),
         passes=("fwd", "fwd+bwd") if regime == "train" else ("fwd",),
     )
