@@ -148,15 +148,15 @@ class GatedLinear(torch.autograd.Function):
         x_MD, dy_MF = rows(x), rows(dy)
         tensors = weight, weight_gate, bias, bias_gate
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        overwrites = bool(kept) and may_overwrite(kept[0])
-        if not kept and large(x_MD, dy_MF.shape[1]):
+        overwrites = len(kept) > 0 and may_overwrite(kept[0])  # Dynamo of torch 2.11 knows no truth of a tuple
+        if len(kept) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(kept) == 2:
             parts = kept if overwrites else [part.clone() for part in kept]
             dbias = _op.op_grad_(dy_MF, *parts, text, impl, wants_bias)
             del kept
             return *_products_apart(ctx, x, x_MD, weight, weight_gate, bias, parts, dbias, spec), None, None, None
-        if not kept:
+        if len(kept) == 0:
             dpreact, dbias = _op.op_recompute_grad(dy_MF, x_MD, *tensors, text, impl, wants_bias)
         elif overwrites:
             dpreact = kept[0]
