@@ -79,6 +79,12 @@ def test_what_is_no_whole_comparison_stays_out(publish, tmp_path, to, rows, why)
         assert [r.provider for r in record.read_rows(to)] == ["fusewise-cpu", "fusewise-cpu"]
 
 
+def test_an_operation_that_we_have_no_kernel_for_is_published(publish, tmp_path, to):
+    new = written(tmp_path / "new.jsonl", measured("eager", "r2", op="gelu", case="gelu-16"))
+    assert publish([new], to) == []
+    assert "gelu-16" in {r.case for r in record.read_rows(to)}
+
+
 def test_the_published_files_hold_one_run_of_each_comparison():
     for path in (Path(__file__).resolve().parents[2] / "benchmarks" / "baselines").glob("*.jsonl"):
         runs = {}

@@ -101,17 +101,22 @@ def _small(monkeypatch):
     monkeypatch.setattr(geglu, "case", SMALL.__getitem__)
 
 
-@pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize("name", list(SMALL))
-def test_every_form_of_the_gated_unit_agrees_with_float64(name, request):
-    p = problem("geglu", name, "fp32", "fwd+bwd")
-    assert truth.check(p, program_of(p)).reason == ""
+def assert_scripted_and_jax_agree(p, request):
+    """With eager code, which is right by then."""
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(p.program().function)
     assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
     dlpack = request.getfixturevalue("jax").dlpack
     found = torch.utils.dlpack.from_dlpack(p.jax()(*(dlpack.from_dlpack(x) for x in p.tensors)))
     assert torch.allclose(found, p.eager(p.tensors)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", list(SMALL))
+def test_every_form_of_the_gated_unit_agrees_with_float64(name, request):
+    p = problem("geglu", name, "fp32", "fwd+bwd")
+    assert truth.check(p, program_of(p)).reason == ""
+    assert_scripted_and_jax_agree(p, request)
 
 
 @pytest.mark.usefixtures("_small")
@@ -165,12 +170,7 @@ def test_every_form_of_the_mlp_agrees_with_float64(name, request):
     assert truth.check(p, ours).reason == ""
     forgets = Run(lambda *xs: p.operation(*xs[:-1], xs[-1] * 1.01, impl="reference"))
     assert "more than twice" in truth.check(p, forgets).reason
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
-        scripted = torch.jit.script(p.program().function)
-    assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
-    dlpack = request.getfixturevalue("jax").dlpack
-    found = torch.utils.dlpack.from_dlpack(p.jax()(*(dlpack.from_dlpack(x) for x in p.tensors)))
-    assert torch.allclose(found, p.eager(p.tensors)[0], rtol=1e-4, atol=1e-5)
+    assert_scripted_and_jax_agree(p, request)
 
 
 @pytest.mark.usefixtures("_small_mlps")

@@ -61,7 +61,7 @@ def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
 @functools.lru_cache(maxsize=1024)
 def choose(rows: int, hidden: int, processors: int) -> Config:
     """The widest tiles among which F is shared evenly: wide ones read x less often. Up to 64 rows two chunks a stage where
-    three such stages fit: they halve the waits (2 % on an H200). Beyond, one: more and shorter stages are 2 to 17 % faster."""
+    three such stages fit: they halve the waits (2 % on an H200). Beyond, one: more and shorter stages are 5 to 17 % faster."""
 
     def busiest(width: int) -> float:
         """What the program with most tiles reads, in rows; of x, which comes from the L2 cache, a quarter counts."""
