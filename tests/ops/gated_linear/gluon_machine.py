@@ -178,10 +178,6 @@ class Barriers:
 class Accumulator(Value):
     """Of products that may not have been made yet."""
 
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.products: list[Callable[[], None]] = []
-
 
 class Machine:
     """One program of a launch."""
@@ -190,7 +186,7 @@ class Machine:
         self.program, self.programs, self.timing = program, programs, timing
         self.chance = random.Random(seed)
         self.changed = threading.Condition()
-        self.stores = threading.local()
+        self.mine = threading.local()  # what this thread has under way
         self.errors: list[BaseException] = []
         self.namespace = self._namespace()
 
@@ -257,9 +253,9 @@ class Machine:
                 pending.pop(0)()
 
     def _pending(self) -> list[Callable[[], None]]:
-        if not hasattr(self.stores, "pending"):
-            self.stores.pending = []
-        pending: list[Callable[[], None]] = self.stores.pending
+        if not hasattr(self.mine, "pending"):
+            self.mine.pending = []
+        pending: list[Callable[[], None]] = self.mine.pending
         return pending
 
     # wgmma
@@ -268,17 +264,23 @@ class Machine:
             made = a.memory.float() @ b.memory.float()
             acc.value = acc.value + made if raw(use_acc) else made
 
-        acc.products.append(product)
+        self._products().append(product)
         if not self.late():
             self.multiply_wait(0, (acc,))
         return acc
 
-    def multiply_wait(self, outstanding: int, deps: tuple[Accumulator]) -> Accumulator:
-        (acc,) = deps
-        while len(acc.products) > outstanding:
+    def multiply_wait(self, outstanding: int, deps: tuple[Accumulator, ...]) -> Any:
+        products = self._products()
+        while len(products) > outstanding:
             with self.changed:
-                acc.products.pop(0)()
-        return acc
+                products.pop(0)()
+        return deps if len(deps) > 1 else deps[0]
+
+    def _products(self) -> list[Callable[[], None]]:
+        if not hasattr(self.mine, "products"):
+            self.mine.products = []
+        products: list[Callable[[], None]] = self.mine.products
+        return products
 
     # the program
     def specialize(self, functions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -323,6 +325,7 @@ class Machine:
                 setattr(gl, name, lambda *_: None)
         namespace: dict[str, Any] = {
             "gl": gl, "range": range_, "SUMS": None, "_load": self.load, "_store": self.store, "fence_async_shared": lambda: None,
+            "_meet": lambda: None,
             "tma": SimpleNamespace(store_wait=self.store_wait),
             "mbarrier": SimpleNamespace(
                 init=self.init, arrive=self.arrive, expect=self.expect, wait=self.wait, MBarrierLayout=lambda: None

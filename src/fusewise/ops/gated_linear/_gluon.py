@@ -34,14 +34,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Config:
-    """A tile is 128 rows by BLOCK_F features of the output, BLOCK_D of the product at a time."""
+    """A tile is 128 rows by 128 columns of the product, BLOCK_D of its depth at a time."""
 
-    block_f: int
-    block_d: int
     stages: int
-    slots: int  # of each group's epilogue
+    block_d: int = 64
     group_m: int = 8
-    lead: int = 1  # blocks that one group of warps is ahead of the other
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,24 @@ class GateConfig:
     num_warps: int = 4
 
 
+def columns(epilogue: str) -> int:
+    """Columns of the outputs that a tile has: for the unit half of them, since u and g are both there."""
+    return 128 if epilogue == "down" else 64
+
+
+def columns(epilogue: str) -> int:
+    """Columns of the outputs that a tile has: for the unit half of its product's, since u and g are both there."""
+    return 128 if epilogue == "down" else 64
+
+
 def configurations(epilogue: str) -> list[Config]:
-    """All that are worth trying. Shared memory allows no more stages."""
-    chosen = choose(epilogue)
-    return [replace(chosen, group_m=group_m, lead=lead) for group_m in (4, 8, 16) for lead in (1, 2)]
+    """All that are worth trying. Shared memory allows no more stages beside the slots of the epilogue."""
+    return [replace(choose(epilogue), group_m=group_m) for group_m in (4, 8, 16)]
 
 
 def choose(epilogue: str) -> Config:
-    """The configuration of the product kernel: one for every shape, since on an H200 no other of `configurations` was
-    faster at any by more than two runs of the same differ."""
-    return Config(256, 64, 3, 5) if epilogue == "down" else Config(128, 64, 4, 2)
+    """The configuration of the product kernel: one for every shape."""
+    return Config({"y": 6, "preact": 4, "gradient": 5, "down": 3}[epilogue])
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
@@ -161,9 +166,10 @@ def arguments(
     """The grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` what
     the epilogue reads: dy, or u and g."""
     rows, features = x.shape
-    block_w = (config.block_d, config.block_f) if epilogue == "down" else (config.block_f, config.block_d)
+    width = columns(epilogue)
+    block_w = (config.block_d, width) if epilogue == "down" else (width, config.block_d)
     u, g = outputs or (None, None)
-    return min(triton.cdiv(rows, ROWS) * triton.cdiv(hidden, config.block_f), processors), {
+    return min(triton.cdiv(rows, ROWS) * triton.cdiv(hidden, width), processors), {
         "x_map": _map(x, (ROWS, config.block_d)), "w_value_map": _map(value, block_w), "w_gate_map": _map(gate, block_w),
         "y_map": _map(y, PIECE), "u_map": _map(u, PIECE), "g_map": _map(g, PIECE),
         "first_map": _map(inputs[0], PIECE), "second_map": _map(inputs[1], PIECE),
@@ -171,8 +177,7 @@ def arguments(
         "stride_b_value": 0 if bias[0] is None else bias[0].stride(0),
         "stride_b_gate": 0 if bias[1] is None else bias[1].stride(0),
         "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "BIAS_GRAD": sums is not None,
-        "BLOCK_F": config.block_f, "BLOCK_D": config.block_d, "STAGES": config.stages, "SLOTS": config.slots,
-        "GROUP_M": config.group_m, "LEAD": config.lead,
+        "BLOCK_D": config.block_d, "STAGES": config.stages, "GROUP_M": config.group_m,
     }  # fmt: skip
 
 
@@ -187,16 +192,14 @@ def _launch(
     outputs: tuple[Tensor, Tensor] | None = None, inputs: tuple[Tensor | None, Tensor | None] = (None, None),
     bias: tuple[Tensor | None, Tensor | None] = (None, None), dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    rows = x.shape[0]
+    rows, device = x.shape[0], x.get_device()
+    if rows == 0:
+        if dbias is not None:
+            dbias.zero_()
+        return
     sums = None
     if dbias is not None:
-        if rows == 0:
-            dbias.zero_()
-        else:
-            sums = torch.empty((2 * triton.cdiv(rows, ROWS), *dbias.shape), dtype=dbias.dtype, device=x.device)
-    if rows == 0:
-        return
-    device = x.get_device()
+        sums = torch.empty((triton.cdiv(rows, PIECE[0]), *dbias.shape), dtype=dbias.dtype, device=x.device)
     matrices = (x, value, gate, y, *(outputs or (None, None)), *inputs)
     pointers = (*bias, sums)
     key = (
@@ -208,8 +211,8 @@ def _launch(
     def called() -> tuple[int, dict[str, Any]]:
         found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
-            x, value, gate, found or choose(epilogue), _processors(device), epilogue=epilogue, activation=activation,
-            hidden=hidden, y=y, outputs=outputs, inputs=inputs, bias=bias, sums=sums,
+            x, value, gate, found or choose(epilogue), _processors(device),
+            epilogue=epilogue, activation=activation, hidden=hidden, y=y, outputs=outputs, inputs=inputs, bias=bias, sums=sums,
         )  # fmt: skip
 
     _start(gated_linear_kernel, key, device, matrices, pointers, called)

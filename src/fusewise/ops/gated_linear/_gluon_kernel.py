@@ -8,16 +8,16 @@ Shape legend: M rows, D features in, F features out. One kernel with four epilog
 - "y" writes y; "preact" writes y, u and g; "gradient" reads dy and writes du and dg;
 - "down" is behind another product, dy = dz W_down with dz (M, D) and W_down (D, F): it reads u and g and writes y, du, dg.
 
-A program holds 128 rows of x. Its warps have roles: one brings blocks of both operands into a ring of shared memory by TMA;
-two groups of four multiply 64 rows each with both halves of the weight, which lie in the ring as one block, so that a
-single wgmma of 256 columns makes u and g of 128 features. Each group takes a block when it has arrived and gives it back
-when it has read it, at its own pace: while one is in its epilogue the other has the tensor cores to itself. Programs
-walk over tiles in groups of GROUP_M rows of tiles, so that what they read together stays in the cache.
+A program's warps have roles: one brings blocks of both operands into a ring of shared memory by TMA; two groups of four
+take turns at the tensor cores, a whole tile each. While one multiplies the other is in its epilogue, which therefore costs
+nothing as long as it is the shorter. A tile is 128 rows of x by 128 columns of the product, which for the unit are u and g
+of 64 features: both halves of the weight lie in the ring as one block, so that u and g of a feature lie in one thread.
+Programs walk over tiles in groups of GROUP_M rows of tiles, so that what they read together stays in the cache.
 
-The epilogue works on pieces of 64 columns. What it reads and writes passes through a group's own SLOTS blocks of shared
+The epilogue works on pieces of 64 rows by 64 columns. What it reads and writes passes through a group's own slots of shared
 memory, by TMA, which loads zeros beyond the edges of a matrix and stores nothing there. Accumulation, bias and gate are in
-float32, rounded once where they are stored. The sums for the bias are one row for 64 rows of the tile, added up
-afterwards: no atomics, the same bits every time.
+float32, rounded once where they are stored. The sums for the bias are one row for 64 rows of the tile, added up afterwards:
+no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ._gluon_gate import _gate, _gate_gradient
 
-# Triton 3.7 renamed the copies.
+# Newer names of Triton's.
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of a group's warps
 
 # Of a piece whose columns are added up: every thread takes two columns and sixteen rows, so that a warp reads all banks at
 # once and two exchanges finish a sum.
@@ -60,13 +61,21 @@ def _tile(tile, tiles_m, tiles_f, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _halves(block):
+def _left_right(block):
     """The left and the right half of the columns: registers of the same threads."""
-    ROWS: gl.constexpr = block.shape[0]
-    COLUMNS: gl.constexpr = block.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 16])
-    left, right = block.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
+    COLUMNS: gl.constexpr = block.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    left, right = block.reshape((block.shape[0], 2, COLUMNS)).permute((0, 2, 1)).split()
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _top_bottom(block):
+    """The upper and the lower half of the rows: registers of the same threads."""
+    COLUMNS: gl.constexpr = block.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    top, bottom = block.reshape((2, block.shape[0] // 2, COLUMNS)).permute((1, 2, 0)).split()
+    return gl.convert_layout(top, layout, assert_trivial=True), gl.convert_layout(bottom, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -77,15 +86,14 @@ def _next(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
+def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
     """Fill the ring, tile after tile, as far ahead of the consumers as it is long."""
     x_map, first_map, second_map = maps
     x_ring, w_ring = memory
     M, F, D = sizes
-    ROWS: gl.constexpr = x_ring.shape[1]
-    BYTES: gl.constexpr = (x_ring.shape[1] * x_ring.shape[2] + w_ring.shape[1] * w_ring.shape[2]) * 2
-    tiles_m = gl.cdiv(M, ROWS)
-    tiles_f = gl.cdiv(F, BLOCK_F)
+    COLUMNS: gl.constexpr = 128 if EPILOGUE == "down" else 64
+    tiles_m = gl.cdiv(M, 128)
+    tiles_f = gl.cdiv(F, COLUMNS)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # the ring is free at first: a wait for the round before passes
     for tile in range(gl.program_id(0), tiles_m * tiles_f, gl.num_programs(0)):
@@ -93,31 +101,23 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_F: 
         for d in range(0, D, BLOCK_D):
             mbarrier.wait(free.index(slot), phase)
             full = ready.index(slot)
-            mbarrier.expect(full, BYTES)
-            _load(x_map, [tile_m * ROWS, d], full, x_ring.index(slot))
+            mbarrier.expect(full, 2 * 128 * BLOCK_D * 2)
+            _load(x_map, [tile_m * 128, d], full, x_ring.index(slot))
             weight = w_ring.index(slot)
             if EPILOGUE == "down":
-                _load(first_map, [d, tile_f * BLOCK_F], full, weight)
+                _load(first_map, [d, tile_f * COLUMNS], full, weight)
             else:
-                _load(first_map, [tile_f * BLOCK_F, d], full, weight.slice(0, BLOCK_F, 0))
-                _load(second_map, [tile_f * BLOCK_F, d], full, weight.slice(BLOCK_F, BLOCK_F, 0))
+                _load(first_map, [tile_f * COLUMNS, d], full, weight.slice(0, COLUMNS, 0))
+                _load(second_map, [tile_f * COLUMNS, d], full, weight.slice(COLUMNS, COLUMNS, 0))
             slot, phase = _next(slot, phase, STAGES)
 
 
 @gluon.jit
-def _put(to_map, row, column, slot, block, PENDING: gl.constexpr):
-    """Store a piece through a slot, once no more than PENDING earlier stores are still reading theirs."""
-    tma.store_wait(pendings=PENDING)
-    slot.store(block.to(slot.dtype))
-    fence_async_shared()
-    _store(to_map, [row, column], slot)
-
-
-@gluon.jit
-def _get(from_map, row, column, slot, barrier, pred=True):
-    """Begin to load a piece into a slot; `barrier` tells when it has arrived."""
-    mbarrier.expect(barrier, slot.shape[0] * slot.shape[1] * 2, pred=pred)
-    _load(from_map, [row, column], barrier, slot, pred=pred)
+def _get(u_map, g_map, row, column, u_slot, g_slot, barrier, pred=True):
+    """Begin to load a piece of u and of g into their slots; `barrier` tells when both have arrived."""
+    mbarrier.expect(barrier, 2 * 64 * 64 * 2, pred=pred)
+    _load(u_map, [row, column], barrier, u_slot, pred=pred)
+    _load(g_map, [row, column], barrier, g_slot, pred=pred)
 
 
 @gluon.jit
@@ -145,209 +145,186 @@ def _sums(row, M, slot, EPILOGUE: gl.constexpr):
 
 
 @gluon.jit
-def _no_sums():
-    return gl.zeros((64,), gl.float32, gl.SliceLayout(0, SUMS))
-
-
-@gluon.jit
-def _store_sums(ptr, row, column, F, du, dg):
-    """Sums of 64 rows into the row of (M / 64, 2, F) that is theirs. Last of a tile: where pieces are handed to TMA, a
-    fence waits for what was stored."""
+def _store_sums(ptr, row, column, M, F, du, dg, EPILOGUE: gl.constexpr):
+    """The sums of a piece's two slots into the row of (⌈M / 64⌉, 2, F) that is theirs."""
     offs = column + gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS))
     to = ptr + (row // 64).to(gl.int64) * 2 * F + offs
-    gl.store(to, du, mask=offs < F)
-    gl.store(to + F, dg, mask=offs < F)
+    mask = (offs < F) & (row < M)
+    gl.store(to, _sums(row, M, du, EPILOGUE), mask=mask)
+    gl.store(to + F, _sums(row, M, dg, EPILOGUE), mask=mask)
 
 
 @gluon.jit
-def _multiply(acc, start, stop, x_ring, w_ring, ready, free, slot, phase, last, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The blocks from `start` to `stop` of a tile's product. The last stays under way: when one is issued, the one before
-    it has read its block, which is given back."""
-    for step in range(start, stop):
+def _multiply(x_ring, w_ring, ready, free, block, steps, EPILOGUE: gl.constexpr, STAGES: gl.constexpr):
+    """A tile's product from `steps` blocks of the ring, and the last block, which is still in use: the product of the last
+    step is under way. When one is issued, the one before it has read its block, which is given back."""
+    acc = warpgroup_mma_init(gl.zeros((128, 128), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
+    slot = block % STAGES
+    phase = block // STAGES & 1
+    last = slot + 0
+    for step in range(0, steps):
         mbarrier.wait(ready.index(slot), phase)
         weight = w_ring.index(slot)
         if EPILOGUE != "down":
             weight = weight.permute((1, 0))
-        acc = warpgroup_mma(x_ring.index(slot).slice(GROUP * 64, 64, 0), weight, acc, is_async=True, use_acc=step > 0)
+        acc = warpgroup_mma(x_ring.index(slot), weight, acc, is_async=True, use_acc=step > 0)
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(free.index(last), count=1, pred=step > 0)
         last = slot
         slot, phase = _next(slot, phase, STAGES)
-    return acc, slot, phase, last
+    return acc, last
 
 
 @gluon.jit
 def _consume(
-    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, LEAD: gl.constexpr,
+    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """The products and the epilogue of 64 rows of each tile, those of the group with number GROUP."""
+    """Every other tile of the program, those of the group with number GROUP: product and epilogue."""
     x_ring, w_ring = memory
     y_map, u_map, g_map, first_map, second_map = maps
     M, F, D = sizes
-    ROWS: gl.constexpr = x_ring.shape[1]
-    WIDTH: gl.constexpr = 64
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    SLOTS: gl.constexpr = slots.shape[0] // 2
-    SLOT: gl.constexpr = GROUP * SLOTS  # the first of this group's
-    tiles_m = gl.cdiv(M, ROWS)
-    tiles_f = gl.cdiv(F, BLOCK_F)
+    COLUMNS: gl.constexpr = 128 if EPILOGUE == "down" else 64
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SLOT: gl.constexpr = GROUP * (slots.shape[0] // 2)  # the first of this group's
+    tiles_m = gl.cdiv(M, 128)
+    tiles_f = gl.cdiv(F, COLUMNS)
     steps = gl.cdiv(D, BLOCK_D)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    if GROUP == 1:  # so that the two are never in their epilogues at once
-        mbarrier.wait(ahead, 0)
-    for tile in range(gl.program_id(0), tiles_m * tiles_f, gl.num_programs(0)):
+    for tile in range(gl.program_id(0) + GROUP * gl.num_programs(0), tiles_m * tiles_f, 2 * gl.num_programs(0)):
         tile_m, tile_f = _tile(tile, tiles_m, tiles_f, GROUP_M)
-        row = tile_m * ROWS + GROUP * 64
-        column = tile_f * BLOCK_F
+        row = tile_m * 128
+        column = tile_f * COLUMNS
+        # What the epilogue will need is asked for before the product, once the stores of the tile before have read its slots.
+        tma.store_wait(pendings=0)
         if HAS_BIAS:
-            b_value = _bias(biases[0], column, biases[2], F, BLOCK_F)
-            b_gate = _bias(biases[1], column, biases[3], F, BLOCK_F)
-        acc = warpgroup_mma_init(gl.zeros((64, 256), gl.float32, WIDE))
-        first = gl.minimum(LEAD, steps)
-        acc, slot, phase, last = _multiply(
-            acc, 0, first, x_ring, w_ring, ready, free, slot, phase, slot, GROUP, EPILOGUE, STAGES
-        )
-        if GROUP == 0:
-            mbarrier.arrive(ahead, count=1, pred=turn == 0)
-        # While the first products are under way, what the epilogue will need.
-        if EPILOGUE == "gradient" or EPILOGUE == "down":
-            tma.store_wait(pendings=0)  # of the tile before: by now they have read their slots
-            for p in gl.static_range(2):
-                _get(first_map, row, column + p * WIDTH, slots.index(SLOT + p), arrived.index(4 * GROUP + p))
-                if EPILOGUE == "down":
-                    _get(
-                        second_map, row, column + p * WIDTH, slots.index(SLOT + 2 + p), arrived.index(4 * GROUP + 2 + p)
-                    )
-        acc, slot, phase, last = _multiply(
-            acc, first, steps, x_ring, w_ring, ready, free, slot, phase, last, GROUP, EPILOGUE, STAGES
-        )
-        if HAS_BIAS:  # while the last is
+            b_value = _bias(biases[0], column, biases[2], F, 64)
+            b_gate = _bias(biases[1], column, biases[3], F, 64)
+        if EPILOGUE == "gradient":
+            mbarrier.expect(arrived.index(GROUP * 2), 2 * 64 * 64 * 2)
+            for i in gl.static_range(2):
+                _load(first_map, [row + i * 64, column], arrived.index(GROUP * 2), slots.index(SLOT + i))
+        elif EPILOGUE == "down":
+            for i in gl.static_range(2):
+                _get(
+                    first_map, second_map, row, column + i * 64, slots.index(SLOT + i), slots.index(SLOT + 2 + i),
+                    arrived.index(GROUP * 2 + i),
+                )  # fmt: skip
+        # The turn before this one is the other group's. Its blocks come first in the ring: a wait for the parity of a block
+        # behind them would take an earlier round for this one.
+        mbarrier.wait(turns.index(GROUP), (turn + 1 - GROUP) & 1)
+        acc, last = _multiply(x_ring, w_ring, ready, free, (2 * turn + GROUP) * steps, steps, EPILOGUE, STAGES)
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
+        if HAS_BIAS:
             bias_slots.index(2 * GROUP).store(b_value.to(gl.float32))
             bias_slots.index(2 * GROUP + 1).store(b_gate.to(gl.float32))
         product = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index(last), count=1)
 
-        left, right = _halves(product)
-        if HAS_BIAS:
-            left = _biased(left, bias_slots.index(2 * GROUP))
-            right = _biased(right, bias_slots.index(2 * GROUP + 1))
-        # One piece after the other, in a loop that moves the next into the registers of the last: its code is short enough
-        # for the instruction cache, which both groups share.
+        top, bottom = _top_bottom(product)
         if EPILOGUE == "down":
-            dy, dy_1 = _halves(left)
-            dy_2, dy_3 = _halves(right)
-            if BIAS_GRAD:
-                du_0, du_1, du_2, du_3 = _no_sums(), _no_sums(), _no_sums(), _no_sums()
-                dg_0, dg_1, dg_2, dg_3 = _no_sums(), _no_sums(), _no_sums(), _no_sums()
-            for i in range(4):
-                at = column + i * WIDTH
-                mine = SLOT + i % 2
-                other = SLOT + 1 - i % 2
-                # The piece before this one has been stored: its slots are for the one after this.
-                tma.store_wait(pendings=0)
-                more = (i == 1) | (i == 2)
-                _get(first_map, row, at + WIDTH, slots.index(other), arrived.index(4 * GROUP + 1 - i % 2), more)
-                _get(second_map, row, at + WIDTH, slots.index(other + 2), arrived.index(4 * GROUP + 3 - i % 2), more)
-                mbarrier.wait(arrived.index(4 * GROUP + i % 2), i // 2)
-                mbarrier.wait(arrived.index(4 * GROUP + 2 + i % 2), i // 2)
-                u = slots.index(mine).load(PIECE).to(gl.float32)
-                g = slots.index(mine + 2).load(PIECE).to(gl.float32)
-                a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
+            # One piece after the other, in a loop that moves the next into the registers of the last: its code is short
+            # enough for the instruction cache, which both groups share.
+            dy, dy_1 = _left_right(top)
+            dy_2, dy_3 = _left_right(bottom)
+            for p in range(4):
+                side = p % 2
+                at_row = row + p // 2 * 64
+                at_column = column + side * 64
+                u_slot = slots.index(SLOT + side)
+                g_slot = slots.index(SLOT + 2 + side)
+                mbarrier.wait(arrived.index(GROUP * 2 + side), p // 2)
+                u = u_slot.load(PIECE)
+                g = g_slot.load(PIECE)
+                _meet()  # all have read: the piece below this one may come
+                _get(
+                    first_map, second_map, row + 64, at_column, u_slot, g_slot, arrived.index(GROUP * 2 + side), p < 2
+                )  # fmt: skip
+                a, du, dg = _gate_gradient(dy, u.to(gl.float32), g.to(gl.float32), ACTIVATION)
+                tma.store_wait(pendings=0)  # of the piece before
                 # All before the one fence: as soon as a few columns of the three are done, their registers are free.
-                slots.index(SLOT + 4).store((u * a).to(slots.dtype))
-                slots.index(mine).store(du.to(slots.dtype))
-                slots.index(mine + 2).store(dg.to(slots.dtype))
+                slots.index(SLOT + 4).store((u.to(gl.float32) * a).to(slots.dtype))
+                slots.index(SLOT + 5).store(du.to(slots.dtype))
+                slots.index(SLOT + 6).store(dg.to(slots.dtype))
                 fence_async_shared()
-                _store(y_map, [row, at], slots.index(SLOT + 4))
-                _store(u_map, [row, at], slots.index(mine))
-                _store(g_map, [row, at], slots.index(mine + 2))
+                _store(y_map, [at_row, at_column], slots.index(SLOT + 4))
+                _store(u_map, [at_row, at_column], slots.index(SLOT + 5))
+                _store(g_map, [at_row, at_column], slots.index(SLOT + 6))
                 if BIAS_GRAD:
-                    du_0, du_1, du_2, du_3 = du_1, du_2, du_3, _sums(row, M, slots.index(mine), EPILOGUE)
-                    dg_0, dg_1, dg_2, dg_3 = dg_1, dg_2, dg_3, _sums(row, M, slots.index(mine + 2), EPILOGUE)
+                    _store_sums(
+                        dbias_ptr, at_row, at_column, M, F, slots.index(SLOT + 5), slots.index(SLOT + 6), EPILOGUE
+                    )
                 dy, dy_1, dy_2 = dy_1, dy_2, dy_3
-            if BIAS_GRAD:
-                _store_sums(dbias_ptr, row, column, F, du_0, dg_0)
-                _store_sums(dbias_ptr, row, column + WIDTH, F, du_1, dg_1)
-                _store_sums(dbias_ptr, row, column + 2 * WIDTH, F, du_2, dg_2)
-                _store_sums(dbias_ptr, row, column + 3 * WIDTH, F, du_3, dg_3)
         else:
-            u, next_u = _halves(left)
-            g, next_g = _halves(right)
             if EPILOGUE == "gradient":
-                mbarrier.wait(arrived.index(4 * GROUP), turn & 1)
-                mbarrier.wait(arrived.index(4 * GROUP + 1), turn & 1)
-                dy = slots.index(SLOT).load(PIECE)
-                next_dy = slots.index(SLOT + 1).load(PIECE)
-                if BIAS_GRAD:
-                    du_0, du_1, dg_0, dg_1 = _no_sums(), _no_sums(), _no_sums(), _no_sums()
-            # With a bias each piece has code of its own: as a loop, a small product takes 4 to 6 % longer. What has none, or
-            # three more pieces in registers ("gradient"), is better off looped.
-            UNROLL: gl.constexpr = 2 if HAS_BIAS and EPILOGUE != "gradient" else 1
-            for turned in range(2 // UNROLL):
-                for piece in gl.static_range(UNROLL):
-                    i = turned * UNROLL + piece
-                    at = column + i * WIDTH
+                mbarrier.wait(arrived.index(GROUP * 2), turn & 1)
+            # With a gradient as a loop, as above; else each piece has code of its own.
+            UNROLL: gl.constexpr = 1 if EPILOGUE == "gradient" else 2
+            for looped in range(2 // UNROLL):
+                for unrolled in gl.static_range(UNROLL):
+                    p = looped * UNROLL + unrolled
+                    at_row = row + p * 64
+                    u, g = _left_right(top)
+                    if HAS_BIAS:
+                        u = _biased(u, bias_slots.index(2 * GROUP))
+                        g = _biased(g, bias_slots.index(2 * GROUP + 1))
                     if EPILOGUE == "gradient":
-                        _, du, dg = _gate_gradient(dy.to(gl.float32), u, g, ACTIVATION)
-                        tma.store_wait(pendings=0)
-                        slots.index(SLOT).store(du.to(slots.dtype))
-                        slots.index(SLOT + 1).store(dg.to(slots.dtype))
+                        du_slot = slots.index(SLOT + p)  # where dy is
+                        dg_slot = slots.index(SLOT + 2 + p)
+                        _, du, dg = _gate_gradient(du_slot.load(PIECE).to(gl.float32), u, g, ACTIVATION)
+                        du_slot.store(du.to(slots.dtype))
+                        dg_slot.store(dg.to(slots.dtype))
                         fence_async_shared()
-                        _store(u_map, [row, at], slots.index(SLOT))
-                        _store(g_map, [row, at], slots.index(SLOT + 1))
+                        _store(u_map, [at_row, column], du_slot)
+                        _store(g_map, [at_row, column], dg_slot)
                         if BIAS_GRAD:
-                            du_0, du_1 = du_1, _sums(row, M, slots.index(SLOT), EPILOGUE)
-                            dg_0, dg_1 = dg_1, _sums(row, M, slots.index(SLOT + 1), EPILOGUE)
-                        dy = next_dy
+                            _store_sums(dbias_ptr, at_row, column, M, F, du_slot, dg_slot, EPILOGUE)
                     elif EPILOGUE == "preact":
-                        _put(u_map, row, at, slots.index(SLOT + 3 * i % SLOTS), u, PENDING=SLOTS - 1)
-                        _put(g_map, row, at, slots.index(SLOT + (3 * i + 1) % SLOTS), g, PENDING=SLOTS - 1)
-                        y = u * _gate(g, ACTIVATION)[0]
-                        _put(y_map, row, at, slots.index(SLOT + (3 * i + 2) % SLOTS), y, PENDING=SLOTS - 1)
+                        slots.index(SLOT + 3 * p).store((u * _gate(g, ACTIVATION)[0]).to(slots.dtype))
+                        slots.index(SLOT + 3 * p + 1).store(u.to(slots.dtype))
+                        slots.index(SLOT + 3 * p + 2).store(g.to(slots.dtype))
+                        fence_async_shared()
+                        _store(y_map, [at_row, column], slots.index(SLOT + 3 * p))
+                        _store(u_map, [at_row, column], slots.index(SLOT + 3 * p + 1))
+                        _store(g_map, [at_row, column], slots.index(SLOT + 3 * p + 2))
                     else:
-                        _put(y_map, row, at, slots.index(SLOT + i), u * _gate(g, ACTIVATION)[0], PENDING=1)
-                    u = next_u
-                    g = next_g
-            if EPILOGUE == "gradient" and BIAS_GRAD:
-                _store_sums(dbias_ptr, row, column, F, du_0, dg_0)
-                _store_sums(dbias_ptr, row, column + WIDTH, F, du_1, dg_1)
+                        slots.index(SLOT + p).store((u * _gate(g, ACTIVATION)[0]).to(slots.dtype))
+                        fence_async_shared()
+                        _store(y_map, [at_row, column], slots.index(SLOT + p))
+                    top = bottom
         turn += 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _first_group(
-    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, EPILOGUE: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, LEAD: gl.constexpr,
+    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, 0, EPILOGUE, ACTIVATION, HAS_BIAS,
-        BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD,
+        maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, 0, EPILOGUE, ACTIVATION, HAS_BIAS,
+        BIAS_GRAD, BLOCK_D, STAGES, GROUP_M,
     )  # fmt: skip
 
 
 @gluon.jit
 def _second_group(
-    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, EPILOGUE: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, LEAD: gl.constexpr,
+    maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead, sizes, 1, EPILOGUE, ACTIVATION, HAS_BIAS,
-        BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD,
+        maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, 1, EPILOGUE, ACTIVATION, HAS_BIAS,
+        BIAS_GRAD, BLOCK_D, STAGES, GROUP_M,
     )  # fmt: skip
 
 
 def _name(proxy: Any) -> str:
     """The kernel's name in profiles: what it writes, with which gate."""
     c = proxy.constants
-    return f"_gated_linear_{c['EPILOGUE']}_{c['ACTIVATION']}_128x{c['BLOCK_F']}x{c['BLOCK_D']}_gluon"
+    return f"_gated_linear_{c['EPILOGUE']}_{c['ACTIVATION']}_128x128x{c['BLOCK_D']}_gluon"
 
 
 @gluon.jit(repr=_name, do_not_specialize=["M", "F", "D"])
@@ -355,30 +332,28 @@ def gated_linear_kernel(
     x_map, w_value_map, w_gate_map, y_map, u_map, g_map, first_map, second_map, b_value_ptr, b_gate_ptr, dbias_ptr,
     M, F, D, stride_b_value, stride_b_gate,
     EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr,
-    BLOCK_F: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr,
-    LEAD: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Maps are TMA descriptors. first_map is of dy, or of u with second_map of g; for "down" x is dz, w_value is W_down."""
-    ROWS: gl.constexpr = 128
     dtype: gl.constexpr = x_map.dtype
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], x_map.layout)
+    SLOTS: gl.constexpr = 6 if EPILOGUE == "preact" else 4 if EPILOGUE == "gradient" else 7 if EPILOGUE == "down" else 2
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], x_map.layout)
     w_ring = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_D, BLOCK_F] if EPILOGUE == "down" else [STAGES, 2 * BLOCK_F, BLOCK_D], w_value_map.layout
+        dtype, [STAGES, BLOCK_D, 128] if EPILOGUE == "down" else [STAGES, 128, BLOCK_D], w_value_map.layout
     )  # fmt: skip
     slots = gl.allocate_shared_memory(dtype, [2 * SLOTS, 64, 64], gl.NVMMASharedLayout(128, 16))
-    bias_slots = gl.allocate_shared_memory(
-        gl.float32, [4, BLOCK_F if HAS_BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    bias_slots = gl.allocate_shared_memory(gl.float32, [4, 64 if HAS_BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    arrived = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
-    ahead = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    for i in gl.static_range(8):
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(4):
         mbarrier.init(arrived.index(i), count=1)
-    mbarrier.init(ahead.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     sizes = (M, F, D)
     memory = (x_ring, w_ring)
@@ -386,9 +361,9 @@ def gated_linear_kernel(
     biases = (b_value_ptr, b_gate_ptr, stride_b_value, stride_b_gate)
     gl.warp_specialize(
         [
-            (_first_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead.index(0), sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD)),
-            (_second_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, ahead.index(0), sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_F, BLOCK_D, STAGES, GROUP_M, LEAD)),
-            (_produce, ((x_map, w_value_map, w_gate_map), memory, ready, free, sizes, EPILOGUE, BLOCK_F, BLOCK_D, STAGES, GROUP_M)),
+            (_first_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, GROUP_M)),
+            (_second_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, GROUP_M)),
+            (_produce, ((x_map, w_value_map, w_gate_map), memory, ready, free, sizes, EPILOGUE, BLOCK_D, STAGES, GROUP_M)),
         ],
         [4, 1],
         [240, 24],
