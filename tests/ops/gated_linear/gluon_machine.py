@@ -324,7 +324,7 @@ class Machine:
             if name.endswith("Layout"):
                 setattr(gl, name, lambda *_: None)
         namespace: dict[str, Any] = {
-            "gl": gl, "range": range_, "SUMS": None, "_load": self.load, "_store": self.store, "fence_async_shared": lambda: None,
+            "gl": gl, "range": range_, "SUMS": None, "PIECE": None, "_load": self.load, "_store": self.store, "fence_async_shared": lambda: None,
             "_meet": lambda: None,
             "tma": SimpleNamespace(store_wait=self.store_wait),
             "mbarrier": SimpleNamespace(

@@ -37,6 +37,7 @@ class Config:
     """A tile is 128 rows by 128 columns of the product, BLOCK_D of its depth at a time."""
 
     stages: int
+    ahead: int  # pieces of what the epilogue reads
     block_d: int = 64
     group_m: int = 8
 
@@ -68,7 +69,7 @@ def configurations(epilogue: str) -> list[Config]:
 
 def choose(epilogue: str) -> Config:
     """The configuration of the product kernel: one for every shape."""
-    return Config({"y": 6, "preact": 4, "gradient": 5, "down": 3}[epilogue])
+    return {"y": Config(6, 0), "preact": Config(6, 0), "gradient": Config(6, 1), "down": Config(5, 1)}[epilogue]
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
@@ -177,7 +178,7 @@ def arguments(
         "stride_b_value": 0 if bias[0] is None else bias[0].stride(0),
         "stride_b_gate": 0 if bias[1] is None else bias[1].stride(0),
         "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "BIAS_GRAD": sums is not None,
-        "BLOCK_D": config.block_d, "STAGES": config.stages, "GROUP_M": config.group_m,
+        "BLOCK_D": config.block_d, "STAGES": config.stages, "AHEAD": config.ahead, "GROUP_M": config.group_m,
     }  # fmt: skip
 
 

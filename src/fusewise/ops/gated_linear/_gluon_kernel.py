@@ -14,10 +14,11 @@ nothing as long as it is the shorter. A tile is 128 rows of x by 128 columns of 
 of 64 features: both halves of the weight lie in the ring as one block, so that u and g of a feature lie in one thread.
 Programs walk over tiles in groups of GROUP_M rows of tiles, so that what they read together stays in the cache.
 
-The epilogue works on pieces of 64 rows by 64 columns. What it reads and writes passes through a group's own slots of shared
-memory, by TMA, which loads zeros beyond the edges of a matrix and stores nothing there. Accumulation, bias and gate are in
-float32, rounded once where they are stored. The sums for the bias are one row for 64 rows of the tile, added up afterwards:
-no atomics, the same bits every time.
+The epilogue works on pieces of 64 rows by 64 columns. What it reads and writes passes through slots of shared memory, by TMA,
+which loads zeros beyond the edges of a matrix and stores nothing there. The slots for reading are a group's own, AHEAD pieces;
+those for writing both groups have by turns: the longer the ring, the less the products wait. Accumulation, bias and gate are
+in float32, rounded once where they are stored. The sums for the bias are one row for 64 rows of the tile, added up
+afterwards: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 _store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of a group's warps
 
+# A piece in the registers of a product.
+PIECE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 # Of a piece whose columns are added up: every thread takes two columns and sixteen rows, so that a warp reads all banks at
 # once and two exchanges finish a sum.
 SUMS = gl.constexpr(
@@ -113,11 +116,16 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: 
 
 
 @gluon.jit
-def _get(u_map, g_map, row, column, u_slot, g_slot, barrier, pred=True):
-    """Begin to load a piece of u and of g into their slots; `barrier` tells when both have arrived."""
-    mbarrier.expect(barrier, 2 * 64 * 64 * 2, pred=pred)
-    _load(u_map, [row, column], barrier, u_slot, pred=pred)
-    _load(g_map, [row, column], barrier, g_slot, pred=pred)
+def _get(maps, row, column, p, slots, first, barrier, EPILOGUE: gl.constexpr, pred=True):
+    """Begin to load what the epilogue reads for piece p of the tile at `row` and `column`, dy or u and g, into the slots from
+    `first` on; `barrier` tells when all has arrived."""
+    if EPILOGUE == "gradient":
+        mbarrier.expect(barrier, 64 * 64 * 2, pred=pred)
+        _load(maps[0], [row + p * 64, column], barrier, slots.index(first), pred=pred)
+    else:
+        mbarrier.expect(barrier, 2 * 64 * 64 * 2, pred=pred)
+        _load(maps[0], [row + p // 2 * 64, column + p % 2 * 64], barrier, slots.index(first), pred=pred)
+        _load(maps[1], [row + p // 2 * 64, column + p % 2 * 64], barrier, slots.index(first + 1), pred=pred)
 
 
 @gluon.jit
@@ -179,15 +187,16 @@ def _multiply(x_ring, w_ring, ready, free, block, steps, EPILOGUE: gl.constexpr,
 def _consume(
     maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Every other tile of the program, those of the group with number GROUP: product and epilogue."""
     x_ring, w_ring = memory
-    y_map, u_map, g_map, first_map, second_map = maps
+    out_maps, in_maps = maps
+    y_map, u_map, g_map = out_maps
     M, F, D = sizes
     COLUMNS: gl.constexpr = 128 if EPILOGUE == "down" else 64
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SLOT: gl.constexpr = GROUP * (slots.shape[0] // 2)  # the first of this group's
+    READS: gl.constexpr = 2 if EPILOGUE == "down" else 1  # slots a piece
+    OWN: gl.constexpr = slots.shape[0] - (2 - GROUP) * AHEAD * READS  # the first of the slots that this group reads
     tiles_m = gl.cdiv(M, 128)
     tiles_f = gl.cdiv(F, COLUMNS)
     steps = gl.cdiv(D, BLOCK_D)
@@ -196,24 +205,16 @@ def _consume(
         tile_m, tile_f = _tile(tile, tiles_m, tiles_f, GROUP_M)
         row = tile_m * 128
         column = tile_f * COLUMNS
-        # What the epilogue will need is asked for before the product, once the stores of the tile before have read its slots.
-        tma.store_wait(pendings=0)
+        # What the epilogue will need first is asked for before the product.
         if HAS_BIAS:
             b_value = _bias(biases[0], column, biases[2], F, 64)
             b_gate = _bias(biases[1], column, biases[3], F, 64)
-        if EPILOGUE == "gradient":
-            mbarrier.expect(arrived.index(GROUP * 2), 2 * 64 * 64 * 2)
-            for i in gl.static_range(2):
-                _load(first_map, [row + i * 64, column], arrived.index(GROUP * 2), slots.index(SLOT + i))
-        elif EPILOGUE == "down":
-            for i in gl.static_range(2):
-                _get(
-                    first_map, second_map, row, column + i * 64, slots.index(SLOT + i), slots.index(SLOT + 2 + i),
-                    arrived.index(GROUP * 2 + i),
-                )  # fmt: skip
+        for i in gl.static_range(AHEAD):
+            _get(in_maps, row, column, i, slots, OWN + i * READS, arrived.index(GROUP * AHEAD + i), EPILOGUE)
         # The turn before this one is the other group's. Its blocks come first in the ring: a wait for the parity of a block
         # behind them would take an earlier round for this one.
-        mbarrier.wait(turns.index(GROUP), (turn + 1 - GROUP) & 1)
+        before = (turn + 1 - GROUP) & 1
+        mbarrier.wait(turns.index(GROUP), before)
         acc, last = _multiply(x_ring, w_ring, ready, free, (2 * turn + GROUP) * steps, steps, EPILOGUE, STAGES)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         if HAS_BIAS:
@@ -223,89 +224,90 @@ def _consume(
         mbarrier.arrive(free.index(last), count=1)
 
         top, bottom = _top_bottom(product)
-        if EPILOGUE == "down":
+        mbarrier.wait(turns.index(2 + GROUP), before)  # for the slots to write
+        if AHEAD == 0:
+            for p in gl.static_range(2):
+                u, g = _left_right(top)
+                if HAS_BIAS:
+                    u = _biased(u, bias_slots.index(2 * GROUP))
+                    g = _biased(g, bias_slots.index(2 * GROUP + 1))
+                y = u * _gate(g, ACTIVATION)[0]
+                if EPILOGUE == "preact":
+                    tma.store_wait(pendings=0)  # of the piece before
+                    slots.index(0).store(y.to(slots.dtype))
+                    slots.index(1).store(u.to(slots.dtype))
+                    slots.index(2).store(g.to(slots.dtype))
+                    fence_async_shared()
+                    _store(y_map, [row + p * 64, column], slots.index(0))
+                    _store(u_map, [row + p * 64, column], slots.index(1))
+                    _store(g_map, [row + p * 64, column], slots.index(2))
+                else:
+                    slots.index(p).store(y.to(slots.dtype))
+                    fence_async_shared()
+                    _store(y_map, [row + p * 64, column], slots.index(p))
+                top = bottom
+        else:
             # One piece after the other, in a loop that moves the next into the registers of the last: its code is short
             # enough for the instruction cache, which both groups share.
-            dy, dy_1 = _left_right(top)
-            dy_2, dy_3 = _left_right(bottom)
-            for p in range(4):
-                side = p % 2
-                at_row = row + p // 2 * 64
-                at_column = column + side * 64
-                u_slot = slots.index(SLOT + side)
-                g_slot = slots.index(SLOT + 2 + side)
-                mbarrier.wait(arrived.index(GROUP * 2 + side), p // 2)
-                u = u_slot.load(PIECE)
-                g = g_slot.load(PIECE)
-                _meet()  # all have read: the piece below this one may come
-                _get(
-                    first_map, second_map, row + 64, at_column, u_slot, g_slot, arrived.index(GROUP * 2 + side), p < 2
-                )  # fmt: skip
-                a, du, dg = _gate_gradient(dy, u.to(gl.float32), g.to(gl.float32), ACTIVATION)
-                tma.store_wait(pendings=0)  # of the piece before
-                # All before the one fence: as soon as a few columns of the three are done, their registers are free.
-                slots.index(SLOT + 4).store((u.to(gl.float32) * a).to(slots.dtype))
-                slots.index(SLOT + 5).store(du.to(slots.dtype))
-                slots.index(SLOT + 6).store(dg.to(slots.dtype))
-                fence_async_shared()
-                _store(y_map, [at_row, at_column], slots.index(SLOT + 4))
-                _store(u_map, [at_row, at_column], slots.index(SLOT + 5))
-                _store(g_map, [at_row, at_column], slots.index(SLOT + 6))
-                if BIAS_GRAD:
-                    _store_sums(
-                        dbias_ptr, at_row, at_column, M, F, slots.index(SLOT + 5), slots.index(SLOT + 6), EPILOGUE
-                    )
-                dy, dy_1, dy_2 = dy_1, dy_2, dy_3
-        else:
-            if EPILOGUE == "gradient":
-                mbarrier.wait(arrived.index(GROUP * 2), turn & 1)
-            # With a gradient as a loop, as above; else each piece has code of its own.
-            UNROLL: gl.constexpr = 1 if EPILOGUE == "gradient" else 2
-            for looped in range(2 // UNROLL):
-                for unrolled in gl.static_range(UNROLL):
-                    p = looped * UNROLL + unrolled
+            if EPILOGUE == "down":
+                now, next_1 = _left_right(top)
+                next_2, next_3 = _left_right(bottom)
+            else:
+                now = top
+                next_1 = bottom
+            PIECES: gl.constexpr = 2 * READS
+            for p in range(PIECES):
+                own = OWN + p % AHEAD * READS
+                came = arrived.index(GROUP * AHEAD + p % AHEAD)
+                mbarrier.wait(came, (turn * PIECES + p) // AHEAD & 1)
+                if EPILOGUE == "down":
+                    at_row = row + p // 2 * 64
+                    at_column = column + p % 2 * 64
+                    dy = now
+                    u = slots.index(own).load(PIECE).to(gl.float32)
+                    g = slots.index(own + 1).load(PIECE).to(gl.float32)
+                else:
                     at_row = row + p * 64
-                    u, g = _left_right(top)
+                    at_column = column
+                    dy = slots.index(own).load(PIECE).to(gl.float32)
+                    u, g = _left_right(now)
                     if HAS_BIAS:
                         u = _biased(u, bias_slots.index(2 * GROUP))
                         g = _biased(g, bias_slots.index(2 * GROUP + 1))
-                    if EPILOGUE == "gradient":
-                        du_slot = slots.index(SLOT + p)  # where dy is
-                        dg_slot = slots.index(SLOT + 2 + p)
-                        _, du, dg = _gate_gradient(du_slot.load(PIECE).to(gl.float32), u, g, ACTIVATION)
-                        du_slot.store(du.to(slots.dtype))
-                        dg_slot.store(dg.to(slots.dtype))
-                        fence_async_shared()
-                        _store(u_map, [at_row, column], du_slot)
-                        _store(g_map, [at_row, column], dg_slot)
-                        if BIAS_GRAD:
-                            _store_sums(dbias_ptr, at_row, column, M, F, du_slot, dg_slot, EPILOGUE)
-                    elif EPILOGUE == "preact":
-                        slots.index(SLOT + 3 * p).store((u * _gate(g, ACTIVATION)[0]).to(slots.dtype))
-                        slots.index(SLOT + 3 * p + 1).store(u.to(slots.dtype))
-                        slots.index(SLOT + 3 * p + 2).store(g.to(slots.dtype))
-                        fence_async_shared()
-                        _store(y_map, [at_row, column], slots.index(SLOT + 3 * p))
-                        _store(u_map, [at_row, column], slots.index(SLOT + 3 * p + 1))
-                        _store(g_map, [at_row, column], slots.index(SLOT + 3 * p + 2))
-                    else:
-                        slots.index(SLOT + p).store((u * _gate(g, ACTIVATION)[0]).to(slots.dtype))
-                        fence_async_shared()
-                        _store(y_map, [at_row, column], slots.index(SLOT + p))
-                    top = bottom
+                _meet()  # all have read: the next may come
+                _get(in_maps, row, column, p + AHEAD, slots, own, came, EPILOGUE, p + AHEAD < PIECES)
+                a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
+                tma.store_wait(pendings=0)  # of the piece before
+                # All before the one fence: as soon as a few columns of them are done, their registers are free.
+                slots.index(0).store(du.to(slots.dtype))
+                slots.index(1).store(dg.to(slots.dtype))
+                if EPILOGUE == "down":
+                    slots.index(2).store((u * a).to(slots.dtype))
+                fence_async_shared()
+                _store(u_map, [at_row, at_column], slots.index(0))
+                _store(g_map, [at_row, at_column], slots.index(1))
+                if EPILOGUE == "down":
+                    _store(y_map, [at_row, at_column], slots.index(2))
+                if BIAS_GRAD:
+                    _store_sums(dbias_ptr, at_row, at_column, M, F, slots.index(0), slots.index(1), EPILOGUE)
+                now = next_1
+                if EPILOGUE == "down":
+                    next_1 = next_2
+                    next_2 = next_3
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(turns.index(3 - GROUP), count=1)
         turn += 1
-    tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _first_group(
     maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     _consume(
         maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, 0, EPILOGUE, ACTIVATION, HAS_BIAS,
-        BIAS_GRAD, BLOCK_D, STAGES, GROUP_M,
+        BIAS_GRAD, BLOCK_D, STAGES, AHEAD, GROUP_M,
     )  # fmt: skip
 
 
@@ -313,11 +315,11 @@ def _first_group(
 def _second_group(
     maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     _consume(
         maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, 1, EPILOGUE, ACTIVATION, HAS_BIAS,
-        BIAS_GRAD, BLOCK_D, STAGES, GROUP_M,
+        BIAS_GRAD, BLOCK_D, STAGES, AHEAD, GROUP_M,
     )  # fmt: skip
 
 
@@ -332,37 +334,37 @@ def gated_linear_kernel(
     x_map, w_value_map, w_gate_map, y_map, u_map, g_map, first_map, second_map, b_value_ptr, b_gate_ptr, dbias_ptr,
     M, F, D, stride_b_value, stride_b_gate,
     EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Maps are TMA descriptors. first_map is of dy, or of u with second_map of g; for "down" x is dz, w_value is W_down."""
     dtype: gl.constexpr = x_map.dtype
-    SLOTS: gl.constexpr = 6 if EPILOGUE == "preact" else 4 if EPILOGUE == "gradient" else 7 if EPILOGUE == "down" else 2
+    WRITES: gl.constexpr = 3 if EPILOGUE == "preact" or EPILOGUE == "down" else 2
+    READS: gl.constexpr = 2 if EPILOGUE == "down" else 1
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], x_map.layout)
     w_ring = gl.allocate_shared_memory(
         dtype, [STAGES, BLOCK_D, 128] if EPILOGUE == "down" else [STAGES, 128, BLOCK_D], w_value_map.layout
     )  # fmt: skip
-    slots = gl.allocate_shared_memory(dtype, [2 * SLOTS, 64, 64], gl.NVMMASharedLayout(128, 16))
+    slots = gl.allocate_shared_memory(dtype, [WRITES + 2 * AHEAD * READS, 64, 64], gl.NVMMASharedLayout(128, 16))
     bias_slots = gl.allocate_shared_memory(gl.float32, [4, 64 if HAS_BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrived = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())  # at products, at slots
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(4):
-        mbarrier.init(arrived.index(i), count=1)
-    for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
+        mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     sizes = (M, F, D)
     memory = (x_ring, w_ring)
-    maps = (y_map, u_map, g_map, first_map, second_map)
+    maps = ((y_map, u_map, g_map), (first_map, second_map))
     biases = (b_value_ptr, b_gate_ptr, stride_b_value, stride_b_gate)
     gl.warp_specialize(
         [
-            (_first_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, GROUP_M)),
-            (_second_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, GROUP_M)),
+            (_first_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, AHEAD, GROUP_M)),
+            (_second_group, (maps, biases, dbias_ptr, memory, slots, bias_slots, arrived, ready, free, turns, sizes, EPILOGUE, ACTIVATION, HAS_BIAS, BIAS_GRAD, BLOCK_D, STAGES, AHEAD, GROUP_M)),
             (_produce, ((x_map, w_value_map, w_gate_map), memory, ready, free, sizes, EPILOGUE, BLOCK_D, STAGES, GROUP_M)),
         ],
         [4, 1],
