@@ -42,12 +42,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def test_choices_are_among_the_configurations_and_fit() -> None:
     for epilogue in EPILOGUES:
-        config = _gluon.choose(epilogue)
-        assert config in _gluon.configurations(epilogue)
-        columns = config.block_f if epilogue == "down" else 2 * config.block_f
-        assert columns == 256
-        ring = config.stages * (128 + columns) * config.block_d * 2
-        assert ring + 2 * config.slots * 64 * 64 * 2 <= SHARED
+        every = _gluon.configurations(epilogue)
+        assert _gluon.choose(epilogue) in every
+        writes, reads = {"y": (2, 0), "preact": (3, 0), "gradient": (2, 1), "down": (3, 2)}[epilogue]
+        for config in every:
+            assert (config.ahead > 0) == (reads > 0)
+            ring = config.stages * (128 + 128) * config.block_d * 2
+            assert ring + (writes + 2 * config.ahead * reads) * 64 * 64 * 2 <= SHARED
 
 
 def test_the_elementwise_kernel_with_sums_has_equal_shares() -> None:
@@ -169,8 +170,6 @@ COMPILED = [
     *itertools.product(("gradient", "down"), ("gelu",), (torch.bfloat16,)),
     ("y", "silu", torch.float16),
 ]
-# Words on the stack: the polynomial of GELU's erf takes more registers than are left beside two gradients, by a few.
-SPILLS = {"gelu": 256, "gelu_tanh": 16}
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
@@ -183,7 +182,7 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
         empty(rows, 2 * hidden, dtype=dtype),
     )
     halves = Halves.of(STACKED, empty(2 * hidden, features, dtype=dtype), None, empty(2 * hidden, dtype=dtype))
-    outputs, sums = split_preact(preact, STACKED), empty(2 * rows // 128, 2, hidden, dtype=torch.float32)
+    outputs, sums = split_preact(preact, STACKED), empty(rows // 64, 2, hidden, dtype=torch.float32)
     down, gradient = epilogue == "down", epilogue == "gradient"
     _, arguments = _gluon.arguments(
         x, empty(features, hidden, dtype=dtype) if down else halves.value, None if down else halves.gate,
@@ -194,14 +193,13 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
     )  # fmt: skip
     kernel = compiled(_gluon.gated_linear_kernel, arguments)
     stack, code, instructions = machine_code(kernel)
-    assert stack <= (SPILLS[activation] if epilogue in ("gradient", "down") else 0)
-    assert kernel.metadata.shared <= SHARED and code <= INSTRUCTIONS
+    assert stack == 0 and kernel.metadata.shared <= SHARED and code <= INSTRUCTIONS
     type_name = "BF16" if dtype == torch.bfloat16 else "F16"  # of float16 the name is that of its accumulator's type
     products = {name: n for name, n in instructions.items() if name.startswith("HGMMA")}
-    # Two groups, the first blocks and the rest, 64 features in four.
-    assert sum(products.values()) == 16 and all(name.startswith("HGMMA.64x256x16.F32") for name in products), products
+    # Two groups, twice 64 rows, a depth of 64 in four.
+    assert sum(products.values()) == 16 and all(name.startswith("HGMMA.64x128x16.F32") for name in products), products
     assert dtype == torch.float16 or all(type_name in name for name in products)
-    # In both groups; of what is looped once, of what has a bias and no gradient once for each of two pieces.
+    # In both groups; of what is looped once, of what has no gradient once for each of two pieces.
     stored = {"y": 2 * 1, "preact": 2 * 3, "gradient": 2, "down": 3}[epilogue]
     assert sum(n for name, n in instructions.items() if name.startswith("UTMASTG")) == 2 * stored
     assert any(name.startswith("STSM") for name in instructions)
@@ -376,4 +374,4 @@ def test_configurations_differ_in_what_a_search_may_vary() -> None:
     for epilogue in EPILOGUES:
         found = _gluon.configurations(epilogue)
         assert len(set(found)) == len(found) > 1
-        assert {dataclasses.replace(c, group_m=8, lead=1) for c in found} == {_gluon.choose(epilogue)}
+        assert _gluon.choose(epilogue) in {dataclasses.replace(c, group_m=8) for c in found}

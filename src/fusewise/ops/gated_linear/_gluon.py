@@ -37,7 +37,7 @@ class Config:
     """A tile is 128 rows by 128 columns of the product, BLOCK_D of its depth at a time."""
 
     stages: int
-    ahead: int  # pieces of what the epilogue reads
+    ahead: int  # pieces of what the epilogue reads that a group has room for; 0 where it reads nothing
     block_d: int = 64
     group_m: int = 8
 
@@ -53,23 +53,20 @@ class GateConfig:
 
 
 def columns(epilogue: str) -> int:
-    """Columns of the outputs that a tile has: for the unit half of them, since u and g are both there."""
-    return 128 if epilogue == "down" else 64
-
-
-def columns(epilogue: str) -> int:
     """Columns of the outputs that a tile has: for the unit half of its product's, since u and g are both there."""
     return 128 if epilogue == "down" else 64
 
 
 def configurations(epilogue: str) -> list[Config]:
-    """All that are worth trying. Shared memory allows no more stages beside the slots of the epilogue."""
-    return [replace(choose(epilogue), group_m=group_m) for group_m in (4, 8, 16)]
+    """All that are worth trying."""
+    read = {"y": [], "preact": [], "gradient": [Config(6, 1)], "down": [Config(4, 2)]}[epilogue]
+    return [replace(config, group_m=group_m) for config in (choose(epilogue), *read) for group_m in (4, 8, 16)]
 
 
 def choose(epilogue: str) -> Config:
-    """The configuration of the product kernel: one for every shape."""
-    return {"y": Config(6, 0), "preact": Config(6, 0), "gradient": Config(6, 1), "down": Config(5, 1)}[epilogue]
+    """The configuration of the product kernel: one for every shape. The ring is as long as the slots of the epilogue leave
+    room for; a stage fewer costs up to a tenth."""
+    return {"y": Config(6, 0), "preact": Config(6, 0), "gradient": Config(5, 2), "down": Config(5, 1)}[epilogue]
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
@@ -212,8 +209,8 @@ def _launch(
     def called() -> tuple[int, dict[str, Any]]:
         found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
-            x, value, gate, found or choose(epilogue), _processors(device),
-            epilogue=epilogue, activation=activation, hidden=hidden, y=y, outputs=outputs, inputs=inputs, bias=bias, sums=sums,
+            x, value, gate, found or choose(epilogue), _processors(device), epilogue=epilogue, activation=activation,
+            hidden=hidden, y=y, outputs=outputs, inputs=inputs, bias=bias, sums=sums,
         )  # fmt: skip
 
     _start(gated_linear_kernel, key, device, matrices, pointers, called)

@@ -116,16 +116,25 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: 
 
 
 @gluon.jit
-def _get(maps, row, column, p, slots, first, barrier, EPILOGUE: gl.constexpr, pred=True):
-    """Begin to load what the epilogue reads for piece p of the tile at `row` and `column`, dy or u and g, into the slots from
-    `first` on; `barrier` tells when all has arrived."""
+def _at(row, column, p, EPILOGUE: gl.constexpr):
+    """Where piece p of the tile at `row` and `column` is."""
+    if EPILOGUE == "down":
+        return row + p // 2 * 64, column + p % 2 * 64
+    else:
+        return row + p * 64, column
+
+
+@gluon.jit
+def _get(maps, row, column, slots, first, barrier, EPILOGUE: gl.constexpr, pred=True):
+    """Begin to load what the epilogue reads for a piece, dy or u and g, into the slots from `first` on; `barrier` tells when
+    all has arrived."""
     if EPILOGUE == "gradient":
         mbarrier.expect(barrier, 64 * 64 * 2, pred=pred)
-        _load(maps[0], [row + p * 64, column], barrier, slots.index(first), pred=pred)
+        _load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
     else:
         mbarrier.expect(barrier, 2 * 64 * 64 * 2, pred=pred)
-        _load(maps[0], [row + p // 2 * 64, column + p % 2 * 64], barrier, slots.index(first), pred=pred)
-        _load(maps[1], [row + p // 2 * 64, column + p % 2 * 64], barrier, slots.index(first + 1), pred=pred)
+        _load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
+        _load(maps[1], [row, column], barrier, slots.index(first + 1), pred=pred)
 
 
 @gluon.jit
@@ -170,7 +179,7 @@ def _multiply(x_ring, w_ring, ready, free, block, steps, EPILOGUE: gl.constexpr,
     slot = block % STAGES
     phase = block // STAGES & 1
     last = slot + 0
-    for step in range(0, steps):
+    for step in range(steps):
         mbarrier.wait(ready.index(slot), phase)
         weight = w_ring.index(slot)
         if EPILOGUE != "down":
@@ -210,7 +219,8 @@ def _consume(
             b_value = _bias(biases[0], column, biases[2], F, 64)
             b_gate = _bias(biases[1], column, biases[3], F, 64)
         for i in gl.static_range(AHEAD):
-            _get(in_maps, row, column, i, slots, OWN + i * READS, arrived.index(GROUP * AHEAD + i), EPILOGUE)
+            to_row, to_column = _at(row, column, i, EPILOGUE)
+            _get(in_maps, to_row, to_column, slots, OWN + i * READS, arrived.index(GROUP * AHEAD + i), EPILOGUE)
         # The turn before this one is the other group's. Its blocks come first in the ring: a wait for the parity of a block
         # behind them would take an earlier round for this one.
         before = (turn + 1 - GROUP) & 1
@@ -261,21 +271,18 @@ def _consume(
                 came = arrived.index(GROUP * AHEAD + p % AHEAD)
                 mbarrier.wait(came, (turn * PIECES + p) // AHEAD & 1)
                 if EPILOGUE == "down":
-                    at_row = row + p // 2 * 64
-                    at_column = column + p % 2 * 64
                     dy = now
                     u = slots.index(own).load(PIECE).to(gl.float32)
                     g = slots.index(own + 1).load(PIECE).to(gl.float32)
                 else:
-                    at_row = row + p * 64
-                    at_column = column
                     dy = slots.index(own).load(PIECE).to(gl.float32)
                     u, g = _left_right(now)
                     if HAS_BIAS:
                         u = _biased(u, bias_slots.index(2 * GROUP))
                         g = _biased(g, bias_slots.index(2 * GROUP + 1))
                 _meet()  # all have read: the next may come
-                _get(in_maps, row, column, p + AHEAD, slots, own, came, EPILOGUE, p + AHEAD < PIECES)
+                next_row, next_column = _at(row, column, p + AHEAD, EPILOGUE)
+                _get(in_maps, next_row, next_column, slots, own, came, EPILOGUE, p + AHEAD < PIECES)
                 a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
                 tma.store_wait(pendings=0)  # of the piece before
                 # All before the one fence: as soon as a few columns of them are done, their registers are free.
@@ -284,12 +291,13 @@ def _consume(
                 if EPILOGUE == "down":
                     slots.index(2).store((u * a).to(slots.dtype))
                 fence_async_shared()
-                _store(u_map, [at_row, at_column], slots.index(0))
-                _store(g_map, [at_row, at_column], slots.index(1))
+                this_row, this_column = _at(row, column, p, EPILOGUE)
+                _store(u_map, [this_row, this_column], slots.index(0))
+                _store(g_map, [this_row, this_column], slots.index(1))
                 if EPILOGUE == "down":
-                    _store(y_map, [at_row, at_column], slots.index(2))
+                    _store(y_map, [this_row, this_column], slots.index(2))
                 if BIAS_GRAD:
-                    _store_sums(dbias_ptr, at_row, at_column, M, F, slots.index(0), slots.index(1), EPILOGUE)
+                    _store_sums(dbias_ptr, this_row, this_column, M, F, slots.index(0), slots.index(1), EPILOGUE)
                 now = next_1
                 if EPILOGUE == "down":
                     next_1 = next_2
@@ -345,7 +353,9 @@ def gated_linear_kernel(
         dtype, [STAGES, BLOCK_D, 128] if EPILOGUE == "down" else [STAGES, 128, BLOCK_D], w_value_map.layout
     )  # fmt: skip
     slots = gl.allocate_shared_memory(dtype, [WRITES + 2 * AHEAD * READS, 64, 64], gl.NVMMASharedLayout(128, 16))
-    bias_slots = gl.allocate_shared_memory(gl.float32, [4, 64 if HAS_BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bias_slots = gl.allocate_shared_memory(
+        gl.float32, [4, 64 if HAS_BIAS else 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrived = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
