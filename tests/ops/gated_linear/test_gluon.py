@@ -69,19 +69,29 @@ def test_without_sums_it_has_more_and_shorter_programs() -> None:
         assert _gluon.gate_configurations(rows, hidden, 132, sums=False)[0] == config
 
 
-def test_it_takes_what_tma_can_describe() -> None:
-    x, weight = empty(128, 64), empty(256, 64)
+def test_what_tma_cannot_describe_is_left_to_triton_where_rows_are_few() -> None:
+    x, weight = empty(300, 64), empty(256, 64)
 
-    def refused(x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = False) -> str | None:
-        return _gluon.refuses(hidden, (x, weight[:128], weight[128:], *others), by_choice=by_choice)
+    def refused(
+        x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, alone: bool = True
+    ) -> str | None:
+        return _gluon.refuses(hidden, (x, weight[:128], weight[128:], *others), by_choice=by_choice, alone=alone)
 
-    assert refused(x, weight) is None and refused(x, weight, by_choice=True) is None
-    assert "16 bytes" in str(refused(x, weight, hidden=132))
-    assert "16 bytes" in str(refused(empty(128, 68)[:, :64], weight))
-    assert "16 bytes" in str(refused(empty(128 * 64 + 1)[1:].view(128, 64), weight))
-    assert "16 bytes" in str(refused(x, weight, empty(1, 128).expand(128, 128)))
-    assert refused(x[:64], weight) is None and "64 rows" in str(refused(x[:64], weight, by_choice=True))
-    assert _gluon.refuses(128, (x[:64], weight[:128], weight[128:]), by_choice=True, alone=True) is None
+    odd = [
+        ((x, weight), {"hidden": 132}),
+        ((empty(300, 68)[:, :64], weight), {}),
+        ((empty(300 * 64 + 1)[1:].view(300, 64), weight), {}),
+        ((x, weight, empty(1, 128).expand(300, 128)), {}),
+    ]
+    for matrices, options in odd:
+        assert refused(*matrices, **options) is None
+        few = matrices[0][:128]
+        assert "16 bytes" in str(refused(few, *matrices[1:], **options)) and "129" in str(
+            refused(few, weight, hidden=132)
+        )
+        assert refused(few, *matrices[1:], by_choice=False, **options) is None
+    assert refused(x[:64], weight) is None and refused(x[:64], weight, alone=False, by_choice=False) is None
+    assert "64 rows" in str(refused(x[:64], weight, alone=False))
 
 
 def test_few_rows_share_the_weights_evenly_and_fit() -> None:
@@ -187,7 +197,7 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
     _, arguments = _gluon.arguments(
         x, empty(features, hidden, dtype=dtype) if down else halves.value, None if down else halves.gate,
         _gluon.choose(epilogue), 132, epilogue=epilogue, activation=activation,
-        hidden=hidden, y=None if gradient else y, outputs=None if epilogue == "y" else outputs,
+        hidden=hidden, y=None if gradient else y, outputs=(None, None) if epilogue == "y" else outputs,
         inputs=outputs if down else (y, None) if gradient else (None, None),
         bias=(None, None) if down else (halves.value_bias, halves.gate_bias), sums=sums if down or gradient else None,
     )  # fmt: skip
@@ -335,9 +345,14 @@ class TestOnHopper:
         told = fusewise.explain_dispatch(geglu_linear, x[:, :60], weight[:, :60])
         assert told.impl == "triton" if x[:, :60].stride(0) * 2 % 16 else told.impl == "gluon"
         told = fusewise.explain_dispatch(geglu_linear, x, weight[:252])
+        assert told.impl == "gluon" and "copied" in told.path
+        told = fusewise.explain_dispatch(geglu_linear, x[:100], weight[:252])
         assert told.impl == "triton" and "16 bytes" in told.passed_over["gluon"]
-        with pytest.raises(ValueError, match="16 bytes"):
-            geglu_linear(x, weight[:252], impl="gluon")
+
+    @pytest.mark.parametrize("shape", [(300, 81, 135), (5, 81, 135)], ids=str)
+    @pytest.mark.parametrize("epilogue", [*EPILOGUES, "elementwise"])
+    def test_what_tma_cannot_describe_is_copied(self, epilogue: str, shape: tuple[int, int, int]) -> None:
+        assert_right(epilogue, shape, torch.bfloat16, STACKED)
 
     @pytest.mark.parametrize("save", ["preact", "input"])
     @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])

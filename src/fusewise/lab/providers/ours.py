@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 import fusewise
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _host as gated_host
+from fusewise.ops.gated_linear._chunks import FEW_ROWS
 
 from ..code.stage import Stage
 from ..ledger import Kernel
@@ -138,7 +140,10 @@ class _Gated(Ours):
         gated = gated_problem(self, problem)
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
-        form = self.form if self.save == "preact" else f"{self.form}-recompute"
+        many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # are products of the platform's library
+        form = "chunked" if self.impl == "triton" and many else self.form
+        if self.save == "input":
+            form = f"{form}-recompute"
         return Run(lambda *xs: gated.operation(*xs, save=self.save, impl=self.impl), form=form)
 
 

@@ -1,6 +1,18 @@
-"""How many rows a CPU takes at a time, and so what memory an inference needs there beside y."""
+"""Products by the platform's library and a gate beside them, some rows at a time: on a CPU, and of float32 on a GPU.
+
+Rows are taken in chunks small enough that the gate finds their pre-activations in the cache. In an inference those of the
+value are made in y itself and those of the gate in one chunk beside it; where pre-activations are kept, or their gradient
+is made, they are the chunks' place.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ._problem import Halves, Preact, Spec, new_preact, split_preact
 
 #: Chunks are multiples of so many rows.
 UNIT = 32
@@ -23,3 +35,62 @@ def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True) -> 
     if fused and rows <= FEW_ROWS:
         return 2 * rows * hidden * itemsize
     return min(rows, rows_of(2 * hidden * itemsize)) * hidden * itemsize
+
+
+def slices(rows: int, row_bytes: int) -> Iterator[slice]:
+    """Slices of the rows, all but the last a multiple of UNIT."""
+    size = rows_of(row_bytes)
+    for start in range(0, rows, size):
+        yield slice(start, min(rows, start + size))
+
+
+def part_of(preact: Preact, chunk: slice, spec: Spec) -> Preact:
+    """The pre-activations of some rows."""
+    if isinstance(preact, tuple):
+        return preact[0][chunk], preact[1][chunk]
+    return preact[chunk] if spec.fused else preact[:, chunk]
+
+
+def forward(
+    x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None, gate: Callable[[Tensor, Tensor, Tensor], None]
+) -> None:  # fmt: skip
+    """`forward` of an implementation whose gate alone is `gate(u, g, y)`; y may be u."""
+    rows, hidden = y.shape
+    if preact is None and spec.fused and rows <= FEW_ROWS:  # one product: the weight is what it reads
+        preact = new_preact(x, hidden, spec)
+        products(x, halves, spec, preact)
+        gate(*split_preact(preact, spec), y)
+        return
+    scratch = None
+    for chunk in slices(rows, 2 * hidden * x.element_size()):
+        if preact is not None:
+            part = part_of(preact, chunk, spec)
+            products(x[chunk], halves, spec, part)
+            gate(*split_preact(part, spec), y[chunk])
+            continue
+        if scratch is None:  # with the row stride of y: a gate knows one for both halves
+            scratch = y.new_empty((chunk.stop, y.stride(0)))
+        g = scratch[: chunk.stop - chunk.start, :hidden]
+        _product(x[chunk], halves.value, halves.value_bias, y[chunk])
+        _product(x[chunk], halves.gate, halves.gate_bias, g)
+        gate(y[chunk], g, y[chunk])
+
+
+def products(x: Tensor, halves: Halves, spec: Spec, preact: Preact) -> None:
+    """Both pre-activations of some rows: one product where the halves are one matrix, and they are to be one."""
+    if isinstance(preact, tuple) or not spec.fused:
+        u, g = split_preact(preact, spec)
+        for weight, bias, to in ((halves.value, halves.value_bias, u), (halves.gate, halves.gate_bias, g)):
+            _product(x, weight, bias, to)
+        return
+    first, bias = (halves.gate, halves.gate_bias) if spec.gate_first else (halves.value, halves.value_bias)
+    rows = 2 * first.shape[0]
+    weight = first.as_strided((rows, first.shape[1]), first.stride())
+    _product(x, weight, None if bias is None else bias.as_strided((rows,), (1,)), preact)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.mT, out=to)
+    else:
+        torch.addmm(bias, x, weight.mT, out=to)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -27,6 +27,8 @@ from ._problem import Halves, Preact, Spec, describable, split_preact
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
 NUM_WARPS = 4
+UNIT = 8  # columns: 16 bytes, to which TMA needs starts and rows aligned
+ALIGNED = "TMA needs matrices whose starts and rows are aligned to 16 bytes"
 FEW_ROWS = 64  # to which, with gradients, its tiles are left mostly empty
 PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
@@ -120,13 +122,37 @@ def unavailable(device_type: str) -> str | None:
 
 def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, alone: bool = False) -> str | None:
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
-    not; `alone` where y is all that is made. By choice are left those that are better off there."""
-    if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
-        return "its TMA needs matrices whose starts and rows are aligned to 16 bytes"
+    not; `alone` where y is all that is made. All can be served; by choice are left those that are better off there."""
     rows = matrices[0].shape[0]
-    if by_choice and rows <= FEW_ROWS and not alone:
+    if not by_choice or rows > few.MOST_ROWS:
+        return None
+    if rows <= FEW_ROWS and not alone:
         return f"with gradients, up to {FEW_ROWS} rows are few for its tiles"
+    if _odd(hidden, matrices):
+        return f"{ALIGNED}, and copies of others are worth it from {few.MOST_ROWS + 1} rows on"
     return None
+
+
+def _odd(hidden: int, matrices: tuple[Tensor, ...]) -> bool:
+    return bool(hidden * matrices[0].element_size() % 16) or not all(map(describable, matrices))
+
+
+def _room(x: Tensor) -> Tensor:
+    """x itself where TMA can describe it, else memory in which it can."""
+    if describable(x):
+        return x
+    columns = x.shape[1]
+    return x.new_empty((x.shape[0], triton.cdiv(columns, UNIT) * UNIT))[:, :columns]
+
+
+def _brought(x: Tensor) -> Tensor:
+    """x, or a copy of it that TMA can describe."""
+    room = _room(x)
+    return x if room is x else room.copy_(x)
+
+
+def _each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor | None]:
+    return (None if x is None else of(x) for x in xs)
 
 
 def path(x: Tensor, halves: Halves) -> str:
@@ -136,7 +162,9 @@ def path(x: Tensor, halves: Halves) -> str:
     if x.shape[0] <= few.MOST_ROWS:
         keys[0] = keys[0]._replace(way=few.WAY)
     sums = halves.value_bias is not None
-    return TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
+    tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
+    copies = f"{ALIGNED}: others are copied" if _odd(hidden, (x, halves.value, halves.gate)) else ""
+    return "; ".join(filter(None, (copies, tuned)))
 
 
 @functools.cache
@@ -158,7 +186,7 @@ def _map(x: Tensor | None, block: tuple[int, int]) -> Any:
 
 def arguments(
     x: Tensor, value: Tensor, gate: Tensor | None, config: Config, processors: int, *, epilogue: str, activation: str,
-    hidden: int, y: Tensor | None, outputs: tuple[Tensor, Tensor] | None, inputs: tuple[Tensor | None, Tensor | None],
+    hidden: int, y: Tensor | None, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None],
     bias: tuple[Tensor | None, Tensor | None], sums: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` what
@@ -166,7 +194,7 @@ def arguments(
     rows, features = x.shape
     width = columns(epilogue)
     block_w = (config.block_d, width) if epilogue == "down" else (width, config.block_d)
-    u, g = outputs or (None, None)
+    u, g = outputs
     return min(triton.cdiv(rows, ROWS) * triton.cdiv(hidden, width), processors), {
         "x_map": _map(x, (ROWS, config.block_d)), "w_value_map": _map(value, block_w), "w_gate_map": _map(gate, block_w),
         "y_map": _map(y, PIECE), "u_map": _map(u, PIECE), "g_map": _map(g, PIECE),
@@ -198,7 +226,11 @@ def _launch(
     sums = None
     if dbias is not None:
         sums = torch.empty((triton.cdiv(rows, PIECE[0]), *dbias.shape), dtype=dbias.dtype, device=x.device)
-    matrices = (x, value, gate, y, *(outputs or (None, None)), *inputs)
+    x, value = _brought(x), _brought(value)
+    gate, *read = _each(_brought, gate, *inputs)
+    written = (y, *(outputs or (None, None)))
+    room = tuple(_each(_room, *written))
+    matrices = (x, value, gate, *room, *read)
     pointers = (*bias, sums)
     key = (
         epilogue, activation, device, x.dtype, TUNED.state,
@@ -210,10 +242,13 @@ def _launch(
         found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
             x, value, gate, found or choose(epilogue), _processors(device), epilogue=epilogue, activation=activation,
-            hidden=hidden, y=y, outputs=outputs, inputs=inputs, bias=bias, sums=sums,
+            hidden=hidden, y=room[0], outputs=room[1:], inputs=read, bias=bias, sums=sums,
         )  # fmt: skip
 
     _start(gated_linear_kernel, key, device, matrices, pointers, called)
+    for to, made in zip(written, room, strict=True):
+        if to is not None and made is not None and to is not made:
+            to.copy_(made)
     if dbias is not None and sums is not None:
         _add_up(sums, dbias)
 
@@ -253,7 +288,8 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     rows, features = x.shape
     hidden, device = y.shape[1], x.get_device()
     bias = (halves.value_bias, halves.gate_bias)
-    matrices, pointers = (x, halves.value, halves.gate), (*bias, y)
+    x, value, gate = map(_brought, (x, halves.value, halves.gate))
+    matrices, pointers = (x, value, gate), (*bias, y)
     key = (
         few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
@@ -263,7 +299,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
         processors = _processors(device)
         found: few.Config | None = TUNED.find(device, Key("y", x.dtype, few.WAY, rows, features, hidden))
         config = found or few.choose(rows, hidden, processors)
-        return few.arguments(x, halves.value, halves.gate, bias, y, config, processors, activation, _map)
+        return few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
 
     _start(few_rows_kernel, key, device, matrices, pointers, called)
 

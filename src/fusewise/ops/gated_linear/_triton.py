@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._tuned import Key, Tuned
+from . import _chunks as chunks
 from ._problem import Halves, Preact, Spec, describable, split_preact
 from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
@@ -48,7 +49,7 @@ class GateConfig:
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
     """The configuration of the product kernels, from the shape and the device alone. `kind` is "half" for 16-bit
-    operands, else the precision of float32 products, "tf32" or "ieee".
+    operands, else the precision of float32 products, "tf32" or "ieee", which are of few rows (see `by_library`).
 
     Up to 64 rows it is the weight that is read: narrow tiles, so that every multiprocessor streams its share of it. Then
     the largest tile that does not leave multiprocessors without one.
@@ -57,10 +58,6 @@ def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str,
         block_m = max(16, triton.next_power_of_2(rows))
         block_f = 32 if hidden >= 2 * 32 * processors and block_m < 64 else 16
         return Config(block_m, block_f, {"half": 128, "tf32": 64, "ieee": 32}[kind], 4, 4, group_m=1)
-    if kind == "ieee":
-        return Config(128, 64, 16, 8, 4)
-    if kind == "tf32":
-        return Config(128, 64, 32, 8, 3)
     candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
     if tma:
         candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
@@ -95,9 +92,6 @@ def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilog
         few = [Config(chosen.block_m, f, d, 4, s, group_m=1) for f, d, s in product((16, 32, 64), deep, (3, 4, 5))]
         most = SHARED // (2 if kind == "half" else 4)
         others = [c for c in few if c.num_stages * (c.block_m + 2 * c.block_f) * c.block_d <= most]
-    elif kind != "half":
-        blocks = product(((128, 64, 8), (64, 64, 4), (128, 32, 4)), (chosen.block_d // 2, chosen.block_d), (2, 3, 4))
-        others = [Config(m, f, max(d, 16), w, s) for (m, f, w), d, s in blocks]
     else:
         tiles = product(((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (256, 64, 8)), (3, 4), (4, 8, 16))
         others = [Config(m, f, 64, w, s, g, split=tma and f == 128) for (m, f, w), s, g in tiles]
@@ -147,6 +141,8 @@ def _has_tma(device: int) -> bool:
 
 def path(x: Tensor, halves: Halves) -> str:
     """How a call's products move their matrices, why, and which configurations are tuned: for `explain_dispatch`."""
+    if by_library(x):
+        return "products of float32 by the platform's library, the gate beside them some rows at a time"
     moved, hidden = _moved(x, halves), halves.value.shape[0]
     keys = [product_key(e, x, hidden, moved.startswith("by TMA")) for e in ("y", "preact", "gradient")]
     tuned = TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])
@@ -284,15 +280,44 @@ def _sums(like: Tensor, tiles: int, dbias: Tensor) -> Tensor:
     return torch.empty((tiles, *dbias.shape), dtype=dbias.dtype, device=like.device)
 
 
+def by_library(x: Tensor) -> bool:
+    """Whether the platform's library takes the products of so many rows: of float32, from 65 on. Fused they took 3.6 times
+    as long on an H200: there is no tensor core for them, and Triton's code for the others is no match."""
+    return x.dtype == torch.float32 and x.shape[0] > chunks.FEW_ROWS
+
+
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="triton"`; these four as in `reference.py`."""
+    if by_library(x):
+        return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
 
 
 def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
+    if by_library(x):
+
+        def chunk_gradient(chunk: slice, dbias: Tensor | None) -> None:
+            part = chunks.part_of(dpreact, chunk, spec)
+            chunks.products(x[chunk], halves, spec, part)
+            gradient(dy[chunk], part, part, spec, dbias)
+
+        return _in_chunks(dy, chunk_gradient, dbias)
     _linear(x, halves, spec, "gradient", preact=dpreact, dy=dy, dbias=dbias)
+
+
+def _in_chunks(y: Tensor, gradient_of: Callable[[slice, Tensor | None], None], dbias: Tensor | None) -> None:
+    """`gradient_of` chunks of the rows of a matrix like y, each with a bias gradient of its own, which are added up."""
+    parts = list(chunks.slices(y.shape[0], 2 * y.shape[1] * y.element_size()))
+    if dbias is None:
+        for chunk in parts:
+            gradient_of(chunk, None)
+        return
+    sums = dbias.new_empty((len(parts), *dbias.shape))
+    for chunk, its in zip(parts, sums, strict=True):
+        gradient_of(chunk, its)
+    torch.sum(sums, 0, out=dbias)
 
 
 def gate_arguments(
@@ -383,6 +408,15 @@ def down_gradient(
 ) -> None:
     if dz.shape[0] == 0:
         return _nothing(dbias)
+    if by_library(dz):
+
+        def chunk_gradient(chunk: slice, dbias: Tensor | None) -> None:
+            dy = dz[chunk] @ w_down
+            before, after = chunks.part_of(preact, chunk, spec), chunks.part_of(dpreact, chunk, spec)
+            gate(*split_preact(before, spec), y[chunk], spec.activation)
+            gradient(dy, before, after, spec, dbias)
+
+        return _in_chunks(y, chunk_gradient, dbias)
     device = dz.get_device()
     processors = _processors(device)
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._tuned import Job, Tuned
 from . import _op, reference
+from ._chunks import FEW_ROWS
 from ._problem import Halves, Spec, new_preact
 from .cases import DTYPES, GatedCase, case
 
@@ -73,9 +74,15 @@ def jobs(
     """
     check(name, shape, dtypes, kernels)
     found = _case(name, shape, device.type)
-    wanted = kernels or [kernel for kernel in KERNELS if kernel != "down" or found.out]
     for dtype in dtypes or found.dtypes:
-        for kernel in wanted:
+        library = dtype == "fp32" and found.rows > FEW_ROWS  # takes the products
+        there = {"gate"} if library else {kernel for kernel in KERNELS if kernel != "down" or found.out}
+        for kernel in kernels or [kernel for kernel in KERNELS if kernel in there]:
+            if library and kernel != "gate":
+                raise ValueError(
+                    f"tune: kernel must be gate in fp32 from {FEW_ROWS + 1} rows on, where products are the platform's "
+                    f"library's, got {kernel!r} and {found.rows} rows; leave it out or take another dtype"
+                )
             yield _job(found, dtype, kernel, device, impl or ("triton" if device.type == "cpu" else "auto"))
 
 

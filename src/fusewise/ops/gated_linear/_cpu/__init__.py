@@ -1,17 +1,12 @@
 """The gated linear unit on a CPU: the platform's matrix product through torch, and the native gate in `gate.cpp`.
 
-Rows are taken in chunks small enough that the gate finds their pre-activations in the cache. In an inference those of the
-value are made in y itself and those of the gate in one chunk beside it; where pre-activations are kept, or their gradient
-is made, they are the chunks' place.
-
-Threads are torch's own (`_shared/cpu.py`).
+How rows are taken in chunks is in `_chunks.py`. Threads are torch's own (`_shared/cpu.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
 
@@ -21,7 +16,7 @@ from torch import Tensor
 from ...._shared import build, cpu
 from .. import _chunks as chunks
 from .. import _host
-from .._problem import ACTIVATIONS, Halves, Preact, Spec, new_preact, split_preact
+from .._problem import ACTIVATIONS, Halves, Preact, Spec, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.h
@@ -55,29 +50,7 @@ def path(x: Tensor, halves: Halves) -> str:
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="cpu"`; these four as in `reference.py`."""
-    rows, hidden = y.shape
-    if preact is None and spec.fused and rows <= chunks.FEW_ROWS:  # one product: the weight is what it reads
-        preact = new_preact(x, hidden, spec)
-        _products(x, halves, spec, preact)
-        return _gate(preact, spec, y=y)
-    if preact is None:
-        return _forward_in_y(x, halves, spec, y)
-    for chunk in _chunks(rows, 2 * hidden * x.element_size()):
-        part = _rows(preact, chunk, spec)
-        _products(x[chunk], halves, spec, part)
-        _gate(part, spec, y=y[chunk])
-
-
-def _forward_in_y(x: Tensor, halves: Halves, spec: Spec, y: Tensor) -> None:
-    rows, hidden = y.shape
-    scratch = None
-    for chunk in _chunks(rows, 2 * hidden * x.element_size()):
-        if scratch is None:  # with the row stride of y: the kernel knows one for both halves
-            scratch = y.new_empty((chunk.stop, y.stride(0)))
-        gate = scratch[: chunk.stop - chunk.start, :hidden]
-        _product(x[chunk], halves.value, halves.value_bias, y[chunk])
-        _product(x[chunk], halves.gate, halves.gate_bias, gate)
-        _run(y[chunk], gate, spec.activation, y=y[chunk])
+    chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
@@ -90,9 +63,9 @@ def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
     sums = _sums(dy, dbias)
-    for chunk in _chunks(dy.shape[0], 2 * dy.shape[1] * x.element_size()):
-        part = _rows(dpreact, chunk, spec)
-        _products(x[chunk], halves, spec, part)
+    for chunk in chunks.slices(dy.shape[0], 2 * dy.shape[1] * x.element_size()):
+        part = chunks.part_of(dpreact, chunk, spec)
+        chunks.products(x[chunk], halves, spec, part)
         _gate(part, spec, dy=dy[chunk], dpreact=part, sums=_sums_of(sums, chunk))
     _add_up(sums, dbias)
 
@@ -101,46 +74,13 @@ def down_gradient(
     dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
     sums = _sums(y, dbias)
-    for chunk in _chunks(y.shape[0], y.shape[1] * y.element_size()):
+    for chunk in chunks.slices(y.shape[0], y.shape[1] * y.element_size()):
         torch.mm(dz[chunk], w_down, out=y[chunk])  # dy, whose place y takes
         _gate(
-            _rows(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk], dpreact=_rows(dpreact, chunk, spec),
-            sums=_sums_of(sums, chunk),
+            chunks.part_of(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk],
+            dpreact=chunks.part_of(dpreact, chunk, spec), sums=_sums_of(sums, chunk),
         )  # fmt: skip
     _add_up(sums, dbias)
-
-
-def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of the rows, all but the last a multiple of the rows of a row of sums."""
-    size = chunks.rows_of(row_bytes)
-    for start in range(0, rows, size):
-        yield slice(start, min(rows, start + size))
-
-
-def _rows(preact: Preact, chunk: slice, spec: Spec) -> Preact:
-    if isinstance(preact, tuple):
-        return preact[0][chunk], preact[1][chunk]
-    return preact[chunk] if spec.fused else preact[:, chunk]
-
-
-def _products(x: Tensor, halves: Halves, spec: Spec, preact: Preact) -> None:
-    """Both pre-activations of some rows: one product where the halves are one matrix, and they are to be one."""
-    if isinstance(preact, tuple) or not spec.fused:
-        u, g = split_preact(preact, spec)
-        for weight, bias, to in ((halves.value, halves.value_bias, u), (halves.gate, halves.gate_bias, g)):
-            _product(x, weight, bias, to)
-        return
-    first, bias = (halves.gate, halves.gate_bias) if spec.gate_first else (halves.value, halves.value_bias)
-    rows = 2 * first.shape[0]
-    weight = first.as_strided((rows, first.shape[1]), first.stride())
-    _product(x, weight, None if bias is None else bias.as_strided((rows,), (1,)), preact)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.mT, out=to)
-    else:
-        torch.addmm(bias, x, weight.mT, out=to)
 
 
 def _sums(dy: Tensor, dbias: Tensor | None) -> Tensor | None:
