@@ -1,5 +1,7 @@
 """What a worker keeps between the turns that it is asked for."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -24,6 +26,37 @@ def test_a_turn_has_the_samples_that_are_asked_for():
     server.forget()
     for request in ({"do": "warm"}, {"do": "round", "samples": 1}):
         assert "without a prepared problem" in server.answer(request)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("error", "crowded"),
+    [
+        (torch.OutOfMemoryError("no room for 2 GiB"), True),
+        (RuntimeError("failed in the TorchScript interpreter.\n…\nRuntimeError: CUDA out of memory. Tried …"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (ValueError("no such thing"), False),
+    ],
+    ids=["torch's", "TorchScript's", "cuBLAS's", "another"],
+)
+def test_what_a_failed_provider_held_is_given_back(error, crowded, monkeypatch):
+    """Also what only the frames of the error still hold."""
+    server, seen = Server(Eager(), "cpu", 0), []
+
+    def build(self, problem):
+        held = torch.empty(4)
+        seen.append(weakref.ref(held))
+        raise type(error)(str(error))  # one of its own: the given one would keep the frames
+
+    def forget():
+        seen.append(seen[0]() is None)
+        Server.forget(server)
+
+    monkeypatch.setattr(Eager, "build", build)
+    monkeypatch.setattr(server, "forget", forget)
+    reply = server.answer({"do": "prepare", "task": TASK | {"device": "cpu"}})
+    assert (reply["status"], reply["crowded"]) == ("failed", crowded)
+    assert reply["reason"].startswith("out of memory: ") == crowded
+    assert seen[1:] == [True] and server.problem is None
 
 
 @pytest.mark.parametrize(("free", "gives"), [(24, True), (25, False)])

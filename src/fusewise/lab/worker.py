@@ -42,6 +42,14 @@ TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
 #: Below this share of a GPU's memory that is free, nobody keeps what only its own turns need.
 SCARCE = 0.25
+#: What an error says that memory ran out: torch's own, and what else passes it on.
+NO_MEMORY = (
+    "OutOfMemoryError",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED",
+)
 #: A sample longer than this is one of a turn's own.
 LONG_SAMPLE_SECONDS = 1.0
 
@@ -102,14 +110,16 @@ class Server:
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
-        except torch.OutOfMemoryError as error:
-            self.forget()
-            return {"ok": False, "status": "failed", "reason": f"out of memory: {message(error)}", "crowded": True}
         except Exception as error:  # providers raise anything; the row says what
-            traceback.print_exc()
+            crowded = any(sign in f"{type(error).__name__}: {error}" for sign in NO_MEMORY)
+            if not crowded:
+                traceback.print_exc()
+            said = f"out of memory: {message(error)}" if crowded else reason(error)
             # After an error of the device every later call in this process fails, too.
-            leaving = isinstance(error, getattr(torch, "AcceleratorError", ()))
-            return {"ok": False, "status": "failed", "reason": reason(error), "leaving": leaving}
+            leaving = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
+        if not leaving:  # only now are the frames gone through which the error came, and the tensors that they held
+            self.forget()
+        return {"ok": False, "status": "failed", "reason": said, "crowded": crowded, "leaving": leaving}
 
     def foreign_timer(self) -> Timer:
         from .foreign import ProfiledTimer

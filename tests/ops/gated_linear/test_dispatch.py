@@ -75,3 +75,5 @@ def test_the_way_through_triton_is_named_with_its_reason() -> None:
         assert found.impl == "triton"
         assert re.fullmatch(rf"through pointers: .* 16 bytes, which {lacking} lacks", found.path), found.path
     assert "which the gate's weight lacks" in told(X, WEIGHT[:16], w_gate=wide[:16, :16]).path
+    assert "platform's library" in told(torch.randn(65, 16), WEIGHT).path
+    assert "platform's library" not in told(torch.randn(65, 16).half(), WEIGHT.half()).path
