@@ -3,7 +3,7 @@
 Torch only. The operators take a validated call on x (M, D) and know nothing of autograd, which lies outside
 (`_autograd.py`), so that a call without gradients pays for one operator boundary:
 
-    gated_linear                 y alone: nothing else is allocated
+    gated_linear                 y alone: no kernel that fuses it allocates anything else
     gated_linear_preact(_into)   y and both pre-activations (into two given matrices)
     gated_linear_grad(_)         dy and the pre-activations -> their gradient and the bias gradient (in place)
     gated_linear_recompute_grad  dy and x -> the same, from a product that is never stored
