@@ -264,6 +264,11 @@ SHAPES = [(1, 64), (64, 4096), (65, 40), (300, 136), (4096, 2048), (65536, 32768
 @pytest.mark.parametrize("tma", [True, False])
 def test_the_space_of_triton_has_the_heuristic_first_and_can_run(rows: int, hidden: int, kind: str, tma: bool) -> None:
     for epilogue in ("y", "preact", "gradient", "down"):
+        way = f"{kind}, {'tma' if tma else 'pointers'}"
+        key = Key(epilogue, torch.float32, way, rows, 64, hidden)
+        if kind != "half" and rows > 64:  # the library's
+            assert _triton._space(key, -1) == []
+            continue
         space = _triton.configurations(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
         assert space[0] == _triton.choose(rows, hidden, kind, 132, epilogue=epilogue, tma=tma)
         assert len(space) == len(set(space)) and 6 <= len(space) <= 40
@@ -272,8 +277,7 @@ def test_the_space_of_triton_has_the_heuristic_first_and_can_run(rows: int, hidd
             stage = (config.block_m + 2 * config.block_f) * config.block_d * (2 if kind == "half" else 4)
             assert config.num_stages * stage <= 227 * 1024
             assert not config.split or (tma and config.block_f >= 32)
-        way = f"{kind}, {'tma' if tma else 'pointers'}"
-        assert _triton._space(Key(epilogue, torch.float32, way, rows, 64, hidden), -1) == space
+        assert _triton._space(key, -1) == space
 
 
 @pytest.mark.parametrize(("rows", "hidden"), SHAPES)

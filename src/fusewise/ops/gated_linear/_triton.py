@@ -112,6 +112,8 @@ def _space(key: Key, device: int) -> list[Any]:
         return gate_configurations(key.rows, key.hidden, _processors(device))
     if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "tf32", "ieee"):
         return []
+    if kind != "half" and key.rows > chunks.FEW_ROWS:
+        return []
     return configurations(key.rows, key.hidden, kind, _processors(device), epilogue=key.kernel, tma=moved == "tma")
 
 
