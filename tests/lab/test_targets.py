@@ -6,6 +6,7 @@ import torch
 from fusewise.lab import memory, plan, targets, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
+from fusewise.lab.providers import ours
 from fusewise.lab.targets import gated_mlp, geglu
 from fusewise.lab.worker import make_work
 from fusewise.ops.gated_linear.cases import GatedCase
@@ -117,6 +118,17 @@ def test_every_form_of_the_gated_unit_agrees_with_float64(name, request):
     p = problem("geglu", name, "fp32", "fwd+bwd")
     assert truth.check(p, program_of(p)).reason == ""
     assert_scripted_and_jax_agree(p, request)
+
+
+@pytest.mark.parametrize(("rows", "form"), [(64, "fused"), (65, "chunked")])
+def test_float32_of_many_rows_is_made_in_chunks_by_triton_alone(rows, form, monkeypatch):
+    made = GatedCase(name="small", rows=rows, features=8, hidden=8, dtypes=("fp32", "bf16"))
+    monkeypatch.setattr(geglu, "case", lambda name: made)
+    for provider, expected in ((ours.GatedTriton, form), (ours.GatedTritonRecompute, f"{form}-recompute")):
+        assert provider().build(problem("geglu", "small", "fp32", "fwd+bwd")).form == expected
+        assert provider().build(problem("geglu", "small", "bf16", "fwd+bwd")).form == expected.replace(
+            "chunked", "fused"
+        )
 
 
 @pytest.mark.usefixtures("_small")

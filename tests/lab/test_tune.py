@@ -21,7 +21,7 @@ from fusewise.cli import cli  # noqa: E402
 from fusewise.lab import tune  # noqa: E402
 from fusewise.lab.timing import Turn  # noqa: E402
 from fusewise.ops._tuned import Job, Key, Tuned  # noqa: E402
-from fusewise.ops.gated_linear import _gluon, _triton  # noqa: E402
+from fusewise.ops.gated_linear import _gluon, _triton, tuning  # noqa: E402
 
 KEY = Key("y", torch.float32, "", 8, 4, 4)
 
@@ -254,6 +254,21 @@ def test_every_kernel_is_searched_in_the_interpreter(kernel: str, dtype: str, mo
     monkeypatch.setenv("FUSEWISE_TUNED", "0")
     (file,) = json.loads(invoke("tune", "geglu", "--list", "--device", "cpu", "--json").output)
     assert not file["entries"] and file["problem"] == "FUSEWISE_TUNED=0 is set"
+
+
+@pytest.mark.interpreter
+def test_of_float32_whose_products_are_the_librarys_the_gate_is_searched() -> None:
+    def kernels(rows: int, dtype: str, *named: str) -> list[str]:
+        made: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "_job", lambda found, dtype, kernel, device, impl: made.append(kernel))
+            list(tuning.jobs(None, (rows, 24, 40), (dtype,), named, torch.device("cpu")))
+        return made
+
+    assert kernels(64, "fp32") == kernels(65, "bf16") == ["y", "preact", "gate", "gradient", "down"]
+    assert kernels(65, "fp32") == kernels(65, "fp32", "gate") == ["gate"]
+    with pytest.raises(ValueError, match=r"kernel must be gate in fp32 from 65 rows on.* got 'y' and 65 rows"):
+        kernels(65, "fp32", "y")
 
 
 @pytest.mark.gpu

@@ -56,10 +56,17 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=1e-2, atol=1e-2 + tolerance)
 
 
+# Every epilogue with every length of the ring and room for what it reads, and the one that may write over what it reads.
+CALLS = [(e, c, False) for e in ("y", "preact", "gradient", "down") for c in _gluon.configurations(e) if c.group_m == 8]
+CALLS.append(("down", _gluon.choose("down"), True))
+
+
 @pytest.mark.parametrize("timing", ["early", "late", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("epilogue", ["y", "preact", "gradient", "down", "down in place"])
-def test_every_epilogue(epilogue: str, shape: tuple[int, int, int], timing: str) -> None:
+@pytest.mark.parametrize(("epilogue", "config", "in_place"), CALLS, ids=str)
+def test_every_epilogue(
+    epilogue: str, config: _gluon.Config, in_place: bool, shape: tuple[int, int, int], timing: str
+) -> None:
     rows, features, hidden = shape
     x, halves, dy = operands(rows, features, hidden, STACKED)
     y, expected_y = torch.full((rows, hidden), torch.nan, dtype=torch.bfloat16), torch.empty_like(dy)
@@ -70,26 +77,28 @@ def test_every_epilogue(epilogue: str, shape: tuple[int, int, int], timing: str)
     bias = (halves.value_bias, halves.gate_bias)
     if epilogue == "gradient":
         run(
-            "gradient", x, halves.value, halves.gate, hidden, STACKED, programs, timing, inputs=(dy, None),
+            "gradient", x, halves.value, halves.gate, hidden, STACKED, programs, timing, config, inputs=(dy, None),
             outputs=split_preact(preact, STACKED), bias=bias, sums=sums,
         )  # fmt: skip
         reference.recompute_gradient(dy, x, halves, expected, STACKED, dbias)
-    elif epilogue.startswith("down"):
+    elif epilogue == "down":
         before = torch.randn_like(preact)
-        if epilogue == "down in place":
+        if in_place:
             preact.copy_(before)
             given = preact
         else:
             given = before
         w_down = halves.value.mT.contiguous()
         run(
-            "down", x, w_down, None, hidden, STACKED, programs, timing, y=y, inputs=split_preact(given, STACKED),
+            "down", x, w_down, None, hidden, STACKED, programs, timing, config, y=y, inputs=split_preact(given, STACKED),
             outputs=split_preact(preact, STACKED), sums=sums,
         )  # fmt: skip
         reference.down_gradient(x, w_down, before, expected_y, expected, STACKED, dbias)
     else:
         outputs = split_preact(preact, STACKED) if epilogue == "preact" else (None, None)
-        run(epilogue, x, halves.value, halves.gate, hidden, STACKED, programs, timing, y=y, outputs=outputs, bias=bias)
+        run(
+            epilogue, x, halves.value, halves.gate, hidden, STACKED, programs, timing, config, y=y, outputs=outputs, bias=bias
+        )  # fmt: skip
         reference.forward(x, halves, STACKED, expected_y, expected)
     if epilogue != "gradient":
         close(y, expected_y)

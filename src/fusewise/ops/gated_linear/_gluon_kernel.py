@@ -138,10 +138,10 @@ def _get(maps, row, column, slots, first, barrier, EPILOGUE: gl.constexpr, pred=
 
 
 @gluon.jit
-def _bias(ptr, column, stride, F, WIDTH: gl.constexpr):
-    """A part of the bias, spread thinly over the threads: it is on its way through the whole product."""
+def _bias(ptr, column, stride, F):
+    """The bias of 64 features, spread thinly over the threads: it is on its way through the whole product."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    offs = column + gl.arange(0, WIDTH, layout=layout)
+    offs = column + gl.arange(0, 64, layout=layout)
     return gl.load(ptr + offs * stride, mask=offs < F, other=0.0)
 
 
@@ -216,8 +216,8 @@ def _consume(
         column = tile_f * COLUMNS
         # What the epilogue will need first is asked for before the product.
         if HAS_BIAS:
-            b_value = _bias(biases[0], column, biases[2], F, 64)
-            b_gate = _bias(biases[1], column, biases[3], F, 64)
+            b_value = _bias(biases[0], column, biases[2], F)
+            b_gate = _bias(biases[1], column, biases[3], F)
         for i in gl.static_range(AHEAD):
             to_row, to_column = _at(row, column, i, EPILOGUE)
             _get(in_maps, to_row, to_column, slots, OWN + i * READS, arrived.index(GROUP * AHEAD + i), EPILOGUE)

@@ -1,0 +1,232 @@
+"""Where a user's functions come from: files, modules, notebooks; what is refused before a study of them begins."""
+
+import dataclasses
+import linecache
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from builders import row, study_record
+
+import fusewise
+from fusewise.lab import plan
+from fusewise.lab.api import Result, place, study, written
+from fusewise.lab.nursery import WORKER
+from fusewise.lab.problem import Task
+from fusewise.lab.targets.functions import load
+from fusewise.lab.targets.user import User
+
+FILE = str(Path(__file__).with_name("user_functions.py"))
+RMS = ("x=bf16[8,16]", "weight=bf16[16]")
+
+
+def verified(target, **limits):
+    """The target's first task, tried in a process of its own."""
+    case = target.case()
+    task = Task(target.name, case.name, case.dtypes[0], "fwd", "cpu", 0, target.detail(case))
+    target.verify([task], **{"timeout": 300.0, "memory_limit": None, **limits})
+
+
+def test_a_file_that_does_not_end_is_told(tmp_path):
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(
+        ValueError, match=r"got no answer: the worker gave no answer within 20 s; .* under `if __name__"
+    ):
+        verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("number", r"number must return a tensor, .* got float"),
+        ("crashes", "got no answer: the worker died of SIGSEGV"),
+        (
+            "raises",
+            r"must be importable and run on its inputs, got RuntimeError: it failed: … KeyError: 'tango'; run it",
+        ),
+    ],
+)
+def test_a_function_is_run_before_a_study_begins(name, words, tmp_path):
+    request = plan.Request(target=f"{FILE}:{name}", inputs=["fp32[4]"], device="cpu")
+    with pytest.raises(ValueError, match=rf"^study: .*{words}"):
+        plan.options(request, tmp_path / "out")
+
+
+def test_one_pass_that_can_be_measured_is_enough(tmp_path):
+    request = plan.Request(target=f"{FILE}:whole", inputs=["fp32[4]"], device="cpu")
+    assert [task.pass_ for task in plan.options(request, tmp_path / "out").tasks] == ["fwd", "bwd"]
+    with pytest.raises(ValueError, match="must be differentiable for a backward pass; use --pass fwd"):
+        plan.options(dataclasses.replace(request, passes="bwd"), tmp_path / "out")
+
+
+def test_a_file_that_starts_a_study_when_imported_is_told(tmp_path):
+    (tmp_path / "starts.py").write_text(
+        "import fusewise, torch\ndef f(x):\n    return x\nfusewise.study(f, torch.ones(2))\n"
+    )
+    with pytest.raises(ValueError, match=r"^study: must not be called while a study imports the file; put the call"):
+        verified(User(f"{tmp_path / 'starts.py'}:f", ["fp32[4]"]))
+
+
+def test_a_request_is_checked_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
+    request = plan.Request(target=f"{tmp_path / 'broken.py'}:f", inputs=["fp32[4]"], device="cpu")
+    with pytest.raises(
+        ValueError, match=r"broken.py:f must be importable and run on its inputs, got ModuleNotFoundError"
+    ):
+        plan.options(request, tmp_path / "out")
+    request = plan.Request(target=f"{FILE}:rms", inputs=["nope=fp32[4]"], device="cpu")
+    with pytest.raises(ValueError, match="inputs must be among the parameters"):
+        plan.options(request, tmp_path / "out")
+    options = plan.options(plan.Request(target=f"{FILE}:rms", inputs=RMS, device="cpu"), tmp_path / "out")
+    assert [(t.op, t.dtype, t.pass_) for t in options.tasks] == [
+        ("user_functions.py:rms", "bf16", "fwd"),
+        ("user_functions.py:rms", "bf16", "bwd"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "inputs", "words"),
+    [
+        ("no_such_file.py:f", ["fp32[4]"], "must be in a file that exists"),
+        (":f", ["fp32[4]"], "must be FILE.py:NAME or MODULE:NAME"),
+        (f"{FILE}:rms", [], "must have a tensor of fp32, bf16, fp16, c64 among its inputs"),
+        ("rope", ["fp32[4]"], "inputs must be those of a function, got target 'rope'"),
+    ],
+)
+def test_bad_targets_are_refused(target, inputs, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        plan.options(plan.Request(target=target, inputs=inputs, device="cpu"), tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"preset": "rope-quick"}, {"cases": ["cube-8"]}])
+def test_a_function_has_no_presets_and_cases(fields, tmp_path):
+    request = plan.Request(target=f"{FILE}:doubled", inputs=["fp32[4]"], device="cpu", **fields)
+    with pytest.raises(ValueError, match=r"a function must be given without --(preset|case), got"):
+        plan.options(request, tmp_path)
+
+
+def test_a_module_is_searched_for_where_the_study_was_started(tmp_path):
+    (tmp_path / "my_own_module_of_functions.py").write_text("def f(x):\n    return x + 1\n")
+    with pytest.raises(ModuleNotFoundError):
+        load("my_own_module_of_functions:f")
+    assert load("my_own_module_of_functions:f", path=[str(tmp_path)])(1) == 2
+
+
+def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
+    inner = tmp_path / "outer_pack" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    (inner / "two.py").write_text("TWO = 2\n")
+    (inner / "f.py").write_text("from .two import TWO\ndef f(x):\n    return x * TWO\n")
+    verified(User(f"{inner / 'f.py'}:f", ["fp32[4]"]))
+    assert load(f"{inner / 'f.py'}:f")(3) == 6
+
+
+NOTEBOOK = """
+import math
+import torch.nn.functional as F
+from pathlib import Path as P
+scale, dtype = 2.0, None
+def inner(x):
+    return F.gelu(x) * scale
+def outer(x, y):
+    return inner(x) + math.pi * y
+def uses_state(x):
+    return x * state
+state = [1]
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A module __main__ without a file, as a notebook has it."""
+    main = types.ModuleType("__main__")
+    linecache.cache["<cell>"] = (len(NOTEBOOK), None, NOTEBOOK.splitlines(keepends=True), "<cell>")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(NOTEBOOK, "<cell>", "exec"), main.__dict__)
+    return main
+
+
+def test_a_function_of_a_notebook_is_written_to_a_file(notebook, tmp_path):
+    where = place(notebook.outer, tmp_path / "run")
+    x = torch.ones(2)
+    assert torch.equal(load(where)(x, x), notebook.outer(x, x))
+    assert where == f"{tmp_path / 'run-source' / 'outer.py'}:outer"
+
+
+def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
+    with pytest.raises(ValueError, match="got state of type list; make it an argument, or save the function to a file"):
+        written(notebook.uses_state)
+    with pytest.raises(ValueError, match=r"must be defined at the top of a file or cell, got .*<lambda>"):
+        place(lambda x: x, tmp_path)
+    with pytest.raises(TypeError, match="got a module's instance; give its class"):
+        place(torch.nn.ReLU(), tmp_path)
+    for other in (torch.nn.ReLU().forward, torch.vmap(torch.nn.functional.softmax), torch.Tensor.exp):
+        with pytest.raises(ValueError, match="must be defined at the top of a file or cell"):
+            place(other, tmp_path)  # what its name stands for is another function
+
+
+def test_importable_functions_are_named_by_their_module():
+    assert place(math.gamma, Path("unused")) == "math:gamma"
+    assert place(torch.add, Path("unused")) == "torch:add"
+
+
+def test_what_is_no_function_is_told():
+    with pytest.raises(TypeError, match=r"^study: function must be one that can be called, got 'rms'; "):
+        study("rms", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"round": 5}, r"options must be among providers, passes, .*, code, got 'round'; try 'rounds'"),
+        ({"tango": 5}, r"got 'tango'; give a function's own arguments by position"),
+        ({"eps": 1e-3}, r"got 'eps'; give the function its eps by position"),
+        ({"rounds": "many"}, r"rounds must be a number or \(MIN, MAX\), got 'many'; try"),
+        ({"rounds": 5.0}, r"rounds must be a number or \(MIN, MAX\), got 5.0"),
+        ({"rounds": (3, 4, 5)}, r"rounds must be a number or \(MIN, MAX\), got \(3, 4, 5\)"),
+        ({"rounds": 2}, r"rounds must be MIN:MAX with 3 <= MIN <= MAX, got 2:2"),
+        ({"timeout": "5"}, r"timeout must be a finite number of seconds, got '5'"),
+        ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
+    ],
+)
+def test_an_option_that_there_is_not_is_told(options, words):
+    import user_functions
+
+    with pytest.raises((TypeError, ValueError), match=rf"^study: .*{words}"):
+        study(user_functions.rms, torch.ones(2, 2), torch.ones(2), **options)
+
+
+def test_a_study_does_not_start_inside_a_study(monkeypatch):
+    monkeypatch.setitem(os.environ, WORKER, "1")
+    with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
+        study(math.gamma, torch.ones(1))
+
+
+def test_a_study_from_python_shows_itself(tmp_path):
+    """End to end: values make specs, a process finds the function, a notebook gets a table."""
+    import user_functions
+
+    made = fusewise.study(
+        user_functions.doubled, torch.randn(8, 8, requires_grad=True), providers=["eager"], rounds=3, warm=True, code=False,
+        out=tmp_path / "run",
+    )  # fmt: skip
+    assert [(r.op, r.status, r.pass_) for r in made.rows] == [
+        ("user_functions:doubled", "ok", "fwd"),
+        ("user_functions:doubled", "ok", "bwd"),
+    ]
+    assert made.report.is_file()
+    bundle = made._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(made)
+    assert "eager" in bundle["text/plain"]
+
+
+def test_a_table_for_a_notebook_is_harmless():
+    made = Result(study_record([row("<script>alert(1)</script>")]), Path("report.html"))
+    assert "<script>" not in made._repr_html_()
+    assert "&lt;script&gt;" in made._repr_html_()
