@@ -6,6 +6,7 @@ import functools
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +21,15 @@ KEEPING_WHAT_IT_SAYS = ("sh", "-c", '"$0" "$@" 2> said || { cat said >&2; exit 1
 
 
 def compiled(module: ModuleType) -> tuple[Path, str]:
-    """The library of an implementation in CUDA for GENERATIONS, and what the assembler said of each kernel. Compiled once for
-    all tests, whose processes wait for it, and kept in the cache of native code until the sources change: minutes of two cores.
-    Skips without nvcc."""
+    """The library of an implementation in CUDA for GENERATIONS, and what the assembler said of each kernel."""
+    return prepared(lambda: module.recipe(GENERATIONS))
+
+
+def prepared(recipe: Callable[[], build.Recipe]) -> tuple[Path, str]:
+    """A library, and what the assembler said of each kernel. Compiled once for all tests, whose processes wait for it, and
+    kept in the cache of native code until the sources change: up to minutes of two cores. Skips without nvcc."""
     try:
-        name, sources, nvcc, flags = module.recipe(GENERATIONS)
+        name, sources, nvcc, flags = recipe()
     except build.BuildError as error:
         pytest.skip(str(error))
     keeping = build.Compiler((*KEEPING_WHAT_IT_SAYS, *nvcc.command), nvcc.version)
@@ -52,20 +57,20 @@ def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
 
 
 @functools.cache
-def _listing(library: Path) -> list[str]:
-    """What the library has for sm_90, function by function."""
+def listing(library: Path, target: str = "sm_90") -> list[str]:
+    """What the library has for a target, function by function."""
     tool = shutil.which("cuobjdump")
     if tool is None:
         triton = pytest.importorskip("triton")
         tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    listing = subprocess.run([tool, "-sass", "-arch", "sm_90", str(library)], capture_output=True, text=True)
-    assert listing.returncode == 0, listing.stderr
-    return listing.stdout.split("Function : ")[1:]
+    done = subprocess.run([tool, "-sass", "-arch", target, str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("Function : ")[1:]
 
 
 def machine_code(library: Path, kernel: str) -> list[str]:
     """The listing for sm_90 of every function whose name has `kernel` in it; none touches local memory."""
-    bodies = [body for body in _listing(library) if kernel in body.splitlines()[0]]
+    bodies = [body for body in listing(library) if kernel in body.splitlines()[0]]
     assert bodies
     for body in bodies:
         assert not re.findall(r"LDL|STL", body), body.splitlines()[0]

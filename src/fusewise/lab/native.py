@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import time
@@ -14,7 +15,9 @@ import torch
 
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _cpu as gate
+from fusewise.ops.gated_linear import _cuda as gated_cuda
 from fusewise.ops.gated_linear import _host as gated_host
+from fusewise.ops.gated_linear._problem import ACTIVATIONS
 from fusewise.ops.rope import _cpu as rope
 from fusewise.ops.rope import _cuda as rope_cuda
 from fusewise.ops.rope import _host as rope_host
@@ -65,6 +68,10 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
         words = " ".join(f"sm_{major}{minor}" for major, minor in group)
         yield f"rope-cuda {words}", functools.partial(rope_cuda.recipe, group)
         yield f"rope-and-cache-cuda {words}", functools.partial(rope_and_cache_cuda.recipe, group)
+        if gated_cuda.CAPABILITY in group:
+            for dtype, activation in itertools.product(gated_cuda.DTYPES, ACTIVATIONS):
+                name = f"gated-linear-cuda {str(dtype).removeprefix('torch.')} {activation}"
+                yield name, functools.partial(gated_cuda.recipe, dtype, activation)
 
 
 def build_all(chosen: tuple[Capability, ...] = ()) -> Iterator[Built]:

@@ -3,13 +3,15 @@
 An operation is a folder whose `reference.py` serves everything; each other implementation is a module `_<name>` in it
 with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32, from float32,
 bfloat16 and float16 unless their `DTYPES` are fewer. What an implementation serves of these it may leave to the next one
-for the sake of the tensors: it has `refuses(...)` then, with what the operation tells it of them.
+for the sake of the tensors: it has `refuses(...)` then, with what the operation tells it of them. And one that has not all
+that the operation may need names another for the rest, as OTHERWISE.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,12 +57,15 @@ class Choice:
         The Triton interpreter is never chosen: it is there to check kernels, on request. So a call on a CPU does not
         import Triton.
         """
+        return next(self.able(device_type, dtype))
+
+    def able(self, device_type: str, dtype: torch.dtype) -> Iterator[str]:
+        """All that impl="auto" may take, in order; the last is the reference, which serves everything."""
         for impl in self.names:
             if device_type == "cpu" and impl in ("triton", "gluon"):
                 continue
             if self.unavailable(impl, device_type, dtype) is None:
-                return impl
-        raise AssertionError("the reference serves everything")
+                yield impl
 
     def _serving(self, impl: str, device_type: str, dtype: torch.dtype) -> Any:
         """The module that serves a call with `impl`, which may be "auto". A named one is taken or refused."""
@@ -73,8 +78,3 @@ class Choice:
     def refusal(self, impl: str, reason: str) -> ValueError:
         """The error of an implementation that was asked for and cannot serve the tensors."""
         return ValueError(f'{self.op}: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"')
-
-    def after(self, impl: str, device_type: str, dtype: torch.dtype) -> str:
-        """What impl="auto" takes where `impl` refuses the tensors."""
-        later = self.names[self.names.index(impl) + 1 :]
-        return next(name for name in later if self.unavailable(name, device_type, dtype) is None)

@@ -87,10 +87,12 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     left = {} if by_size is None else by_size[2]
     reasons = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
     chosen = impl if impl != "auto" else choice.choose(device_type, dtype) if by_size is None else by_size[0]
-    if paths is not None and reasons.get(chosen, "") is None:
-        reasons[chosen] = paths.refusal(chosen, arguments, impl == "auto")
-        if impl == "auto" and reasons[chosen] is not None:
-            chosen = choice.after(chosen, device_type, dtype)
+    if paths is not None:
+        for name in choice.able(device_type, dtype) if impl == "auto" else (impl,):
+            if reasons.get(name, "") is None:
+                chosen, reasons[name] = name, paths.refusal(name, arguments, impl == "auto")
+                if reasons[name] is None:
+                    break
     if chosen not in reasons or reasons[chosen] is not None:
         why = reasons.get(chosen, "it does not exist")
         raise ValueError(f'{op.__name__}: impl must be able to serve {kind}, got {impl!r}: {why}; use impl="auto"')

@@ -75,7 +75,9 @@ def test_what_tma_cannot_describe_is_left_to_triton_where_rows_are_few() -> None
     def refused(
         x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, alone: bool = True
     ) -> str | None:
-        return _gluon.refuses(hidden, (x, weight[:128], weight[128:], *others), by_choice=by_choice, alone=alone)
+        return _gluon.refuses(
+            hidden, (x, weight[:128], weight[128:], *others), "silu", by_choice=by_choice, alone=alone
+        )
 
     odd = [
         ((x, weight), {"hidden": 132}),

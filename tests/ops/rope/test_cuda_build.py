@@ -160,8 +160,8 @@ def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
     assert "build: arch must be names like sm_80,sm_90, none older than sm_80, got 'sm_70'" in done.stderr
 
 
-#: The kernels of one dtype and pairing, a seventh of the time: what is compiled of each is for `test_cuda_codegen.py`.
-FEW = "-DFUSEWISE_DTYPE=float -DFUSEWISE_IN=0 -DFUSEWISE_OUT=0"
+#: The kernels of one dtype, pairing and activation, a seventh of the time: what is compiled of each is for `test_cuda_codegen.py`.
+FEW = "-DFUSEWISE_DTYPE=float -DFUSEWISE_IN=0 -DFUSEWISE_OUT=0 -DFUSEWISE_BFLOAT16=1 -DFUSEWISE_ACTIVATION=SILU"
 
 
 @pytest.mark.slow
@@ -188,3 +188,5 @@ def test_cmake_builds_the_same_source(tmp_path: Path) -> None:
         names = {line.split()[-1] for line in symbols.stdout.splitlines()}
         assert {"fusewise_rope", "fusewise_rope_probe", "fusewise_error"} <= names
         assert not [name for name in names if "rope_kernel" in name]
+    gated = ctypes.CDLL(str(tmp_path / "libfusewise_gated_linear.so"))
+    assert gated.fusewise_gated_linear and gated.fusewise_gated_linear_probe

@@ -78,7 +78,9 @@ def ptx(text: str, target: str, parts: Mapping[str, str]) -> list[Stage]:
     head = text[: text.index("\n", text.index(".address_size")) + 1]
     files = "".join(line + "\n" for line in text.splitlines() if re.match(r"\s*\.file\s", line))
     found = []
-    for function in re.finditer(r"^(?:\.\w+ )*\.entry (\w+)\(.*?^\}$", text, re.MULTILINE | re.DOTALL):
+    for function in re.finditer(
+        r"^(?:\.\w+ )*\.entry (\w+)\(.*?^\}$(?!\s*// end inline asm)", text, re.MULTILINE | re.DOTALL
+    ):
         if function[1] in parts:
             alone, lines = locations.ptx(f"{files}{head}\n{function[0]}\n")
             part = parts[function[1]]

@@ -61,6 +61,9 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
             if not here:
                 stack.enter_context(_serving_any_device(problem, impl))
             stack.enter_context(_native(problem, impl, seen.kernels, here))
+            if otherwise := getattr(_module(problem, impl), "OTHERWISE", None):
+                stack.enter_context(_serving_any_device(problem, otherwise))
+                stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
         elif impl != "reference":
             raise Unsupported(f"impl {impl!r} does not tell what it reads and writes")
         state = before()
@@ -101,7 +104,8 @@ def _serving_any_device(problem: Problem, impl: str) -> Iterator[None]:
     """The implementation takes tensors of any device: they are not touched while launches are recorded."""
     module = _module(problem, impl)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "unavailable", return_value=None))
+        for question in sorted({"unavailable", "refuses"} & set(vars(module))):
+            stack.enter_context(mock.patch.object(module, question, return_value=None))
         if hasattr(module, "_PLANS"):  # launches that have run before would pass by Triton's dispatcher
             stack.enter_context(mock.patch.object(module, "_PLANS", _Forgetful()))
         _choose_anew(problem)
@@ -154,24 +158,32 @@ def cpu_stages(problem: Problem, run: Run) -> list[Stage]:
 
 
 def cuda_stages(problem: Problem, target: str) -> list[Stage]:
-    """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing, compiled by the user's
-    nvcc."""
+    """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing or activation, compiled by
+    the user's nvcc."""
     module = _module(problem, "cuda")
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         # All kernels take five times as long, and the code of one does not depend on another.
-        dtype, of, to = _instance(problem)
-        only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
-        ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", target, *only)
-        cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", target).read_bytes()
+        if FOLDERS[problem.op] == "gated_linear":
+            capability = "{}{}".format(*module.CAPABILITY)
+            if triton_kernels.capability(target) != int(capability):
+                raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
+            arch = f"sm_{capability}a"  # with the instructions of that generation alone
+            only = module.one(problem.dtype, problem.case.activation)  # type: ignore[attr-defined]
+        else:
+            arch = f"sm_{triton_kernels.capability(target)}"
+            dtype, of, to = _instance(problem)
+            only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
+        ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", arch, *only)
+        cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", arch).read_bytes()
         text = ptx.read_text(encoding="utf-8")
     parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
     found = [_file(path, "cpp") for path in module.SOURCES]
     return [*found, *disassembly.ptx(text, target, parts), *disassembly.functions(cubin, target, parts)]
 
 
-def _nvcc(source: Path, result: Path, kind: str, target: str, *more: str) -> Path:
+def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:
     """`source` compiled by the user's nvcc, as the kernels are and with their lines."""
-    flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch=sm_{triton_kernels.capability(target)}", kind, "-o", str(result))
+    flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch={arch}", kind, "-o", str(result))
     try:
         command = (*build.nvcc().command, *flags, *more, str(source))
     except build.BuildError as error:
@@ -191,7 +203,11 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 
 def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of a kernel `rope…<type, in, out, vector, heads>` if it is for this problem, else nothing."""
+    """A short name of a kernel `rope…<type, in, out, vector, heads>` or `gated_linear_kernel<…, epilogue, …>` if it is for this
+    problem, else nothing."""
+    if FOLDERS[problem.op] == "gated_linear":
+        found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
+        return f"gated_linear_kernel {('y', 'preact', 'gradient')[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
     match = re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}Lb{of:d}ELb{to:d}ELi(\d+)ELi(\d+)E", name)
@@ -222,6 +238,11 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
         elif problem.op == "rope_and_cache":
             q, k, v, *caches = args[:5]
             read, written = [q, k, v, *(x for x in args[5:] if isinstance(x, Tensor))], [q, k, *caches]
+        elif impl == "cuda":
+            epilogue, x, halves, _, y, preact, *sums = args
+            given = epilogue == module.GRADIENT  # dy
+            read = [x, *halves, y if given else None]
+            written = [None if given else y, *(preact or ()), *sums]
         else:
             read = [args[0], args[1], kwargs.get("dy")]
             written = [kwargs.get(key) for key in ("y", "du", "dg", "sums")]

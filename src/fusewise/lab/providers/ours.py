@@ -187,6 +187,20 @@ class GatedTritonRecompute(GatedTriton):
     name, save = "fusewise-triton-recompute", "input"
 
 
+class GatedCuda(_Gated):
+    """Both products and the gate in one persistent, warp-specialised CUDA kernel, on Hopper."""
+
+    name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # the gradients are Gluon's
+    install = "pip install triton"
+    packages = ("torch", "triton", "fusewise")
+
+
+class GatedCudaRecompute(GatedCuda):
+    """Nothing held for backward but the inputs."""
+
+    name, save = "fusewise-cuda-recompute", "input"
+
+
 class GatedGluon(_Gated):
     """Both products and the gate in one persistent, warp-specialised kernel, on Hopper."""
 

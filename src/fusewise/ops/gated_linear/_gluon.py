@@ -120,7 +120,9 @@ def unavailable(device_type: str) -> str | None:
     return None if major == 9 else f"gluon has kernels for compute capability 9 (Hopper), not {major}.{minor}"
 
 
-def refuses(hidden: int, matrices: tuple[Tensor, ...], *, by_choice: bool, alone: bool = False) -> str | None:
+def refuses(
+    hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
+) -> str | None:
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
     not; `alone` where y is all that is made. All can be served; by choice are left those that are better off there."""
     rows = matrices[0].shape[0]
@@ -306,7 +308,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
 
 def _add_up(sums: Tensor, dbias: Tensor) -> None:
     width = dbias.numel()
-    with torch.cuda.device(sums.device):
+    with torch.cuda.device(sums.get_device()):
         add_up_kernel[(triton.cdiv(width, 64),)](sums, dbias, sums.shape[0], width, BLOCK_R=32, num_warps=NUM_WARPS)
 
 

@@ -33,23 +33,33 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 
 # In order of preference. Each has the four functions that `reference.py` shows: forward, gradient, recompute_gradient,
 # down_gradient; they write into tensors that are given. `dpreact` may be `preact` itself; `dbias` is (2, F), value first,
-# in the dtype of the computation. One with `refuses` is asked whether it takes the matrices of a call.
-IMPLEMENTATIONS = ("gluon", "triton", "cpu", "reference")
+# in the dtype of the computation. One that lacks some has the name of another that has them, OTHERWISE. One with `refuses`
+# is asked whether it takes the matrices of a call.
+IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
-def _module(impl: str, hidden: int, x: Tensor, *others: Tensor, alone: bool = False) -> Any:
+def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alone: bool = False) -> Any:
     """The module that serves a call with these matrices and F = `hidden`; `alone` where y is all that is made."""
     device_type, dtype = x.device.type, x.dtype
-    module = choice.serving(impl, device_type, dtype)
-    refuses = getattr(module, "refuses", None)
-    reason = None if refuses is None else refuses(hidden, (x, *others), by_choice=impl == "auto", alone=alone)
-    if reason is None:
-        return module
-    if impl != "auto":
-        raise choice.refusal(impl, reason)
-    return choice.implementation(choice.after(choice.choose(device_type, dtype), device_type, dtype))
+    by_choice = impl == "auto"
+    for name in choice.able(device_type, dtype) if by_choice else (impl,):
+        module = choice.serving(name, device_type, dtype)
+        refuses = getattr(module, "refuses", None)
+        if refuses is None:
+            return module
+        reason = refuses(hidden, (x, *others), spec.activation, by_choice=by_choice, alone=alone)
+        if reason is None:
+            return module
+        if not by_choice:
+            raise choice.refusal(impl, reason)
+    raise AssertionError("the reference refuses nothing")
+
+
+def having(function: str, module: Any, x: Tensor) -> Any:
+    """The module itself if it has that function, else that of the implementation which it names for what it lacks."""
+    return module if hasattr(module, function) else choice.serving(module.OTHERWISE, x.device.type, x.dtype)
 
 
 def _new_y(x: Tensor, halves: Halves) -> Tensor:
@@ -69,7 +79,7 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     halves = Halves.of(spec, weight, weight_gate, *biases)
     y = _new_y(x, halves)
     with reference.exact(x):
-        _module(impl, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)
+        serving(impl, spec, y.shape[1], x, halves.value, halves.gate, alone=True).forward(x, halves, spec, y, None)
     return y
 
 
@@ -80,17 +90,17 @@ def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     y = _new_y(x, halves)
     preact = new_preact(x, halves.value.shape[0], spec)
     with reference.exact(x):
-        _module(impl, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, preact)
+        serving(impl, spec, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, preact)
     return y, preact
 
 
 def _gated_linear_preact_into(x: Tensor, *rest: Any) -> Tensor:
     *tensors, text, impl, value, gate = rest
-    halves = Halves.of(Spec.decode(text), *tensors)
+    spec = Spec.decode(text)
+    halves = Halves.of(spec, *tensors)
     y = _new_y(x, halves)
     with reference.exact(x):
-        module = _module(impl, y.shape[1], x, halves.value, halves.gate)
-        module.forward(x, halves, Spec.decode(text), y, (value, gate))
+        serving(impl, spec, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, (value, gate))
     return y
 
 
@@ -108,8 +118,8 @@ def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str
     dbias = new_dbias(dy, dy.shape[1], bias)
     # Elementwise: an implementation that is asked for serves it whatever it refuses to multiply.
     by_choice = impl == "auto"
-    module = _module(impl, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
-    module.gradient(dy, preact, dpreact, spec, dbias if bias else None)
+    module = serving(impl, spec, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
+    having("gradient", module, dy).gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
 
@@ -120,8 +130,10 @@ def _recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     hidden = halves.value.shape[0]
     dpreact, dbias = new_preact(x, hidden, spec), new_dbias(x, hidden, bias)
     with reference.exact(x):
-        module = _module(impl, hidden, x, halves.value, halves.gate, dy)
-        module.recompute_gradient(dy, x, halves, dpreact, spec, dbias if bias else None)
+        module = serving(impl, spec, hidden, x, halves.value, halves.gate, dy)
+        having("recompute_gradient", module, x).recompute_gradient(
+            dy, x, halves, dpreact, spec, dbias if bias else None
+        )
     return dpreact, dbias
 
 
@@ -144,8 +156,8 @@ def _down_grad_into(
     hidden = w_down.shape[1]
     y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
-        module = _module(impl, hidden, dz, w_down)
-        module.down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
+        module = serving(impl, spec, hidden, dz, w_down)
+        having("down_gradient", module, dz).down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
 
 

@@ -30,7 +30,8 @@ def refusal(impl: str, arguments: dict[str, Any], by_choice: bool) -> str | None
     tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
     alone = arguments["save"] == "input" or not needs_autograd(*tensors)
     matrices = (x, halves.value, halves.gate)
-    reason: str | None = refuses(halves.value.shape[0], matrices, by_choice=by_choice, alone=alone)
+    activation = arguments.get("activation") or {"tanh": "gelu_tanh", "none": "gelu"}[arguments["approximate"]]
+    reason: str | None = refuses(halves.value.shape[0], matrices, activation, by_choice=by_choice, alone=alone)
     return reason
 
 

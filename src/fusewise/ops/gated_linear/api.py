@@ -85,7 +85,7 @@ def gated_linear(
         gate_first: the first half (or the first of each two rows) is the gate.
         save: what is held for backward. "preact": both pre-activations, 2F elements a row beside y; the fastest.
             "input": nothing but x and the weights; the product is computed again in the backward.
-        impl: "auto", "gluon", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells
+        impl: "auto", "cuda", "gluon", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells
             what auto takes.
 
     Returns:

@@ -33,6 +33,9 @@ _CALLS: dict[str, Callable[..., None]] = {
     "down": lambda m, i, w, o, b, s: m.down_gradient(i[0], w, i[1], *o, s, b),
 }
 KERNELS = tuple(_CALLS)
+_FUNCTIONS = {
+    "y": "forward", "preact": "forward", "gate": "gradient", "gradient": "recompute_gradient", "down": "down_gradient",
+}  # fmt: skip
 SHAPE = "M,D,F"
 IMPLS = ("gluon", "triton")
 ROWS = 4096  # that are computed in float64 at a time
@@ -66,8 +69,8 @@ def jobs(
 ) -> Iterator[Job]:  # fmt: skip
     """The kernels at one case, or at rows, features and hidden features given as `shape`, made one at a time.
 
-    Without `kernels`, all; without `dtypes`, the case's own (of a shape: bf16, or fp32 on a CPU); without `impl`, what a
-    call takes, which on a CPU is Triton's interpreter.
+    Without `kernels`, all that have configurations; without `dtypes`, the case's own (of a shape: bf16, or fp32 on a CPU);
+    without `impl`, what a call takes, which on a CPU is Triton's interpreter.
 
     Raises:
         ValueError: as `check`, or the implementation cannot serve a job.
@@ -83,7 +86,14 @@ def jobs(
                     f"tune: kernel must be gate in fp32 from {FEW_ROWS + 1} rows on, where products are the platform's "
                     f"library's, got {kernel!r} and {found.rows} rows; leave it out or take another dtype"
                 )
-            yield _job(found, dtype, kernel, device, impl or ("triton" if device.type == "cpu" else "auto"))
+            job = _job(found, dtype, kernel, device, impl or ("triton" if device.type == "cpu" else "auto"))
+            if isinstance(job, Job):
+                yield job
+            elif kernels or impl:
+                raise ValueError(
+                    f"tune: impl must be one that has configurations, {' or '.join(IMPLS)}, got {impl or 'auto'!r}, which "
+                    f"for {kernel} here is {job}; name another"
+                )
 
 
 def _case(name: str | None, shape: Sequence[int] | None, device_type: str) -> GatedCase:
@@ -96,7 +106,8 @@ def _case(name: str | None, shape: Sequence[int] | None, device_type: str) -> Ga
     return GatedCase(name="shape", rows=rows, features=features, hidden=hidden, bias=True, out=features, dtypes=(own,))
 
 
-def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: str) -> Job:
+def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: str) -> Job | str:
+    """What is to be tuned, or the implementation that has nothing to tune."""
     made = found.make_inputs(device, dtype)
     spec = Spec(found.activation, "stacked", found.gate_first)
     x, weight, *bias = made.operands
@@ -123,16 +134,16 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
     summed = bool(bias) and kernel in ("gate", "gradient", "down")
     dbias = _op.new_dbias(x, hidden, True) if summed else None
     if kernel == "gate":
-        module = _op._module(impl, hidden, dy) if impl == "auto" else _op.choice.serving(impl, device.type, x.dtype)
-    elif kernel == "down":
-        module = _op._module(impl, hidden, inputs[0], weights)
-    else:
-        module = _op._module(impl, hidden, x, halves.value, halves.gate, alone=kernel == "y")
-    if getattr(module, "TUNED", None) is None:
-        raise ValueError(
-            f"tune: impl must be one that has configurations, {' or '.join(IMPLS)}, got {impl!r}, which here is "
-            f"{module.__name__.rpartition('.')[2].lstrip('_')}; name another"
+        module = (
+            _op.serving(impl, spec, hidden, dy) if impl == "auto" else _op.choice.serving(impl, device.type, x.dtype)
         )
+    elif kernel == "down":
+        module = _op.serving(impl, spec, hidden, inputs[0], weights)
+    else:
+        module = _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=kernel == "y")
+    module = _op.having(_FUNCTIONS[kernel], module, x)
+    if getattr(module, "TUNED", None) is None:
+        return str(module.__name__.rpartition(".")[2].lstrip("_"))
     call = _CALLS[kernel]
 
     def by_torch(to: torch.dtype, keep: torch.dtype) -> tuple[Tensor, ...]:

@@ -1,0 +1,126 @@
+"""The gated linear unit in CUDA C++, for Hopper: the products in `gated_linear.cu`, compiled on first use with the user's
+nvcc for the dtype and the activation of a call, and their launcher.
+
+y, y with both pre-activations, and their gradient by a second product are here. What else a call may need, the elementwise
+gradient and that behind a down projection, is of the implementation that `OTHERWISE` names.
+
+The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from ...._shared import build
+from ...rope import _cuda as rope
+from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
+
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "gated_linear.cu", *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "plan.h")))
+CAPABILITY = (9, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+OTHERWISE = "gluon"
+FEW_ROWS = 128  # to which there are kernels that read the weights faster
+ROWS = 128  # of a tile
+Y, PREACT, GRADIENT = range(3)  # epilogues, as in plan.h
+
+_PLAN = Struct("14q")
+_CALL = Struct("10q")
+
+
+def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
+    """What the library for a dtype and an activation is built from."""
+    return "gated-linear-cuda", SOURCES, build.nvcc(), (*flags(), *one(dtype, activation))
+
+
+def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
+    """What has nvcc compile the kernels for a dtype and an activation alone."""
+    return f"-DFUSEWISE_BFLOAT16={dtype == torch.bfloat16:d}", f"-DFUSEWISE_ACTIVATION={activation.upper()}"
+
+
+def flags() -> tuple[str, ...]:
+    """How nvcc is to compile: the instructions of Hopper's tensor cores are of that generation alone."""
+    target = "-gencode=arch=compute_90a,code=sm_90a"
+    return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", target
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, activation: str) -> rope.Library | str:
+    """The library, built if need be, or why there is none."""
+    try:
+        return rope.Library(recipe(dtype, activation), "fusewise_gated_linear")
+    except build.BuildError as error:
+        return str(error)
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds nothing."""
+    if (reason := rope.no_gpu(device_type)) is not None:
+        return reason
+    capability = torch.cuda.get_device_capability()
+    if capability != CAPABILITY:
+        return "cuda has kernels for compute capability {}.{} (Hopper), not {}.{}".format(*CAPABILITY, *capability)
+    try:
+        build.nvcc()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def refuses(
+    hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
+) -> str | None:
+    """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are not.
+    Builds the library of the activation if need be."""
+    if by_choice and matrices[0].shape[0] <= FEW_ROWS:
+        return f"up to {FEW_ROWS} rows are few for its tiles"
+    if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
+        return "TMA needs matrices whose starts and rows are aligned to 16 bytes"
+    kernel = _kernel(matrices[0].dtype, activation)
+    return kernel if isinstance(kernel, str) else None
+
+
+def path(x: Tensor, halves: Halves) -> str:
+    """What `explain_dispatch` says beyond."""
+    return f"gradients of pre-activations that were kept, and those behind a down projection, are {OTHERWISE}'s"
+
+
+def _run(
+    epilogue: int, x: Tensor, halves: Halves, activation: str, y: Tensor, preact: tuple[Tensor, Tensor] | None,
+    sums: Tensor | None = None, dbias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch the product with an epilogue; GRADIENT has dy as y, and writes that of the pre-activations as `preact`."""
+    if x.shape[0] == 0:
+        if dbias is not None:
+            dbias.zero_()
+        return
+    kernel = _kernel(x.dtype, activation)
+    assert isinstance(kernel, rope.Library), kernel  # `refuses` has said so
+    u, g = (None, None) if preact is None else preact
+    plan = _PLAN.pack(
+        *x.shape[:1], *halves.value.shape, *(0 if t is None else t.stride(0) for t in (x, *halves[:2], y, u, g, *halves[2:])),
+        x.dtype == torch.bfloat16, ACTIVATIONS.index(activation), epilogue,
+    )  # fmt: skip
+    tensors = (x, *halves[:2], y, u, g, *halves[2:], sums, dbias)
+    call = _CALL.pack(*(0 if t is None else t.data_ptr() for t in tensors))
+    kernel.launch(plan, call, x.get_device(), "gated_linear")
+
+
+def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
+    """The implementation `impl="cuda"`; these as in `reference.py`."""
+    both = None if preact is None else split_preact(preact, spec)
+    _run(Y if both is None else PREACT, x, halves, spec.activation, y, both)
+
+
+def recompute_gradient(
+    dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    sums = None
+    if dbias is not None:
+        sums = torch.empty((-(-x.shape[0] // ROWS), *dbias.shape), dtype=dbias.dtype, device=x.device)
+    _run(GRADIENT, x, halves, spec.activation, dy, split_preact(dpreact, spec), sums, dbias)

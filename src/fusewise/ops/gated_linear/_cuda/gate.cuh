@@ -1,0 +1,91 @@
+// The activations of the gate and how bits are packed: the formulas of `_gluon_gate.py`, so that both give the same bits.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace {
+
+enum Activation { GELU_TANH, GELU, SILU, RELU, SIGMOID, IDENTITY };
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+struct Gate {
+  float value, slope;  // act(g), act'(g); what is not used is not computed
+};
+
+template <int ACTIVATION>
+__device__ inline Gate gate(float g) {
+  if constexpr (ACTIVATION == GELU_TANH) {
+    // (1 + tanh z) / 2 is the sigmoid of 2z, which neither cancels nor saturates early.
+    const float s = reciprocal(1.0f + exp2_fast(g * (-2.302208198144325f - 0.1029432396100769f * g * g))), a = g * s;
+    return {a, s + a * (1.0f - s) * (1.5957691216057308f + 0.21406444881479645f * g * g)};
+  } else if constexpr (ACTIVATION == GELU) {
+    // The normal distribution below -|g| is exp(-g²/2) R(t), t = 1 / (1 + 0.3 |g|): a polynomial, within 8.3e-6 of R.
+    const float e = exp2_fast(g * g * -0.7213475204444817f), t = reciprocal(1.0f + 0.3f * fabsf(g));
+    float r = 0.21603712500373093f - 0.07709744549371036f * t;
+    r = -0.01694814478679431f + r * t;
+    r = 0.1441964174765832f + r * t;
+    r = 0.11374191823647448f + r * t;
+    r = (0.12007423271297478f + r * t) * t;
+    const float below = e * r, s = g < 0.0f ? below : 1.0f - below;
+    return {g * s, s + g * (0.3989422804014327f * e)};
+  } else if constexpr (ACTIVATION == SILU) {
+    const float s = reciprocal(1.0f + exp2_fast(g * -1.4426950408889634f)), a = g * s;
+    return {a, s + (a - a * s)};
+  } else if constexpr (ACTIVATION == RELU) {
+    return {g <= 0.0f ? 0.0f : g, g <= 0.0f ? 0.0f : 1.0f};  // NaN stays
+  } else if constexpr (ACTIVATION == SIGMOID) {
+    const float s = reciprocal(1.0f + exp2_fast(g * -1.4426950408889634f));
+    return {s, s - s * s};
+  } else {
+    return {g, 1.0f};
+  }
+}
+
+struct Gradient {
+  float u, g;
+};
+
+template <int ACTIVATION>
+__device__ inline Gradient gate_gradient(float dy, float u, float g) {
+  const Gate a = gate<ACTIVATION>(g);
+  if constexpr (ACTIVATION == RELU) return {dy * a.value, g <= 0.0f ? 0.0f : dy * u};
+  else if constexpr (ACTIVATION == IDENTITY) return {dy * a.value, dy * u};
+  else return {dy * a.value, dy * u * a.slope};
+}
+
+// Two values, the first in the lower half.
+template <bool BFLOAT16>
+__device__ inline uint32_t packed(float a, float b) {
+  uint32_t bits;
+  if constexpr (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(b), "f"(a));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(b), "f"(a));
+  return bits;
+}
+
+template <bool BFLOAT16>
+__device__ inline float2 unpacked(uint32_t bits) {
+  if constexpr (BFLOAT16) return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000)};
+  else return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+}
+
+template <bool BFLOAT16>
+__device__ inline float widened(const void* from, int64_t index) {
+  const auto bits = static_cast<const uint16_t*>(from)[index];
+  return BFLOAT16 ? __uint_as_float(uint32_t(bits) << 16) : __half2float(__ushort_as_half(bits));
+}
+
+}  // namespace

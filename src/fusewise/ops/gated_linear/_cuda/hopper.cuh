@@ -1,0 +1,132 @@
+// Hopper's asynchronous machinery as functions: barriers in shared memory, TMA, wgmma, clusters. Each is one instruction;
+// the PTX manual has their rules, chapter and name as in the instruction.
+
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace {
+
+__device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// mbarrier: a phase ends when all arrivals and all bytes that were announced have come.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrive at the barrier of the same address in the block of that rank in the cluster. Nothing is handed over but that a product
+// or TMA has read: release for the whole cluster would be two fences of all memory.
+__device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// Named barriers of warps: `count` threads in all take part, those that arrive and those that wait.
+__device__ inline void warps_wait(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+__device__ inline void warps_arrive(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+
+__device__ inline int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ inline void barriers_are_there() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// TMA: a box of a matrix to shared memory; of the cluster's blocks in `blocks`, a bit each, at the same addresses.
+__device__ inline void load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ inline void load_for(uint16_t blocks, const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+__device__ inline void store(const CUtensorMap* map, int column, int row, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
+               "r"(from)
+               : "memory");
+}
+__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all stores of this thread have read their shared memory.
+__device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// What this thread wrote to shared memory is seen by TMA.
+__device__ inline void written_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// wgmma. Operands are described by address and layout: here rows of 128 bytes, along the depth, in the 128-byte swizzle.
+__device__ inline uint64_t described(uint32_t address) {
+  constexpr uint64_t EIGHT_ROWS = 1024 >> 4, SWIZZLE_128 = 1;
+  return SWIZZLE_128 << 62 | EIGHT_ROWS << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
+}
+__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define R8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define PRODUCT(TYPE)                                                                                                           \
+  asm volatile(                                                                                                                 \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                                                          \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {"                                                         \
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"   \
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"     \
+      "%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,"     \
+      "%90,%91,%92,%93,%94,%95}, %96, %97, add, 1, 1, 0, 0;\n}"                                                                 \
+      : R8(0), R8(8), R8(16), R8(24), R8(32), R8(40), R8(48), R8(56), R8(64), R8(72), R8(80), R8(88)                            \
+      : "l"(a), "l"(b), "r"(add))
+
+// c = a b + c, or a b: (64, 16) by (16, 192). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its warp's
+// sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
+template <bool BFLOAT16>
+__device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
+  if constexpr (BFLOAT16) PRODUCT("bf16");
+  else PRODUCT("f16");
+}
+#undef PRODUCT
+
+// The compiler may use c from here on, and nothing of it before.
+__device__ inline void products_are_there(float (&c)[96]) {
+#pragma unroll
+  for (int i = 0; i < 96; i += 8) asm volatile("" : R8(i)::"memory");
+}
+#undef R8
+
+// Four matrices of eight by eight, two values a register, to or from rows of shared memory; lane l has the address of row
+// l % 8 of matrix l / 8.
+__device__ inline void store_matrices(uint32_t to, const uint32_t (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+}
+
+__device__ inline void load_matrices(uint32_t from, uint32_t (&a)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(from)
+               : "memory");
+}
+
+}  // namespace

@@ -1,0 +1,25 @@
+// What `fusewise_gated_linear` of gated_linear.cu takes: sizes, strides in elements and kinds, and addresses. `_cuda/__init__.py`
+// packs both in this order. Matrices have contiguous columns, and starts and rows aligned to 16 bytes.
+
+#pragma once
+
+#include <cstdint>
+
+// What is made: y; y, u and g; du and dg, from dy in place of y.
+enum Epilogue { Y, PREACT, GRADIENT };
+
+struct Plan {
+  int64_t rows, hidden, depth;
+  int64_t x_stride, value_stride, gate_stride, y_stride, u_stride, g_stride;  // of rows
+  int64_t value_bias_stride, gate_bias_stride;
+  int64_t bfloat16;  // else float16
+  int64_t activation;  // as in `_problem.ACTIVATIONS`
+  int64_t epilogue;
+};
+
+struct Call {
+  const void *x, *value, *gate;        // (rows, depth), (hidden, depth) twice
+  const void *y, *u, *g;               // (rows, hidden); u and g null where y alone is made
+  const void *value_bias, *gate_bias;  // (hidden), or null
+  float *sums, *dbias;                 // (⌈rows / 128⌉, 2, hidden) to work in and (2, hidden), or null: no bias gradient
+};

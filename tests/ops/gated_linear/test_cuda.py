@@ -1,0 +1,349 @@
+"""The CUDA kernels of the gated linear unit: what is refused and what is packed, what they compile to for Hopper without a
+GPU, and on a GPU their results."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusewise
+from fusewise._shared import build
+from fusewise.lab.truth import errors
+from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
+from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
+
+from .. import cuda_codegen
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == _cuda.CAPABILITY
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="no Hopper GPU")]
+STACKED = Spec("gelu_tanh", "stacked")
+
+
+def halves(x: Tensor, weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> Halves:
+    return Halves.of(spec, weight, None, bias)
+
+
+def refused(
+    x: Tensor, weight: Tensor, *others: Tensor, hidden: int = 128, by_choice: bool = True, activation: str = "silu"
+) -> str | None:
+    value, gate = weight.chunk(2)
+    return _cuda.refuses(hidden, (x, value, gate, *others), activation, by_choice=by_choice)
+
+
+def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
+    x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (129, 256))
+    assert refused(x, weight) is None
+    assert "128 rows" in str(refused(x[:128], weight)) and refused(x[:128], weight, by_choice=False) is None
+    wide = torch.empty(256, 72, dtype=torch.bfloat16)
+    for call in (
+        {"x": wide[:, 1:65]},
+        {"weight": torch.empty(256, 68, dtype=torch.bfloat16)[:, :64]},
+        {"hidden": 132},
+    ):
+        for by_choice in (True, False):
+            assert "16 bytes" in str(refused(**{"x": x, "weight": weight, **call}, by_choice=by_choice))  # type: ignore[arg-type]
+    assert "16 bytes" in str(refused(x, weight, torch.empty(129, 132, dtype=torch.bfloat16)[:, :128]))
+
+
+def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler's own words; and it is not tried again in the same process."""
+    broken = tmp_path / "nvcc"
+    broken.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec echo broken 1.0\necho x >> {tmp_path}/tries\necho "no such GPU" >&2\nexit 3\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("NVCC", str(broken))
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    build.compiler.cache_clear()
+    _cuda._kernel.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(_cuda, "unavailable", lambda device_type: None)
+            for cached in ("unavailable", "choose", "serving"):
+                getattr(_op.choice, cached).cache_clear()
+            x, weight = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (200, 256))
+            told = fusewise.explain_dispatch(geglu_linear, x, weight)
+            assert told.impl in ("cpu", "reference") and "no such GPU" in told.passed_over["cuda"]
+            for _ in range(2):
+                with pytest.raises(
+                    ValueError, match=r"gated_linear: impl must be able to serve .*'cuda'(.|\n)*exited with 3"
+                ):
+                    geglu_linear(x, weight, impl="cuda")
+            assert torch.equal(geglu_linear(x, weight), geglu_linear(x, weight, impl=told.impl))
+        assert (tmp_path / "tries").read_text().split() == ["x"]
+    finally:
+        build.compiler.cache_clear()
+        _cuda._kernel.cache_clear()
+        for cached in ("unavailable", "choose", "serving"):
+            getattr(_op.choice, cached).cache_clear()
+
+
+def test_what_it_lacks_is_that_of_the_implementation_it_names() -> None:
+    x = torch.empty(1)
+    others = {"forward": False, "recompute_gradient": False, "gradient": True, "down_gradient": True}
+    for function, elsewhere in others.items():
+        assert hasattr(_cuda, function) is not elsewhere
+    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("forward", _cuda, x) is _cuda
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, int]]:
+    """What launches hand to the library, by the names that plan.h has for it; nothing runs."""
+    header = _cuda.FOLDER / "plan.h"
+    text = re.sub(r"//.*", "", header.read_text())
+    names = {
+        struct: re.findall(
+            r"\*?(\w+)\s*[,;]", text[text.index(f"struct {struct}") : text.index("};", text.index(f"struct {struct}"))]
+        )
+        for struct in ("Plan", "Call")
+    }
+    fields = ", ".join(f"plan->{name}" for name in names["Plan"])
+    addresses = ", ".join(f"(int64_t)call->{name}" for name in names["Call"])
+    source = tmp_path / "echo.cpp"
+    source.write_text(
+        f'#include "{header}"\nextern "C" __attribute__((visibility("default"))) void echo(const Plan* plan, const Call* call, '
+        f"int64_t* to) {{ const int64_t all[] = {{{fields}, {addresses}}}; for (int64_t x : all) *to++ = x; }}"
+    )
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    try:
+        echo = build.library("echo", (source,), build.cxx(), build.NATIVE_FLAGS).echo
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    echo.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    seen: list[dict[str, int]] = []
+    both = [*names["Plan"], *names["Call"]]
+
+    class Library(_cuda.rope.Library):
+        def __init__(self) -> None:
+            pass
+
+        def launch(self, plan: bytes, call: bytes, device: int, op: str) -> None:
+            to = (ctypes.c_int64 * len(both))()
+            echo(plan, call, to)
+            seen.append(dict(zip(both, to, strict=True)))
+
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: Library())
+    return seen
+
+
+def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -> None:
+    spec = Spec("silu", "interleaved", gate_first=True)
+    x, dy = torch.empty(300, 80, dtype=torch.float16)[:, :64], torch.empty(300, 96, dtype=torch.float16)
+    weight, bias = torch.empty(192, 64, dtype=torch.float16), torch.empty(192, dtype=torch.float16)
+    of = halves(x, weight, bias, spec)
+    y, preact, dbias = torch.empty_like(dy), new_preact(x, 96, spec), torch.empty(2, 96)
+    _cuda.forward(x, of, spec, y, None)
+    _cuda.forward(x, of, spec, y, preact)
+    _cuda.recompute_gradient(dy, x, of, preact, spec, dbias)
+    _cuda.recompute_gradient(dy, x, of._replace(value_bias=None, gate_bias=None), preact, spec, None)
+    u, g = split_preact(preact, spec)
+    sizes = {
+        "rows": 300,
+        "hidden": 96,
+        "depth": 64,
+        "x_stride": 80,
+        "value_stride": 128,
+        "gate_stride": 128,
+        "y_stride": 96,
+    }
+    kinds = {"bfloat16": 0, "activation": ACTIVATIONS.index("silu")}
+    biases = {
+        "value_bias": bias[1:].data_ptr(),
+        "gate_bias": bias.data_ptr(),
+        "value_bias_stride": 2,
+        "gate_bias_stride": 2,
+    }
+    operands = {"x": x.data_ptr(), "value": weight[1:].data_ptr(), "gate": weight.data_ptr()}
+    both = {"u": u.data_ptr(), "g": g.data_ptr(), "u_stride": u.stride(0), "g_stride": g.stride(0)}
+    neither, unsummed = dict.fromkeys(both, 0), {"sums": 0, "dbias": 0}
+    common = {**sizes, **kinds, **operands}
+    summed = {"sums": packed[2]["sums"], "dbias": dbias.data_ptr()}
+    assert summed["sums"] != 0
+    assert packed == [
+        {**common, **biases, **neither, **unsummed, "y": y.data_ptr(), "epilogue": 0},
+        {**common, **biases, **both, **unsummed, "y": y.data_ptr(), "epilogue": 1},
+        {**common, **biases, **both, **summed, "y": dy.data_ptr(), "epilogue": 2},
+        {**common, **dict.fromkeys(biases, 0), **both, **unsummed, "y": dy.data_ptr(), "epilogue": 2},
+    ]
+
+
+def test_no_rows_start_nothing(packed: list[dict[str, int]]) -> None:
+    x, weight, dbias = torch.empty(0, 64), torch.empty(64, 64), torch.ones(2, 32)
+    _cuda.forward(x, halves(x, weight), STACKED, torch.empty(0, 32), None)
+    _cuda.recompute_gradient(torch.empty(0, 32), x, halves(x, weight), torch.empty(0, 64), STACKED, dbias)
+    assert packed == [] and not dbias.any()
+
+
+@pytest.fixture(scope="module", params=[(torch.bfloat16, "gelu_tanh"), (torch.float16, "gelu")], ids=["bf16", "fp16"])
+def compiled(request: pytest.FixtureRequest) -> tuple[Path, str]:
+    return cuda_codegen.prepared(lambda: _cuda.recipe(*request.param))
+
+
+def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
+    """Nothing is spilled where y is made, and never within a product; a step of it is eight instructions of the tensor cores, one
+    after the other; weights come for two blocks at once; results leave by TMA."""
+    path, said = compiled
+    assert "serialized" not in said
+    bodies = cuda_codegen.listing(path, "sm_90a")
+    kernels = {
+        found[1]: body
+        for body in bodies
+        if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
+    }
+    assert set(kernels) == {"0", "1", "2"}
+    for epilogue, body in kernels.items():
+        code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
+        products = [i for i, line in enumerate(code) if "HGMMA.64x192x16" in line]
+        assert len(products) == 8 and products[-1] - products[0] < 120
+        spills = [i for i, line in enumerate(code) if re.search(r"\b(LDL|STL)\b", line)]
+        assert not spills if epilogue == "0" else len(spills) < 50
+        assert not [i for i in spills if products[0] <= i <= products[-1]]
+        assert "UTMALDG.2D.MULTICAST" in body and "STSM.16.M88.4" in body and "UTMASTG.2D" in body
+        assert not re.search(
+            r"MEMBAR\S*GPU", "\n".join(code[products[0] : products[-1] + 20])
+        )  # would wait for all memory
+
+
+def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec: Spec) -> list[Tensor]:
+    """All that an implementation writes."""
+    hidden = of.value.shape[0]
+    y, preact = torch.full_like(dy, torch.nan), new_preact(x, hidden, spec).fill_(torch.nan)
+    dbias = (
+        None
+        if of.value_bias is None
+        else torch.full((2, hidden), torch.nan, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    )
+    if epilogue == "y":
+        module.forward(x, of, spec, y, None)
+        return [y]
+    if epilogue == "preact":
+        module.forward(x, of, spec, y, preact)
+        return [y, *split_preact(preact, spec)]
+    module.recompute_gradient(dy, x, of, preact, spec, dbias)
+    return [*split_preact(preact, spec), *([] if dbias is None else [dbias])]
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    def check(
+        self, epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec, bias: bool = True
+    ) -> None:
+        """At most twice the error of the formula in float32 with its result rounded, plus a rounding; the same bits each time."""
+        rows, features, hidden = shape
+        torch.manual_seed(0)
+        x, dy = (torch.randn(rows, n, device="cuda", dtype=dtype) for n in (features, hidden))
+        shaped = (2 * hidden, features) if spec.fused else (hidden, 2, features)
+        weight = torch.randn(shaped, device="cuda", dtype=dtype) / features**0.5
+        b = torch.randn(shaped[:-1], device="cuda", dtype=dtype) if bias else None
+
+        def of(to: torch.dtype) -> tuple[Any, ...]:
+            return x.to(to), Halves.of(spec, weight.to(to), None, None if b is None else b.to(to)), dy.to(to), spec
+
+        assert _cuda.refuses(hidden, (x, *Halves.of(spec, weight)[:2]), spec.activation, by_choice=False) is None
+        found = outcome(_cuda, epilogue, *of(dtype))
+        usual, true = outcome(reference, epilogue, *of(dtype)), outcome(reference, epilogue, *of(torch.float64))
+        for mine, other, truth in zip(found, usual, true, strict=True):
+            error, allowed = errors([mine], [truth]), errors([other.to(dtype)], [truth])
+            for kind in ("max", "rms"):
+                band = torch.finfo(dtype).eps / 2
+                assert getattr(error, kind) <= 2 * getattr(allowed, kind) + band, (epilogue, shape, error, allowed)
+        for _ in range(3):
+            for one, two in zip(found, outcome(_cuda, epilogue, *of(dtype)), strict=True):
+                assert torch.equal(one, two)
+
+    @pytest.mark.parametrize("epilogue", ["y", "preact", "gradient"])
+    @pytest.mark.parametrize(
+        "shape",
+        [(1, 8, 8), (129, 72, 104), (300, 520, 96), (4096, 1024, 4096), (777, 8, 5000), (20000, 64, 640)],
+        ids=str,
+    )
+    def test_shapes(self, epilogue: str, shape: tuple[int, int, int]) -> None:
+        """Sizes that no tile divides, one tile, and some rounds of tiles on every multiprocessor."""
+        self.check(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, activation: str, dtype: torch.dtype) -> None:
+        for epilogue in ("y", "preact", "gradient"):
+            self.check(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
+
+    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+    def test_interleaved_weights_are_read_in_place(self, bias: bool) -> None:
+        for epilogue in ("y", "preact", "gradient"):
+            self.check(
+                epilogue, (500, 128, 200), torch.bfloat16, Spec("gelu_tanh", "interleaved", gate_first=True), bias
+            )
+
+    def test_a_bias_of_infinity_stays_where_it_is(self) -> None:
+        """Beyond the last row, too, it makes no sum NaN that is none."""
+        x, weight = torch.randn(200, 64, device="cuda").half(), torch.randn(256, 64, device="cuda").half()
+        bias = torch.zeros(256, device="cuda").half()
+        bias[:128] = torch.inf
+        dy, dbias = torch.zeros(200, 128, device="cuda").half(), torch.empty(2, 128, device="cuda")
+        dy[:, ::2] = 1.0
+        spec = Spec("sigmoid", "stacked")
+        _cuda.recompute_gradient(dy, x, halves(x, weight, bias, spec), new_preact(x, 128, spec), spec, dbias)
+        assert dbias[0].isfinite().all() and dbias[0, ::2].gt(0).all() and not dbias[0, 1::2].any()
+
+    @pytest.mark.parametrize("save", ["preact", "input"])
+    def test_the_whole_operation(self, save: Any) -> None:
+        """Its gradients together with those of the implementation it names for the rest."""
+        x, weight, bias = (
+            (torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 8).requires_grad_()
+            for shape in ((1000, 64), (1024, 64), (1024,))
+        )
+        told = fusewise.explain_dispatch(geglu_linear, x, weight, bias, save=save)
+        assert told.impl == "cuda" and "gluon" in told.path
+        dy = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16)
+        results = {}
+        for impl in ("auto", "cuda", "gluon"):
+            y = geglu_linear(x, weight, bias, save=save, impl=impl)
+            results[impl] = [y, *torch.autograd.grad(y, (x, weight, bias), dy)]
+        for one, two, three in zip(*results.values(), strict=True):
+            assert torch.equal(one, two)
+            torch.testing.assert_close(one, three, rtol=2e-2, atol=2e-2)
+        assert torch.equal(results["cuda"][0], results["gluon"][0])  # the same sums in the same order
+
+    def test_a_graph_replays_on_new_values_and_other_streams_do_not_mix(self) -> None:
+        x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (600, 2048))
+        geglu_linear(x, weight, impl="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = geglu_linear(x, weight, impl="cuda")
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = geglu_linear(x, weight, impl="cuda")
+        assert torch.equal(y, expected)
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        torch.cuda.synchronize()
+        made = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                made.append(geglu_linear(x, weight, impl="cuda"))
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, expected) for one in made)
+
+
+def test_without_a_choice_it_has_every_dtype_and_activation(tmp_path: Path) -> None:
+    """As CMake builds it."""
+    try:
+        nvcc = build.nvcc()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    to = tmp_path / "all.ptx"
+    done = subprocess.run(
+        [*nvcc.command, "-std=c++17", "-arch=sm_90a", "-ptx", str(_cuda.SOURCES[0]), "-o", str(to)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"\.entry \w*(gated_linear_kernelI\w+)", to.read_text()))) == 2 * 3 * len(ACTIVATIONS)
