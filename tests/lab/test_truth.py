@@ -2,10 +2,12 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusewise.lab import targets, truth
+from fusewise.lab import memory, targets, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
+from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.targets.rope import RopeProblem
 from fusewise.lab.truth import Errors
 
@@ -154,3 +156,115 @@ def test_xlas_tanh_on_a_cpu_is_as_far_off_as_its_row_says(jax):
     theirs = torch.from_dlpack(jax.jit(jax.numpy.tanh)(jax.numpy.asarray(x.numpy())))
     assert 2 < off(theirs) < 4.5
     assert off(x.tanh()) < 1
+
+
+LARGE = [
+    ("gelu", "gelu-64", "fwd"),
+    ("gelu", "gelu-64", "bwd"),
+    ("geglu", "quick-diffusers", "fwd"),
+    ("geglu", "quick-diffusers", "fwd+bwd"),
+    ("gated_mlp", "mlp-swiglu", "bwd"),
+]
+
+
+def large(op, case, pass_, monkeypatch, most, piece):
+    """A problem, the truth of which is too large from `most` bytes on and then made of pieces."""
+    monkeypatch.setattr(truth, "MOST_BYTES", most)
+    monkeypatch.setattr(truth, "PIECE_BYTES", piece)
+    return targets.problem_for(Task(op, case, "fp32", pass_, "cpu", 0))
+
+
+class Widest(TorchDispatchMode):
+    """Elements of the largest float64 tensor that was made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+                self.most = max(self.most, x.numel())
+        return made
+
+
+@pytest.mark.parametrize(("op", "case", "pass_"), LARGE)
+def test_some_rows_at_a_time_the_errors_are_those_of_the_whole(op, case, pass_, monkeypatch):
+    p = large(op, case, pass_, monkeypatch, 2**40, 0)
+    assert truth.pieces(p) == []
+    whole = truth.check(p, Eager().build(p))
+    rows = len(p.tensors[0])
+    size = 8 * sum(x.numel() for x in (*p.upstream, *p.tensors[:1]))
+    p = large(op, case, pass_, monkeypatch, 1000, size // 7)  # rows that no piece divides
+    ranges = [range(*some.indices(rows)) for some in truth.pieces(p)]
+    assert len(ranges) > 3 and [row for some in ranges for row in some] == list(range(rows))
+    with Widest() as seen:
+        found = truth.check(p, Eager().build(p))
+    for name in ("errors", "eager"):
+        for norm in ("max", "rms"):
+            expected = getattr(getattr(whole, name), norm)
+            assert getattr(getattr(found, name), norm) == pytest.approx(expected, rel=1e-6) and expected > 0
+    assert found.errors == found.eager and found.reason == ""
+    shared = max((x.numel() for x in p.tensors[1:]), default=0)
+    assert seen.most <= max(shared, 2 * p.upstream[0].numel() // 3)  # value and gate of a piece are one tensor
+
+
+def test_what_rows_do_not_share_alone_is_computed_as_a_whole(monkeypatch):
+    monkeypatch.setattr(truth, "MOST_BYTES", 0)
+    assert truth.pieces(problem()) == []
+    assert truth.check(problem(), Run(right(problem()))).reason == ""
+
+
+@pytest.mark.parametrize("row", [0, 63])
+def test_one_wrong_row_of_a_large_problem_is_told(row, monkeypatch):
+    p = large("gelu", "gelu-64", "fwd", monkeypatch, 0, 2**12)
+
+    def call(change):
+        def called(x):
+            y = torch.nn.functional.gelu(x, approximate="tanh")
+            y[row] = change(y[row])
+            return y
+
+        return Run(called)
+
+    assert len(truth.pieces(p)) == 8
+    assert truth.check(p, call(lambda y: y)).reason == ""
+    assert "more than twice eager's" in truth.check(p, call(lambda y: y * 1.001)).reason
+    assert truth.check(p, call(lambda y: y * math.nan)).errors == Errors(math.inf, math.inf)
+    narrow = truth.check(p, Run(lambda x: x[:, 1:]))
+    assert "outputs have shapes" in narrow.reason and 0 < narrow.eager.max < 1e-6
+
+
+def test_a_wrong_gradient_of_what_all_rows_share_is_told(monkeypatch):
+    p = large("geglu", "quick-diffusers", "bwd", monkeypatch, 0, 2**20)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 1.001
+
+    for place in range(3):
+        run = Run(lambda *xs, at=place: p.eager(tuple(Scaled.apply(x) if i == at else x for i, x in enumerate(xs))))
+        assert "more than twice eager's" in truth.check(p, run).reason
+
+
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [
+        (
+            None,
+            5,
+        ),  # the yardstick's result, the input, and three that the formula takes: half of x and two of the sum's
+        (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), 4),  # no more than the yardstick's own
+    ],
+)
+def test_the_check_of_a_large_problem_takes_no_more_than_the_calls(call, most, monkeypatch):
+    """In bytes of one tensor, beside the problem's own; docs/measuring.md counts with them."""
+    p = large("gelu", "gelu-1024", "fwd", monkeypatch, 0, 2**16)
+    size = p.tensors[0].numel() * 4
+    verdict, grown = memory.growth(lambda: truth.check(p, Run(call) if call else Eager().build(p)), torch.device("cpu"))
+    assert verdict.reason == ""
+    assert most - 0.5 < grown.peak / size < most + 0.5 and grown.kept < 2**12

@@ -7,6 +7,7 @@ problem as plain PyTorch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -109,6 +110,9 @@ class Problem:
 
     #: The operation is there to overwrite some of its tensors, whoever runs it.
     overwrites = False
+    #: Tensors, by their index, whose first dimension is of rows that know nothing of each other, as is every output's: of a
+    #: large problem the truth is computed some rows at a time.
+    by_rows: frozenset[int] = frozenset()
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -133,6 +137,21 @@ class Problem:
     def take(self, task: Task) -> None:
         """Go on with a task that differs in its pass at most; the tensors stay."""
         self.task = task
+
+    def held(self) -> int:
+        """Bytes of the tensors and of the outputs' gradients."""
+        return sum(x.numel() * x.element_size() for x in (*self.tensors, *self.upstream) if x is not None)
+
+    def release(self) -> None:
+        """Let go of these: what is timed has its own. A provider's call may go on asking the problem for anything else."""
+        self.tensors, self.upstream = (), ()
+
+    def piece(self, rows: slice) -> Problem:
+        """The problem of some of the rows alone."""
+        part = copy.copy(self)
+        part.tensors = tuple(x[rows] if i in self.by_rows else x for i, x in enumerate(self.tensors))
+        part.upstream = tuple(None if g is None else g[rows] for g in self.upstream)
+        return part
 
     def program(self) -> Program:
         """The usual eager code as a function of tensors: what compilers compile and the yardstick for errors."""

@@ -20,11 +20,14 @@ from torch import Tensor
 
 from .plugin import Run
 from .problem import Problem
-from .truths import Truths
+from .truths import MOST_BYTES, Truths
 
 #: Elements compared at a time: on a CPU so few that a float64 copy stays in the cache and torch starts no threads for them,
 #: which wait for each other where other processes work, too; on a GPU enough of them.
 CHUNK = {"cpu": 2**15, "cuda": 2**26}
+#: Bytes of the float64 results that are computed at a time where all of them are more than MOST_BYTES and their rows are
+#: independent. Temporaries are a few times as many.
+PIECE_BYTES = 2**28
 #: Below this share of the largest true value of all tensors a tensor's own are what float64 leaves of zero.
 NOTHING = 2**-40
 #: The largest error of eager code that others may be judged by.
@@ -49,41 +52,59 @@ class Verdict:
     reason: str
 
 
-def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
-    """The worst error over pairs of tensors. One that is zero but for float64's own rounding, such as the gradient of a bias
-    before a normalization, is held against the largest value of all."""
-    # of error and truth the largest and the root of the squares; the root of their number, 0 for integers
-    norms: list[tuple[float, float, float, float, float]] = []
-    for result, truth in zip(results, truths, strict=True):
-        if truth.numel() == 0:
-            continue
+class Deviation:
+    """What tensors are off by, held against the truth as that comes: whole, or some rows at a time."""
+
+    def __init__(self) -> None:
+        # by the tensor's number: of error and truth the largest and the sum of the squares; how many elements, 0 for integers
+        self.norms: dict[int, list[float]] = {}
+        self.wrong = False  # not finite where the truth is, or otherwise than the truth where that is not
+
+    def add(self, number: int, result: Tensor, truth: Tensor) -> None:
+        """Hold a tensor, or some rows of it, against the truth."""
+        if truth.numel() == 0 or self.wrong:
+            return
         if result.is_complex() != truth.is_complex():
-            return Errors(math.inf, math.inf)
+            self.wrong = True
+            return
         result, truth = parts(result), parts(truth)
-        chunk = CHUNK[truth.device.type]
-        largest = largest_true = squares = squares_true = 0.0
+        chunk, norms = CHUNK[truth.device.type], self.norms.setdefault(number, [0.0] * 5)
         for found, true in zip(result.flatten().split(chunk), truth.flatten().split(chunk), strict=True):
             found, true = found.double(), true.double()
             peaks = _peaks(found - true, true)
             if not all(map(math.isfinite, peaks)):  # NaN and infinity pass through every one of them
                 finite = true.isfinite()
-                if not equal(found.where(~finite, 0.0), true.where(~finite, 0.0)):
-                    return Errors(math.inf, math.inf)
+                alike = equal(found.where(~finite, 0.0), true.where(~finite, 0.0))
                 peaks = _peaks((found - true).where(finite, 0.0), true.where(finite, 0.0))
-                if not all(map(math.isfinite, peaks)):
-                    return Errors(math.inf, math.inf)
-            largest, largest_true = max(largest, peaks[0]), max(largest_true, peaks[1])
-            squares, squares_true = squares + peaks[2] ** 2, squares_true + peaks[3] ** 2
-        count = math.sqrt(truth.numel()) if truth.is_floating_point() else 0.0
-        norms.append((largest, largest_true, math.sqrt(squares), math.sqrt(squares_true), count))
-    worst_max = worst_rms = 0.0
-    scale = max((true for _, true, *_ in norms), default=0.0)
-    for largest, largest_true, root, root_true, count in norms:
-        if count and 0.0 < largest_true < NOTHING * scale:
-            largest_true, root_true = scale, scale * count
-        worst_max = max(worst_max, largest / (largest_true or 1.0))
-        worst_rms = max(worst_rms, root / (root_true or 1.0))
-    return Errors(worst_max, worst_rms)
+                if not alike or not all(map(math.isfinite, peaks)):
+                    self.wrong = True
+                    return
+            norms[:2] = max(norms[0], peaks[0]), max(norms[1], peaks[1])
+            norms[2:4] = norms[2] + peaks[2] ** 2, norms[3] + peaks[3] ** 2
+        norms[4] += truth.numel() if truth.is_floating_point() else 0
+
+    def errors(self) -> Errors:
+        """The worst over all tensors. One that is zero but for float64's own rounding, such as the gradient of a bias before a
+        normalization, is held against the largest value of all."""
+        if self.wrong:
+            return Errors(math.inf, math.inf)
+        worst_max = worst_rms = 0.0
+        scale = max((true for _, true, *_ in self.norms.values()), default=0.0)
+        for largest, largest_true, squares, squares_true, count in self.norms.values():
+            root_true = math.sqrt(squares_true)
+            if count and 0.0 < largest_true < NOTHING * scale:
+                largest_true, root_true = scale, scale * math.sqrt(count)
+            worst_max = max(worst_max, largest / (largest_true or 1.0))
+            worst_rms = max(worst_rms, math.sqrt(squares) / (root_true or 1.0))
+        return Errors(worst_max, worst_rms)
+
+
+def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
+    """The worst error over pairs of tensors."""
+    deviation = Deviation()
+    for number, pair in enumerate(zip(results, truths, strict=True)):
+        deviation.add(number, *pair)
+    return deviation.errors()
 
 
 def _peaks(difference: Tensor, true: Tensor) -> list[float]:
@@ -113,27 +134,58 @@ def within(found: Errors, eager: Errors, dtype: torch.dtype) -> bool:
     return found.max <= 2 * largest + band(dtype) and found.rms <= 2 * rms + band(dtype)
 
 
+def results(problem: Problem, wide: bool) -> list[Tensor]:
+    """What the task's pass gives, outputs before gradients: the truth in float64 if `wide`, else eager code's."""
+    backward = problem.task.pass_ != "fwd"
+    leaves = problem.leaves(backward, wide)
+    outputs = problem.truth(leaves) if wide else problem.eager(leaves)
+    found = [y.detach() for y in outputs] if problem.task.pass_ != "bwd" else []
+    return [*found, *problem.gradients(outputs, leaves, problem.upstream, wide)] if backward else found
+
+
 def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Errors]:
     """The float64 results of the task's pass, and eager's errors against them; those that are kept, if there are."""
     if kept is not None and (known := kept.found(problem.task)) is not None:
         return known[0], Errors(*known[1])
-    backward = problem.task.pass_ != "fwd"
-    forward = problem.task.pass_ != "bwd"
-
-    def results(of: str) -> list[Tensor]:
-        wide = of == "truth"
-        leaves = problem.leaves(backward, wide)
-        outputs = problem.truth(leaves) if wide else problem.eager(leaves)
-        found = [y.detach() for y in outputs] if forward else []
-        if backward:
-            found += problem.gradients(outputs, leaves, problem.upstream, wide)
-        return found
-
-    truths = results("truth")
-    found = errors(results("eager"), truths)
+    truths = results(problem, True)
+    found = errors(results(problem, False), truths)
     if kept is not None:
         kept.keep(problem.task, truths, (found.max, found.rms))
     return truths, found
+
+
+def pieces(problem: Problem) -> list[slice]:
+    """The rows of which the truth is computed at a time; none where it is computed as a whole, as all that is kept is."""
+    outputs = [math.prod(shape) for shape in problem.output_shapes()] if problem.task.pass_ != "bwd" else []
+    gradients = {i: x.numel() for i, x in enumerate(problem.tensors)} if problem.task.pass_ != "fwd" else {}
+    if not problem.by_rows or 8 * (sum(outputs) + sum(gradients.values())) <= MOST_BYTES:
+        return []
+    rows = len(problem.tensors[min(problem.by_rows)])
+    row = 8 * (sum(outputs) + sum(n for i, n in gradients.items() if i in problem.by_rows)) // rows
+    step = max(1, PIECE_BYTES // row)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def hold(problem: Problem, rows: Sequence[slice], *found: Sequence[Tensor]) -> list[Errors]:
+    """The errors of several lists of results against the truth, of which there are never more than some rows, and the sums
+    over them that are the gradients of what all rows share."""
+    deviations = [Deviation() for _ in found]
+    outputs = len(problem.output_shapes()) if problem.task.pass_ != "bwd" else 0
+    wanted = (i for i, x in enumerate(problem.wanting(problem.tensors, True)) if x.requires_grad)
+    shared = {outputs + place for place, i in enumerate(wanted) if i not in problem.by_rows}
+    sums: dict[int, Tensor] = {}
+    for some in rows:
+        for number, (true, *tensors) in enumerate(zip(results(problem.piece(some), True), *found, strict=True)):
+            if number in shared:
+                sums[number] = sums[number].add_(true) if number in sums else true
+                continue
+            for deviation, tensor in zip(deviations, tensors, strict=True):
+                deviation.add(number, tensor[some], true)
+        del true  # or a gradient would be there beside the next piece
+    for number, true in sums.items():
+        for deviation, result in zip(deviations, found, strict=True):
+            deviation.add(number, result[number], true)
+    return [deviation.errors() for deviation in deviations]
 
 
 def poison(problem: Problem) -> None:
@@ -147,18 +199,14 @@ def own_leaves(problem: Problem, run: Run, gradient: bool) -> tuple[Tensor, ...]
     return problem.wanting(run.own(*problem.leaves(False)), gradient)
 
 
-def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
-    """Hold one provider against the truth in the task's pass."""
-    truths, eager = expected(problem, kept)
+def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], str]:
+    """What the provider makes of the leaves in the task's pass, or why its outputs cannot be the right ones."""
     backward = problem.task.pass_ != "fwd"
-    forward = problem.task.pass_ != "bwd"
-    given = own_leaves(problem, run, False)
-    leaves = own_leaves(problem, run, backward and run.vjp is None)
     arguments = run.enter(*leaves)
     poison(problem)
     gradients: tuple[Tensor, ...] = ()
     # A provider may overwrite the gradients it is given.
-    upstream = tuple(None if g is None else g.clone() for g in problem.upstream)
+    upstream = tuple(None if g is None else g.clone() for g in problem.upstream) if backward else ()
     if backward and run.vjp is not None:
         result, kept = run.vjp.forward(arguments)
         outputs = run.leave(result)
@@ -167,18 +215,34 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
         outputs = run.leave(run.call(*arguments))
     shapes = tuple(tuple(y.shape) for y in outputs)
     if shapes != problem.output_shapes():
-        return Verdict(
-            Errors(math.inf, math.inf), eager, f"outputs have shapes {shapes}, {problem.output_shapes()} is right"
-        )
-    found = [y.detach().clone() for y in outputs] if forward else []
-    if backward:
-        if run.vjp is None:
-            held = len(problem.parameters)
-            gradients = problem.gradients(outputs, leaves, upstream)
-            gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
-        found += gradients
-    measured = errors(found, truths)
+        return [], f"outputs have shapes {shapes}, {problem.output_shapes()} is right"
+    found = [y.detach().clone() for y in outputs] if problem.task.pass_ != "bwd" else []
+    if backward and run.vjp is None:
+        held = len(problem.parameters)
+        gradients = problem.gradients(outputs, leaves, upstream)
+        gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
+    return [*found, *gradients], ""
+
+
+def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
+    """Hold one provider against the truth in the task's pass."""
+    rows = pieces(problem)
+    if rows:  # eager code's results wait for the truth, which comes last and never as a whole
+        eagers = results(problem, False)
+    else:
+        truths, eager = expected(problem, kept)
+    leaves = own_leaves(problem, run, problem.task.pass_ != "fwd" and run.vjp is None)
+    found, odd = found_by(problem, run, leaves)
+    given = own_leaves(problem, run, False)  # only now, so that they are not there beside what the call needs
     changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
+    del leaves, given
+    if rows:
+        eager, *others = hold(problem, rows, eagers, *([] if odd else [found]))
+    else:
+        others = [] if odd else [errors(found, truths)]
+    if odd:
+        return Verdict(Errors(math.inf, math.inf), eager, odd)
+    (measured,) = others
     reason = ""
     if not within(measured, eager, problem.dtype):
         reason = (

@@ -43,6 +43,8 @@ class Geglu(Target):
 
 
 class GatedProblem(Problem):
+    by_rows = frozenset({0})  # x
+
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.case: GatedCase = case(task.case)

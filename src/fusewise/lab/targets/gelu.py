@@ -86,6 +86,8 @@ class Gelu(Target):
 
 
 class GeluProblem(Problem):
+    by_rows = frozenset({0})
+
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.case = next(c for cases in PRESETS.values() for c in cases if c.name == task.case)
