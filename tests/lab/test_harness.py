@@ -46,8 +46,8 @@ class Quiet:
 def studied(
     monkeypatch, out, times, groups=1, order=None, kind=Machine, asked=lambda _: None, proposed=lambda _: 5, **machine
 ):
-    """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request, and
-    `proposed` says how many samples a provider would have in a turn."""
+    """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request and says
+    what its reply has besides, and `proposed` says how many samples a provider would have in a turn."""
     device = kind(times, **machine)
 
     class Worker:
@@ -58,7 +58,7 @@ def studied(
             return {"ok": True, "versions": {}}
 
         def ask(self, do, **fields):
-            asked(do)
+            more = asked(do) or {}
             if do == "warm":
                 return {
                     "ok": True,
@@ -67,7 +67,7 @@ def studied(
                     "samples": proposed(self.provider),
                 }
             if do != "round":
-                return {"ok": True, "status": "ok", "shape": "", "bytes_min": 10**6, "flops_min": 10**5}
+                return {"ok": True, "status": "ok", "shape": "", "bytes_min": 10**6, "flops_min": 10**5} | more
             return {
                 "ok": True,
                 "status": "ok",
@@ -183,6 +183,26 @@ def test_inputs_are_made_side_by_side_before_anyone_is_prepared_alone(monkeypatc
     assert {row.status for row in made.rows} == {"ok"}
     rounds = 12 * 5
     assert order == 2 * [*["load"] * 4, *["prepare"] * 5, *["warm"] * 5, *["round"] * rounds]
+
+
+@pytest.mark.parametrize(("fitting", "most"), [(2, 2), (100, 3), (None, 3)])
+def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, most, monkeypatch, tmp_path):
+    inside, seen, lock = [], [], threading.Lock()
+
+    def asked(do):
+        if do == "prepare":
+            with lock:
+                inside.append(do)
+                seen.append(len(inside))
+            sleep(0.05)
+            with lock:
+                inside.pop()
+        return {"at_once": fitting} if do == "load" and fitting else {}
+
+    monkeypatch.setattr(study.machine, "cores", lambda: 12)
+    times = dict.fromkeys(("eager", "liger", "quack", "unsloth"), 100.0)
+    made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=asked)
+    assert {row.status for row in made.rows} == {"ok"} and max(seen) == most
 
 
 def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_path):

@@ -1,10 +1,13 @@
 """What a worker keeps between the turns that it is asked for."""
 
+import gc
 import weakref
 
 import pytest
 import torch
 
+from fusewise.lab import truth, worker
+from fusewise.lab.plugin import Run, Unsupported
 from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.worker import Server
 
@@ -59,16 +62,119 @@ def test_what_a_failed_provider_held_is_given_back(error, crowded, monkeypatch):
     assert seen[1:] == [True] and server.problem is None
 
 
-@pytest.mark.parametrize(("free", "gives"), [(24, True), (25, False)])
-def test_memory_is_given_back_where_little_is_left(free, gives, monkeypatch):
+@pytest.mark.parametrize(("free", "idle", "gives"), [(24, 3, True), (25, 3, False), (90, 4, True)])
+def test_memory_is_given_back_where_it_is_much_or_little_is_left(free, idle, gives, monkeypatch):
     server, given = prepared("cpu"), []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 + idle)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
     server.share_memory()
     assert not given and not server.shared  # of a CPU nothing is asked
     server.device = torch.device("cuda")
     server.share_memory()
     assert bool(given) == server.shared == gives
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """A server that takes itself for one on a GPU of 100 bytes, large problems for such of a byte, and the list of what it did."""
+    server, did = Server(Eager(), "cpu", 0), []
+    server.device = torch.device("cuda")
+    monkeypatch.setattr(worker, "KEPT_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("given back"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 100))
+    monkeypatch.setattr(server, "measure_memory", lambda *_: did.append("measured") or {})
+    yield server, did
+    gc.unfreeze()
+
+
+def asked(server, do, **fields):
+    return server.answer({"do": do, "task": TASK | {"device": "cpu"} | fields, "samples": 1})
+
+
+def watch(monkeypatch, did):
+    """Say when a problem is made, copied and checked, and what of it is still there; references to its tensors."""
+    tensors, copies = [], []
+    make, copy, check = worker.targets.problem_for, worker.make_work, truth.check
+
+    def made(task):
+        problem = make(task)
+        tensors.extend(map(weakref.ref, (*problem.tensors, *problem.upstream)))
+        return problem
+
+    def copied(*arguments):
+        work = copy(*arguments)
+        copies.append(weakref.ref(work))
+        did.append("copied")
+        return work
+
+    def checked(*arguments):
+        did.append("checked" if all(work() is None for work in copies) else "checked beside copies")
+        return check(*arguments)
+
+    monkeypatch.setattr(worker.targets, "problem_for", made)
+    monkeypatch.setattr(worker, "make_work", copied)
+    monkeypatch.setattr(truth, "check", checked)
+    return tensors
+
+
+def test_a_worker_holds_no_more_of_a_large_problem_than_its_turns_need(shared, monkeypatch):
+    server, did = shared
+    tensors = watch(monkeypatch, did)
+    assert asked(server, "load")["at_once"] == 1
+    assert did == ["given back"] and len(tensors) == 2 and not any(x() is not None for x in tensors)
+    for pass_ in ("fwd", "bwd"):
+        did.clear()
+        tensors.clear()
+        assert asked(server, "prepare", pass_=pass_)["ok"]
+        mine = ["copied", "checked", "given back", "copied", "measured", "given back"]
+        assert did == (mine if pass_ == "fwd" else ["given back", *mine])  # of the pass before, first
+        assert len(tensors) == 2 and not any(x() is not None for x in tensors)
+        for do in ("warm", "round", "round"):
+            assert asked(server, do)["ok"]
+    assert did[len(mine) + 1 :] == []  # nothing is asked of the allocator between turns where there is room
+
+
+def test_small_problems_stay_for_the_other_pass(shared, monkeypatch):
+    server, did = shared
+    monkeypatch.setattr(worker, "KEPT_BYTES", 2**30)
+    tensors = watch(monkeypatch, did)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 2**30))
+    assert asked(server, "load")["at_once"] >= 100
+    assert asked(server, "prepare")["ok"] and asked(server, "prepare", pass_="bwd")["ok"]
+    assert len(tensors) == 2 and all(x() is not None for x in tensors)
+
+
+@pytest.mark.parametrize("status", ["wrong", "missing"])
+def test_who_has_no_turn_holds_nothing_of_a_large_problem(status, shared, monkeypatch):
+    server, did = shared
+
+    def build(self, problem):
+        if status == "missing":
+            raise Unsupported("does not do this")
+        return Run(lambda x: x)
+
+    monkeypatch.setattr(Eager, "build", build)
+    tensors = watch(monkeypatch, did)
+    assert asked(server, "prepare")["status"] == status
+    assert did[-1] == "given back" and server.problem is None and not any(x() is not None for x in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_large_problem_on_the_gpu_leaves_its_copies_alone(pass_, monkeypatch):
+    monkeypatch.setattr(worker, "KEPT_BYTES", 0)
+    monkeypatch.setattr(truth, "MOST_BYTES", 0)
+    server = Server(Eager(), "cuda:0", 0)
+    before = torch.cuda.memory_reserved()
+    task = TASK | {"case": "gelu-4096", "pass_": pass_, "device": "cuda:0"}
+    assert server.answer({"do": "prepare", "task": task})["ok"]
+    size = 4096**2 * 4
+    copies = {"fwd": 1, "bwd": 2}[pass_]
+    assert torch.cuda.memory_reserved() - before <= copies * size + 2**22
+    assert server.answer({"do": "warm"})["ok"] and server.answer({"do": "round", "samples": 2})["ok"]
 
 
 @pytest.mark.gpu

@@ -288,7 +288,8 @@ class Study:
             replies = self._side_by_side(machine.cores(), self.seats, task, "load")
         with self._accounted():
             able = [s for s in self.seats if replies[s.name]["ok"] or replies[s.name].get("crowded")]
-            replies |= self._prepare_all(task, able)
+            fitting = min((reply["at_once"] for reply in replies.values() if "at_once" in reply), default=4)
+            replies |= self._prepare_all(task, able, fitting)
             twin = self._seat_twin(replies)
             seats = [*self.seats, *([twin] if twin else [])]
             if twin is not None:
@@ -331,9 +332,10 @@ class Study:
         self.spent.add(spent.scaled(self.preparing, time.monotonic() - begun))
         self.preparing.clear()
 
-    def _prepare_all(self, task: Task, seats: Sequence[Seat]) -> dict[str, dict[str, Any]]:
-        """The replies of seats that have their inputs. They overlap where cores abound: first calls, never timed rounds."""
-        replies = self._side_by_side(machine.cores() // 4, seats, task, "prepare")
+    def _prepare_all(self, task: Task, seats: Sequence[Seat], fitting: int) -> dict[str, dict[str, Any]]:
+        """The replies of seats that have their inputs. They overlap where cores abound: first calls, never timed rounds.
+        `fitting`: how many checks a GPU has room for."""
+        replies = self._side_by_side(min(machine.cores() // 4, fitting), seats, task, "prepare")
         for seat in seats:  # alone, what did not fit beside the truths that others were making
             if replies[seat.name].get("crowded"):
                 replies[seat.name] = self._prepare(seat, task)

@@ -181,6 +181,7 @@ class CudaTimer:
             start = time.perf_counter_ns()
             work.step(state)
             times.append((time.perf_counter_ns() - start) / 1e3)
+            del state  # or it would be there beside the next, which no sample has
         torch.cuda.synchronize(self.device)
         return median(times)
 

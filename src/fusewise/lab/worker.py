@@ -40,8 +40,13 @@ WARM_UP_SECONDS = 0.3
 #: A turn is at most this long for a provider, as far as the number of samples can help it.
 TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
-#: Below this share of a GPU's memory that is free, nobody keeps what only its own turns need.
-SCARCE = 0.25
+#: Below this share of a GPU's memory that is free, nobody keeps what only its own turns need; and nobody ever more of that
+#: than this share, so that eight of them leave three quarters to the one whose turn it is.
+SCARCE, MUCH = 0.25, 1 / 32
+#: Tensors of more bytes than this are made again for the next pass where they are on a GPU, which takes milliseconds.
+KEPT_BYTES = 2**30
+#: A check takes up to so many times the bytes of the problem's tensors, and what the others have prepared is there, too.
+CHECK_TAKES = 12
 #: What an error says that memory ran out: torch's own, and what else passes it on.
 NO_MEMORY = (
     "OutOfMemoryError",
@@ -94,12 +99,22 @@ class Server:
         )
 
     def answer(self, request: dict[str, Any]) -> Reply:
+        """Do what is asked, and keep no more than what comes next needs."""
+        reply = self.attempt(request)
+        # Only now are the frames gone through which an error came, and the tensors that they held.
+        if reply["status"] == "failed":
+            if not reply["leaving"]:
+                self.forget()
+        elif request["do"] in ("load", "prepare"):
+            self.spare()
+        return reply
+
+    def attempt(self, request: dict[str, Any]) -> Reply:
         """Do what is asked; whatever goes wrong in the provider becomes a status and a reason."""
         try:
             if request["do"] == "load":
                 self.spent = spent.Parts()
-                self.load(Task(**request["task"]))
-                return {"ok": True, "status": "ok"}
+                return {"ok": True, "status": "ok"} | self.neighbours(self.load(Task(**request["task"])))
             if request["do"] == "prepare":
                 self.spent = spent.Parts()
                 return self.prepare(Task(**request["task"]))
@@ -117,8 +132,6 @@ class Server:
             said = f"out of memory: {message(error)}" if crowded else reason(error)
             # After an error of the device every later call in this process fails, too.
             leaving = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
-        if not leaving:  # only now are the frames gone through which the error came, and the tensors that they held
-            self.forget()
         return {"ok": False, "status": "failed", "reason": said, "crowded": crowded, "leaving": leaving}
 
     def foreign_timer(self) -> Timer:
@@ -131,11 +144,33 @@ class Server:
         self.problem = self.prepared = None
         gc.unfreeze()
         gc.collect()
+        self.give_back()
+
+    def spare(self) -> None:
+        """Give back what no turn needs: on a GPU the workers of a study share its memory, and all are there all the time."""
+        if self.device.type == "cuda" and self.problem is not None and self.problem.held() > KEPT_BYTES:
+            self.problem.release()
+            self.problem = None
+            gc.collect()
+        self.give_back()
+        if self.prepared is not None:
+            gc.freeze()  # the collection before each turn looks at what came since, not at all of torch
+
+    def give_back(self) -> None:
+        """What the allocator keeps goes to the other providers. It comes again in calls that are not timed."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def neighbours(self, problem: Problem) -> Reply:
+        """How many workers may prepare the problem side by side, by the memory that they share."""
+        if self.device.type != "cuda":
+            return {}
+        total = torch.cuda.mem_get_info(self.device)[1]
+        return {"at_once": max(1, total // (CHECK_TAKES * max(1, problem.held())))}
+
     def load(self, task: Task) -> Problem:
         """The task's problem, the tensors of the last one kept if only the pass differs."""
+        used = self.prepared is not None or self.problem is not None
         self.prepared = None
         with self.spent.part("inputs"):
             last, self.problem = self.problem, None  # should it have no such pass
@@ -143,7 +178,7 @@ class Server:
                 last.take(task)
                 self.problem = last
                 return last
-            if last is not None:  # in a new process there is nothing to be found, and all of torch to look through
+            if used:  # in a new process there is nothing to be found, and all of torch to look through
                 del last
                 self.forget()
             self.problem = targets.problem_for(task)
@@ -165,6 +200,7 @@ class Server:
         reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
         reply |= {"versions": self.provider.versions(), "shape": problem.shape(), "calls_per_sample": calls}
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
+        del work  # its copies of the tensors are made again, beside none of what the check takes
         if run.checked:
             with self.spent.part("truth"):
                 verdict = truth.check(problem, run, self.truths)
@@ -177,13 +213,11 @@ class Server:
             if verdict.reason:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
         with self.spent.part("measuring"):
-            reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what the truth took, for the providers that are still to prepare
+            self.give_back()  # what the check took, or a part of it would be the copies' and the rest stay with them
             work = make_work(problem, run, calls)
+            reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
         timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
         self.prepared = Prepared(work, calls, timer)
-        gc.freeze()  # the collection before each turn looks at what came since, not at all of torch
         return reply | {"prepare_s": time.perf_counter() - start}
 
     def warm(self) -> Reply:
@@ -219,12 +253,13 @@ class Server:
         return {"ok": True, "status": "ok"} | turn.to_json()
 
     def share_memory(self) -> None:
-        """Give what the allocator keeps for the next turn back, where little is left for the other providers'."""
+        """Give what the allocator keeps for the next turn back, where it is much or little is left for the others' turns."""
         self.shared = False
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            if free < SCARCE * total:
-                torch.cuda.empty_cache()
+            idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if free < SCARCE * total or idle > MUCH * total:
+                self.give_back()
                 self.shared = True
 
     def _ready(self) -> Prepared:
