@@ -218,17 +218,31 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("hidden", [4096, 8200])  # of 16 elements a multiple, and of 8
 @pytest.mark.parametrize("summed", [True, False])
-def test_the_elementwise_kernel_moves_16_bytes_a_thread(summed: bool) -> None:
-    preact, dy = empty(16384, 8192), empty(16384, 4096)
+def test_the_elementwise_kernel_moves_16_bytes_a_thread(summed: bool, hidden: int) -> None:
+    preact, dy = empty(16384, 2 * hidden), empty(16384, hidden)
     halves = split_preact(preact, STACKED)
-    sums = empty(132, 2, 4096, dtype=torch.float32) if summed else None
-    config = _gluon.choose_gate(16384, 4096, 132, sums=summed)
+    sums = empty(132, 2, hidden, dtype=torch.float32) if summed else None
+    config = _gluon.choose_gate(16384, hidden, 132, sums=summed)
     _, arguments = _gluon.gate_arguments(dy, halves, halves, config, "gelu_tanh", sums)
     stack, _, instructions = machine_code(compiled(_gluon.gate_gradient_kernel, arguments))
     moved = Counter(name for name in instructions.elements() if name.startswith(("LDG", "STG")))
     assert stack == 0 and all(name.endswith(".128") for name in moved), moved
     assert sum(n for name, n in moved.items() if name.startswith("LDG")) == 6  # this block's and the next one's
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+def test_where_rows_are_not_aligned_threads_of_a_warp_are_neighbours() -> None:
+    """Each moves an element at a time, so it is the warp that must touch whole sectors of memory."""
+    preact, dy = empty(16384, 8190), empty(16384, 4095)
+    halves = split_preact(preact, STACKED)
+    config = _gluon.choose_gate(16384, 4095, 132, sums=False)
+    _, arguments = _gluon.gate_arguments(dy, halves, halves, config, "gelu_tanh", None)
+    kernel = compiled(_gluon.gate_gradient_kernel, arguments)
+    stack, _, instructions = machine_code(kernel)
+    assert stack == 0 and instructions["LDG.E.U16"] == 48, instructions
+    assert "sizePerThread = [1, 1], threadsPerWarp = [1, 32]" in kernel.asm["ttgir"]
 
 
 # On the GPU.

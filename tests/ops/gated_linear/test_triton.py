@@ -236,10 +236,11 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("hidden", [4096, 8200])  # of 16 elements a multiple, and of 8
 @pytest.mark.parametrize("forward", [True, False])
-def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool) -> None:
-    config = _triton.choose_gate(16384, 4096, 132)
-    preact, dy = empty(16384, 8192, dtype=torch.bfloat16), empty(16384, 4096, dtype=torch.bfloat16)
+def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool, hidden: int) -> None:
+    config = _triton.choose_gate(16384, hidden, 132)
+    preact, dy = empty(16384, 2 * hidden, dtype=torch.bfloat16), empty(16384, hidden, dtype=torch.bfloat16)
     halves = split_preact(preact, SPEC)
     if forward:
         _, arguments = _triton.forward_gate_arguments(*halves, dy, config, "silu")
@@ -250,3 +251,37 @@ def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool) -> None:
     stack, _ = resources(kernel)
     moves = Counter(re.findall(r"\b(?:LDG|STG)\.E[.\w]*?\.?(128|64|U16)?\b", kernel.asm["sass"]))
     assert stack == 0 and moves["128"] == (3 if forward else 5) and not moves["U16"], moves
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+def test_without_tma_products_move_16_bytes_a_thread() -> None:
+    """D and F multiples of 8, but not of 16."""
+    config = _triton.Config(64, 64, 64, 4, 4)
+    x, weight, y = (empty(*shape, dtype=torch.bfloat16) for shape in ((4096, 1032), (2 * 4104, 1032), (4096, 4104)))
+    _, arguments = _triton.linear_arguments(
+        x, Halves.of(SPEC, weight), config, 132, epilogue="y", activation="silu", tma=False, y=y, preact=None, dy=None,
+        dbias=None,
+    )  # fmt: skip
+    kernel = compiled(_triton.gated_linear_kernel, config, arguments)
+    moves = set(re.findall(r"\b(?:LDGSTS|LDG|STG)\.[.\w]*", kernel.asm["sass"]))
+    assert moves == {"LDGSTS.E.BYPASS.128", "STG.E.128"}, moves
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize(
+    ("columns", "stride", "to_columns", "to_stride", "width"),
+    [(2049, 2049, 2056, 2112, "U16"), (2056, 2056, 2049, 2049, "U16"), (2052, 2052, 2056, 2112, "64"), (2056, 2112, 2056, 2056, "128")],
+)  # fmt: skip
+def test_a_copy_is_of_neighbours_many_at_once(
+    columns: int, stride: int, to_columns: int, to_stride: int, width: str
+) -> None:
+    """As wide as both sides allow, without shared memory, all 16 elements of a thread on their way before the first arrives."""
+    x, to = (empty(8192, n, dtype=torch.bfloat16) for n in (stride, to_stride))
+    _, arguments = _triton.copy_arguments(x[:, :columns], to[:, :to_columns])
+    kernel = compiled(_triton.copy_kernel, _triton.COPY, arguments)
+    stack, _ = resources(kernel)
+    moves = re.findall(r"\b((?:LDG|STG|LDS|STS)\.[.\w]*)", kernel.asm["sass"])
+    times = 16 // {"U16": 1, "64": 4, "128": 8}[width]
+    assert stack == 0 and moves == [f"LDG.E.{width}"] * times + [f"STG.E.{width}"] * times, moves
+    each = 1 if width == "U16" else int(width) // 16
+    assert f"sizePerThread = [1, {each}], threadsPerWarp = [1, 32]" in kernel.asm["ttgir"]

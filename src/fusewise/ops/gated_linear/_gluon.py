@@ -22,7 +22,7 @@ from . import _gluon_few as few
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import Halves, Preact, Spec, describable, split_preact
+from ._problem import Halves, Preact, Spec, describable, split_preact, unit
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
@@ -352,11 +352,12 @@ def gate_arguments(
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
+    step = unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
-        "M": rows, "F": hidden, "rows": config.rows, "stride_preact": preact[0].stride(0), "stride_dy": dy.stride(0),
-        "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation, "BIAS_GRAD": sums is not None,
-        "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "M": rows, "F": hidden // step, "rows": config.rows, "stride_preact": preact[0].stride(0) // step,
+        "stride_dy": dy.stride(0) // step, "stride_dpreact": dpreact[0].stride(0) // step, "ACTIVATION": activation,
+        "BIAS_GRAD": sums is not None, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "UNIT": step,
     }  # fmt: skip
 
 

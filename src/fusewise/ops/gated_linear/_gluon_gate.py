@@ -78,15 +78,18 @@ def _load_gate(u_ptr, g_ptr, dy_ptr, row, column, stride_preact, stride_dy, mask
 @gluon.jit(do_not_specialize=["M", "rows"])
 def gate_gradient_kernel(
     u_ptr, g_ptr, dy_ptr, du_ptr, dg_ptr, dbias_ptr, M, F, rows, stride_preact, stride_dy, stride_dpreact,
-    ACTIVATION: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """du and dg from u, g and dy in memory, `rows` rows and BLOCK_F columns a program, BLOCK_M rows at a time, eight columns a
-    thread. du and dg may be u and g themselves."""
+    thread, as many at once as UNIT says, in which F and strides are given: where rows are not aligned to 16 bytes it is the
+    threads of a warp that are neighbours. du and dg may be u and g themselves."""
     COLUMNS: gl.constexpr = BLOCK_F // 8  # of threads; those of a warp side by side first
     ACROSS: gl.constexpr = min(COLUMNS, 32)
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // ACROSS, ACROSS], [gl.num_warps() * ACROSS // COLUMNS, COLUMNS // ACROSS], [1, 0]
+        [1, UNIT], [32 // ACROSS, ACROSS], [gl.num_warps() * ACROSS // COLUMNS, COLUMNS // ACROSS], [1, 0]
     )
+    F = F * UNIT
+    stride_preact, stride_dy, stride_dpreact = stride_preact * UNIT, stride_dy * UNIT, stride_dpreact * UNIT
     tiles_f = gl.cdiv(F, BLOCK_F)
     tile_m = gl.program_id(0) // tiles_f
     offs_f = gl.program_id(0) % tiles_f * BLOCK_F + gl.arange(0, BLOCK_F, layout=gl.SliceLayout(0, layout))

@@ -141,6 +141,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def unit(*matrices: Tensor) -> int:
+    """Elements, up to 16 bytes, of which starts, rows and columns of all these matrices are multiples; 1 if a start is not aligned
+    to 16 bytes. Kernels are told sizes and strides in it: Triton sees only whether 16 divides a number, and of multiples of 8
+    would move an element at a time."""
+    size = matrices[0].element_size()
+    if any(x.data_ptr() % 16 for x in matrices):
+        return 1
+    return math.gcd(16 // size, *(n for x in matrices for n in (x.shape[1], x.stride(0))))
+
+
 def describable(x: Tensor) -> bool:
     """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
     rows, columns = x.stride()

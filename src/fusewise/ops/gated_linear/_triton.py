@@ -16,8 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
-from ._problem import Halves, Preact, Spec, describable, split_preact
-from ._triton_kernel import down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
+from ._problem import Halves, Preact, Spec, describable, split_preact, unit
+from ._triton_kernel import copy_kernel, down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
 
 SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
 INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
@@ -44,6 +44,10 @@ class GateConfig:
     block_m: int
     block_f: int
     num_warps: int = 4
+
+
+#: How matrices are copied: 16 elements a thread on their way at once.
+COPY = GateConfig(8, 8, 512, 8)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,8 +207,13 @@ def linear_arguments(
     def optional(t: Tensor | None) -> Any:
         return x if t is None else matrix(t, out)
 
+    def stride(t: Tensor | None) -> int:
+        return 0 if t is None else t.stride(0) // step
+
     u, g = (None, None) if preact is None else preact
     bias = halves.value_bias is not None and halves.gate_bias is not None
+    matrices = [t for t in (x, halves.value, halves.gate, y, u, g, dy) if t is not None]
+    step = 1 if tma else unit(*matrices)
     return grid, {
         "x_ptr": matrix(x, (config.block_m, config.block_d)),
         "w_value_ptr": matrix(halves.value, (config.block_f, config.block_d)),
@@ -212,19 +221,16 @@ def linear_arguments(
         "b_value_ptr": halves.value_bias if bias else x, "b_gate_ptr": halves.gate_bias if bias else x,
         "y_ptr": optional(y), "u_ptr": optional(u), "g_ptr": optional(g), "dy_ptr": optional(dy),
         "dbias_ptr": x if dbias is None else dbias,
-        "M": rows, "F": hidden, "D": features, "stride_x": x.stride(0), "stride_w_value": halves.value.stride(0),
-        "stride_w_gate": halves.gate.stride(0), "stride_b_value": _step(halves.value_bias),
-        "stride_b_gate": _step(halves.gate_bias), "stride_y": 0 if y is None else y.stride(0),
-        "stride_preact": 0 if u is None else u.stride(0), "stride_dy": 0 if dy is None else dy.stride(0), "programs": grid,
+        "M": rows, "F": hidden // step, "D": features // step, "stride_x": x.stride(0) // step,
+        "stride_w_value": halves.value.stride(0) // step, "stride_w_gate": halves.gate.stride(0) // step,
+        "stride_b_value": 0 if halves.value_bias is None else halves.value_bias.stride(0),
+        "stride_b_gate": 0 if halves.gate_bias is None else halves.gate_bias.stride(0), "stride_y": stride(y),
+        "stride_preact": stride(u), "stride_dy": stride(dy), "programs": grid,
         "EPILOGUE": epilogue, "ACTIVATION": activation, "HAS_BIAS": bias, "BIAS_GRAD": dbias is not None,
         "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "BLOCK_D": config.block_d, "GROUP_M": config.group_m, "SPLIT": config.split,
         "EVEN_D": features % config.block_d == 0, "TMA": tma, "PRECISION": "tf32" if kind(x) == "tf32" else "ieee",
-        "UPCAST": INTERPRETED and x.dtype == torch.bfloat16,
+        "UPCAST": INTERPRETED and x.dtype == torch.bfloat16, "UNIT": step,
     }  # fmt: skip
-
-
-def _step(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.stride(0)
 
 
 def _launch(kernel: Any, grid: int, config: Config | GateConfig, arguments: dict[str, Any], device: int) -> None:
@@ -328,11 +334,13 @@ def gate_arguments(
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
+    step = unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1],
-        "dbias_ptr": dy if dbias is None else dbias, "M": rows, "F": hidden, "stride_preact": preact[0].stride(0),
-        "stride_dy": dy.stride(0), "stride_dpreact": dpreact[0].stride(0), "ACTIVATION": activation,
-        "BIAS_GRAD": dbias is not None, "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "dbias_ptr": dy if dbias is None else dbias, "M": rows, "F": hidden // step,
+        "stride_preact": preact[0].stride(0) // step, "stride_dy": dy.stride(0) // step,
+        "stride_dpreact": dpreact[0].stride(0) // step, "ACTIVATION": activation, "BIAS_GRAD": dbias is not None,
+        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "UNIT": step,
     }  # fmt: skip
 
 
@@ -367,9 +375,11 @@ def forward_gate_arguments(
 ) -> tuple[int, dict[str, Any]]:
     """The grid size and all arguments of `gate_kernel`."""
     rows, hidden = u.shape
+    step = unit(u, g, y)
     return triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f), {
-        "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden, "stride_u": u.stride(0), "stride_y": y.stride(0),
-        "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden // step, "stride_u": u.stride(0) // step,
+        "stride_y": y.stride(0) // step, "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "UNIT": step,
     }  # fmt: skip
 
 
@@ -383,6 +393,24 @@ def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor,
     _launch(gate_gradient_kernel, grid, config, arguments, device)
 
 
+def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
+    """The grid size and all arguments of `copy_kernel`."""
+    (rows, columns), (to_rows, to_columns) = x.shape, to.shape
+    step = unit(x, to)
+    return triton.cdiv(to_rows, COPY.block_m) * triton.cdiv(to_columns, COPY.block_f), {
+        "from_ptr": x, "to_ptr": to, "rows": rows, "columns": columns // step, "to_rows": to_rows,
+        "to_columns": to_columns // step, "stride": x.stride(0) // step, "to_stride": to.stride(0) // step,
+        "BLOCK_M": COPY.block_m, "BLOCK_C": COPY.block_f, "UNIT": step,
+    }  # fmt: skip
+
+
+def copy_into(x: Tensor, to: Tensor) -> None:
+    """As in `reference.py`."""
+    if to.numel():
+        grid, arguments = copy_arguments(x, to)
+        _launch(copy_kernel, grid, COPY, arguments, to.get_device())
+
+
 def down_arguments(
     dz: Tensor, w_down: Tensor, preact: tuple[Tensor, Tensor], y: Tensor, dpreact: tuple[Tensor, Tensor], config: Config,
     processors: int, *, activation: str, tma: bool, dbias: Tensor | None,
@@ -392,16 +420,18 @@ def down_arguments(
     hidden = w_down.shape[1]
     grid, out = _programs(config, rows, hidden, processors)
     matrix = _matrices(tma)
+    step = 1 if tma else unit(dz, w_down, *preact, y, *dpreact)
     return grid, {
         "dz_ptr": matrix(dz, (config.block_m, config.block_d)), "w_ptr": matrix(w_down, (config.block_d, config.block_f)),
         "u_ptr": matrix(preact[0], out), "g_ptr": matrix(preact[1], out), "y_ptr": matrix(y, out),
         "du_ptr": matrix(dpreact[0], out), "dg_ptr": matrix(dpreact[1], out), "dbias_ptr": dz if dbias is None else dbias,
-        "M": rows, "F": hidden, "OUT": outputs, "stride_dz": dz.stride(0), "stride_w": w_down.stride(0),
-        "stride_preact": preact[0].stride(0), "stride_y": y.stride(0), "stride_dpreact": dpreact[0].stride(0),
+        "M": rows, "F": hidden // step, "OUT": outputs // step, "stride_dz": dz.stride(0) // step,
+        "stride_w": w_down.stride(0) // step, "stride_preact": preact[0].stride(0) // step,
+        "stride_y": y.stride(0) // step, "stride_dpreact": dpreact[0].stride(0) // step,
         "programs": grid, "ACTIVATION": activation, "BIAS_GRAD": dbias is not None,
         "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "BLOCK_O": config.block_d, "GROUP_M": config.group_m, "SPLIT": config.split,
         "EVEN_OUT": outputs % config.block_d == 0, "TMA": tma, "PRECISION": "tf32" if kind(dz) == "tf32" else "ieee",
-        "UPCAST": INTERPRETED and dz.dtype == torch.bfloat16,
+        "UPCAST": INTERPRETED and dz.dtype == torch.bfloat16, "UNIT": step,
     }  # fmt: skip
 
 

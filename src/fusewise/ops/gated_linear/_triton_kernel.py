@@ -14,7 +14,8 @@ Products are accumulated, and everything after them computed, in float32, rounde
 the bias are one row a tile, added up afterwards: no atomics, the same bits every time. Programs walk over tiles in
 groups of GROUP_M rows of tiles, so that what they read together stays in the cache. Where TMA is set the matrices
 arrive as tensor descriptors, which load and store past no edge; else through pointers with masks. Where SPLIT is set the
-epilogue takes one half of the columns after the other, which keeps it out of spilled registers.
+epilogue takes one half of the columns after the other, which keeps it out of spilled registers. Sizes of columns and strides
+of rows are given in units of UNIT elements (see `unit` in `_problem.py`).
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _linear_name(proxy: Any) -> str:
 
 def _linear_metadata(grid: Any, kernel: Any, a: dict[str, Any]) -> dict[str, Any]:
     """What a launch computes, for profilers."""
-    return {"name": kernel.name, "flops": 4 * a["M"] * a["F"] * a["D"]}
+    return {"name": kernel.name, "flops": 4 * a["M"] * a["F"] * a["D"] * a["UNIT"] ** 2}
 
 
 @triton.jit(repr=_linear_name, launch_metadata=_linear_metadata, do_not_specialize=["M", "programs"])
@@ -189,9 +190,12 @@ def gated_linear_kernel(
     programs,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_D: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_D: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """EPILOGUE "y" writes y; "preact" writes y, u and g; "gradient" reads dy and writes du and dg to u_ptr and g_ptr."""
+    F, D, stride_x, stride_y = F * UNIT, D * UNIT, stride_x * UNIT, stride_y * UNIT
+    stride_w_value, stride_w_gate = stride_w_value * UNIT, stride_w_gate * UNIT
+    stride_preact, stride_dy = stride_preact * UNIT, stride_dy * UNIT
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_f = tl.cdiv(F, BLOCK_F)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_f, programs):
@@ -234,8 +238,11 @@ def gate_gradient_kernel(
     u_ptr, g_ptr, dy_ptr, du_ptr, dg_ptr, dbias_ptr,
     M, F, stride_preact, stride_dy, stride_dpreact,
     ACTIVATION: tl.constexpr, BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows and BLOCK_F columns a program, BLOCK_M rows at a time. du and dg may be u and g themselves."""
+    F = F * UNIT
+    stride_preact, stride_dy, stride_dpreact = stride_preact * UNIT, stride_dy * UNIT, stride_dpreact * UNIT
     tiles_f = tl.cdiv(F, BLOCK_F)
     tile_m = tl.program_id(0) // tiles_f
     offs_f = tl.program_id(0) % tiles_f * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -260,9 +267,11 @@ def gate_gradient_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def gate_kernel(
-    u_ptr, g_ptr, y_ptr, M, F, stride_u, stride_y, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+    u_ptr, g_ptr, y_ptr, M, F, stride_u, stride_y,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """y = u · act(g), BLOCK_M rows and BLOCK_F columns a program."""
+    F, stride_u, stride_y = F * UNIT, stride_u * UNIT, stride_y * UNIT
     tiles_f = tl.cdiv(F, BLOCK_F)
     offs_m = tl.program_id(0) // tiles_f * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_f = tl.program_id(0) % tiles_f * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -272,6 +281,21 @@ def gate_kernel(
     g = tl.load(g_ptr + row * stride_u + offs_f[None, :], mask, 0.0).to(tl.float32)
     a, _ = _activate(g, ACTIVATION)
     tl.store(y_ptr + row * stride_y + offs_f[None, :], (u * a).to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "to_rows", "to_columns", "stride", "to_stride"])
+def copy_kernel(
+    from_ptr, to_ptr, rows, columns, to_rows, to_columns, stride, to_stride,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """The first matrix into the second, as far as that goes; zeros where it goes on. Where rows are not aligned an element is
+    moved at a time, but by threads that are neighbours, and many at once."""
+    columns, stride, to_columns, to_stride = columns * UNIT, stride * UNIT, to_columns * UNIT, to_stride * UNIT
+    tiles_c = tl.cdiv(to_columns, BLOCK_C)
+    row = (tl.program_id(0) // tiles_c * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) % tiles_c * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    block = tl.load(from_ptr + row * stride + column, (row < rows) & (column < columns), 0.0)
+    tl.store(to_ptr + row * to_stride + column, block, (row < to_rows) & (column < to_columns))
 
 
 def _down_name(proxy: Any) -> str:
@@ -285,9 +309,11 @@ def down_gradient_kernel(
     M, F, OUT, stride_dz, stride_w, stride_preact, stride_y, stride_dpreact, programs,
     ACTIVATION: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_O: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """dy = dz W_down, (M, OUT) by (OUT, F); du and dg may be u and g themselves."""
+    F, OUT, stride_dz, stride_w = F * UNIT, OUT * UNIT, stride_dz * UNIT, stride_w * UNIT
+    stride_preact, stride_y, stride_dpreact = stride_preact * UNIT, stride_y * UNIT, stride_dpreact * UNIT
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_f = tl.cdiv(F, BLOCK_F)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_f, programs):

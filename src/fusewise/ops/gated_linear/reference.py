@@ -122,6 +122,14 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
     _write(dy, u, g, dpreact, spec, dbias)
 
 
+def copy_into(x: Tensor, to: Tensor) -> None:
+    """x (rows, columns) into another matrix, as far as that goes, zeros where it goes on; see `_products.py`."""
+    rows, columns = min(x.shape[0], to.shape[0]), min(x.shape[1], to.shape[1])
+    if to.shape != (rows, columns):
+        to.zero_()
+    to[:rows, :columns].copy_(x[:rows, :columns])
+
+
 def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
     to = compute_dtype(u)
     y.copy_(u.to(to) * ACTIVATE[activation](g.to(to)))
