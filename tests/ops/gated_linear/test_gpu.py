@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusewise.ops.gated_linear import geglu_linear
+from fusewise.lab.truth import errors
+from fusewise.ops.gated_linear import _autograd, geglu_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +59,32 @@ def test_training_holds_and_peaks_as_the_contract_says(save: str, held: int, pea
     returned = dx + dbias + (dweight // 2 if save == "preact" else dweight)
     sums = 2 * hidden * 4 * (rows // 64 + 2)
     assert peak_above(before) <= peak * size + returned + sums + 2**21
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("save", ["preact", "input"])
+@pytest.mark.parametrize(("features", "hidden"), [(257, 512), (260, 520), (256, 515), (257, 515)])
+def test_rows_that_are_not_aligned(
+    features: int, hidden: int, save: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x, weights, y, pre-activations, their gradient and dW, each in turn, at the size from which they are copied."""
+    monkeypatch.setattr(_autograd, "LARGE_BYTES", 0 if large else _autograd.LARGE_BYTES)
+    inputs = make(600, features, hidden, True)
+    dy = torch.randn(600, hidden, device="cuda", dtype=torch.bfloat16)
+
+    def outcome(of: Any, inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+        y = of(*inputs)
+        return (y.detach(), *torch.autograd.grad(y, inputs, dy))
+
+    def usual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        value, gate = functional.linear(x, weight, bias).chunk(2, -1)
+        return value * functional.gelu(gate, approximate="tanh")
+
+    found, other = outcome(lambda *a: geglu_linear(*a, save=save), inputs, dy), outcome(usual, inputs, dy)
+    double = tuple(t.detach().double().requires_grad_() for t in inputs)
+    for mine, eagers, true in zip(found, other, outcome(usual, double, dy.double()), strict=True):
+        a, b, band = errors([mine], [true]), errors([eagers], [true]), 3 * torch.finfo(torch.bfloat16).eps / 2
+        assert mine.is_contiguous() and a.max <= 2 * b.max + band and a.rms <= 2 * b.rms + band, (a, b)
 
 
 def test_a_cuda_graph_replays_on_new_values() -> None:

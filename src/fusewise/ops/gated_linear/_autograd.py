@@ -3,7 +3,7 @@
     du = dy · act(g)        dx = du W_value + dg W_gate      dW_value = duᵀ x     db_value = Σ_M du
     dg = dy · u · act'(g)                                    dW_gate  = dgᵀ x     db_gate  = Σ_M dg
 
-The operators make du and dg; what is left are plain matrix products. A gradient that is itself to be differentiated is
+The operators make du and dg; what is left are plain matrix products (`_products.py`). A gradient that is itself to be differentiated is
 taken by the formula in `reference.py`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _op, reference
+from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
 #: From this size of both pre-activations on, a call takes more care of memory than of one product more: they are two
@@ -66,11 +66,16 @@ def wants_formula(dy: Tensor) -> bool:
 def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:
     """dx (M, D) from the gradient of the pre-activations."""
     if spec.fused:
-        return torch.mm(dpreact, weight.view(-1, weight.shape[-1]))
-    value, gate = (weight, weight_gate) if weight_gate is not None else _value_and_gate(weight, spec)
-    assert gate is not None
-    du, dg = dpreact
-    return torch.mm(du, value).addmm_(dg, gate)
+        dx = _products.product(dpreact, weight.view(-1, weight.shape[-1]))
+        return _products.cropped(dx, dpreact.shape[0], weight.shape[-1])
+    halves = Halves.of(spec, weight, weight_gate)
+    return _input_gradient_apart(list(dpreact), halves)
+
+
+def _input_gradient_apart(parts: Sequence[Tensor], halves: Halves) -> Tensor:
+    dx = _products.product(parts[0], halves.value)
+    dx = _products.product(parts[1], halves.gate, dx)
+    return _products.cropped(dx, parts[0].shape[0], halves.value.shape[1])
 
 
 def weight_gradient(
@@ -78,16 +83,21 @@ def weight_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of a weight in one tensor and None, or those of value and gate that are wanted."""
     if spec.fused:
-        return torch.mm(dpreact.mT, x).view(weight.shape), None
+        dweight = _products.transposed(dpreact, x)
+        return _products.cropped(dweight, dpreact.shape[1], x.shape[1]).view(weight.shape), None
     du, dg = dpreact
+    size = du.shape[1], x.shape[1]
+    x = _products.operand(x)
     if spec.layout == "separate":
-        return torch.mm(du.mT, x) if wants[0] else None, torch.mm(dg.mT, x) if wants[1] else None
+        made = (_products.transposed(d, x) if wanted else None for d, wanted in zip((du, dg), wants, strict=True))
+        dvalue, dgate = (None if dw is None else _products.cropped(dw, *size) for dw in made)
+        return dvalue, dgate
     # DTensors have no product into a given tensor before torch 2.13, torch.compile none into strided rows.
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return joined(torch.mm(du.mT, x), torch.mm(dg.mT, x), weight, spec)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for to, part in zip(_value_and_gate(dweight, spec), (du, dg), strict=True):
-        torch.mm(part.mT, x, out=to)
+        _products.transposed(part, x, to)
     return dweight, None
 
 
@@ -125,6 +135,9 @@ class GatedLinear(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
+        elif _products.pads(x_MD) and hidden % _products.UNIT:  # what is behind their rows makes them aligned
+            kept = [_products.whole_room(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
+            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in kept])
         elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:
             kept = x_MD.new_empty((x_MD.shape[0], hidden)), x_MD.new_empty((x_MD.shape[0], hidden))
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *kept)
@@ -152,8 +165,10 @@ class GatedLinear(torch.autograd.Function):
         if len(kept) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(kept) == 2:
-            parts = kept if overwrites else [part.clone() for part in kept]
-            dbias = _op.op_grad_(dy_MF, *parts, text, impl, wants_bias)
+            parts = list(kept) if overwrites else [part.clone() for part in kept]
+            if not _products.pads(x_MD):
+                parts = [part[:, : dy_MF.shape[1]] for part in parts]
+            dbias = _op.op_grad_(dy_MF, *[part[:, : dy_MF.shape[1]] for part in parts], text, impl, wants_bias)
             del kept
             return *_products_apart(ctx, x, x_MD, weight, weight_gate, bias, parts, dbias, spec), None, None, None
         if len(kept) == 0:
@@ -181,6 +196,8 @@ def _backward_by_slices(
     dbias = _op.new_dbias(x_MD, hidden, wants_bias)
     to_weight = None if dweights[0] is None else Halves.of(spec, dweights[0], dweights[1])
     middle = (hidden // 2 + 127) // 128 * 128
+    whole_x = _products.operand(x_MD)
+    x_MD = whole_x[:, : x_MD.shape[1]]
     for part in [slice(0, hidden)] if middle >= hidden else [slice(0, middle), slice(middle, hidden)]:
         parts = [None if t is None else t[part] for t in (halves.value_bias, halves.gate_bias)]
         dpreact, sums = _op.op_recompute_grad(
@@ -189,14 +206,16 @@ def _backward_by_slices(
         with reference.exact(x):
             for i, half in enumerate((halves.value[part], halves.gate[part])):
                 if wants[0]:
-                    dx = torch.mm(dpreact[i], half) if dx is None else dx.addmm_(dpreact[i], half)
+                    dx = _products.product(dpreact[i], half, dx)
                 if to_weight is not None:
-                    torch.mm(dpreact[i].mT, x_MD, out=(to_weight.value, to_weight.gate)[i][part])
+                    _products.transposed(dpreact[i], whole_x, (to_weight.value, to_weight.gate)[i][part])
         if wants_bias:
             dbias[:, part] = sums
         del dpreact  # before the next is allocated
     dbiases = bias_gradient(dbias, bias, spec) if wants_bias else (None, None)
-    return None if dx is None else dx.view(x.shape), dweights[0], dweights[1], *dbiases
+    if dx is not None:
+        dx = _products.cropped(dx, *x_MD.shape).view(x.shape)
+    return dx, dweights[0], dweights[1], *dbiases
 
 
 def _products_apart(
@@ -212,19 +231,22 @@ def _products_apart(
     dweights: list[Tensor | None] = [None, None]
     with reference.exact(x_MD):
         if wants[0]:
-            dx = torch.mm(parts[0], halves.value).addmm_(parts[1], halves.gate).view(x.shape)
+            dx = _input_gradient_apart(parts, halves).view(x.shape)
+        if wants[1] or wants[2]:
+            x_MD = _products.operand(x_MD)
         if weight_gate is not None:
             for i in range(2):
                 du_or_dg = parts.pop(0)
-                dweights[i] = torch.mm(du_or_dg.mT, x_MD) if wants[1 + i] else None
+                if wants[1 + i]:
+                    dweights[i] = _products.cropped(_products.transposed(du_or_dg, x_MD), *weight.shape)
                 del du_or_dg
         elif wants[1]:
-            of_value = torch.mm(parts.pop(0).mT, x_MD)
+            of_value = _products.transposed(parts.pop(0), x_MD)
             dweights[0] = dweight = _new_like(weight)
             to = Halves.of(spec, dweight)
-            to.value.copy_(of_value)
+            _products.put(of_value, to.value)
             del of_value
-            torch.mm(parts.pop().mT, x_MD, out=to.gate)
+            _products.transposed(parts.pop(), x_MD, to.gate)
     dbiases: tuple[Tensor | None, Tensor | None] = (None, None)
     if bias is not None and (wants[3] or wants[4]):
         dbiases = bias_gradient(dbias, bias, spec)

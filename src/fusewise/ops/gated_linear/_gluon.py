@@ -23,11 +23,11 @@ from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
 from ._problem import Halves, Preact, Spec, describable, split_preact, unit
+from ._products import put, room
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
 NUM_WARPS = 4
-UNIT = 8  # columns: 16 bytes, to which TMA needs starts and rows aligned
 ALIGNED = "TMA needs matrices whose starts and rows are aligned to 16 bytes"
 FEW_ROWS = 64  # to which, with gradients, its tiles are left mostly empty
 PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
@@ -141,16 +141,13 @@ def _odd(hidden: int, matrices: tuple[Tensor, ...]) -> bool:
 
 def _room(x: Tensor) -> Tensor:
     """x itself where TMA can describe it, else memory in which it can."""
-    if describable(x):
-        return x
-    columns = x.shape[1]
-    return x.new_empty((x.shape[0], triton.cdiv(columns, UNIT) * UNIT))[:, :columns]
+    return x if describable(x) else room(x, *x.shape)
 
 
 def _brought(x: Tensor) -> Tensor:
     """x, or a copy of it that TMA can describe."""
-    room = _room(x)
-    return x if room is x else room.copy_(x)
+    to = _room(x)
+    return x if to is x else put(x, to)
 
 
 def _each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor | None]:
@@ -231,8 +228,8 @@ def _launch(
     x, value = _brought(x), _brought(value)
     gate, *read = _each(_brought, gate, *inputs)
     written = (y, *(outputs or (None, None)))
-    room = tuple(_each(_room, *written))
-    matrices = (x, value, gate, *room, *read)
+    made = tuple(_each(_room, *written))
+    matrices = (x, value, gate, *made, *read)
     pointers = (*bias, sums)
     key = (
         epilogue, activation, device, x.dtype, TUNED.state,
@@ -244,13 +241,13 @@ def _launch(
         found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
             x, value, gate, found or choose(epilogue), _processors(device), epilogue=epilogue, activation=activation,
-            hidden=hidden, y=room[0], outputs=room[1:], inputs=read, bias=bias, sums=sums,
+            hidden=hidden, y=made[0], outputs=made[1:], inputs=read, bias=bias, sums=sums,
         )  # fmt: skip
 
     _start(gated_linear_kernel, key, device, matrices, pointers, called)
-    for to, made in zip(written, room, strict=True):
-        if to is not None and made is not None and to is not made:
-            to.copy_(made)
+    for to, of in zip(written, made, strict=True):
+        if to is not None and of is not None and to is not of:
+            put(of, to)
     if dbias is not None and sums is not None:
         _add_up(sums, dbias)
 

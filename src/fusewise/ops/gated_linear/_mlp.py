@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from . import _autograd, _op, reference
+from . import _autograd, _op, _products, reference
 from ._problem import Halves, Spec, rows
 
 
@@ -33,7 +32,7 @@ class GatedMLP(torch.autograd.Function):
         ctx.save_for_backward(x, *weights, w_down, preact)
         ctx.rest = text, impl
         with reference.exact(x):
-            z = functional.linear(y, w_down, b_down)
+            z = _products.linear(y, w_down, b_down)
         return _autograd.shaped(z, x)
 
     @staticmethod
@@ -60,7 +59,7 @@ class GatedMLP(torch.autograd.Function):
         dw_down = db_down = None
         with reference.exact(x):
             if wants[5]:
-                dw_down = torch.mm(dz_MO.mT, y)
+                dw_down = _products.cropped(_products.transposed(dz_MO, y), *w_down.shape)
             del y  # before the other gradients are allocated
             if wants[6]:
                 db_down = dz_MO.sum(0, dtype=dz.dtype)
@@ -91,4 +90,4 @@ def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str,
         return _autograd.apply_function(GatedMLP, x, *weights, *down, text, impl, save)
     y = _op.op_gated_linear(rows(x), *weights, text, impl)
     with reference.exact(x):
-        return _autograd.shaped(functional.linear(y, *down), x)
+        return _autograd.shaped(_products.linear(y, *down), x)

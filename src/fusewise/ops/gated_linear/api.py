@@ -96,6 +96,7 @@ def gated_linear(
     with `save="input"` (F where that would be 256 MiB or more), and none with `save="preact"` unless the graph is
     retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed
     order, by partial sums (2F for every 32 rows or more of a large problem): bitwise reproducible, no atomics.
+    On a GPU, in 16 bits, what has rows that are no multiples of 16 bytes is copied besides (docs/gated-linear.md).
 
     Differentiable any number of times; a backward with `create_graph=True` or `is_grads_batched=True`, forward mode and
     torch.func transforms go through the formula in plain torch (`reference.py`), so the transforms need impl "auto" or

@@ -1,0 +1,110 @@
+"""Matrix products beside the operators, by the platform's library, on rows that it multiplies fast. Torch only.
+
+On NVIDIA's GPUs a product of 16-bit matrices of which one has rows that are no multiples of 16 bytes takes 2.5 to 6 times as
+long. With rows enough to pay for it, operands are copied to memory whose rows are, with zeros to the next multiple of eight
+columns, and as many rows where those columns are multiplied with them; a result is cropped. torch.compile does so itself.
+
+Shape legend: M rows; operands are (M, …) matrices or weights, and all columns lie side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._choice import Choice
+from .._register import register
+from ._problem import describable
+
+UNIT = 8  # columns: 16 bytes
+LINE = 64  # columns: a line of the cache, at which rows begin, so that what TMA moves of one touches no other
+#: From so many rows on copies pay: a product of fewer is little more than reading its weight.
+ROWS = 512
+DEVICES = ("cuda",)
+
+# Each has `copy_into(x, to)` on matrices.
+_choice = Choice("gated_linear", ("triton", "reference"))
+
+
+def pads(x_MD: Tensor) -> bool:
+    """Whether products with the rows of x are worth copies. Not in a traced graph, where the compiler decides that."""
+    if type(x_MD) is not Tensor or x_MD.device.type not in DEVICES or torch.compiler.is_compiling():
+        return False
+    return x_MD.shape[0] >= ROWS and x_MD.element_size() == 2 and torch.version.hip is None
+
+
+def room(like: Tensor, rows: int, columns: int) -> Tensor:
+    """Memory for a matrix, each of its rows in lines of its own."""
+    return like.new_empty((rows, -(-columns // LINE) * LINE))[:, :columns]
+
+
+def whole_room(like: Tensor, rows: int, columns: int) -> Tensor:
+    """The same with what is behind each row, which is zero."""
+    whole = room(like, rows, -(-columns // LINE) * LINE)
+    whole[:, columns:].zero_()
+    return whole
+
+
+def padded(x: Tensor, rows: int | None = None) -> Tensor:
+    """x, or a copy of it with aligned rows and zeros to the next multiple of eight columns, and to so many rows."""
+    rows = x.shape[0] if rows is None else rows
+    if rows == x.shape[0] and x.shape[1] % UNIT == 0 and describable(x):
+        return x
+    to = room(x, rows, -(-x.shape[1] // UNIT) * UNIT)
+    op_copy_(x, to)
+    return to
+
+
+def operand(x_MD: Tensor) -> Tensor:
+    """x as a product takes it, for several of them."""
+    return padded(x_MD) if pads(x_MD) else x_MD
+
+
+def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> Tensor:
+    """part · weight, added to `total`, which is then the result; maybe wider than the weight."""
+    if pads(part_MF):
+        part_MF = padded(part_MF)
+        weight_FD = padded(weight_FD, part_MF.shape[1])
+    return torch.mm(part_MF, weight_FD) if total is None else total.addmm_(part_MF, weight_FD)
+
+
+def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tensor:
+    """partᵀ · x; maybe larger than (F, D), but not in `to`, which is then the result."""
+    if pads(x_MD):
+        part_MF, x_MD = padded(part_MF), padded(x_MD)
+    if to is None or to.shape != (part_MF.shape[1], x_MD.shape[1]):
+        made = torch.mm(part_MF.mT, x_MD)
+        return made if to is None else put(made, to)
+    return torch.mm(part_MF.mT, x_MD, out=to)
+
+
+def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`functional.linear`."""
+    if not pads(y_MF):
+        return functional.linear(y_MF, weight, bias)
+    missing = -weight.shape[0] % UNIT
+    made = functional.linear(
+        padded(y_MF), padded(weight, weight.shape[0] + missing),
+        functional.pad(bias, (0, missing)) if bias is not None and missing else bias,
+    )  # fmt: skip
+    return cropped(made, y_MF.shape[0], weight.shape[0])
+
+
+def cropped(made: Tensor, rows: int, columns: int) -> Tensor:
+    """The first rows and columns, contiguous."""
+    return made if made.shape == (rows, columns) else put(made, made.new_empty((rows, columns)))
+
+
+def put(made: Tensor, to: Tensor) -> Tensor:
+    """`to`, holding the first rows and columns."""
+    op_copy_(made, to)
+    return to
+
+
+def _copy(x: Tensor, to: Tensor) -> None:
+    fast = x.stride(1) == to.stride(1) == 1 and _choice.unavailable("triton", x.device.type, x.dtype) is None
+    _choice.implementation("triton" if fast else "reference").copy_into(x, to)
+
+
+op_copy_ = register("gated_linear_copy_(Tensor x, Tensor(a!) to) -> ()", _copy, lambda x, to: None)
