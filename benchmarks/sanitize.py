@@ -118,7 +118,7 @@ def gated_linear(impl: str, device: str) -> Calls:
     """Rows, widths off every tile, biases, what is saved, layouts and activations; the product of none of them."""
     widths = [(72, 136), (200, 328), (136, 40)]  # D, F: rows of 16 bytes, as TMA wants them
     kinds = [(torch.bfloat16, "silu", True), (torch.float16, "gelu_tanh", False)]
-    if impl != "gluon":
+    if impl not in ("cuda", "gluon"):
         widths = [(72, 136), (77, 131), (33, 257)]
         kinds.append((torch.float32, "relu", True))
 
@@ -169,7 +169,7 @@ def gated_linear(impl: str, device: str) -> Calls:
         yield f"every activation: mlp {activation}", lambda a=a: mlp(*a, True)
         yield f"every activation: {activation}, few rows", lambda a=a: linear(16, *a[1:], "stacked", False)
         yield f"every activation: {activation}, y alone", lambda a=a: linear(*a, "stacked", False)
-    if impl != "gluon":
+    if impl not in ("cuda", "gluon"):
         yield from _gates(impl, device)
 
 
