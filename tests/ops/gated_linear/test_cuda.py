@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .. import cuda_codegen
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == _cuda.CAPABILITY
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="no Hopper GPU")]
 STACKED = Spec("gelu_tanh", "stacked")
+EPILOGUES = ("y", "preact", "gradient", "down")
 
 
 def halves(x: Tensor, weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> Halves:
@@ -42,15 +44,6 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (129, 256))
     assert refused(x, weight) is None
     assert "128 rows" in str(refused(x[:128], weight)) and refused(x[:128], weight, by_choice=False) is None
-    wide = torch.empty(256, 72, dtype=torch.bfloat16)
-    for call in (
-        {"x": wide[:, 1:65]},
-        {"weight": torch.empty(256, 68, dtype=torch.bfloat16)[:, :64]},
-        {"hidden": 132},
-    ):
-        for by_choice in (True, False):
-            assert "16 bytes" in str(refused(**{"x": x, "weight": weight, **call}, by_choice=by_choice))  # type: ignore[arg-type]
-    assert "16 bytes" in str(refused(x, weight, torch.empty(129, 132, dtype=torch.bfloat16)[:, :128]))
 
 
 def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +81,7 @@ def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypa
 
 def test_what_it_lacks_is_that_of_the_implementation_it_names() -> None:
     x = torch.empty(1)
-    others = {"forward": False, "recompute_gradient": False, "gradient": True, "down_gradient": True}
+    others = {"forward": False, "recompute_gradient": False, "gradient": True, "down_gradient": False}
     for function, elsewhere in others.items():
         assert hasattr(_cuda, function) is not elsewhere
     assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("forward", _cuda, x) is _cuda
@@ -138,47 +131,67 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
     spec = Spec("silu", "interleaved", gate_first=True)
     x, dy = torch.empty(300, 80, dtype=torch.float16)[:, :64], torch.empty(300, 96, dtype=torch.float16)
     weight, bias = torch.empty(192, 64, dtype=torch.float16), torch.empty(192, dtype=torch.float16)
+    w_down = torch.empty(64, 104, dtype=torch.float16)[:, :96]
     of = halves(x, weight, bias, spec)
-    y, preact, dbias = torch.empty_like(dy), new_preact(x, 96, spec), torch.empty(2, 96)
+    y, preact, made, dbias = torch.empty_like(dy), *(new_preact(x, 96, spec) for _ in range(2)), torch.empty(2, 96)
     _cuda.forward(x, of, spec, y, None)
     _cuda.forward(x, of, spec, y, preact)
     _cuda.recompute_gradient(dy, x, of, preact, spec, dbias)
     _cuda.recompute_gradient(dy, x, of._replace(value_bias=None, gate_bias=None), preact, spec, None)
+    _cuda.down_gradient(x, w_down, preact, y, made, spec, dbias)
+
+    def tensors(**named: Tensor) -> dict[str, int]:
+        biases = [name for name in named if name.endswith("bias")]
+        addresses = {name: t.data_ptr() for name, t in named.items()}
+        return addresses | {
+            f"{name}_stride": t.stride(0) for name, t in named.items() if t.dim() == 2 or name in biases
+        }
+
     u, g = split_preact(preact, spec)
-    sizes = {
+    du, dg = split_preact(made, spec)
+    nothing = dict.fromkeys(packed[0], 0) | {
         "rows": 300,
         "hidden": 96,
         "depth": 64,
-        "x_stride": 80,
-        "value_stride": 128,
-        "gate_stride": 128,
-        "y_stride": 96,
+        "activation": ACTIVATIONS.index("silu"),
     }
-    kinds = {"bfloat16": 0, "activation": ACTIVATIONS.index("silu")}
-    biases = {
-        "value_bias": bias[1:].data_ptr(),
-        "gate_bias": bias.data_ptr(),
-        "value_bias_stride": 2,
-        "gate_bias_stride": 2,
-    }
-    operands = {"x": x.data_ptr(), "value": weight[1:].data_ptr(), "gate": weight.data_ptr()}
-    both = {"u": u.data_ptr(), "g": g.data_ptr(), "u_stride": u.stride(0), "g_stride": g.stride(0)}
-    neither, unsummed = dict.fromkeys(both, 0), {"sums": 0, "dbias": 0}
-    common = {**sizes, **kinds, **operands}
-    summed = {"sums": packed[2]["sums"], "dbias": dbias.data_ptr()}
-    assert summed["sums"] != 0
+    weights = tensors(x=x, value=weight[1::2], gate=weight[::2])
+    biases = tensors(value_bias=bias[1::2], gate_bias=bias[::2])
+    summed = [{"sums": packed[i]["sums"], "dbias": dbias.data_ptr()} for i in (2, 4)]
+    assert all(each["sums"] != 0 for each in summed)
     assert packed == [
-        {**common, **biases, **neither, **unsummed, "y": y.data_ptr(), "epilogue": 0},
-        {**common, **biases, **both, **unsummed, "y": y.data_ptr(), "epilogue": 1},
-        {**common, **biases, **both, **summed, "y": dy.data_ptr(), "epilogue": 2},
-        {**common, **dict.fromkeys(biases, 0), **both, **unsummed, "y": dy.data_ptr(), "epilogue": 2},
+        {**nothing, **weights, **biases, **tensors(y=y), "epilogue": 0},
+        {**nothing, **weights, **biases, **tensors(y=y, u=u, g=g), "epilogue": 1},
+        {**nothing, **weights, **biases, **tensors(u=u, g=g, first=dy), **summed[0], "epilogue": 2},
+        {**nothing, **weights, **tensors(u=u, g=g, first=dy), "epilogue": 2},
+        {**nothing, **tensors(x=x, value=w_down, y=y, u=du, g=dg, first=u, second=g), **summed[1], "epilogue": 3},
     ]
+
+
+@pytest.mark.parametrize("odd", ["x", "weight", "hidden"])
+def test_what_tma_cannot_describe_is_copied(packed: list[dict[str, int]], odd: str) -> None:
+    """Operands before, to rows that it can; outputs have room of their own, and are copied from it."""
+    features, hidden = (68 if odd == "weight" else 64), (95 if odd == "hidden" else 96)
+    x = (
+        torch.randn(200, 80, dtype=torch.float16)[:, 1:65]
+        if odd == "x"
+        else torch.randn(200, features, dtype=torch.float16)
+    )
+    weight, dy = torch.randn(2 * hidden, features, dtype=torch.float16), torch.randn(200, hidden, dtype=torch.float16)
+    y, preact, spec = torch.zeros_like(dy), new_preact(x, hidden, STACKED), STACKED
+    _cuda.forward(x, halves(x, weight), spec, y, preact)
+    _cuda.recompute_gradient(dy, x, halves(x, weight), preact, spec, None)
+    _cuda.down_gradient(x, weight.T.contiguous()[:, :hidden], preact, y, preact, spec, None)
+    for call in packed:
+        for name in ("x", "value", "gate", "y", "u", "g", "first", "second"):
+            assert call[name] % 16 == 0 and call[f"{name}_stride"] * 2 % 16 == 0, (name, call)
 
 
 def test_no_rows_start_nothing(packed: list[dict[str, int]]) -> None:
     x, weight, dbias = torch.empty(0, 64), torch.empty(64, 64), torch.ones(2, 32)
     _cuda.forward(x, halves(x, weight), STACKED, torch.empty(0, 32), None)
     _cuda.recompute_gradient(torch.empty(0, 32), x, halves(x, weight), torch.empty(0, 64), STACKED, dbias)
+    _cuda.down_gradient(x, weight[:, :32], torch.empty(0, 64), torch.empty(0, 32), torch.empty(0, 64), STACKED, None)
     assert packed == [] and not dbias.any()
 
 
@@ -198,13 +211,13 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         for body in bodies
         if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
     }
-    assert set(kernels) == {"0", "1", "2"}
+    assert set(kernels) == {"0", "1", "2", "3"}
     for epilogue, body in kernels.items():
         code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
         products = [i for i, line in enumerate(code) if "HGMMA.64x192x16" in line]
         assert len(products) == 8 and products[-1] - products[0] < 120
         spills = [i for i, line in enumerate(code) if re.search(r"\b(LDL|STL)\b", line)]
-        assert not spills if epilogue == "0" else len(spills) < 50
+        assert len(spills) <= {"0": 0, "1": 4}.get(epilogue, 60)
         assert not [i for i in spills if products[0] <= i <= products[-1]]
         assert "UTMALDG.2D.MULTICAST" in body and "STSM.16.M88.4" in body and "UTMASTG.2D" in body
         assert not re.search(
@@ -227,8 +240,14 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
     if epilogue == "preact":
         module.forward(x, of, spec, y, preact)
         return [y, *split_preact(preact, spec)]
-    module.recompute_gradient(dy, x, of, preact, spec, dbias)
-    return [*split_preact(preact, spec), *([] if dbias is None else [dbias])]
+    if epilogue == "down":  # of pre-activations from elsewhere, in place
+        for half, kept in zip(split_preact(preact, spec), (dy, dy.flip(0)), strict=True):
+            half.copy_(kept)
+        module.down_gradient(x, of.value.mT.contiguous(), preact, y, preact, spec, dbias)
+    else:
+        module.recompute_gradient(dy, x, of, preact, spec, dbias)
+    made = [] if epilogue == "gradient" else [y]
+    return [*made, *split_preact(preact, spec), *([] if dbias is None else [dbias])]
 
 
 class TestOnHopper:
@@ -260,25 +279,33 @@ class TestOnHopper:
             for one, two in zip(found, outcome(_cuda, epilogue, *of(dtype)), strict=True):
                 assert torch.equal(one, two)
 
-    @pytest.mark.parametrize("epilogue", ["y", "preact", "gradient"])
+    @pytest.mark.parametrize("epilogue", EPILOGUES)
     @pytest.mark.parametrize(
         "shape",
-        [(1, 8, 8), (129, 72, 104), (300, 520, 96), (4096, 1024, 4096), (777, 8, 5000), (20000, 64, 640)],
+        [
+            (1, 8, 8),
+            (129, 72, 104),
+            (300, 520, 96),
+            (4096, 1024, 4096),
+            (777, 8, 5000),
+            (20000, 64, 640),
+            (200, 77, 131),
+        ],
         ids=str,
     )
     def test_shapes(self, epilogue: str, shape: tuple[int, int, int]) -> None:
-        """Sizes that no tile divides, one tile, and some rounds of tiles on every multiprocessor."""
+        """Sizes that no tile divides, one tile, some rounds of tiles on every multiprocessor, and rows of no 16 bytes."""
         self.check(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_activations(self, activation: str, dtype: torch.dtype) -> None:
-        for epilogue in ("y", "preact", "gradient"):
+        for epilogue in EPILOGUES:
             self.check(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
 
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
     def test_interleaved_weights_are_read_in_place(self, bias: bool) -> None:
-        for epilogue in ("y", "preact", "gradient"):
+        for epilogue in EPILOGUES:
             self.check(
                 epilogue, (500, 128, 200), torch.bfloat16, Spec("gelu_tanh", "interleaved", gate_first=True), bias
             )
@@ -313,6 +340,13 @@ class TestOnHopper:
             torch.testing.assert_close(one, three, rtol=2e-2, atol=2e-2)
         assert torch.equal(results["cuda"][0], results["gluon"][0])  # the same sums in the same order
 
+    def test_a_thread_of_its_own(self) -> None:
+        """Its first call to CUDA may be ours."""
+        x, weight = (torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (300, 256))
+        expected = geglu_linear(x, weight, impl="cuda")
+        with ThreadPoolExecutor(1) as thread:
+            assert torch.equal(thread.submit(geglu_linear, x, weight, impl="cuda").result(), expected)
+
     def test_a_graph_replays_on_new_values_and_other_streams_do_not_mix(self) -> None:
         x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (600, 2048))
         geglu_linear(x, weight, impl="cuda")
@@ -346,4 +380,4 @@ def test_without_a_choice_it_has_every_dtype_and_activation(tmp_path: Path) -> N
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert len(set(re.findall(r"\.entry \w*(gated_linear_kernelI\w+)", to.read_text()))) == 2 * 3 * len(ACTIVATIONS)
+    assert len(set(re.findall(r"\.entry \w*(gated_linear_kernelI\w+)", to.read_text()))) == 2 * 4 * len(ACTIVATIONS)

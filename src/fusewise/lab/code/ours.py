@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import math
 import re
 import subprocess
@@ -207,7 +208,7 @@ def _cuda_part(problem: Problem, name: str) -> str:
     problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
-        return f"gated_linear_kernel {('y', 'preact', 'gradient')[int(found[1])]}" if found else ""
+        return f"gated_linear_kernel {('y', 'preact', 'gradient', 'down')[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
     match = re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}Lb{of:d}ELb{to:d}ELi(\d+)ELi(\d+)E", name)
@@ -239,10 +240,9 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
             q, k, v, *caches = args[:5]
             read, written = [q, k, v, *(x for x in args[5:] if isinstance(x, Tensor))], [q, k, *caches]
         elif impl == "cuda":
-            epilogue, x, halves, _, y, preact, *sums = args
-            given = epilogue == module.GRADIENT  # dy
-            read = [x, *halves, y if given else None]
-            written = [None if given else y, *(preact or ()), *sums]
+            given = inspect.signature(launch).bind(*args, **kwargs).arguments
+            read = [given["x"], given["value"], given.get("gate"), *given.get("bias", ()), *given.get("inputs", ())]
+            written = [given.get("y"), *given.get("outputs", ()), given.get("dbias")]
         else:
             read = [args[0], args[1], kwargs.get("dy")]
             written = [kwargs.get(key) for key in ("y", "du", "dg", "sums")]

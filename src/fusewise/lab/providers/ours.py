@@ -137,14 +137,11 @@ class _Gated(Ours):
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
-    columns: ClassVar[int] = 1  # of matrices, which are multiples of it
 
     def build(self, problem: Problem) -> Run:
         gated = gated_problem(self, problem)
         if gated.dtype not in self.dtypes:
             raise Unsupported(f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in self.dtypes)} only")
-        if gated.case.features % self.columns or gated.case.hidden % self.columns:
-            raise Unsupported(f"takes matrices whose columns are multiples of {self.columns} only")
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
         many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # are products of the platform's library
@@ -200,7 +197,7 @@ class GatedCuda(_Gated):
     name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # the gradients are Gluon's
     install = "pip install triton"
     packages = ("torch", "triton", "fusewise")
-    dtypes, columns = (torch.bfloat16, torch.float16), 8
+    dtypes = (torch.bfloat16, torch.float16)
 
 
 class GatedCudaRecompute(GatedCuda):

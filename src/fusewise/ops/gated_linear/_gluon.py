@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,7 @@ from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
 from ._problem import Halves, Preact, Spec, describable, split_preact, unit
-from ._products import put, room
+from ._products import brought, describable_room, each, put
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
@@ -139,21 +139,6 @@ def _odd(hidden: int, matrices: tuple[Tensor, ...]) -> bool:
     return bool(hidden * matrices[0].element_size() % 16) or not all(map(describable, matrices))
 
 
-def _room(x: Tensor) -> Tensor:
-    """x itself where TMA can describe it, else memory in which it can."""
-    return x if describable(x) else room(x, *x.shape)
-
-
-def _brought(x: Tensor) -> Tensor:
-    """x, or a copy of it that TMA can describe."""
-    to = _room(x)
-    return x if to is x else put(x, to)
-
-
-def _each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor | None]:
-    return (None if x is None else of(x) for x in xs)
-
-
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says of the configurations: which are tuned, of those for this shape."""
     hidden = halves.value.shape[0]
@@ -225,10 +210,10 @@ def _launch(
     sums = None
     if dbias is not None:
         sums = torch.empty((triton.cdiv(rows, PIECE[0]), *dbias.shape), dtype=dbias.dtype, device=x.device)
-    x, value = _brought(x), _brought(value)
-    gate, *read = _each(_brought, gate, *inputs)
+    x, value = brought(x), brought(value)
+    gate, *read = each(brought, gate, *inputs)
     written = (y, *(outputs or (None, None)))
-    made = tuple(_each(_room, *written))
+    made = tuple(each(describable_room, *written))
     matrices = (x, value, gate, *made, *read)
     pointers = (*bias, sums)
     key = (
@@ -287,7 +272,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     rows, features = x.shape
     hidden, device = y.shape[1], x.get_device()
     bias = (halves.value_bias, halves.gate_bias)
-    x, value, gate = map(_brought, (x, halves.value, halves.gate))
+    x, value, gate = map(brought, (x, halves.value, halves.gate))
     matrices, pointers = (x, value, gate), (*bias, y)
     key = (
         few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],

@@ -9,6 +9,8 @@ Shape legend: M rows; operands are (M, …) matrices or weights, and all columns
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,6 +46,22 @@ def whole_room(like: Tensor, rows: int, columns: int) -> Tensor:
     whole = room(like, rows, -(-columns // LINE) * LINE)
     whole[:, columns:].zero_()
     return whole
+
+
+def describable_room(x: Tensor) -> Tensor:
+    """x itself where TMA can describe it, else memory of its shape in which it can."""
+    return x if describable(x) else room(x, *x.shape)
+
+
+def brought(x: Tensor) -> Tensor:
+    """x, or a copy of it that TMA can describe."""
+    to = describable_room(x)
+    return x if to is x else put(x, to)
+
+
+def each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor | None]:
+    """`of` those that are there."""
+    return (None if x is None else of(x) for x in xs)
 
 
 def padded(x: Tensor, rows: int | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """The gated linear unit in CUDA C++, for Hopper: the products in `gated_linear.cu`, compiled on first use with the user's
 nvcc for the dtype and the activation of a call, and their launcher.
 
-y, y with both pre-activations, and their gradient by a second product are here. What else a call may need, the elementwise
-gradient and that behind a down projection, is of the implementation that `OTHERWISE` names.
+y, y with both pre-activations, their gradient by a second product and that behind a down projection are here. What else a call may
+need, the gradient of pre-activations that were kept, is of the implementation that `OTHERWISE` names.
 
 The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from ...._shared import build
 from ...rope import _cuda as rope
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
+from .._products import brought, describable_room, each, put
 
 FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "gated_linear.cu", *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "plan.h")))
@@ -27,10 +28,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 FEW_ROWS = 128  # to which there are kernels that read the weights faster
 ROWS = 128  # of a tile
-Y, PREACT, GRADIENT = range(3)  # epilogues, as in plan.h
+Y, PREACT, GRADIENT, DOWN = range(4)  # epilogues, as in plan.h
 
-_PLAN = Struct("14q")
-_CALL = Struct("10q")
+_PLAN = Struct("16q")
+_CALL = Struct("12q")
 
 
 def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
@@ -79,48 +80,65 @@ def refuses(
     Builds the library of the activation if need be."""
     if by_choice and matrices[0].shape[0] <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows are few for its tiles"
-    if hidden * matrices[0].element_size() % 16 or not all(map(describable, matrices)):
-        return "TMA needs matrices whose starts and rows are aligned to 16 bytes"
     kernel = _kernel(matrices[0].dtype, activation)
     return kernel if isinstance(kernel, str) else None
 
 
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
-    return f"gradients of pre-activations that were kept, and those behind a down projection, are {OTHERWISE}'s"
+    odd = not all(map(describable, (x, halves.value, halves.gate))) or halves.value.shape[0] * x.element_size() % 16
+    copies = "TMA needs matrices whose starts and rows are aligned to 16 bytes: others are copied; " if odd else ""
+    return f"{copies}the gradient of pre-activations that were kept is {OTHERWISE}'s"
 
 
 def _run(
-    epilogue: int, x: Tensor, halves: Halves, activation: str, y: Tensor, preact: tuple[Tensor, Tensor] | None,
-    sums: Tensor | None = None, dbias: Tensor | None = None,
+    epilogue: int, activation: str, x: Tensor, value: Tensor, gate: Tensor | None = None,
+    bias: tuple[Tensor | None, Tensor | None] = (None, None), y: Tensor | None = None,
+    outputs: tuple[Tensor | None, Tensor | None] = (None, None), inputs: tuple[Tensor | None, Tensor | None] = (None, None),
+    dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch the product with an epilogue; GRADIENT has dy as y, and writes that of the pre-activations as `preact`."""
-    if x.shape[0] == 0:
+    """Launch the product of x with an epilogue, which writes y and outputs, u and g or their gradients, and reads inputs, dy or
+    u and g."""
+    rows = x.shape[0]
+    if rows == 0:
         if dbias is not None:
             dbias.zero_()
         return
     kernel = _kernel(x.dtype, activation)
     assert isinstance(kernel, rope.Library), kernel  # `refuses` has said so
-    u, g = (None, None) if preact is None else preact
+    sums = None if dbias is None else torch.empty((-(-rows // ROWS), *dbias.shape), dtype=dbias.dtype, device=x.device)
+    written = (y, *outputs)
+    room = tuple(each(describable_room, *written))
+    matrices = (*each(brought, x, value, gate), *room, *each(brought, *inputs))
+    depth, hidden = x.shape[1], value.shape[epilogue == DOWN]
     plan = _PLAN.pack(
-        *x.shape[:1], *halves.value.shape, *(0 if t is None else t.stride(0) for t in (x, *halves[:2], y, u, g, *halves[2:])),
-        x.dtype == torch.bfloat16, ACTIVATIONS.index(activation), epilogue,
+        rows, hidden, depth, *(0 if t is None else t.stride(0) for t in (*matrices, *bias)), x.dtype == torch.bfloat16,
+        ACTIVATIONS.index(activation), epilogue,
     )  # fmt: skip
-    tensors = (x, *halves[:2], y, u, g, *halves[2:], sums, dbias)
-    call = _CALL.pack(*(0 if t is None else t.data_ptr() for t in tensors))
+    call = _CALL.pack(*(0 if t is None else t.data_ptr() for t in (*matrices, *bias, sums, dbias)))
     kernel.launch(plan, call, x.get_device(), "gated_linear")
+    for to, made in zip(written, room, strict=True):
+        if to is not None and made is not None and to is not made:
+            put(made, to)
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="cuda"`; these as in `reference.py`."""
-    both = None if preact is None else split_preact(preact, spec)
-    _run(Y if both is None else PREACT, x, halves, spec.activation, y, both)
+    value, gate, *bias = halves
+    both = (None, None) if preact is None else split_preact(preact, spec)
+    _run(Y if preact is None else PREACT, spec.activation, x, value, gate, (bias[0], bias[1]), y, both)
 
 
 def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
-    sums = None
-    if dbias is not None:
-        sums = torch.empty((-(-x.shape[0] // ROWS), *dbias.shape), dtype=dbias.dtype, device=x.device)
-    _run(GRADIENT, x, halves, spec.activation, dy, split_preact(dpreact, spec), sums, dbias)
+    value, gate, *bias = halves
+    outputs = split_preact(dpreact, spec)
+    _run(GRADIENT, spec.activation, x, value, gate, (bias[0], bias[1]), None, outputs, (dy, None), dbias)
+
+
+def down_gradient(
+    dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
+) -> None:
+    outputs, inputs = split_preact(dpreact, spec), split_preact(preact, spec)
+    _run(DOWN, spec.activation, dz, w_down, y=y, outputs=outputs, inputs=inputs, dbias=dbias)

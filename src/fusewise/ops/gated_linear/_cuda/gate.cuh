@@ -56,15 +56,15 @@ __device__ inline Gate gate(float g) {
 }
 
 struct Gradient {
-  float u, g;
+  float u, g, gate;  // du, dg, act(g)
 };
 
 template <int ACTIVATION>
 __device__ inline Gradient gate_gradient(float dy, float u, float g) {
   const Gate a = gate<ACTIVATION>(g);
-  if constexpr (ACTIVATION == RELU) return {dy * a.value, g <= 0.0f ? 0.0f : dy * u};
-  else if constexpr (ACTIVATION == IDENTITY) return {dy * a.value, dy * u};
-  else return {dy * a.value, dy * u * a.slope};
+  if constexpr (ACTIVATION == RELU) return {dy * a.value, g <= 0.0f ? 0.0f : dy * u, a.value};
+  else if constexpr (ACTIVATION == IDENTITY) return {dy * a.value, dy * u, a.value};
+  else return {dy * a.value, dy * u * a.slope, a.value};
 }
 
 // Two values, the first in the lower half.

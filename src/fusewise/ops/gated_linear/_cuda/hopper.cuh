@@ -75,10 +75,11 @@ __device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_gro
 __device__ inline void written_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// wgmma. Operands are described by address and layout: here rows of 128 bytes, along the depth, in the 128-byte swizzle.
-__device__ inline uint64_t described(uint32_t address) {
+// wgmma. Operands are described by address and layout: rows of 128 bytes in the 128-byte swizzle, eight rows after eight, along the
+// depth; or, transposed, across it, and then `next` bytes from 64 columns to the 64 beside them.
+__device__ inline uint64_t described(uint32_t address, int next = 16) {
   constexpr uint64_t EIGHT_ROWS = 1024 >> 4, SWIZZLE_128 = 1;
-  return SWIZZLE_128 << 62 | EIGHT_ROWS << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
+  return SWIZZLE_128 << 62 | EIGHT_ROWS << 32 | uint64_t(next >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -88,23 +89,25 @@ __device__ inline void products_wait() {
 }
 
 #define R8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define PRODUCT(TYPE)                                                                                                           \
+#define PRODUCT(TYPE, TRANSPOSED)                                                                                                           \
   asm volatile(                                                                                                                 \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                                                          \
       "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {"                                                         \
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"   \
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"     \
       "%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,"     \
-      "%90,%91,%92,%93,%94,%95}, %96, %97, add, 1, 1, 0, 0;\n}"                                                                 \
+      "%90,%91,%92,%93,%94,%95}, %96, %97, add, 1, 1, 0, " TRANSPOSED ";\n}"                                                                 \
       : R8(0), R8(8), R8(16), R8(24), R8(32), R8(40), R8(48), R8(56), R8(64), R8(72), R8(80), R8(88)                            \
       : "l"(a), "l"(b), "r"(add))
 
 // c = a b + c, or a b: (64, 16) by (16, 192). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its warp's
 // sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
-template <bool BFLOAT16>
+template <bool BFLOAT16, bool TRANSPOSED>
 __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
-  if constexpr (BFLOAT16) PRODUCT("bf16");
-  else PRODUCT("f16");
+  if constexpr (BFLOAT16 && TRANSPOSED) PRODUCT("bf16", "1");
+  else if constexpr (BFLOAT16) PRODUCT("bf16", "0");
+  else if constexpr (TRANSPOSED) PRODUCT("f16", "1");
+  else PRODUCT("f16", "0");
 }
 #undef PRODUCT
 

@@ -5,12 +5,12 @@
 
 #include <cstdint>
 
-// What is made: y; y, u and g; du and dg, from dy in place of y.
-enum Epilogue { Y, PREACT, GRADIENT };
+// What is made of a product. Of u and g: y; y, u and g; du and dg, from dy. Of dy: y, du and dg, from u and g.
+enum Epilogue { Y, PREACT, GRADIENT, DOWN };
 
 struct Plan {
   int64_t rows, hidden, depth;
-  int64_t x_stride, value_stride, gate_stride, y_stride, u_stride, g_stride;  // of rows
+  int64_t x_stride, value_stride, gate_stride, y_stride, u_stride, g_stride, first_stride, second_stride;  // of rows
   int64_t value_bias_stride, gate_bias_stride;
   int64_t bfloat16;  // else float16
   int64_t activation;  // as in `_problem.ACTIVATIONS`
@@ -18,8 +18,9 @@ struct Plan {
 };
 
 struct Call {
-  const void *x, *value, *gate;        // (rows, depth), (hidden, depth) twice
-  const void *y, *u, *g;               // (rows, hidden); u and g null where y alone is made
+  const void *x, *value, *gate;        // (rows, depth), (hidden, depth) twice; DOWN: W_down (depth, hidden) and null
+  const void *y, *u, *g;               // (rows, hidden), written: u and g or their gradients; null what is not made
+  const void *first, *second;          // (rows, hidden), read: dy and null, or u and g; or null
   const void *value_bias, *gate_bias;  // (hidden), or null
   float *sums, *dbias;                 // (⌈rows / 128⌉, 2, hidden) to work in and (2, hidden), or null: no bias gradient
 };
