@@ -271,6 +271,18 @@ def test_of_float32_whose_products_are_the_librarys_the_gate_is_searched() -> No
         kernels(65, "fp32", "y")
 
 
+def test_what_has_one_configuration_is_left_out_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(*named: str) -> list[Any]:
+        return list(tuning.jobs(None, (200, 24, 40), ("bf16",), named, torch.device("cpu")))
+
+    monkeypatch.setattr(tuning, "_job", lambda *_: "cuda")
+    assert of() == []
+    with pytest.raises(
+        ValueError, match=r"impl must be one that has configurations, .* which for y here is cuda; name another"
+    ):
+        of("y")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["y", "gate", "gradient"])
 @pytest.mark.parametrize("rows", [16, 512])

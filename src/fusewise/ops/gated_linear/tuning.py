@@ -87,7 +87,7 @@ def jobs(
                     f"library's, got {kernel!r} and {found.rows} rows; leave it out or take another dtype"
                 )
             job = _job(found, dtype, kernel, device, impl or ("triton" if device.type == "cpu" else "auto"))
-            if isinstance(job, Job):
+            if not isinstance(job, str):
                 yield job
             elif kernels or impl:
                 raise ValueError(
