@@ -58,6 +58,7 @@ MLP = {
     "fusewise-cuda": "fusewise",
     "fusewise-cuda-recompute": "fusewise, recomputing",
     "fusewise-gluon": "in Gluon",
+    "fusewise-gluon-recompute": "in Gluon, recomputing",
     "quack": "QuACK",
     "quack-recompute": "QuACK, recomputing",
     "torch.compile": "torch.compile",

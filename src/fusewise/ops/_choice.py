@@ -4,7 +4,7 @@ An operation is a folder whose `reference.py` serves everything; each other impl
 with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32, from float32,
 bfloat16 and float16 unless their `DTYPES` are fewer. What an implementation serves of these it may leave to the next one
 for the sake of the tensors: it has `refuses(...)` then, with what the operation tells it of them. And one that has not all
-that the operation may need names another for the rest, as OTHERWISE.
+that the operation may need names another for the rest.
 """
 
 from __future__ import annotations

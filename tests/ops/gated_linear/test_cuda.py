@@ -80,11 +80,14 @@ def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypa
 
 
 def test_what_it_lacks_is_that_of_the_implementation_it_names() -> None:
-    x = torch.empty(1)
-    others = {"forward": False, "recompute_gradient": False, "gradient": True, "down_gradient": False}
-    for function, elsewhere in others.items():
-        assert hasattr(_cuda, function) is not elsewhere
-    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("forward", _cuda, x) is _cuda
+    shallow, deep = torch.empty(1, _cuda.DEEP - 8), torch.empty(1, _cuda.DEEP)
+    for x, left in ((shallow, {"gradient", "down_gradient"}), (deep, {"gradient"})):
+        for function in ("forward", "recompute_gradient", "gradient", "down_gradient"):
+            assert _cuda.lacks(function, x) is (function in left)
+            assert hasattr(_cuda, function) or function in left
+            if function not in left:
+                assert _op.having(function, _cuda, x) is _cuda
+    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("gradient", reference, deep) is reference
 
 
 @pytest.fixture

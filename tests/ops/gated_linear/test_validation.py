@@ -42,7 +42,7 @@ STACKED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, r"weight must have 2 or 3 dimensions, got \(8,\)", (X, W[0]), {}),
     (ValueError, r"weight must have a contiguous last dimension \(stride 1\), got strides \(1, 12\)", (X, torch.randn(8, 12).T), {}),
     (ValueError, "save must be one of preact, input, got 'all'", (X, W, B), {"save": "all"}),
-    (ValueError, "impl must be one of auto, .* got 'cuda'", (X, W, B), {"impl": "cuda"}),
+    (ValueError, "impl must be one of auto, .* got 'cublas'", (X, W, B), {"impl": "cublas"}),
     (TypeError, "gate_first must be a bool, got 1", (X, W, B), {"gate_first": 1}),
 ]  # fmt: skip
 

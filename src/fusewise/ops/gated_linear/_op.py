@@ -33,8 +33,8 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 
 # In order of preference. Each has the four functions that `reference.py` shows: forward, gradient, recompute_gradient,
 # down_gradient; they write into tensors that are given. `dpreact` may be `preact` itself; `dbias` is (2, F), value first,
-# in the dtype of the computation. One that lacks some has the name of another that has them, OTHERWISE. One with `refuses`
-# is asked whether it takes the matrices of a call.
+# in the dtype of the computation. One with `lacks(function, x)` leaves some to another, whose name is its OTHERWISE. One with
+# `refuses` is asked whether it takes the matrices of a call.
 IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
@@ -58,8 +58,14 @@ def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alon
 
 
 def having(function: str, module: Any, x: Tensor) -> Any:
-    """The module itself if it has that function, else that of the implementation which it names for what it lacks."""
-    return module if hasattr(module, function) else choice.serving(module.OTHERWISE, x.device.type, x.dtype)
+    """The module itself, or that of the implementation which it names for what it lacks."""
+    if not getattr(module, "lacks", _nothing)(function, x):
+        return module
+    return choice.serving(module.OTHERWISE, x.device.type, x.dtype)
+
+
+def _nothing(function: str, x: Tensor) -> bool:
+    return False
 
 
 def _new_y(x: Tensor, halves: Halves) -> Tensor:

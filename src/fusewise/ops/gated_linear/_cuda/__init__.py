@@ -1,8 +1,8 @@
 """The gated linear unit in CUDA C++, for Hopper: the products in `gated_linear.cu`, compiled on first use with the user's
 nvcc for the dtype and the activation of a call, and their launcher.
 
-y, y with both pre-activations, their gradient by a second product and that behind a down projection are here. What else a call may
-need, the gradient of pre-activations that were kept, is of the implementation that `OTHERWISE` names.
+y, y with both pre-activations, their gradient by a second product and that behind a deep down projection are here; the rest, of
+`lacks`, is of the implementation that `OTHERWISE` names.
 
 The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch.
 """
@@ -26,6 +26,7 @@ SOURCES = (FOLDER / "gated_linear.cu", *(FOLDER / name for name in ("gate.cuh", 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
+DEEP = 4096  # from which on a down projection's gradient is faster here
 FEW_ROWS = 128  # to which there are kernels that read the weights faster
 ROWS = 128  # of a tile
 Y, PREACT, GRADIENT, DOWN = range(4)  # epilogues, as in plan.h
@@ -84,11 +85,19 @@ def refuses(
     return kernel if isinstance(kernel, str) else None
 
 
+def lacks(function: str, x: Tensor) -> bool:
+    """Whether a function is that of OTHERWISE for this x."""
+    return function == "gradient" or (function == "down_gradient" and x.shape[1] < DEEP)
+
+
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
     odd = not all(map(describable, (x, halves.value, halves.gate))) or halves.value.shape[0] * x.element_size() % 16
     copies = "TMA needs matrices whose starts and rows are aligned to 16 bytes: others are copied; " if odd else ""
-    return f"{copies}the gradient of pre-activations that were kept is {OTHERWISE}'s"
+    return (
+        f"{copies}gradients of pre-activations that were kept, and those behind a down projection to fewer than {DEEP} "
+        f"features, are {OTHERWISE}'s"
+    )
 
 
 def _run(

@@ -10,7 +10,7 @@
 // are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. A block's warps
 // have roles: one thread brings blocks of both operands into a ring of shared memory by TMA, another what the epilogue reads;
 // two groups of four warps take turns at the tensor cores, a whole tile each, so that the epilogue of one is behind the product of
-// the other. An epilogue takes 32 features at a time: u and g of a feature lie in one thread; what it reads and writes passes
+// the other. An epilogue takes 32 or 64 features at a time: u and g of a feature lie in one thread; what it reads and writes passes
 // through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there. Accumulation,
 // bias and gate are in float32, rounded once where they are stored.
 
