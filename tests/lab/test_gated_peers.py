@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fusewise.lab import Missing, Unsupported, truth
+from fusewise.lab import Missing, Unsupported, targets, truth
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import gated_peers as peers
+from fusewise.lab.providers import ours
 from fusewise.lab.targets import gated_mlp as mlps
 from fusewise.lab.targets import geglu as target
+from fusewise.ops.gated_linear import _op
 from fusewise.ops.gated_linear.cases import GatedCase
 
 CASES = {
@@ -187,8 +189,6 @@ def test_a_wrong_half_of_an_mlp_is_found(monkeypatch):
 
 
 def test_a_problem_of_another_kind_is_refused():
-    from fusewise.lab import targets
-
     with pytest.raises(Unsupported, match="liger runs geglu and gated_mlp only, not gelu"):
         peers.Liger().build(targets.problem_for(Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0)))
     with pytest.raises(Unsupported, match="quack-stacked runs geglu only, not gated_mlp"):
@@ -201,3 +201,16 @@ def test_what_a_library_lacks_is_its_reason(monkeypatch):
     problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
     with pytest.raises(Missing, match=r"import quack.gemm_interface failed: .*; pip install quack-kernels"):
         peers.QuackStacked().build(problem)
+
+
+@pytest.mark.parametrize("provider", [ours.GatedCuda, ours.GatedGluon, ours.GatedTriton])
+def test_what_ours_cannot_serve_is_told_before_it_runs(provider, monkeypatch):
+    problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
+    provider().build(problem)  # to look at its code, where there is no GPU
+    problem.device = torch.device("cuda")
+    monkeypatch.setattr(_op.choice, "unavailable", lambda impl, device_type, dtype: f"{impl} is for another GPU")
+    with pytest.raises(Unsupported, match=f"{provider.impl} is for another GPU"):
+        provider().build(problem)
+    if provider is not ours.GatedTriton:
+        with pytest.raises(Unsupported, match="takes bfloat16, float16 only"):
+            provider().build(target.GatedProblem(Task("geglu", "geglu", "fp32", "fwd", "cpu", 0)))

@@ -11,6 +11,7 @@ from torch import Tensor
 import fusewise
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _host as gated_host
+from fusewise.ops.gated_linear import _op
 from fusewise.ops.gated_linear._chunks import FEW_ROWS
 
 from ..code.stage import Stage
@@ -142,6 +143,9 @@ class _Gated(Ours):
         gated = gated_problem(self, problem)
         if gated.dtype not in self.dtypes:
             raise Unsupported(f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in self.dtypes)} only")
+        on_gpu = problem.device.type == "cuda"  # where there is none its code can be looked at all the same
+        if on_gpu and (why := _op.choice.unavailable(self.impl, "cuda", gated.dtype)) is not None:
+            raise Unsupported(why)
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
         many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # are products of the platform's library

@@ -447,7 +447,12 @@ cudaError_t find_encode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   const char* name = "cuTensorMapEncodeTiled";
-  if (const auto error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result)) return error;
+#if CUDART_VERSION >= 12050
+  const auto error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+  const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  if (error) return error;
   encode = reinterpret_cast<decltype(encode)>(found);
   return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
 }
