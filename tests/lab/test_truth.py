@@ -51,20 +51,26 @@ def test_wrong_results_are_told(change, words):
     assert words in verdict.reason
 
 
+class Scaled(torch.autograd.Function):
+    """x itself, and a gradient that is off by a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor, None
+
+
 def test_a_wrong_gradient_behind_a_right_output_is_told():
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 0.99
-
     p = problem(pass_="bwd")
-    assert "more than twice" in truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y) for y in p.eager(xs)))).reason
+    assert (
+        "more than twice" in truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y, 0.99) for y in p.eager(xs)))).reason
+    )
     p = problem(pass_="fwd")
-    assert truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y) for y in p.eager(xs)))).reason == ""
+    assert truth.check(p, Run(lambda *xs: tuple(Scaled.apply(y, 0.99) for y in p.eager(xs)))).reason == ""
 
 
 def test_an_overwritten_input_must_be_declared():
@@ -237,28 +243,20 @@ def test_one_wrong_row_of_a_large_problem_is_told(row, monkeypatch):
 def test_a_wrong_gradient_of_what_all_rows_share_is_told(monkeypatch):
     p = large("geglu", "quick-diffusers", "bwd", monkeypatch, 0, 2**20)
 
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 1.001
-
     for place in range(3):
-        run = Run(lambda *xs, at=place: p.eager(tuple(Scaled.apply(x) if i == at else x for i, x in enumerate(xs))))
+        run = Run(
+            lambda *xs, at=place: p.eager(tuple(Scaled.apply(x, 1.001) if i == at else x for i, x in enumerate(xs)))
+        )
         assert "more than twice eager's" in truth.check(p, run).reason
 
 
 @pytest.mark.parametrize(
     ("call", "most"),
     [
-        (
-            None,
-            5,
-        ),  # the yardstick's result, the input, and three that the formula takes: half of x and two of the sum's
-        (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), 4),  # no more than the yardstick's own
+        # The yardstick's result, the input, and three that the formula takes: half of x and two of the sum's.
+        (None, 5),
+        # No more than the yardstick's own.
+        (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), 4),
     ],
 )
 def test_the_check_of_a_large_problem_takes_no_more_than_the_calls(call, most, monkeypatch):

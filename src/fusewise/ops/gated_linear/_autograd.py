@@ -3,8 +3,8 @@
     du = dy · act(g)        dx = du W_value + dg W_gate      dW_value = duᵀ x     db_value = Σ_M du
     dg = dy · u · act'(g)                                    dW_gate  = dgᵀ x     db_gate  = Σ_M dg
 
-The operators make du and dg; what is left are plain matrix products (`_products.py`). A gradient that is itself to be differentiated is
-taken by the formula in `reference.py`.
+The operators make du and dg; what is left are plain matrix products (`_products.py`). A gradient that is itself to be
+differentiated is taken by the formula in `reference.py`.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ constexpr int CLUSTER = 2, GROUP = 128;               // thread blocks; threads 
 constexpr int GROUP_M = 8;                            // pairs of tiles, one below the other, that are taken together
 constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = COLUMNS * DEPTH * 2;
 constexpr int SLOT_BYTES = 8192;  // of a piece, what an epilogue takes at a time
-constexpr int BOX = 64;   // columns of W_down side by side: 128 bytes
-constexpr int EDGE = 16;  // rows of x that are asked for at once where a tile has fewer than ROWS
+constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
+constexpr int EDGE = 16;          // rows of x that are asked for at once where a tile has fewer than ROWS
 
 // What depends on the epilogue: features of a tile and of a piece, which is of all its rows or of one half; stages of the ring; slots
 // to write, tensors it reads and how many pieces of each there is room for. TMA takes its time for each row of a piece, so they are
