@@ -31,6 +31,32 @@ def test_a_turn_has_the_samples_that_are_asked_for():
         assert "without a prepared problem" in server.answer(request)["reason"]
 
 
+def test_all_of_the_process_is_looked_through_only_where_something_may_be_left(monkeypatch):
+    """What still holds the last problem when it is let go of, or tensors that have come to much since the last time."""
+    looked = []
+    monkeypatch.setattr(gc, "unfreeze", lambda unfreeze=gc.unfreeze: (unfreeze(), looked.append(1)))
+    server = prepared("cpu")
+    last, cycle = weakref.ref(server.problem), [server.problem]
+    server.forget()
+    assert last() is not None and len(looked) == 1
+    del cycle
+    for holds in (False, True):
+        looked.clear()
+        server = prepared("cpu")
+        assert server.unseen > 0
+        last = weakref.ref(server.problem)
+        if holds:
+            cycle = [server.problem]
+            cycle.append(cycle)
+            del cycle
+            gc.freeze()
+        server.forget()
+        assert last() is None and len(looked) == holds
+    server.unseen = worker.KEPT_BYTES
+    server.forget()
+    assert len(looked) == 2 and server.unseen == 0
+
+
 @pytest.mark.parametrize(
     ("error", "crowded"),
     [

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ class Server:
         self.prepared: Prepared | None = None
         self.spent = spent.Parts()  # of the preparation at hand
         self.shared = False  # the memory that a turn needs, since the last one
+        self.unseen = 0  # bytes of the problems since all of the process was last looked through for what nobody needs
         self.flush_bytes = flush_bytes
         self.timer: Timer = (
             CudaTimer(self.device, flush_bytes, machine.clock_reader(self.device))
@@ -104,6 +106,7 @@ class Server:
         # Only now are the frames gone through which an error came, and the tensors that they held.
         if reply["status"] == "failed":
             if not reply["leaving"]:
+                self.unseen = KEPT_BYTES
                 self.forget()
         elif request["do"] in ("load", "prepare"):
             self.spare()
@@ -140,10 +143,15 @@ class Server:
         return ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
 
     def forget(self) -> None:
-        """Free the problem before the next one is made."""
+        """Free the problem before the next one is made. To look through all of torch and a compiler takes a quarter of a second:
+        only where something still holds the problem, or tensors that nobody can see may have come to much."""
+        last = [weakref.ref(it) for it in (self.problem, self.prepared) if it is not None]
         self.problem = self.prepared = None
-        gc.unfreeze()
         gc.collect()
+        if self.unseen >= KEPT_BYTES or any(it() is not None for it in last):
+            self.unseen = 0
+            gc.unfreeze()
+            gc.collect()
         self.give_back()
 
     def spare(self) -> None:
@@ -218,6 +226,7 @@ class Server:
             reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
         timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
         self.prepared = Prepared(work, calls, timer)
+        self.unseen += calls * problem.held()
         return reply | {"prepare_s": time.perf_counter() - start}
 
     def warm(self) -> Reply:
