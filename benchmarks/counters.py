@@ -1,12 +1,14 @@
-"""A study's ledgers and device times against the counters of the GPU, by NVIDIA's Nsight Compute:
+"""A study's ledgers and times of kernels against the counters of the GPU, by NVIDIA's Nsight Compute:
 
     fusewise study gelu --case gelu-16384 --pass fwd --code --out runs/gelu
     python benchmarks/counters.py runs/gelu
 
 For each right row of the runs that has a ledger (a copy by the driver is no kernel, so ncu does not see floor-copy), on the
-machine that made them, one more call runs under `ncu`, the caches emptied before each kernel and the clocks left alone. Beside each other, in a table: the bytes of the ledger and those that device memory moved,
-and the study's time of a call and the kernels' durations added up. What stays in the cache after the last write, up to its
-size, has not been moved when a kernel ends: compare bytes only where a call writes many times that.
+machine that made them, two more calls run under `ncu`, the clocks left alone: one with the caches emptied before each kernel, for
+the bytes that device memory moved; one after the study's own flush, a write, for the kernels' durations, added up. Beside each
+other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's time of a call. What
+stays in the cache after the last write, up to its size, has not been moved when a kernel ends: compare bytes only where a call
+writes many times that.
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A row, its ledger, and its kernels as counted."""
+    """A row, its ledger, and its kernels as counted: with the caches emptied before each, and after a flush as in a study."""
 
     row: Row
     ledger: Ledger
     kernels: Sequence[Counted]
+    flushed: Sequence[Counted]
 
     @property
     def us(self) -> float:
-        return sum(kernel.us for kernel in self.kernels)
+        return sum(kernel.us for kernel in self.flushed)
 
     @property
     def bytes(self) -> float:
@@ -77,12 +80,12 @@ def parsed(text: str) -> list[Counted]:
     return [Counted(row[name], value(row, TIME), value(row, READ), value(row, WRITTEN)) for row in rows]
 
 
-def count(row: Row, device: str) -> list[Counted]:
-    """The kernels of one call, in a process of its own under ncu."""
-    call = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider]
+def count(row: Row, device: str, caches: str) -> list[Counted]:
+    """The kernels of one call, in a process of its own under ncu. `caches`: all, emptied by ncu; none, filled by a flush."""
+    call = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider, caches]
     command = [
         NCU, "--csv", "--page", "raw", "--metrics", f"{TIME},{READ},{WRITTEN}", "--profile-from-start", "off",
-        "--clock-control", "none", "--cache-control", "all", "--target-processes", "application-only", *call,
+        "--clock-control", "none", "--cache-control", caches, "--target-processes", "application-only", *call,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -92,11 +95,11 @@ def count(row: Row, device: str) -> list[Counted]:
     return parsed(done.stdout)
 
 
-def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider: str) -> None:
+def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider: str, caches: str) -> None:
     """What ncu watches: the last of three calls."""
     import torch
 
-    from fusewise.lab import plugin, targets
+    from fusewise.lab import machine, plugin, targets
     from fusewise.lab.problem import Task
     from fusewise.lab.worker import make_work
 
@@ -107,6 +110,8 @@ def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider:
     for _ in range(2):
         work.step(work.begin(0))
     state = work.begin(0)
+    if caches == "none":
+        torch.zeros(2 * machine.cache_bytes(device) // 4, device=device)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
     work.step(state)
@@ -118,15 +123,16 @@ def table(checks: Iterable[Check]) -> str:
     rows = []
     for check in checks:
         row, told, counted = check.row, check.ledger.bytes, check.bytes
-        assert row.device_us is not None
+        assert row.device_us is not None and row.kernel_us is not None
         rows.append(
             [
                 f"{row.op} {row.case} {row.dtype} {row.pass_}", row.provider, str(len(check.kernels)),
                 number(told / 2**20), number(counted / 2**20), number(told / counted),
-                number(row.device_us), number(check.us), number(row.device_us / check.us),
+                number(row.kernel_us), number(check.us), number(row.kernel_us / check.us), number(row.device_us),
             ]
         )  # fmt: skip
-    header = ["case", "provider", "kernels", "ledger MiB", "counted MiB", "ratio", "study µs", "counted µs", "ratio"]
+    header = ["case", "provider", "kernels", "ledger MiB", "counted MiB", "ratio"]
+    header += ["kernels in the study µs", "counted µs", "ratio", "the call in the study µs"]
     return markdown.table(header, rows)
 
 
@@ -137,8 +143,9 @@ def main(runs: Sequence[str]) -> None:
         ledgers = {(f.op, f.case, f.dtype, f.pass_, f.provider): f for f in map(Ledger.from_json, made.ledgers)}
         for row in made.rows:
             ledger = ledgers.get((*row.key, row.provider))
-            if row.status == "ok" and row.device_us and ledger is not None:
-                checks.append(Check(row, ledger, count(row, made.environment["device"])))
+            if row.status == "ok" and row.kernel_us and ledger is not None:
+                counted = [count(row, made.environment["device"], caches) for caches in ("all", "none")]
+                checks.append(Check(row, ledger, *counted))
     print(table(checks))
 
 

@@ -41,7 +41,11 @@ def test_what_is_no_table_is_an_error_with_the_reason(counters):
 
 def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     made = study_record(
-        [row("eager", device_us=10.5), row("floor-copy", device_us=9.0), row("liger", status="missing", device_us=None)]
+        [
+            row("eager", device_us=12.5, kernel_us=10.5),
+            row("floor-copy", device_us=9.0, kernel_us=8.0),
+            row("liger", status="missing", device_us=None),
+        ]
     )
     op, case, dtype, pass_ = made.rows[0].key
     kernels = (Kernel(name="add", read=2**20, written=50 * 2**20), Kernel(name="mul", read=0, written=49 * 2**20))
@@ -50,14 +54,14 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     record.save(made, tmp_path)
     program = tmp_path / "ncu"
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(sys.argv[-1] + ' ')\nprint({PRINTED!r})\n"
+        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(' '.join(sys.argv[-2:]) + ' ')\nprint({PRINTED!r})\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(counters, "NCU", str(program))
     counters.main([str(tmp_path)])
-    assert (tmp_path / "asked").read_text().split() == ["eager"]  # what has no ledger is not called
+    assert (tmp_path / "asked").read_text().split() == [*("eager", "all"), *("eager", "none")]  # not what has no ledger
     lines = capsys.readouterr().out.splitlines()
-    # 100 MiB told, 200 MB counted; 10.5 µs measured, 10 counted
+    # 100 MiB told, 200 MB counted; 10.5 µs seen, 10 counted, 12.5 timed
     assert [cell.strip() for cell in lines[2].split("|")[2:-1]] == [
         "eager",
         "2",
@@ -67,6 +71,7 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
         "10.5",
         "10.0",
         "1.05",
+        "12.5",
     ]
     assert len(lines) == 3
 
@@ -74,4 +79,4 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
 def test_a_program_that_ends_badly_is_an_error(counters, tmp_path, monkeypatch):
     monkeypatch.setattr(counters, "NCU", "false")
     with pytest.raises(RuntimeError, match=r"counters: false .* ended with 1"):
-        counters.count(row("eager"), "cuda")
+        counters.count(row("eager"), "cuda", "all")

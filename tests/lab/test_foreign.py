@@ -68,6 +68,13 @@ def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer):
     assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([1.0, 1.0]), None, {"sm": 1})
 
 
+def test_the_kernels_of_a_call_alone(timer):
+    timer, seen, by_events = timer
+    by_events[1] = 3.5
+    seen += [(KINDS.CUDA, 1000, 3000), (KINDS.CUDA, 5000, 1000)]
+    assert timer.kernel_us(WORK, samples=3) == pytest.approx(4.0)
+
+
 def test_the_starts_of_kernels_count_as_events_count_them(timer):
     """The smallest kernel: by the profiler 2 µs, by events 3.5 in samples of one call and 2.5 in a row of them."""
     timer, seen, by_events = timer

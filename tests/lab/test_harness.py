@@ -44,10 +44,19 @@ class Quiet:
 
 
 def studied(
-    monkeypatch, out, times, groups=1, order=None, kind=Machine, asked=lambda _: None, proposed=lambda _: 5, **machine
+    monkeypatch,
+    out,
+    times,
+    groups=1,
+    order=None,
+    kind=Machine,
+    asked=lambda _: None,
+    proposed=lambda _: 5,
+    looked=0,
+    **machine,
 ):
     """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request and says
-    what its reply has besides, and `proposed` says how many samples a provider would have in a turn."""
+    what its reply has besides, and `proposed` says how many samples a provider would have in a turn. The kernels of the first `looked` groups are looked at."""
     device = kind(times, **machine)
 
     class Worker:
@@ -87,6 +96,7 @@ def studied(
         device="cpu", out=out, min_rounds=12, max_rounds=12, seed=5,
     )  # fmt: skip
     made = study.Study(options, Quiet())
+    made.looked = options.tasks[:looked]
     if order:
         made.random.sample = lambda seats, _: sorted(seats, key=lambda s: order.index(s.name))
     return made.run()
@@ -232,3 +242,23 @@ def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_pat
     assert {m.provider: m.prepared["samples"] for m in made.measurements} == {n: s.pop() for n, s in samples.items()}
     verdicts = {r.provider: r.verdict_vs_best_other for r in made.rows}
     assert verdicts["liger"] == verdicts["quack"] == "same" and verdicts["unsloth"] == "slower"
+
+
+def test_kernels_are_looked_at_behind_the_rounds_and_cost_no_row(monkeypatch, tmp_path):
+    """Of the groups that have ledgers alone. A worker that dies by it is started again for the next group."""
+    order, deaths = [], iter([False, True, False])  # eager, liger, and eager's twin
+
+    def asked(do):
+        order.append(do)
+        if do == "kernels":
+            if next(deaths):
+                raise study.WorkerFailed("killed by the profiler")
+            return {"kernel_us": 8.0}
+        return None
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=2, spread=0.01, asked=asked, looked=1)
+    assert [(row.status, row.kernel_us) for row in made.rows] == [("ok", 8.0), ("ok", None), ("ok", None), ("ok", None)]
+    assert (
+        "".join("K" if do == "kernels" else "." for do in order if do in ("round", "kernels"))
+        == "." * 36 + "KKK" + "." * 36
+    )

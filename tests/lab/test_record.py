@@ -15,6 +15,7 @@ FIELDS = [
     "op", "case", "shape", "dtype", "pass", "provider", "status", "reason", "device_us", "device_us_iqr", "host_us",
     "first_call_s", "bytes_min", "flops_min", "peak_bytes", "held_bytes", "limit", "share_of_limit", "error",
     "error_eager", "verdict_vs_best_other", "versions", "device", "clocks", "run",
+    "kernel_us",
 ]  # fmt: skip
 
 
@@ -196,8 +197,17 @@ def test_a_fault_is_told_with_its_place(change, words):
 
 @pytest.mark.parametrize("version", [True, 3.5, "3", [3], None])
 def test_a_version_is_an_integer(version):
-    with pytest.raises(ValueError, match="schema must be 1 to 3"):
+    with pytest.raises(ValueError, match="schema must be 1 to 4"):
         record.Record.from_json({**complete().to_json(), "schema": version})
+
+
+def test_rows_without_a_time_of_kernels_are_read(tmp_path):
+    """As they were before there was one: in published files, and in records of version 3."""
+    made = complete()
+    rows = [{k: v for k, v in row.to_json().items() if k != "kernel_us"} for row in made.rows]
+    (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert record.read_rows(tmp_path / "h200.jsonl") == made.rows
+    assert record.Record.from_json({**made.to_json(), "rows": rows, "schema": 3}) == made
 
 
 def test_rows_are_read_from_records_and_from_published_files(tmp_path):

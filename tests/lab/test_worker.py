@@ -31,6 +31,22 @@ def test_a_turn_has_the_samples_that_are_asked_for():
         assert "without a prepared problem" in server.answer(request)["reason"]
 
 
+def test_the_kernels_of_a_call_are_told_or_why_they_are_not(monkeypatch):
+    server = prepared("cpu")
+
+    class Timer:
+        def kernel_us(self, work, samples):
+            assert work is server.prepared.work
+            return 10.23456
+
+    monkeypatch.setattr(server, "foreign_timer", Timer)
+    assert server.answer({"do": "kernels"}) == {"ok": True, "status": "ok", "kernel_us": 10.235}
+    monkeypatch.setattr(Timer, "kernel_us", lambda *_: 1 / 0)
+    told = server.answer({"do": "kernels"})
+    assert (told["ok"], told["kernel_us"]) == (True, None) and "division" in told["kernel_us_reason"]
+    assert server.answer({"do": "round", "samples": 1})["ok"]
+
+
 def test_all_of_the_process_is_looked_through_only_where_something_may_be_left(monkeypatch):
     """What still holds the last problem when it is let go of, or tensors that have come to much since the last time."""
     looked = []

@@ -195,6 +195,7 @@ def group_rows(
                 device_us=times[row.provider],
                 device_us_iqr=iqr([t for r in samples for t in r["device_us"]]),
                 host_us=median(hosts) if hosts else None,
+                kernel_us=by_name[row.provider].prepared.get("kernel_us"),
                 limit=None if limit is None else limit[0],
                 share_of_limit=None if limit is None else limit[1] / times[row.provider],
                 verdict_vs_best_other=word,

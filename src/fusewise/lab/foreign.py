@@ -1,4 +1,4 @@
-"""Timing on a GPU what works on streams that torch does not know, such as XLA's.
+"""Timing on a GPU by the profiler: what works on streams that torch does not know, such as XLA's, and kernels without their starts.
 
 Events and a held stream say nothing of another stream. The profiler sees every kernel of the process, whoever launched it:
 the time in which at least one kernel ran. Events count the starts of kernels, too, so these are measured, on the smallest
@@ -59,6 +59,11 @@ class ProfiledTimer:
                 result.device_us.append((busy(seen) / 1e3 + others * other) / calls + first)
                 result.clocks = self.clocks() or result.clocks
         return result
+
+    def kernel_us(self, work: Work, samples: int) -> float:
+        """Microseconds in which kernels of a call ran, one call a sample: without what starts them and what is between them."""
+        with no_collection():
+            return median(busy(self._sample(work, 1)) / 1e3 for _ in range(samples))
 
     def _sample(self, work: Work, calls: int) -> list[tuple[int, int]]:
         states = [work.begin(i) for i in range(calls)]

@@ -16,8 +16,8 @@ from typing import Any
 
 from .schema import check, loads
 
-#: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`; see MIGRATIONS.
-SCHEMA_VERSION = 3
+#: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`; see MIGRATIONS.
+SCHEMA_VERSION = 4
 KIND = "fusewise.record"
 
 Json = dict[str, Any]
@@ -52,6 +52,9 @@ class Row:
     device: str = ""
     clocks: Mapping[str, Any] | None = None
     run: str = ""
+    kernel_us: float | None = (
+        None  # what kernels ran of device_us, by the profiler; of the cases with ledgers, on a GPU
+    )
 
     def to_json(self) -> Json:
         return {("pass" if f.name == "pass_" else f.name): getattr(self, f.name) for f in fields(self)}
@@ -144,8 +147,13 @@ def _with_profiles(data: Json) -> Json:
     return {**data, "profiles": [], "spent": {}}
 
 
+def _with_kernel_times(data: Json) -> Json:
+    """3 → 4: rows may have one more number."""
+    return data
+
+
 #: Each takes a record of its key's version to the next one. A change of the schema adds one here; none is ever removed.
-MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits, 2: _with_profiles}
+MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits, 2: _with_profiles, 3: _with_kernel_times}
 
 
 def migrate(data: Mapping[str, Any]) -> Json:

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from . import analysis, folder, limits, machine, plugin, record, spent
+from . import analysis, folder, inside, limits, machine, plugin, record, spent
 from .nursery import Nursery
 from .options import Options, new_id, request
 from .problem import Task
@@ -118,6 +118,7 @@ class Study:
             before.resumed.append(now)
             before.request, before.finished = self.record.request, False
             self.record = before
+        self.looked = inside.chosen(options.tasks) if options.device.startswith("cuda") else []
         done = {row.key for row in self.record.rows}
         self.tasks = [task for task in options.tasks if task.key not in done]
         self.random = random.Random(options.seed)
@@ -312,6 +313,8 @@ class Study:
         running = [seat for seat in seats if replies[seat.name]["ok"]]
         with self.spent.part("measuring"):
             self._rounds(running, measurements, replies, groups_left)
+            if task in self.looked:
+                self._kernels([seat for seat in running if replies[seat.name]["ok"]], measurements)
         shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
         rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats]
@@ -407,6 +410,17 @@ class Study:
             precise = all(analysis.relative_standard_error(v) <= options.precision for v in medians.values())
             if precise or time.monotonic() > stop:
                 return
+
+    def _kernels(self, seats: Sequence[Seat], measurements: Mapping[str, Measurement]) -> None:
+        """Beside the times of calls those of their kernels, after the last round: a profiler is not to be there while a call is timed."""
+        for seat in seats:
+            assert seat.worker is not None
+            try:
+                reply = seat.worker.ask("kernels")
+            except WorkerFailed as error:
+                self._failure(seat, f"after the last round, under the profiler: {error}")
+                continue
+            measurements[seat.name].prepared |= {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
 
     def _row(self, task: Task, seat: Seat, reply: Mapping[str, Any], shape: str, known: Mapping[str, Any]) -> Row:
         ok = reply["status"] == "ok"

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from .problem import Problem, Task
 from .reason import message, reason
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 from .truths import Truths
+
+if TYPE_CHECKING:
+    from .foreign import ProfiledTimer
 
 #: Calls between the check and the first timed one.
 WARM_UP_CALLS = 4
@@ -56,6 +59,8 @@ NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "RESOURCE_EXHAUSTED",
 )
+#: Calls that the profiler watches for the time of a call's kernels.
+KERNEL_SAMPLES = 5
 #: A sample longer than this is one of a turn's own.
 LONG_SAMPLE_SECONDS = 1.0
 
@@ -125,6 +130,8 @@ class Server:
                 return self.warm()
             if request["do"] == "round":
                 return self.round(request["samples"])
+            if request["do"] == "kernels":
+                return self.kernels()
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
@@ -137,7 +144,7 @@ class Server:
             leaving = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
         return {"ok": False, "status": "failed", "reason": said, "crowded": crowded, "leaving": leaving}
 
-    def foreign_timer(self) -> Timer:
+    def foreign_timer(self) -> ProfiledTimer:
         from .foreign import ProfiledTimer
 
         return ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
@@ -261,6 +268,19 @@ class Server:
         self.share_memory()
         return {"ok": True, "status": "ok"} | turn.to_json()
 
+    def kernels(self) -> Reply:
+        """What the kernels of a call take by themselves; null with a reason where the profiler cannot say."""
+        prepared = self._ready()
+        try:
+            if self.shared:
+                prepared.timer.once(prepared.work)
+            found: Reply = {"kernel_us": round(self.foreign_timer().kernel_us(prepared.work, KERNEL_SAMPLES), 3)}
+        except Exception as error:  # what was timed stays timed
+            traceback.print_exc()
+            found = {"kernel_us": None, "kernel_us_reason": reason(error)}
+        self.share_memory()
+        return {"ok": True, "status": "ok"} | found
+
     def share_memory(self) -> None:
         """Give what the allocator keeps for the next turn back, where it is much or little is left for the others' turns."""
         self.shared = False
@@ -343,7 +363,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
     for line in requests:
         request = json.loads(line)
         reply = {"id": request["id"]} | server.answer(request)
-        send(reply if request["do"] in ("warm", "round") else reply | {"spent": server.spent.seconds})
+        send(reply if request["do"] in ("warm", "round", "kernels") else reply | {"spent": server.spent.seconds})
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:

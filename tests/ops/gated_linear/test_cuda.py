@@ -25,7 +25,7 @@ from .. import cuda_codegen
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == _cuda.CAPABILITY
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="no Hopper GPU")]
 STACKED = Spec("gelu_tanh", "stacked")
-EPILOGUES = ("y", "preact", "gradient", "down")
+EPILOGUES = ("y", "preact", "gradient", "down", "kept")
 
 
 def halves(x: Tensor, weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> Halves:
@@ -80,14 +80,15 @@ def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypa
 
 
 def test_what_it_lacks_is_that_of_the_implementation_it_names() -> None:
-    shallow, deep = torch.empty(1, _cuda.DEEP - 8), torch.empty(1, _cuda.DEEP)
-    for x, left in ((shallow, {"gradient", "down_gradient"}), (deep, {"gradient"})):
+    shallow, deep, odd = torch.empty(1, _cuda.DEEP - 8), torch.empty(1, _cuda.DEEP), torch.empty(1, _cuda.DEEP + 1)
+    for x, left in ((shallow, {"down_gradient"}), (deep, set()), (odd, {"gradient"})):
         for function in ("forward", "recompute_gradient", "gradient", "down_gradient"):
-            assert _cuda.lacks(function, x) is (function in left)
-            assert hasattr(_cuda, function) or function in left
+            assert _cuda.lacks(function, x, x, x) is (function in left)
             if function not in left:
-                assert _op.having(function, _cuda, x) is _cuda
-    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("gradient", reference, deep) is reference
+                assert _op.having(function, _cuda, x, x, x) is _cuda
+    wide = torch.empty(1, _cuda.DEEP + 1)[:, 1:]
+    assert _cuda.lacks("gradient", deep, deep, wide) and not _cuda.lacks("forward", wide)
+    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("gradient", reference, odd) is reference
 
 
 @pytest.fixture
@@ -142,6 +143,7 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
     _cuda.recompute_gradient(dy, x, of, preact, spec, dbias)
     _cuda.recompute_gradient(dy, x, of._replace(value_bias=None, gate_bias=None), preact, spec, None)
     _cuda.down_gradient(x, w_down, preact, y, made, spec, dbias)
+    _cuda.gradient(dy, preact, made, spec, dbias)
 
     def tensors(**named: Tensor) -> dict[str, int]:
         biases = [name for name in named if name.endswith("bias")]
@@ -160,7 +162,7 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
     }
     weights = tensors(x=x, value=weight[1::2], gate=weight[::2])
     biases = tensors(value_bias=bias[1::2], gate_bias=bias[::2])
-    summed = [{"sums": packed[i]["sums"], "dbias": dbias.data_ptr()} for i in (2, 4)]
+    summed = [{"sums": packed[i]["sums"], "dbias": dbias.data_ptr()} for i in (2, 4, 5)]
     assert all(each["sums"] != 0 for each in summed)
     assert packed == [
         {**nothing, **weights, **biases, **tensors(y=y), "epilogue": 0},
@@ -168,6 +170,7 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
         {**nothing, **weights, **biases, **tensors(u=u, g=g, first=dy), **summed[0], "epilogue": 2},
         {**nothing, **weights, **tensors(u=u, g=g, first=dy), "epilogue": 2},
         {**nothing, **tensors(x=x, value=w_down, y=y, u=du, g=dg, first=u, second=g), **summed[1], "epilogue": 3},
+        {**nothing, **tensors(x=dy, u=du, g=dg, first=u, second=g), **summed[2], "depth": 96, "epilogue": 4},
     ]
 
 
@@ -195,6 +198,7 @@ def test_no_rows_start_nothing(packed: list[dict[str, int]]) -> None:
     _cuda.forward(x, halves(x, weight), STACKED, torch.empty(0, 32), None)
     _cuda.recompute_gradient(torch.empty(0, 32), x, halves(x, weight), torch.empty(0, 64), STACKED, dbias)
     _cuda.down_gradient(x, weight[:, :32], torch.empty(0, 64), torch.empty(0, 32), torch.empty(0, 64), STACKED, None)
+    _cuda.gradient(torch.empty(0, 32), torch.empty(0, 64), torch.empty(0, 64), STACKED, dbias)
     assert packed == [] and not dbias.any()
 
 
@@ -243,13 +247,16 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
     if epilogue == "preact":
         module.forward(x, of, spec, y, preact)
         return [y, *split_preact(preact, spec)]
-    if epilogue == "down":  # of pre-activations from elsewhere, in place
-        for half, kept in zip(split_preact(preact, spec), (dy, dy.flip(0)), strict=True):
+    if epilogue in ("down", "kept"):  # of pre-activations from elsewhere, in place
+        for half, kept in zip(split_preact(preact, spec), (dy.roll(1, 1), dy.flip(0)), strict=True):
             half.copy_(kept)
+    if epilogue == "down":
         module.down_gradient(x, of.value.mT.contiguous(), preact, y, preact, spec, dbias)
+    elif epilogue == "kept":
+        _op.having("gradient", module, dy, *split_preact(preact, spec)).gradient(dy, preact, preact, spec, dbias)
     else:
         module.recompute_gradient(dy, x, of, preact, spec, dbias)
-    made = [] if epilogue == "gradient" else [y]
+    made = [y] if epilogue == "down" else []
     return [*made, *split_preact(preact, spec), *([] if dbias is None else [dbias])]
 
 

@@ -22,6 +22,8 @@ HOW_TO_READ = """\
   lies within three times that noise (taken as 2 % to 10 %), else *ambiguous*.
 - **error**: largest deviation from float64 over the largest true value, and eager's in brackets. A provider whose error
   exceeds twice eager's plus one rounding is *wrong* and gets no time.
+- **kernels**: of that time the part in which a kernel ran, by the profiler (CUPTI), one call at a time: the rest is what starts
+  them. Of a few cases, and on a GPU only.
 - **host**: microseconds that a call keeps the host in a loop that does not wait (CUDA only).
 - **first call**: seconds from building to the end of the first call, compilers' caches empty when the run began.
 - **peak**: bytes allocated during the call beyond what was there (the outputs included); **held**: what a forward keeps
@@ -177,7 +179,7 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
         for row in sorted(rows, key=lambda r: (r.device_us is None, r.device_us or 0.0))
         if row.status in ("ok", "wrong")
     ]
-    columns = ["provider", "time µs", "of limit", "GB/s", "against the best other", "error (eager)"]
+    columns = ["provider", "time µs", "kernels µs", "of limit", "GB/s", "against the best other", "error (eager)"]
     columns += ["host µs", "first call s", "peak", "held"]
     return "\n\n".join(
         [
@@ -192,7 +194,7 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
 
 def line(row: Row, comparison: Json | None) -> list[str]:
     if row.status == "wrong":
-        return [text(row.provider), "wrong", "", "", text(row.reason), errors(row), "", "", "", ""]
+        return [text(row.provider), "wrong", "", "", "", text(row.reason), errors(row), "", "", "", ""]
     verdict = row.verdict_vs_best_other or "–"
     # the floor that does not bind is a share of nothing
     share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
@@ -202,6 +204,7 @@ def line(row: Row, comparison: Json | None) -> list[str]:
     return [
         text(row.provider),
         f"{number(row.device_us)} ± {number(row.device_us_iqr)}",
+        number(row.kernel_us),
         percent(share),
         number(gigabytes_per_second(row)),
         verdict,

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._choice import Choice
 from .._register import register
 from . import reference
-from ._problem import Halves, Preact, Spec, compute_dtype, new_preact, rows
+from ._problem import Halves, Preact, Spec, compute_dtype, new_preact, rows, split_preact
 
 # The weights of a call:
 #   weight, bias            both halves in one tensor as `spec` says, or the value's where there is a weight_gate
@@ -33,7 +33,7 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 
 # In order of preference. Each has the four functions that `reference.py` shows: forward, gradient, recompute_gradient,
 # down_gradient; they write into tensors that are given. `dpreact` may be `preact` itself; `dbias` is (2, F), value first,
-# in the dtype of the computation. One with `lacks(function, x)` leaves some to another, whose name is its OTHERWISE. One with
+# in the dtype of the computation. One with `lacks(function, *matrices)` leaves some to another, whose name is its OTHERWISE. One with
 # `refuses` is asked whether it takes the matrices of a call.
 IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
@@ -57,14 +57,14 @@ def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alon
     raise AssertionError("the reference refuses nothing")
 
 
-def having(function: str, module: Any, x: Tensor) -> Any:
+def having(function: str, module: Any, x: Tensor, *others: Tensor) -> Any:
     """The module itself, or that of the implementation which it names for what it lacks."""
-    if not getattr(module, "lacks", _nothing)(function, x):
+    if not getattr(module, "lacks", _nothing)(function, x, *others):
         return module
     return choice.serving(module.OTHERWISE, x.device.type, x.dtype)
 
 
-def _nothing(function: str, x: Tensor) -> bool:
+def _nothing(function: str, *matrices: Tensor) -> bool:
     return False
 
 
@@ -125,7 +125,8 @@ def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str
     # Elementwise: an implementation that is asked for serves it whatever it refuses to multiply.
     by_choice = impl == "auto"
     module = serving(impl, spec, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
-    having("gradient", module, dy).gradient(dy, preact, dpreact, spec, dbias if bias else None)
+    matrices = (dy, *split_preact(preact, spec), *split_preact(dpreact, spec))
+    having("gradient", module, *matrices).gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
 

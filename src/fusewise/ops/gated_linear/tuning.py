@@ -21,7 +21,7 @@ from torch import Tensor
 from .._tuned import Job, Tuned
 from . import _op, reference
 from ._chunks import FEW_ROWS
-from ._problem import Halves, Spec, new_preact
+from ._problem import Halves, Spec, new_preact, split_preact
 from .cases import DTYPES, GatedCase, case
 
 # Calls `kernel` of a module that has the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
@@ -141,7 +141,8 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
         module = _op.serving(impl, spec, hidden, inputs[0], weights)
     else:
         module = _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=kernel == "y")
-    module = _op.having(_FUNCTIONS[kernel], module, x)
+    matrices = (dy, *split_preact(inputs[1], spec)) if kernel == "gate" else (x,)
+    module = _op.having(_FUNCTIONS[kernel], module, *matrices)
     if getattr(module, "TUNED", None) is None:
         return str(module.__name__.rpartition(".")[2].lstrip("_"))
     call = _CALLS[kernel]

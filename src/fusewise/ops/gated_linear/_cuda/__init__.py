@@ -1,8 +1,7 @@
 """The gated linear unit in CUDA C++, for Hopper: the products in `gated_linear.cu`, compiled on first use with the user's
 nvcc for the dtype and the activation of a call, and their launcher.
 
-y, y with both pre-activations, their gradient by a second product and that behind a deep down projection are here; the rest, of
-`lacks`, is of the implementation that `OTHERWISE` names.
+Everything of the interface is here; what `lacks` says is left to the implementation that `OTHERWISE` names.
 
 The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch.
 """
@@ -19,17 +18,17 @@ from torch import Tensor
 from ...._shared import build
 from ...rope import _cuda as rope
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
-from .._products import brought, describable_room, each, put
+from .._products import UNIT, brought, describable_room, each, put
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "gated_linear.cu", *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "plan.h")))
+SOURCES = (FOLDER / "gated_linear.cu", *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "kept.cuh", "plan.h")))
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
 FEW_ROWS = 128  # to which there are kernels that read the weights faster
-ROWS = 128  # of a tile
-Y, PREACT, GRADIENT, DOWN = range(4)  # epilogues, as in plan.h
+ROWS, KEPT_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
+Y, PREACT, GRADIENT, DOWN, KEPT = range(5)  # epilogues, as in plan.h
 
 _PLAN = Struct("16q")
 _CALL = Struct("12q")
@@ -85,41 +84,42 @@ def refuses(
     return kernel if isinstance(kernel, str) else None
 
 
-def lacks(function: str, x: Tensor) -> bool:
-    """Whether a function is that of OTHERWISE for this x."""
-    return function == "gradient" or (function == "down_gradient" and x.shape[1] < DEEP)
+def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
+    """Whether a function is that of OTHERWISE for these matrices."""
+    if function == "gradient":
+        return x.shape[1] % UNIT != 0 or not all(map(describable, (x, *others)))
+    return function == "down_gradient" and x.shape[1] < DEEP
 
 
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
     odd = not all(map(describable, (x, halves.value, halves.gate))) or halves.value.shape[0] * x.element_size() % 16
     copies = "TMA needs matrices whose starts and rows are aligned to 16 bytes: others are copied; " if odd else ""
-    return (
-        f"{copies}gradients of pre-activations that were kept, and those behind a down projection to fewer than {DEEP} "
-        f"features, are {OTHERWISE}'s"
-    )
+    return f"{copies}gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s"
 
 
 def _run(
-    epilogue: int, activation: str, x: Tensor, value: Tensor, gate: Tensor | None = None,
+    epilogue: int, activation: str, x: Tensor, value: Tensor | None = None, gate: Tensor | None = None,
     bias: tuple[Tensor | None, Tensor | None] = (None, None), y: Tensor | None = None,
     outputs: tuple[Tensor | None, Tensor | None] = (None, None), inputs: tuple[Tensor | None, Tensor | None] = (None, None),
     dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the product of x with an epilogue, which writes y and outputs, u and g or their gradients, and reads inputs, dy or
-    u and g."""
+    u and g. KEPT: x is dy, and there is no product."""
     rows = x.shape[0]
     if rows == 0:
         if dbias is not None:
             dbias.zero_()
         return
     kernel = _kernel(x.dtype, activation)
-    assert isinstance(kernel, rope.Library), kernel  # `refuses` has said so
-    sums = None if dbias is None else torch.empty((-(-rows // ROWS), *dbias.shape), dtype=dbias.dtype, device=x.device)
+    if isinstance(kernel, str):
+        raise RuntimeError(f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{OTHERWISE}"')
+    part = KEPT_ROWS if value is None else ROWS
+    sums = None if dbias is None else torch.empty((-(-rows // part), *dbias.shape), dtype=dbias.dtype, device=x.device)
     written = (y, *outputs)
     room = tuple(each(describable_room, *written))
     matrices = (*each(brought, x, value, gate), *room, *each(brought, *inputs))
-    depth, hidden = x.shape[1], value.shape[epilogue == DOWN]
+    depth, hidden = x.shape[1], x.shape[1] if value is None else value.shape[epilogue == DOWN]
     plan = _PLAN.pack(
         rows, hidden, depth, *(0 if t is None else t.stride(0) for t in (*matrices, *bias)), x.dtype == torch.bfloat16,
         ACTIVATIONS.index(activation), epilogue,
@@ -136,6 +136,11 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
     value, gate, *bias = halves
     both = (None, None) if preact is None else split_preact(preact, spec)
     _run(Y if preact is None else PREACT, spec.activation, x, value, gate, (bias[0], bias[1]), y, both)
+
+
+def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
+    outputs, inputs = split_preact(dpreact, spec), split_preact(preact, spec)
+    _run(KEPT, spec.activation, dy, outputs=outputs, inputs=inputs, dbias=dbias)
 
 
 def recompute_gradient(

@@ -4,15 +4,15 @@
 //     du = dy · act(g),   dg = dy · u · act'(g)
 //
 // Shape legend: M rows, D features in, F features out. Y, PREACT and GRADIENT are behind the product of x with both weights; DOWN
-// is behind dy = dz W_down, with dz (M, D) as x and W_down (D, F).
+// is behind dy = dz W_down, with dz (M, D) as x and W_down (D, F). KEPT has no product: `kept.cuh`.
 //
 // Two thread blocks, a cluster, have a pair of tiles one above the other: 128 rows of x each by 192 columns of the product, which
 // are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. A block's warps
 // have roles: one thread brings blocks of both operands into a ring of shared memory by TMA, another what the epilogue reads;
 // two groups of four warps take turns at the tensor cores, a whole tile each, so that the epilogue of one is behind the product of
 // the other. An epilogue takes 32 or 64 features at a time: u and g of a feature lie in one thread; what it reads and writes passes
-// through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there. Accumulation,
-// bias and gate are in float32, rounded once where they are stored.
+// through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there; behind GRADIENT du
+// takes the place of dy. Accumulation, bias and gate are in float32, rounded once where they are stored.
 
 #include <cuda_runtime.h>
 
@@ -20,6 +20,7 @@
 
 #include "gate.cuh"
 #include "hopper.cuh"
+#include "kept.cuh"
 #include "plan.h"
 
 namespace {
@@ -33,14 +34,14 @@ constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
 constexpr int EDGE = 16;          // rows of x that are asked for at once where a tile has fewer than ROWS
 
 // What depends on the epilogue: features of a tile and of a piece, which is of all its rows or of one half; stages of the ring; slots
-// to write, tensors it reads and how many pieces of each there is room for. TMA takes its time for each row of a piece, so they are
-// as wide as u and g of the same features allow.
+// to write, tensors it reads and how many pieces of each there is room for; whether what it writes first takes the place of what it
+// read. TMA takes its time for each row of a piece, so they are as wide as u and g of the same features allow.
 template <int EPILOGUE>
 struct Of {
-  static constexpr bool DOWNWARD = EPILOGUE == DOWN;
+  static constexpr bool DOWNWARD = EPILOGUE == DOWN, IN_PLACE = EPILOGUE == GRADIENT;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : COLUMNS / 2, STAGES = DOWNWARD ? 4 : 5;
-  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : 3, READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0;
-  static constexpr int PIECE = DOWNWARD ? 64 : 32, HEIGHT = DOWNWARD ? ROWS / 2 : ROWS, AHEAD = DOWNWARD ? 2 : 1;
+  static constexpr int WRITES = IN_PLACE ? 1 : 3, READS = IN_PLACE ? 1 : DOWNWARD ? 2 : 0, AHEAD = READS > 0 ? 2 : 1;
+  static constexpr int PIECE = DOWNWARD ? 64 : 32, HEIGHT = DOWNWARD ? ROWS / 2 : ROWS;
   static constexpr int HALVES = ROWS / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static_assert(PIECE * HEIGHT * 2 == SLOT_BYTES);
 };
@@ -114,7 +115,8 @@ __device__ void bring_operands(const Params& p, Shared<EPILOGUE>& shared, int ra
   }
 }
 
-// One thread brings what the epilogue reads, a piece when the one before in the same slots has been read.
+// One thread brings what the epilogue reads, a piece when the one before in the same slots has been read, and stored if it was
+// replaced.
 template <int EPILOGUE>
 __device__ void bring_pieces(const Params& p, Shared<EPILOGUE>& shared, int rank) {
   using A = Of<EPILOGUE>;
@@ -177,10 +179,12 @@ struct Place {
     return row * A::PIECE * 2 + ((chunk ^ (A::PIECE == 64 ? row & 7 : row >> 1 & 3)) << 4);
   }
   __device__ void meet() const { warps_wait(OWN + group, GROUP); }
-  // The slots to write may be written again.
-  __device__ void stored() const {
-    if (thread == 0) stores_have_read();
-    meet();
+  // The slots that a piece was written to may be written again, at once or, in place, by what is read next.
+  __device__ void stored(int piece) const {
+    if (thread == 0) {
+      stores_have_read();
+      if (A::IN_PLACE) barrier_arrive(shared_address(&shared.taken[piece % A::AHEAD]));
+    }
   }
   // What all have written to slots is seen by TMA.
   __device__ void written() const {
@@ -192,7 +196,7 @@ struct Place {
     barrier_wait(shared_address(&shared.came[piece % A::AHEAD]), piece / A::AHEAD & 1);
     return A::WRITES + piece % A::AHEAD * A::READS;
   }
-  // It may be written again. Not before values were used: this would overtake loads that nobody has waited for.
+  // It may be written again, if it stays as it is. Not before values were used: this would overtake loads that nobody has waited for.
   __device__ void taken(int piece) const {
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.taken[piece % A::AHEAD]));
@@ -216,7 +220,7 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Place
   constexpr bool KEEP = EPILOGUE == PREACT;
 #pragma unroll
   for (int piece = 0; piece < Of<EPILOGUE>::PIECES; ++piece) {
-    if (KEEP && piece > 0) at.stored();
+    if (KEEP && piece > 0) at.stored(0), at.meet();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int half = i / 2, pair = i % 2;
@@ -266,7 +270,8 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Plac
 #pragma unroll
   for (int piece = 0; piece < A::PIECES; ++piece) {
     const int from = at.read(number + piece), group = piece / A::HALVES * A::PIECE;
-    if (piece > 0) at.stored();
+    const int of_u = A::IN_PLACE ? from : 0, of_g = A::IN_PLACE ? 0 : 1;
+    if (piece > 0) at.stored(number + piece - 1), at.meet();
     float sums[8];  // of du, then of dg: two of either in eight features, two in the next eight
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // 16 features by 64 rows: one half below the other, or features side by side
@@ -298,10 +303,10 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Plac
         if (p.sums != nullptr && row < p.rows)  // beyond the last row is what the ring held before
           sums[k] += left.u, sums[k + 1] += right.u, sums[4 + k] += left.g, sums[5 + k] += right.g;
       }
-      store_matrices(at.slot(0) + offset, du);
-      store_matrices(at.slot(1) + offset, dg);
+      store_matrices(at.slot(of_u) + offset, du);
+      store_matrices(at.slot(of_g) + offset, dg);
       if (A::DOWNWARD) store_matrices(at.slot(2) + offset, y);
-      if (i == 3) at.taken(number + piece);
+      if (!A::IN_PLACE && i == 3) at.taken(number + piece);
       if (p.sums != nullptr && (A::HALVES > 1 || half == 1)) {
         const int feature = pair * 16 + at.lane / 8 % 2 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;
         at.shared.sums[piece % A::HALVES * 4 + at.warp][at.lane / 16 * A::PIECE + feature] = add_rows(sums, at.lane);
@@ -310,7 +315,7 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Plac
     at.written();
     const int feature = at.tile.feature + group, row = at.tile.row + piece % A::HALVES * A::HEIGHT;
     if (at.thread == 0) {
-      store(&p.u, feature, row, at.slot(0)), store(&p.g, feature, row, at.slot(1));
+      store(&p.u, feature, row, at.slot(of_u)), store(&p.g, feature, row, at.slot(of_g));
       if (A::DOWNWARD) store(&p.y, feature, row, at.slot(2));
       stores_commit();
     }
@@ -352,7 +357,7 @@ __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int
     const Place<EPILOGUE> at{p, shared, tile, group};
     if constexpr (A::READS > 0) write_gradient<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at, number);
     else write_outputs<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
-    if (thread == 0) stores_have_read();
+    at.stored(number + A::PIECES - 1);
     warps_arrive(SLOT + 1 - group, 2 * GROUP);
     block += 2 * p.steps, number += 2 * A::PIECES;
   }
@@ -373,7 +378,7 @@ gated_linear_kernel(const __grid_constant__ Params p) {
     }
     for (int i = 0; i < A::AHEAD; ++i) {
       barrier_init(shared_address(&shared.came[i]), 1);
-      barrier_init(shared_address(&shared.taken[i]), GROUP / 32);
+      barrier_init(shared_address(&shared.taken[i]), A::IN_PLACE ? 1 : GROUP / 32);
     }
     barriers_are_there();
   }
@@ -391,26 +396,17 @@ gated_linear_kernel(const __grid_constant__ Params p) {
 #endif
 }
 
-// The sums over R rows of (R, width), 32 columns a block.
-__global__ void __launch_bounds__(256) add_up_kernel(const float* sums, float* to, int64_t rows, int64_t width) {
-  __shared__ float parts[8][32];
-  const int64_t column = int64_t(blockIdx.x) * 32 + threadIdx.x;
-  float sum = 0.0f;
-  if (column < width)
-    for (int64_t row = threadIdx.y; row < rows; row += 8) sum += sums[row * width + column];
-  parts[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < width) {
-    for (int i = 1; i < 8; ++i) sum += parts[i][threadIdx.x];
-    to[column] = sum;
-  }
-}
-
-// A kernel, its shared memory, and how many clusters have something to do.
+// A kernel behind a product, its shared memory, and how many clusters have something to do.
 struct Chosen {
   void (*kernel)(Params);
   size_t shared;
   int (*clusters)(const Params&);
+};
+
+// All for a dtype and an activation.
+struct Kernels {
+  Chosen products[4];  // by epilogue
+  void (*kept)(Kept);
 };
 
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
@@ -419,24 +415,24 @@ Chosen chosen() {
 }
 
 template <bool BFLOAT16, int ACTIVATION>
-Chosen with_epilogue(int64_t epilogue) {
-  constexpr Chosen (*ALL[])() = {chosen<BFLOAT16, Y, ACTIVATION>, chosen<BFLOAT16, PREACT, ACTIVATION>,
-                                 chosen<BFLOAT16, GRADIENT, ACTIVATION>, chosen<BFLOAT16, DOWN, ACTIVATION>};
-  return ALL[epilogue]();
+Kernels kernels() {
+  return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
+           chosen<BFLOAT16, DOWN, ACTIVATION>()},
+          kept_gradient_kernel<BFLOAT16, ACTIVATION>};
 }
 
-// The kernel of a plan, or null if this library does not have it: it may be compiled for one dtype and activation.
-Chosen kernel_of(const Plan& plan) {
+// Those of a plan, or nulls if this library does not have them: it may be compiled for one dtype and activation.
+Kernels kernels_of(const Plan& plan) {
 #ifdef FUSEWISE_ACTIVATION
   if (plan.bfloat16 != FUSEWISE_BFLOAT16 || plan.activation != FUSEWISE_ACTIVATION) return {};
-  return with_epilogue<FUSEWISE_BFLOAT16, FUSEWISE_ACTIVATION>(plan.epilogue);
+  return kernels<FUSEWISE_BFLOAT16, FUSEWISE_ACTIVATION>();
 #else
-  constexpr Chosen (*KERNELS[])(int64_t) = {
-      with_epilogue<false, GELU_TANH>, with_epilogue<true, GELU_TANH>, with_epilogue<false, GELU>,     with_epilogue<true, GELU>,
-      with_epilogue<false, SILU>,      with_epilogue<true, SILU>,      with_epilogue<false, RELU>,     with_epilogue<true, RELU>,
-      with_epilogue<false, SIGMOID>,   with_epilogue<true, SIGMOID>,   with_epilogue<false, IDENTITY>, with_epilogue<true, IDENTITY>,
+  constexpr Kernels (*ALL[])() = {
+      kernels<false, GELU_TANH>, kernels<true, GELU_TANH>, kernels<false, GELU>,     kernels<true, GELU>,
+      kernels<false, SILU>,      kernels<true, SILU>,      kernels<false, RELU>,     kernels<true, RELU>,
+      kernels<false, SIGMOID>,   kernels<true, SIGMOID>,   kernels<false, IDENTITY>, kernels<true, IDENTITY>,
   };
-  return KERNELS[2 * plan.activation + plan.bfloat16](plan.epilogue);
+  return ALL[2 * plan.activation + plan.bfloat16]();
 #endif
 }
 
@@ -475,9 +471,16 @@ bool describe(CUtensorMap* map, const Plan& plan, const void* matrix, int64_t st
 extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(const Plan* plan, const Call* call, void* stream) {
   const Plan& of = *plan;
   const Call& c = *call;
-  const Chosen found = kernel_of(of);
-  if (found.kernel == nullptr) return cudaErrorInvalidValue;
-  // First of all, since it makes the device's context this thread's, without which the driver describes no matrix.
+  const Kernels kernels = kernels_of(of);
+  if (kernels.kept == nullptr) return cudaErrorInvalidValue;
+  int device, processors;
+  if (const auto error = cudaGetDevice(&device)) return error;
+  if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (of.epilogue == KEPT) return keep_gradient(kernels.kept, of, c, processors, on);
+
+  const Chosen& found = kernels.products[of.epilogue];
+  // Ahead of the descriptors, since it makes the device's context this thread's, without which the driver describes no matrix.
   const int bytes = int(found.shared);
   if (const auto error = cudaFuncSetAttribute(found.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
 
@@ -501,17 +504,10 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
       !outer(&p.second, c.second, of.second_stride))
     return cudaErrorInvalidValue;
 
-  int device, processors;
-  if (const auto error = cudaGetDevice(&device)) return error;
-  if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   const int clusters = std::min(found.clusters(p), processors / CLUSTER);
-  const auto on = static_cast<cudaStream_t>(stream);
   found.kernel<<<unsigned(clusters * CLUSTER), 3 * GROUP, bytes, on>>>(p);
   if (const auto error = cudaGetLastError()) return error;
-  if (c.sums == nullptr) return cudaSuccess;
-  const int64_t tiles = (of.rows + ROWS - 1) / ROWS, width = 2 * of.hidden;
-  add_up_kernel<<<unsigned((width + 31) / 32), dim3(32, 8), 0, on>>>(c.sums, c.dbias, tiles, width);
-  return cudaGetLastError();
+  return add_up(of, c, (of.rows + ROWS - 1) / ROWS, on);
 }
 
 // Why the kernels cannot run on the current device, as a cudaError_t.

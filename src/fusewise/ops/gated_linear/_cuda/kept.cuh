@@ -1,0 +1,121 @@
+// KEPT: the gradient of the gate from pre-activations that were kept,
+//
+//     du = dy · act(g),   dg = dy · u · act'(g)
+//
+// of dy, u and g (M, F) in memory, element by element, and sums over the rows, which are the bias gradient. du and dg may be u and g
+// themselves. A thread has eight columns, a warp 256, the warps of a block one row after another of its share of the rows: with sums
+// every multiprocessor has the same shares, few, so that little is left to add up; without, they are short, and the hardware evens
+// out their times.
+
+#pragma once
+
+#include <algorithm>
+
+#include "gate.cuh"
+#include "plan.h"
+
+namespace {
+
+constexpr int WARPS = 8, BLOCKS = 4;       // of a block; blocks of a multiprocessor
+constexpr int WIDE = 8, ACROSS = 32 * WIDE;  // columns of a thread, of a warp
+
+struct Kept {
+  const char *dy, *u, *g;
+  char *du, *dg;
+  int64_t dy_stride, u_stride, g_stride, du_stride, dg_stride;  // of rows, in bytes
+  float* sums;                                                  // (shares, 2, F), or null
+  int64_t rows, hidden, share;                                  // of rows, a block
+};
+
+// What lies in memory of eight columns.
+struct Given {
+  uint4 dy, u, g;
+  __device__ Given(const Kept& p, int64_t row, int64_t byte)
+      : dy(*reinterpret_cast<const uint4*>(p.dy + row * p.dy_stride + byte)),
+        u(*reinterpret_cast<const uint4*>(p.u + row * p.u_stride + byte)),
+        g(*reinterpret_cast<const uint4*>(p.g + row * p.g_stride + byte)) {}
+};
+
+template <bool BFLOAT16, int ACTIVATION>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS) kept_gradient_kernel(const __grid_constant__ Kept p) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t across = (p.hidden + ACROSS - 1) / ACROSS, below = blockIdx.x / across, first = blockIdx.x % across * ACROSS;
+  const int64_t column = first + lane * WIDE, byte = column * 2, end = min(p.rows, (below + 1) * p.share);
+  float sums[2][WIDE] = {};
+  int64_t row = below * p.share + warp;
+  if (column < p.hidden && row < end) {
+    Given now(p, row, byte);
+    for (; row < end; row += WARPS) {
+      Given next = now;  // asked for before this row is stored: the compiler must assume that it lies there
+      if (row + WARPS < end) next = Given(p, row + WARPS, byte);
+      uint4 du, dg;
+#pragma unroll
+      for (int i = 0; i < WIDE / 2; ++i) {
+        const float2 dy = unpacked<BFLOAT16>((&now.dy.x)[i]), u = unpacked<BFLOAT16>((&now.u.x)[i]), g = unpacked<BFLOAT16>((&now.g.x)[i]);
+        const Gradient left = gate_gradient<ACTIVATION>(dy.x, u.x, g.x), right = gate_gradient<ACTIVATION>(dy.y, u.y, g.y);
+        (&du.x)[i] = packed<BFLOAT16>(left.u, right.u), (&dg.x)[i] = packed<BFLOAT16>(left.g, right.g);
+        if (p.sums != nullptr)
+          sums[0][2 * i] += left.u, sums[0][2 * i + 1] += right.u, sums[1][2 * i] += left.g, sums[1][2 * i + 1] += right.g;
+      }
+      *reinterpret_cast<uint4*>(p.du + row * p.du_stride + byte) = du;
+      *reinterpret_cast<uint4*>(p.dg + row * p.dg_stride + byte) = dg;
+      now = next;
+    }
+  }
+  if (p.sums == nullptr) return;
+  __shared__ float parts[WARPS][2][ACROSS];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int i = 0; i < WIDE; ++i) parts[warp][half][lane * WIDE + i] = sums[half][i];
+  __syncthreads();
+  const int64_t mine = first + threadIdx.x;
+  for (int half = 0; half < 2 && mine < p.hidden; ++half) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sum += parts[i][half][threadIdx.x];
+    p.sums[(below * 2 + half) * p.hidden + mine] = sum;
+  }
+}
+static_assert(ACROSS == 32 * WARPS, "a thread adds up a column");
+
+// The sums over R rows of (R, width), 32 columns a block.
+__global__ void __launch_bounds__(256) add_up_kernel(const float* sums, float* to, int64_t rows, int64_t width) {
+  __shared__ float parts[8][32];
+  const int64_t column = int64_t(blockIdx.x) * 32 + threadIdx.x;
+  float sum = 0.0f;
+  if (column < width)
+    for (int64_t row = threadIdx.y; row < rows; row += 8) sum += sums[row * width + column];
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < width) {
+    for (int i = 1; i < 8; ++i) sum += parts[i][threadIdx.x];
+    to[column] = sum;
+  }
+}
+
+// The bias gradient from so many partial sums, if it is wanted.
+cudaError_t add_up(const Plan& of, const Call& c, int64_t count, cudaStream_t on) {
+  if (c.sums == nullptr) return cudaSuccess;
+  const int64_t width = 2 * of.hidden;
+  add_up_kernel<<<unsigned((width + 31) / 32), dim3(32, 8), 0, on>>>(c.sums, c.dbias, count, width);
+  return cudaGetLastError();
+}
+
+cudaError_t keep_gradient(void (*kernel)(Kept), const Plan& of, const Call& c, int processors, cudaStream_t on) {
+  const auto bytes = [](const void* matrix) { return static_cast<char*>(const_cast<void*>(matrix)); };
+  Kept p{bytes(c.x), bytes(c.first), bytes(c.second), bytes(c.u), bytes(c.g)};
+  p.dy_stride = of.x_stride * 2, p.u_stride = of.first_stride * 2, p.g_stride = of.second_stride * 2;
+  p.du_stride = of.u_stride * 2, p.dg_stride = of.g_stride * 2;
+  p.sums = c.sums, p.rows = of.rows, p.hidden = of.hidden;
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t across = up(p.hidden, ACROSS), shares = std::max<int64_t>(1, processors * BLOCKS / across);
+  p.share = c.sums != nullptr ? std::max<int64_t>(KEPT_ROWS, up(p.rows, shares)) : std::min<int64_t>(128, up(p.rows, 2 * shares));
+  p.share = up(p.share, WARPS) * WARPS;
+  const int64_t down = up(p.rows, p.share);
+  kernel<<<unsigned(across * down), 32 * WARPS, 0, on>>>(p);
+  if (const auto error = cudaGetLastError()) return error;
+  return add_up(of, c, down, on);
+}
+
+}  // namespace
