@@ -11,8 +11,8 @@
 // have roles: one thread brings blocks of both operands into a ring of shared memory by TMA, another what the epilogue reads;
 // two groups of four warps take turns at the tensor cores, a whole tile each, so that the epilogue of one is behind the product of
 // the other. An epilogue takes 32 or 64 features at a time: u and g of a feature lie in one thread; what it reads and writes passes
-// through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there; behind GRADIENT du
-// takes the place of dy. Accumulation, bias and gate are in float32, rounded once where they are stored.
+// through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there. Accumulation,
+// bias and gate are in float32, rounded once where they are stored.
 
 #include <cuda_runtime.h>
 
@@ -34,14 +34,14 @@ constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
 constexpr int EDGE = 16;          // rows of x that are asked for at once where a tile has fewer than ROWS
 
 // What depends on the epilogue: features of a tile and of a piece, which is of all its rows or of one half; stages of the ring; slots
-// to write, tensors it reads and how many pieces of each there is room for; whether what it writes first takes the place of what it
-// read. TMA takes its time for each row of a piece, so they are as wide as u and g of the same features allow.
+// to write, tensors it reads and how many pieces of each there is room for. TMA takes its time for each row of a piece, so they are
+// as wide as u and g of the same features allow.
 template <int EPILOGUE>
 struct Of {
-  static constexpr bool DOWNWARD = EPILOGUE == DOWN, IN_PLACE = EPILOGUE == GRADIENT;
+  static constexpr bool DOWNWARD = EPILOGUE == DOWN;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : COLUMNS / 2, STAGES = DOWNWARD ? 4 : 5;
-  static constexpr int WRITES = IN_PLACE ? 1 : 3, READS = IN_PLACE ? 1 : DOWNWARD ? 2 : 0, AHEAD = READS > 0 ? 2 : 1;
-  static constexpr int PIECE = DOWNWARD ? 64 : 32, HEIGHT = DOWNWARD ? ROWS / 2 : ROWS;
+  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : 3, READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0;
+  static constexpr int PIECE = DOWNWARD ? 64 : 32, HEIGHT = DOWNWARD ? ROWS / 2 : ROWS, AHEAD = DOWNWARD ? 2 : 1;
   static constexpr int HALVES = ROWS / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static_assert(PIECE * HEIGHT * 2 == SLOT_BYTES);
 };
@@ -115,8 +115,7 @@ __device__ void bring_operands(const Params& p, Shared<EPILOGUE>& shared, int ra
   }
 }
 
-// One thread brings what the epilogue reads, a piece when the one before in the same slots has been read, and stored if it was
-// replaced.
+// One thread brings what the epilogue reads, a piece when the one before in the same slots has been read.
 template <int EPILOGUE>
 __device__ void bring_pieces(const Params& p, Shared<EPILOGUE>& shared, int rank) {
   using A = Of<EPILOGUE>;
@@ -179,12 +178,10 @@ struct Place {
     return row * A::PIECE * 2 + ((chunk ^ (A::PIECE == 64 ? row & 7 : row >> 1 & 3)) << 4);
   }
   __device__ void meet() const { warps_wait(OWN + group, GROUP); }
-  // The slots that a piece was written to may be written again, at once or, in place, by what is read next.
-  __device__ void stored(int piece) const {
-    if (thread == 0) {
-      stores_have_read();
-      if (A::IN_PLACE) barrier_arrive(shared_address(&shared.taken[piece % A::AHEAD]));
-    }
+  // The slots to write may be written again.
+  __device__ void stored() const {
+    if (thread == 0) stores_have_read();
+    meet();
   }
   // What all have written to slots is seen by TMA.
   __device__ void written() const {
@@ -196,7 +193,7 @@ struct Place {
     barrier_wait(shared_address(&shared.came[piece % A::AHEAD]), piece / A::AHEAD & 1);
     return A::WRITES + piece % A::AHEAD * A::READS;
   }
-  // It may be written again, if it stays as it is. Not before values were used: this would overtake loads that nobody has waited for.
+  // It may be written again. Not before values were used: this would overtake loads that nobody has waited for.
   __device__ void taken(int piece) const {
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.taken[piece % A::AHEAD]));
@@ -220,7 +217,7 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Place
   constexpr bool KEEP = EPILOGUE == PREACT;
 #pragma unroll
   for (int piece = 0; piece < Of<EPILOGUE>::PIECES; ++piece) {
-    if (KEEP && piece > 0) at.stored(0), at.meet();
+    if (KEEP && piece > 0) at.stored();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int half = i / 2, pair = i % 2;
@@ -270,8 +267,7 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Plac
 #pragma unroll
   for (int piece = 0; piece < A::PIECES; ++piece) {
     const int from = at.read(number + piece), group = piece / A::HALVES * A::PIECE;
-    const int of_u = A::IN_PLACE ? from : 0, of_g = A::IN_PLACE ? 0 : 1;
-    if (piece > 0) at.stored(number + piece - 1), at.meet();
+    if (piece > 0) at.stored();
     float sums[8];  // of du, then of dg: two of either in eight features, two in the next eight
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // 16 features by 64 rows: one half below the other, or features side by side
@@ -303,10 +299,10 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Plac
         if (p.sums != nullptr && row < p.rows)  // beyond the last row is what the ring held before
           sums[k] += left.u, sums[k + 1] += right.u, sums[4 + k] += left.g, sums[5 + k] += right.g;
       }
-      store_matrices(at.slot(of_u) + offset, du);
-      store_matrices(at.slot(of_g) + offset, dg);
+      store_matrices(at.slot(0) + offset, du);
+      store_matrices(at.slot(1) + offset, dg);
       if (A::DOWNWARD) store_matrices(at.slot(2) + offset, y);
-      if (!A::IN_PLACE && i == 3) at.taken(number + piece);
+      if (i == 3) at.taken(number + piece);
       if (p.sums != nullptr && (A::HALVES > 1 || half == 1)) {
         const int feature = pair * 16 + at.lane / 8 % 2 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;
         at.shared.sums[piece % A::HALVES * 4 + at.warp][at.lane / 16 * A::PIECE + feature] = add_rows(sums, at.lane);
@@ -315,7 +311,7 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Plac
     at.written();
     const int feature = at.tile.feature + group, row = at.tile.row + piece % A::HALVES * A::HEIGHT;
     if (at.thread == 0) {
-      store(&p.u, feature, row, at.slot(of_u)), store(&p.g, feature, row, at.slot(of_g));
+      store(&p.u, feature, row, at.slot(0)), store(&p.g, feature, row, at.slot(1));
       if (A::DOWNWARD) store(&p.y, feature, row, at.slot(2));
       stores_commit();
     }
@@ -357,7 +353,7 @@ __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int
     const Place<EPILOGUE> at{p, shared, tile, group};
     if constexpr (A::READS > 0) write_gradient<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at, number);
     else write_outputs<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
-    at.stored(number + A::PIECES - 1);
+    if (thread == 0) stores_have_read();
     warps_arrive(SLOT + 1 - group, 2 * GROUP);
     block += 2 * p.steps, number += 2 * A::PIECES;
   }
@@ -378,7 +374,7 @@ gated_linear_kernel(const __grid_constant__ Params p) {
     }
     for (int i = 0; i < A::AHEAD; ++i) {
       barrier_init(shared_address(&shared.came[i]), 1);
-      barrier_init(shared_address(&shared.taken[i]), A::IN_PLACE ? 1 : GROUP / 32);
+      barrier_init(shared_address(&shared.taken[i]), GROUP / 32);
     }
     barriers_are_there();
   }
