@@ -4,9 +4,9 @@
     python benchmarks/counters.py runs/gelu
 
 For each right row of the runs that has a ledger (a copy by the driver is no kernel, so ncu does not see floor-copy), on the
-machine that made them, two more calls run under `ncu`, the clocks left alone: one with the caches emptied before each kernel, for
-the bytes that device memory moved; one after the study's own flush, a write, for the kernels' durations, added up. Beside each
-other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's time of a call. What
+machine that made them, nine more calls run under `ncu`, the clocks left alone, twice: with the caches emptied before each kernel, for
+the bytes that device memory moved, and each after the study's own flush, a write, for the kernels' durations; medians, added up.
+Beside each other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's time of a call. What
 stays in the cache after the last write, up to its size, has not been moved when a kernel ends: compare bytes only where a call
 writes many times that.
 """
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from fusewise.lab import record
@@ -30,6 +31,7 @@ from fusewise.lab.render import markdown, number
 
 NCU = os.environ.get("NCU", "ncu")
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+CALLS = 9  # that are watched one after the other
 UNITS = {
     "ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6,
     "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9,
@@ -82,21 +84,32 @@ def parsed(text: str) -> list[Counted]:
 
 def count(row: Row, device: str, caches: str) -> list[Counted]:
     """The kernels of one call, in a process of its own under ncu. `caches`: all, emptied by ncu; none, filled by a flush."""
-    call = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider, caches]
+    program = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider, caches]
     command = [
         NCU, "--csv", "--page", "raw", "--metrics", f"{TIME},{READ},{WRITTEN}", "--profile-from-start", "off",
-        "--clock-control", "none", "--cache-control", caches, "--target-processes", "application-only", *call,
+        "--clock-control", "none", "--cache-control", caches, "--target-processes", "application-only", *program,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(
             f"counters: {' '.join(command)} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}"
         )
-    return parsed(done.stdout)
+    return typical(parsed(done.stdout))
 
 
-def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider: str, caches: str) -> None:
-    """What ncu watches: the last of three calls."""
+def typical(kernels: Sequence[Counted]) -> list[Counted]:
+    """The medians of CALLS calls that start the same kernels."""
+    count, rest = divmod(len(kernels), CALLS)
+    calls = [kernels[i * count : (i + 1) * count] for i in range(CALLS)]
+    if rest or any([k.name for k in call] != [k.name for k in calls[0]] for call in calls):
+        raise ValueError(f"counters: {CALLS} calls must start the same kernels, got {[k.name for k in kernels]}")
+    return [
+        Counted(same[0].name, *(median(k[i] for k in same) for i in (1, 2, 3))) for same in zip(*calls, strict=True)
+    ]
+
+
+def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str, caches: str) -> None:
+    """What ncu watches: CALLS calls behind two."""
     import torch
 
     from fusewise.lab import machine, plugin, targets
@@ -109,14 +122,16 @@ def call_once(op: str, case: str, dtype: str, pass_: str, device: str, provider:
     work = make_work(problem, found.build(problem), 1)
     for _ in range(2):
         work.step(work.begin(0))
-    state = work.begin(0)
-    if caches == "none":
-        torch.zeros(2 * machine.cache_bytes(device) // 4, device=device)
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    work.step(state)
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    flush = torch.zeros(2 * machine.cache_bytes(device) // 4, device=device)
+    for _ in range(CALLS):
+        state = work.begin(0)
+        if caches == "none":
+            flush.zero_()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        work.step(state)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
 
 
 def table(checks: Iterable[Check]) -> str:
@@ -151,6 +166,6 @@ def main(runs: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--call"]:
-        call_once(*sys.argv[2:])
+        call(*sys.argv[2:])
     else:
         main(sys.argv[1:])

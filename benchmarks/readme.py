@@ -64,6 +64,7 @@ MLP = {
     "torch.compile": "torch.compile",
     "liger": "Liger",
 }
+TRAINED = {name: word for name, word in GATED.items() if name not in ("fusewise-triton", "eager")}
 MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (
     "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n16384-d8192", "gemma-7b-train", "llama-3-8b-train",
@@ -312,7 +313,7 @@ def parts() -> dict[str, str]:
         "h200-serving": serving(gpu),
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
-        "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, GATED),
+        "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, TRAINED),
         "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
         "h200-normed": normed(groups("h200", "qk_norm_rope")),

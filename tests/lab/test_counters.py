@@ -11,13 +11,15 @@ from fusewise.lab import record
 from fusewise.lab.ledger import Kernel, Ledger
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "counters.py"
-PRINTED = """==PROF== Connected to process 12
+HEAD = """==PROF== Connected to process 12
 a line of the program, "ID" in it
 "ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
 "","","","Mbyte","byte","us"
-"0","12","void add<float, 4>(int)","100.5","1,000","6.25"
+"""
+LINES = """"0","12","void add<float, 4>(int)","100.5","1,000","6.25"
 "1","12","mul","0","99,499,000","3.75"
 """
+PRINTED = HEAD + LINES
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,18 @@ def counters():
 def test_units_and_thousands(counters):
     found = counters.parsed(PRINTED)
     assert found == [("void add<float, 4>(int)", 6.25, 100.5e6, 1000.0), ("mul", 3.75, 0.0, 99_499_000.0)]
+
+
+def test_of_several_calls_the_medians_count(counters):
+    kernels = [
+        counters.Counted(name, us, 10.0 * i, 5.0)
+        for i in range(counters.CALLS)
+        for name, us in (("a", 1.0 + i), ("b", 2.0))
+    ]
+    assert counters.typical(kernels) == [("a", 5.0, 40.0, 5.0), ("b", 2.0, 40.0, 5.0)]
+    for odd in (kernels[1:], [*kernels[:-1], kernels[0]]):
+        with pytest.raises(ValueError, match="calls must start the same kernels"):
+            counters.typical(odd)
 
 
 def test_what_is_no_table_is_an_error_with_the_reason(counters):
@@ -54,7 +68,8 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     record.save(made, tmp_path)
     program = tmp_path / "ncu"
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(' '.join(sys.argv[-2:]) + ' ')\nprint({PRINTED!r})\n"
+        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(' '.join(sys.argv[-2:]) + ' ')\n"
+        f"print({HEAD + LINES * counters.CALLS!r})\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(counters, "NCU", str(program))

@@ -53,11 +53,14 @@ class Row:
     clocks: Mapping[str, Any] | None = None
     run: str = ""
     kernel_us: float | None = (
-        None  # what kernels ran of device_us, by the profiler; of the cases with ledgers, on a GPU
+        None  # how long kernels ran, by the profiler; of the cases with ledgers, on a GPU
     )
 
     def to_json(self) -> Json:
-        return {("pass" if f.name == "pass_" else f.name): getattr(self, f.name) for f in fields(self)}
+        found = {("pass" if f.name == "pass_" else f.name): getattr(self, f.name) for f in fields(self)}
+        if self.kernel_us is None:  # most rows have none
+            del found["kernel_us"]
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:

@@ -51,7 +51,7 @@ ROW_COLUMNS = (
     Column("error", "largest error against float64, relative"),
     Column("eager's error"),
     Column("host µs", "what a call keeps the host"),
-    Column("kernels µs", "of the time, what kernels ran, by the profiler"),
+    Column("kernels µs", "how long kernels ran in one call by itself, by the profiler"),
     Column("first call s"),
     Column("peak", "bytes allocated during the call"),
     Column("held", "bytes kept for the backward"),

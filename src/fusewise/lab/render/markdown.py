@@ -22,8 +22,8 @@ HOW_TO_READ = """\
   lies within three times that noise (taken as 2 % to 10 %), else *ambiguous*.
 - **error**: largest deviation from float64 over the largest true value, and eager's in brackets. A provider whose error
   exceeds twice eager's plus one rounding is *wrong* and gets no time.
-- **kernels**: of that time the part in which a kernel ran, by the profiler (CUPTI), one call at a time: the rest is what starts
-  them. Of a few cases, and on a GPU only.
+- **kernels**: how long kernels ran in one call by itself, by the profiler (CUPTI). The time has their starts besides, and, of
+  large problems, a card that is at its limit of power after many calls. Of a few cases, and on a GPU only.
 - **host**: microseconds that a call keeps the host in a loop that does not wait (CUDA only).
 - **first call**: seconds from building to the end of the first call, compilers' caches empty when the run began.
 - **peak**: bytes allocated during the call beyond what was there (the outputs included); **held**: what a forward keeps
