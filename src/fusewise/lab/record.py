@@ -52,9 +52,7 @@ class Row:
     device: str = ""
     clocks: Mapping[str, Any] | None = None
     run: str = ""
-    kernel_us: float | None = (
-        None  # how long kernels ran, by the profiler; of the cases with ledgers, on a GPU
-    )
+    kernel_us: float | None = None  # how long kernels ran, by the profiler; on a GPU, of cases with ledgers
 
     def to_json(self) -> Json:
         found = {("pass" if f.name == "pass_" else f.name): getattr(self, f.name) for f in fields(self)}
