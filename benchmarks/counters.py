@@ -6,9 +6,9 @@
 For each right row of the runs that has a ledger (a copy by the driver is no kernel, so ncu does not see floor-copy), on the
 machine that made them, nine more calls run under `ncu`, the clocks left alone, twice: with the caches emptied before each kernel, for
 the bytes that device memory moved, and each after the study's own flush, a write, for the kernels' durations; medians, added up.
-Beside each other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's time of a call. What
-stays in the cache after the last write, up to its size, has not been moved when a kernel ends: compare bytes only where a call
-writes many times that.
+Beside each other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's
+time of a call. What stays in the cache after the last write, up to its size, has not been moved when a kernel ends: compare
+bytes only where a call writes many times that.
 """
 
 from __future__ import annotations

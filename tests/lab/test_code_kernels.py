@@ -14,6 +14,7 @@ from fusewise.lab import plugin, targets
 from fusewise.lab.code import ours, passes, triton_kernels
 from fusewise.lab.code.stage import Stage
 from fusewise.lab.problem import Task
+from fusewise.lab.providers.ours import GatedCuda
 
 SOURCE = Path(fusewise.__file__).parents[1]
 
@@ -114,6 +115,30 @@ def test_our_cuda_kernels_from_source_to_machine_code() -> None:
     for stage in (widest, ptx[widest.part]):
         assert any(place.startswith("fusewise/ops/rope/_cuda/") for place in stage.lines.values())
     assert {"rope.cu", "memory.cuh"} <= {s.part for s in found if s.stage == "source"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_the_gated_units_cuda_kernels_from_source_to_machine_code() -> None:
+    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
+    found = ours.cuda_stages(problem, "sm_90")
+    epilogues = {f"gated_linear_kernel {name}" for name in ("y", "preact", "gradient", "down")}
+    for name in ("ptx", "sass"):
+        assert {s.part for s in found if s.stage == name} == {*epilogues, "kept_gradient_kernel"}
+    assert {"gated_linear.cu", "kept.cuh"} <= {s.part for s in found if s.stage == "source"}
+
+
+def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:
+    """The forward with pre-activations, and their gradient from dy in their place with that of the bias; its two products are torch's."""
+    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
+    forward, gradient, *products = GatedCuda().traffic(problem.compact(), "sm_90")
+    assert [kernel.name for kernel in (forward, gradient)] == ["gated_linear (cuda)"] * 2
+    rows, features, hidden = 1024, 512, 2048
+    assert (
+        forward.read == 2 * (rows * features + 2 * hidden * features + 2 * hidden)
+        and forward.written == 2 * 3 * rows * hidden
+    )
+    assert gradient.read == 2 * 3 * rows * hidden and gradient.written == 2 * 2 * rows * hidden + 4 * 2 * hidden
+    assert sum("mm" in kernel.name for kernel in products) == 2
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump on this machine")

@@ -204,9 +204,11 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 
 def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of a kernel `rope…<type, in, out, vector, heads>` or `gated_linear_kernel<…, epilogue, …>` if it is for this
-    problem, else nothing."""
+    """A short name of a kernel `rope…<type, in, out, vector, heads>`, `gated_linear_kernel<…, epilogue, …>` or
+    `kept_gradient_kernel<…>` if it is for this problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
+        if "kept_gradient_kernel" in name:
+            return "kept_gradient_kernel"
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
         return f"gated_linear_kernel {('y', 'preact', 'gradient', 'down')[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
@@ -241,7 +243,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
             read, written = [q, k, v, *(x for x in args[5:] if isinstance(x, Tensor))], [q, k, *caches]
         elif impl == "cuda":
             given = inspect.signature(launch).bind(*args, **kwargs).arguments
-            read = [given["x"], given["value"], given.get("gate"), *given.get("bias", ()), *given.get("inputs", ())]
+            read = [given["x"], given.get("value"), given.get("gate"), *given.get("bias", ()), *given.get("inputs", ())]
             written = [given.get("y"), *given.get("outputs", ()), given.get("dbias")]
         else:
             read = [args[0], args[1], kwargs.get("dy")]

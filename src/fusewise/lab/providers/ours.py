@@ -198,7 +198,7 @@ class GatedTritonRecompute(GatedTriton):
 class GatedCuda(_Gated):
     """Both products and the gate in one persistent, warp-specialised CUDA kernel, on Hopper."""
 
-    name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # the gradients are Gluon's
+    name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # Gluon has the rest
     install = "pip install triton"
     packages = ("torch", "triton", "fusewise")
     dtypes = (torch.bfloat16, torch.float16)
