@@ -21,7 +21,10 @@ from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_pre
 from .._products import UNIT, brought, describable_room, each, put
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "gated_linear.cu", *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "kept.cuh", "plan.h")))
+SOURCES = (
+    FOLDER / "gated_linear.cu",
+    *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "kept.cuh", "plan.h", "sums.cuh")),
+)
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"

@@ -22,6 +22,7 @@
 #include "hopper.cuh"
 #include "kept.cuh"
 #include "plan.h"
+#include "sums.cuh"
 
 namespace {
 
@@ -473,7 +474,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (of.epilogue == KEPT) return keep_gradient(kernels.kept, of, c, processors, on);
+  if (of.epilogue == KEPT) return launch_kept(kernels.kept, of, c, processors, on);
 
   const Chosen& found = kernels.products[of.epilogue];
   // Ahead of the descriptors, since it makes the device's context this thread's, without which the driver describes no matrix.
