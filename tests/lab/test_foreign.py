@@ -102,6 +102,17 @@ def test_a_call_of_which_no_kernel_was_seen_has_no_time(timer):
 
 
 @pytest.mark.gpu
+def test_kernels_alone_take_no_longer_than_with_their_starts():
+    device = torch.device("cuda")
+    a, b = torch.randn(2, 2**20, device=device).unbind()
+    work = Work(lambda _: None, lambda _: b.copy_(a))
+    timer = foreign.ProfiledTimer(device, 2**28, lambda: None)
+    foreign.begin()
+    alone = timer.kernel_us(work, samples=9)
+    assert 0.5 * (by_events := sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]) < alone < by_events
+
+
+@pytest.mark.gpu
 def test_a_kernel_of_torch_takes_as_long_by_either_clock():
     """The same copy, timed as what runs on a stream of torch and as what does not."""
     device = torch.device("cuda")

@@ -258,7 +258,5 @@ def test_kernels_are_looked_at_behind_the_rounds_and_cost_no_row(monkeypatch, tm
 
     made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=2, spread=0.01, asked=asked, looked=1)
     assert [(row.status, row.kernel_us) for row in made.rows] == [("ok", 8.0), ("ok", None), ("ok", None), ("ok", None)]
-    assert (
-        "".join("K" if do == "kernels" else "." for do in order if do in ("round", "kernels"))
-        == "." * 36 + "KKK" + "." * 36
-    )
+    shown = {"round": ".", "profiler": "P", "kernels": "K"}
+    assert "".join(shown.get(do, "") for do in order) == "." * 36 + "PPPKKK" + "." * 36

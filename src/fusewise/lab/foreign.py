@@ -87,6 +87,12 @@ class ProfiledTimer:
         return self.starts[calls]
 
 
+def begin() -> None:
+    """Start the profiler, which takes a second the first time in a process."""
+    with _profile():
+        pass
+
+
 def _profile() -> Any:
     # acc_events: without it torch 2.11 warns that a second cycle would clear what the first one saw.
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)

@@ -75,6 +75,7 @@ class Seat:
     missing: str = ""
     worker: WorkerProcess | None = None
     greeted: bool = False
+    profiling: bool = False  # its worker has started the profiler
     failures: int = 0
     gone: str = ""  # why it is not started any more
     versions: dict[str, str] = field(default_factory=dict)
@@ -222,7 +223,7 @@ class Study:
         }
         log = options.out / "logs" / f"{folder.file_name(seat.name)}.log"
         try:
-            seat.greeted = False
+            seat.greeted = seat.profiling = False
             seat.worker = WorkerProcess(
                 start,
                 log,
@@ -412,15 +413,24 @@ class Study:
                 return
 
     def _kernels(self, seats: Sequence[Seat], measurements: Mapping[str, Measurement]) -> None:
-        """Beside the times of calls those of their kernels, after the last round: a profiler is not to be there while a call is timed."""
-        for seat in seats:
+        """Beside the times of calls those of their kernels, after the last round: a profiler is not to be there while a call is timed.
+        Those who have none yet start it side by side."""
+
+        def asked(seat: Seat, do: str) -> dict[str, Any]:
             assert seat.worker is not None
             try:
-                reply = seat.worker.ask("kernels")
+                return seat.worker.ask(do)
             except WorkerFailed as error:
-                self._failure(seat, f"after the last round, under the profiler: {error}")
-                continue
-            measurements[seat.name].prepared |= {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
+                return self._failure(seat, f"after the last round, under the profiler: {error}")
+
+        with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:
+            new = [seat for seat in seats if not seat.profiling]
+            for seat, reply in zip(new, pool.map(lambda seat: asked(seat, "profiler"), new), strict=True):
+                seat.profiling = reply["ok"]
+        for seat in seats:
+            if seat.profiling and (reply := asked(seat, "kernels"))["ok"]:
+                found = {key: value for key, value in reply.items() if key not in ("id", "ok", "status")}
+                measurements[seat.name].prepared |= found
 
     def _row(self, task: Task, seat: Seat, reply: Mapping[str, Any], shape: str, known: Mapping[str, Any]) -> Row:
         ok = reply["status"] == "ok"

@@ -130,6 +130,11 @@ class Server:
                 return self.warm()
             if request["do"] == "round":
                 return self.round(request["samples"])
+            if request["do"] == "profiler":
+                from . import foreign
+
+                foreign.begin()
+                return {"ok": True, "status": "ok"}
             if request["do"] == "kernels":
                 return self.kernels()
             raise ValueError(f"unknown request {request['do']!r}")
@@ -363,7 +368,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
     for line in requests:
         request = json.loads(line)
         reply = {"id": request["id"]} | server.answer(request)
-        send(reply if request["do"] in ("warm", "round", "kernels") else reply | {"spent": server.spent.seconds})
+        send(reply | {"spent": server.spent.seconds} if request["do"] in ("load", "prepare") else reply)
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:
