@@ -13,7 +13,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -346,10 +346,16 @@ class Study:
         return replies
 
     def _side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
-        """The replies of seats, `count` of them at a time, four at most."""
+        """The replies of seats to a task, `count` of them at a time, four at most."""
+        return self._together(count, seats, lambda seat: self._prepare(seat, task, do))
+
+    def _together(
+        self, count: int, seats: Sequence[Seat], asked: Callable[[Seat], dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """What the seats answer, `count` of them at a time, four at most."""
         with ThreadPoolExecutor(max(1, min(4, count))) as pool:
             try:
-                return dict(pool.map(lambda seat: (seat.name, self._prepare(seat, task, do)), seats))
+                return dict(pool.map(lambda seat: (seat.name, asked(seat)), seats))
             except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
                 for seat in self.seats:
                     if seat.worker is not None:
@@ -413,7 +419,7 @@ class Study:
                 return
 
     def _kernels(self, seats: Sequence[Seat], measurements: Mapping[str, Measurement]) -> None:
-        """Beside the times of calls those of their kernels, after the last round: a profiler is not to be there while a call is timed.
+        """Beside the times of calls those of their kernels, after the last round: no profiler is to be at work while a call is timed.
         Those who have none yet start it side by side."""
 
         def asked(seat: Seat, do: str) -> dict[str, Any]:
@@ -423,10 +429,10 @@ class Study:
             except WorkerFailed as error:
                 return self._failure(seat, f"after the last round, under the profiler: {error}")
 
-        with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:
-            new = [seat for seat in seats if not seat.profiling]
-            for seat, reply in zip(new, pool.map(lambda seat: asked(seat, "profiler"), new), strict=True):
-                seat.profiling = reply["ok"]
+        new = [seat for seat in seats if not seat.profiling]
+        begun = self._together(machine.cores(), new, lambda seat: asked(seat, "profiler"))
+        for seat in new:
+            seat.profiling = begun[seat.name]["ok"]
         for seat in seats:
             if seat.profiling and (reply := asked(seat, "kernels"))["ok"]:
                 found = {key: value for key, value in reply.items() if key not in ("id", "ok", "status")}
