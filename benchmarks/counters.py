@@ -122,11 +122,10 @@ def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str,
     work = make_work(problem, found.build(problem), 1)
     for _ in range(2):
         work.step(work.begin(0))
-    flush = torch.zeros(2 * machine.cache_bytes(device) // 4, device=device)
+    flush = torch.zeros(2 * machine.cache_bytes(device) // 4 if caches == "none" else 0, device=device)
     for _ in range(CALLS):
         state = work.begin(0)
-        if caches == "none":
-            flush.zero_()
+        flush.zero_()
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work.step(state)

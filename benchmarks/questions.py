@@ -66,7 +66,7 @@ def where(rows: Sequence[Row]) -> str:
     days = sorted({row.run[:8] for row in rows})
     versions = sorted({row.versions["torch"].partition("+")[0] for row in rows})
     dates = [f"{day[:4]}-{day[4:6]}-{day[6:]}" for day in days]
-    return f"{rows[0].device}, torch {', '.join(versions)}, {' and '.join(dict.fromkeys((dates[0], dates[-1])))}"
+    return f"{rows[0].device}, torch {', '.join(versions)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
 
 
 def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:

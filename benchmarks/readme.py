@@ -64,6 +64,7 @@ MLP = {
     "torch.compile": "torch.compile",
     "liger": "Liger",
 }
+# Those of the table with both passes: the others are for few rows.
 TRAINED = {name: word for name, word in GATED.items() if name not in ("fusewise-triton", "eager")}
 MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (

@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) kept_gradient_kernel(const
 }
 static_assert(ACROSS == 32 * WARPS, "a thread adds up a column");
 
+// Start it on the stream, in shares for so many multiprocessors.
 cudaError_t launch_kept(void (*kernel)(Kept), const Plan& of, const Call& c, int processors, cudaStream_t on) {
   const auto bytes = [](const void* matrix) { return static_cast<char*>(const_cast<void*>(matrix)); };
   Kept p{bytes(c.x), bytes(c.first), bytes(c.second), bytes(c.u), bytes(c.g)};
