@@ -12,7 +12,7 @@ from time import sleep
 
 import pytest
 
-from fusewise.lab import plugin, study
+from fusewise.lab import plugin, seats, study
 from fusewise.lab.options import Options
 from fusewise.lab.problem import Task
 from fusewise.lab.verdict import verdicts
@@ -87,7 +87,7 @@ def studied(
         def stop(self):
             pass
 
-    monkeypatch.setattr(study, "WorkerProcess", Worker)
+    monkeypatch.setattr(seats, "WorkerProcess", Worker)
     monkeypatch.setattr(study.limits, "kept", lambda _: None)
     options = Options(
         op="rope",

@@ -1,4 +1,5 @@
-"""The coordinator: starts a worker for each provider, hands out one round at a time, and keeps the record.
+"""The coordinator: has every provider prepare, hands out one round at a time, and keeps the record. Their processes are the
+business of `seats.py`.
 
 Only one provider runs at any moment. Within a group (case, dtype, pass) every round visits all of them once, in an
 order drawn anew, so that drift of the machine falls on all alike. What a provider does wrong costs its own row.
@@ -8,50 +9,27 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from statistics import median
 from typing import Any, Protocol
 
-from . import analysis, folder, inside, limits, machine, plugin, record, spent
-from .nursery import Nursery
+from . import analysis, folder, inside, limits, machine, record, spent
 from .options import Options, new_id, request
 from .problem import Task
-from .process import WorkerFailed, WorkerProcess
+from .process import WorkerFailed
 from .record import Measurement, Record, Row
+from .seats import Seat, Seats
 
-#: The provider whose process runs no code but torch's and the problem's own.
-EAGER = "fusewise.lab.providers.pytorch:Eager"
-#: After this many failures in a row (crash, hang) a provider is not started again.
-FAILURES_TO_GIVE_UP = 3
 #: What takes this many times as long as the fastest, and this many seconds a turn, is left alone after as many rounds as a
 #: comparison needs: more of them would say the same and cost the others theirs.
 HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 1.0, 3
 #: Providers that take at most so many times as long as the fastest, and floors that take at least as small a share of its
 #: time, have turns of as many samples as it.
 ALIKE = 2.0
-#: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
-#: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-#: Folders of their own for the compilers' caches, by the variable that says where.
-CACHES = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "FUSEWISE_CACHE_DIR": "fusewise",
-    "XDG_CACHE_HOME": "others",
-}
-#: Of a GPU's memory, what one worker may take; the workers share the card.
-DEVICE_SHARE = 0.5
-#: The provider measured twice is the first of these that runs the problem, else the first that does.
-TWINS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu", "torch.compile", "eager")
 
 
 class Listener(Protocol):
@@ -64,21 +42,6 @@ class Listener(Protocol):
     def round(self, number: int, times: Mapping[str, float]) -> None: ...
 
     def rows(self, rows: Sequence[Row]) -> None: ...
-
-
-@dataclass
-class Seat:
-    """A provider's place in the study: its worker, started when needed and again after a failure."""
-
-    entry: plugin.Entry
-    name: str
-    missing: str = ""
-    worker: WorkerProcess | None = None
-    greeted: bool = False
-    profiling: bool = False  # its worker has started the profiler
-    failures: int = 0
-    gone: str = ""  # why it is not started any more
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
@@ -123,14 +86,9 @@ class Study:
         done = {row.key for row in self.record.rows}
         self.tasks = [task for task in options.tasks if task.key not in done]
         self.random = random.Random(options.seed)
-        self.seats = self._seats()
-        self.twin: Seat | None = None
+        self.seats = Seats(options)
         self.deadline = math.inf
-        self.flush_bytes = 0 if options.warm else 2 * machine.cache_bytes(options.device)
-        self.flush_file: int | None = None  # what flushes a CPU's cache, for all workers, since they take turns
-        self.nursery = Nursery(None)
         self.spent = spent.Parts()
-        self.preparing: list[Mapping[str, float]] = []  # what the workers of the group at hand were busy with
 
     def run(self) -> Record:
         options = self.options
@@ -141,32 +99,16 @@ class Study:
         (options.out / "rows.jsonl").write_text("", encoding="utf-8")
         record.append_rows(options.out / "rows.jsonl", self.record.rows)
         record.save(self.record, options.out)  # what cannot be written is better known now than after an hour
-        # Compilers start with empty caches, so that a first call means what it says whoever measured before.
-        self.caches = Path(tempfile.mkdtemp(prefix="fusewise-study-"))
-        self.truths.mkdir()
         try:
-            if options.device == "cpu" and self.flush_bytes and hasattr(os, "memfd_create"):
-                self.flush_file = os.memfd_create("fusewise-flush")
-                os.truncate(self.flush_file, self.flush_bytes)
-            self.nursery = Nursery(
-                options.out / "logs" / "nursery.log",
-                {**KEEP_MEMORY, **{variable: str(self.caches / name) for variable, name in CACHES.items()}},
-                [] if self.flush_file is None else [self.flush_file],
-            )
-            with self.spent.part("starting"):
-                for seat in self.seats if self.tasks else []:
-                    self._start(seat)
-            for index, task in enumerate(self.tasks):
-                self.listener.group(index, len(self.tasks), task)
-                self._group(task, len(self.tasks) - index)
-            self.record.finished = True
+            with self.seats.open():
+                with self.spent.part("starting"):
+                    for seat in self.seats.all if self.tasks else []:
+                        self.seats.start(seat)
+                for index, task in enumerate(self.tasks):
+                    self.listener.group(index, len(self.tasks), task)
+                    self._group(task, len(self.tasks) - index)
+                self.record.finished = True
         finally:
-            for seat in [*self.seats, *([self.twin] if self.twin else [])]:
-                self._stop(seat)
-            self.nursery.close()
-            if self.flush_file is not None:
-                os.close(self.flush_file)
-            shutil.rmtree(self.caches, ignore_errors=True)
             self.account(time.monotonic() - started, self.spent.seconds)
             record.save(self.record, options.out)
         return self.record
@@ -177,127 +119,19 @@ class Study:
         mine = spent.completed(parts, seconds)
         self.record.spent = {name: self.record.spent.get(name, 0.0) + mine[name] for name in mine}
 
-    @property
-    def truths(self) -> Path:
-        """What is right of the group at hand; see truths.py."""
-        return self.caches / "truths"
-
-    def _seats(self) -> list[Seat]:
-        seats = []
-        for entry in self.options.providers:
-            seat = Seat(entry, entry.name)
-            if entry.provider is not None:
-                try:
-                    entry.provider.check(self.options.device)
-                except plugin.Missing as error:
-                    seat.missing = str(error)
-            seats.append(seat)
-        return seats
-
-    def _seat_twin(self, replies: Mapping[str, Mapping[str, Any]]) -> Seat | None:
-        """The second of the A/A pair, of a provider that runs this problem; kept as long as that one does."""
-        able = [s for s in self.seats if replies[s.name]["ok"] and not analysis.is_floor(s.name)]
-        if not self.options.twin or not able:
-            return None
-        by_name = {s.name + analysis.TWIN: s for s in able}
-        if self.twin is None or self.twin.name not in by_name:
-            if self.twin is not None:
-                self._stop(self.twin)
-            first = next((by_name[n + analysis.TWIN] for n in TWINS if n + analysis.TWIN in by_name), able[0])
-            self.twin = Seat(first.entry, first.name + analysis.TWIN)
-        return self.twin
-
-    def _start(self, seat: Seat) -> None:
-        """Begin a seat's worker, if it may have one; it loads while others do."""
-        if seat.entry.provider is None or seat.missing or seat.gone or seat.worker is not None:
-            return
-        options = self.options
-        start: dict[str, Any] = {
-            "provider": seat.entry.where,
-            "device": options.device,
-            "flush_bytes": self.flush_bytes,
-            "flush_file": self.flush_file,
-            "device_memory_fraction": DEVICE_SHARE if options.device.startswith("cuda") else None,
-            "truths": str(self.truths) if options.device == "cpu" else None,
-            "keeps_truths": seat.entry.where == EAGER,
-        }
-        log = options.out / "logs" / f"{folder.file_name(seat.name)}.log"
-        try:
-            seat.greeted = seat.profiling = False
-            seat.worker = WorkerProcess(
-                start,
-                log,
-                timeout=options.timeout,
-                memory_limit=options.memory_limit,
-                nursery=self.nursery,
-            )
-        except (WorkerFailed, OSError) as error:
-            self._failure(seat, str(error))
-
-    def _stop(self, seat: Seat) -> None:
-        if seat.worker is not None:
-            seat.worker.stop()
-            seat.worker = None
-
-    def _failure(self, seat: Seat, reason: str) -> dict[str, Any]:
-        """A worker is gone: count it, and say so."""
-        seat.worker = None
-        seat.failures += 1
-        if seat.failures >= FAILURES_TO_GIVE_UP:
-            seat.gone = f"not started again after {seat.failures} failures in a row, the last: {reason}"
-        return {"ok": False, "status": "failed", "reason": reason}
-
-    def _prepare(self, seat: Seat, task: Task, do: str = "prepare") -> dict[str, Any]:
-        """The worker's reply to the task, or a reply in its place. `do`: "load" has it make the inputs and no more."""
-        if seat.entry.provider is None:
-            return {"ok": False, "status": "failed", "reason": f"could not be loaded: {seat.entry.problem}"}
-        if seat.missing:
-            return {"ok": False, "status": "missing", "reason": seat.missing}
-        if seat.gone:
-            return {"ok": False, "status": "failed", "reason": seat.gone}
-        waited = spent.Parts()
-        self.preparing.append(waited.seconds)
-        with waited.part("starting"):
-            self._start(seat)
-        if seat.worker is None:
-            return {"ok": False, "status": "failed", "reason": seat.gone or "the worker could not be started"}
-        try:
-            if not seat.greeted:
-                with waited.part("starting"):
-                    greeting = seat.worker.ready()
-                if not greeting["ok"]:
-                    self._stop(seat)
-                    if greeting["status"] == "missing":
-                        seat.missing = greeting["reason"]
-                        return greeting
-                    return self._failure(seat, greeting["reason"])
-                seat.greeted = True
-                seat.versions = greeting["versions"]
-            reply = seat.worker.ask(do, task=task.to_json())
-            self.preparing.append(reply.get("spent", {}))
-            if reply.get("leaving"):
-                self._stop(seat)
-                return self._failure(seat, reply["reason"])
-            if do == "prepare":
-                seat.failures = 0
-            return reply
-        except WorkerFailed as error:
-            return self._failure(seat, str(error))
-
     def _group(self, task: Task, groups_left: int) -> None:
         """Prepare, measure and record one task with every provider."""
         with self._accounted():
-            replies = self._side_by_side(machine.cores(), self.seats, task, "load")
+            replies = self.seats.side_by_side(machine.cores(), self.seats.all, task, "load")
         with self._accounted():
-            able = [s for s in self.seats if replies[s.name]["ok"] or replies[s.name].get("crowded")]
+            able = [s for s in self.seats.all if replies[s.name]["ok"] or replies[s.name].get("crowded")]
             fitting = min((reply["at_once"] for reply in replies.values() if "at_once" in reply), default=4)
             replies |= self._prepare_all(task, able, fitting)
-            twin = self._seat_twin(replies)
-            seats = [*self.seats, *([twin] if twin else [])]
+            twin = self.seats.seat_twin(replies)
+            seats = [*self.seats.all, *([twin] if twin else [])]
             if twin is not None:
-                replies[twin.name] = self._prepare(twin, task)
-        for folder_of_task in self.truths.iterdir():
-            shutil.rmtree(folder_of_task, ignore_errors=True)
+                replies[twin.name] = self.seats.prepare(twin, task)
+        self.seats.forget_truths()
         for seat in seats:
             self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
         measurements = {
@@ -318,7 +152,7 @@ class Study:
                 self._kernels([seat for seat in running if replies[seat.name]["ok"]], measurements)
         shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
-        rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats]
+        rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats.all]
         kept = [m for m in measurements.values() if m.rounds or m.prepared["status"] != "missing"]
         rows, comparisons = analysis.group_rows(rows, kept, self.record.limits)
         self.record.rows += rows
@@ -333,34 +167,17 @@ class Study:
         """Share the time that passes within among what the workers are busy with."""
         begun = time.monotonic()
         yield
-        self.spent.add(spent.scaled(self.preparing, time.monotonic() - begun))
-        self.preparing.clear()
+        self.spent.add(spent.scaled(self.seats.busy, time.monotonic() - begun))
+        self.seats.busy.clear()
 
     def _prepare_all(self, task: Task, seats: Sequence[Seat], fitting: int) -> dict[str, dict[str, Any]]:
         """The replies of seats that have their inputs. They overlap where cores abound: first calls, never timed rounds.
         `fitting`: how many checks a GPU has room for."""
-        replies = self._side_by_side(min(machine.cores() // 4, fitting), seats, task, "prepare")
+        replies = self.seats.side_by_side(min(machine.cores() // 4, fitting), seats, task, "prepare")
         for seat in seats:  # alone, what did not fit beside the truths that others were making
             if replies[seat.name].get("crowded"):
-                replies[seat.name] = self._prepare(seat, task)
+                replies[seat.name] = self.seats.prepare(seat, task)
         return replies
-
-    def _side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
-        """The replies of seats to a task, `count` of them at a time, four at most."""
-        return self._together(count, seats, lambda seat: self._prepare(seat, task, do))
-
-    def _together(
-        self, count: int, seats: Sequence[Seat], asked: Callable[[Seat], dict[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
-        """What the seats answer, `count` of them at a time, four at most."""
-        with ThreadPoolExecutor(max(1, min(4, count))) as pool:
-            try:
-                return dict(pool.map(lambda seat: (seat.name, asked(seat)), seats))
-            except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
-                for seat in self.seats:
-                    if seat.worker is not None:
-                        seat.worker.kill()
-                raise
 
     def _rounds(
         self,
@@ -379,11 +196,11 @@ class Study:
             try:
                 reply = seat.worker.ask(do, **fields)
             except WorkerFailed as error:
-                reply = self._failure(seat, f"in {when}: {error}")
+                reply = self.seats.failure(seat, f"in {when}: {error}")
             if reply["ok"]:
                 return {k: v for k, v in reply.items() if k not in ("id", "ok", "status")}
             if reply.get("leaving"):
-                self._stop(seat)
+                self.seats.stop(seat)
             replies[seat.name] = reply
             measurements[seat.name].rounds.clear()
             measurements[seat.name].prepared |= {"status": reply["status"], "reason": reply["reason"]}
@@ -427,10 +244,10 @@ class Study:
             try:
                 return seat.worker.ask(do)
             except WorkerFailed as error:
-                return self._failure(seat, f"after the last round, under the profiler: {error}")
+                return self.seats.failure(seat, f"after the last round, under the profiler: {error}")
 
         new = [seat for seat in seats if not seat.profiling]
-        begun = self._together(machine.cores(), new, lambda seat: asked(seat, "profiler"))
+        begun = self.seats.together(machine.cores(), new, lambda seat: asked(seat, "profiler"))
         for seat in new:
             seat.profiling = begun[seat.name]["ok"]
         for seat in seats:
