@@ -332,8 +332,8 @@ def test_explain_dispatch_says_tuned_and_the_kernel_is_launched_so(fresh: Any, m
     fresh.keep(-1, _triton.product_key("y", x, 32, True), config, FOUND)
     told = fusewise.explain_dispatch(fusewise.geglu_linear, x, weight, **call)
     assert told.path.endswith("configuration tuned on this machine for y")
-    launched, launch = [], _triton._launch
-    monkeypatch.setattr(_triton, "_launch", lambda *a: launched.append(a[2]) or launch(*a))
+    launched, launch = [], _triton._start
+    monkeypatch.setattr(_triton, "_start", lambda *a: launched.append(a[2]) or launch(*a))
     y = fusewise.geglu_linear(x, weight, **call)
     assert launched == [config]
     torch.testing.assert_close(y, fusewise.geglu_linear(x, weight, impl="reference"))

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusewise.ops.gated_linear import _triton, reference
+from fusewise.ops.gated_linear import _triton, _triton_gate, reference
 from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -81,7 +81,7 @@ def test_every_configuration_is_right(
     monkeypatch.setattr(_triton, "choose", lambda *_, **__: config)
     monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
     monkeypatch.setattr(_triton, "by_library", lambda _: False)
-    monkeypatch.setattr(_triton, "_processors", lambda _: 3)  # programs take several tiles each
+    monkeypatch.setattr(_triton, "processors_of", lambda _: 3)  # programs take several tiles each
     rows, features, hidden = 2 * config.block_m + 5, config.block_d + 8, 2 * config.block_f + 12
     x, halves, dy = operands(rows, features, hidden, torch.float32)
     results = []
@@ -108,7 +108,8 @@ def test_every_configuration_is_right(
 def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkeypatch: Any) -> None:
     """Chunks of 64 rows and a ragged one: outputs, gradients and what a plain call keeps beside y."""
     monkeypatch.setattr(_triton.chunks, "rows_of", lambda _: 64)
-    monkeypatch.setattr(_triton, "_launch", _only_gates(_triton._launch))
+    for module in (_triton, _triton_gate):
+        monkeypatch.setattr(module, "launch", _only_gates(_triton_gate.launch))
     spec, (rows, features, hidden) = Spec("gelu_tanh", layout), (150, 40, 72)
     weight, b = torch.randn(2 * hidden, features) / features**0.5, torch.randn(2 * hidden)
     if layout == "separate":
@@ -136,9 +137,9 @@ def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkey
 
 
 def _only_gates(launch: Any) -> Any:
-    def checked(kernel: Any, *rest: Any) -> None:
-        assert kernel in (_triton.gate_kernel, _triton.gate_gradient_kernel)
-        launch(kernel, *rest)
+    def checked(kernel: Any, *rest: Any, **options: Any) -> None:
+        assert kernel in (_triton_gate.gate_kernel, _triton_gate.gate_gradient_kernel)
+        launch(kernel, *rest, **options)
 
     return checked
 
@@ -243,11 +244,11 @@ def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool, hidden: i
     preact, dy = empty(16384, 2 * hidden, dtype=torch.bfloat16), empty(16384, hidden, dtype=torch.bfloat16)
     halves = split_preact(preact, SPEC)
     if forward:
-        _, arguments = _triton.forward_gate_arguments(*halves, dy, config, "silu")
-        kernel = compiled(_triton.gate_kernel, config, arguments)
+        _, arguments = _triton_gate.forward_gate_arguments(*halves, dy, config, "silu")
+        kernel = compiled(_triton_gate.gate_kernel, config, arguments)
     else:
-        _, arguments = _triton.gate_arguments(dy, halves, halves, config, "silu", preact.float())
-        kernel = compiled(_triton.gate_gradient_kernel, config, arguments)
+        _, arguments = _triton_gate.gate_arguments(dy, halves, halves, config, "silu", preact.float())
+        kernel = compiled(_triton_gate.gate_gradient_kernel, config, arguments)
     stack, _ = resources(kernel)
     moves = Counter(re.findall(r"\b(?:LDG|STG)\.E[.\w]*?\.?(128|64|U16)?\b", kernel.asm["sass"]))
     assert stack == 0 and moves["128"] == (3 if forward else 5) and not moves["U16"], moves
@@ -277,8 +278,8 @@ def test_a_copy_is_of_neighbours_many_at_once(
 ) -> None:
     """As wide as both sides allow, without shared memory, all 16 elements of a thread on their way before the first arrives."""
     x, to = (empty(8192, n, dtype=torch.bfloat16) for n in (stride, to_stride))
-    _, arguments = _triton.copy_arguments(x[:, :columns], to[:, :to_columns])
-    kernel = compiled(_triton.copy_kernel, _triton.COPY, arguments)
+    _, arguments = _triton_gate.copy_arguments(x[:, :columns], to[:, :to_columns])
+    kernel = compiled(_triton_gate.copy_kernel, _triton_gate.COPY, arguments)
     stack, _ = resources(kernel)
     moves = re.findall(r"\b((?:LDG|STG|LDS|STS)\.[.\w]*)", kernel.asm["sass"])
     times = 16 // {"U16": 1, "64": 4, "128": 8}[width]

@@ -1,4 +1,6 @@
-"""The gated linear unit in Triton: configurations, the arguments of the kernels in `_triton_kernel.py`, their launch."""
+"""The gated linear unit in Triton: the products' configurations, the arguments of the kernels in `_triton_kernel.py`, their launch.
+What is elementwise is in `_triton_gate.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
 from ._problem import Halves, Preact, Spec, describable, split_preact, unit
-from ._triton_kernel import copy_kernel, down_gradient_kernel, gate_gradient_kernel, gate_kernel, gated_linear_kernel
+from ._triton_gate import choose_gate, gate, gate_configurations, launch, processors_of, start_gradient
+from ._triton_gate import copy_into as copy_into  # of the interface
+from ._triton_gate import gate_gradient_into as gate_gradient_into
+from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
 SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
 INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
@@ -34,20 +39,6 @@ class Config:
     num_stages: int
     group_m: int = 8
     split: bool = False  # the epilogue in two halves
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """The elementwise kernel: `rows` rows a program, block_m of them at a time."""
-
-    rows: int
-    block_m: int
-    block_f: int
-    num_warps: int = 4
-
-
-#: How matrices are copied: 16 elements a thread on their way at once.
-COPY = GateConfig(8, 8, 512, 8)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,17 +68,6 @@ def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
     return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
 
 
-def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
-    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
-    programs for every multiprocessor."""
-    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
-    block_m = 1024 // block_f
-    per_program = 128
-    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
-        per_program //= 2
-    return GateConfig(max(per_program, block_m), block_m, block_f)
-
-
 def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
     """All that `fusewise tune` tries for a product kernel, the heuristic's choice first."""
     chosen = choose(rows, hidden, kind, processors, epilogue=epilogue, tma=tma)
@@ -102,27 +82,22 @@ def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilog
     return list(dict.fromkeys([chosen, *others]))
 
 
-def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
-    """The same for the elementwise kernel."""
-    chosen = choose_gate(rows, hidden, processors)
-    columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
-    every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
-    return list(dict.fromkeys([chosen, *every]))
-
-
 def _space(key: Key, device: int) -> list[Any]:
     kind, _, moved = key.way.partition(", ")
     if key.kernel == "gate":
-        return gate_configurations(key.rows, key.hidden, _processors(device))
+        return gate_configurations(key.rows, key.hidden, processors_of(device))
     if key.kernel not in ("y", "preact", "gradient", "down") or kind not in ("half", "tf32", "ieee"):
         return []
     if kind != "half" and key.rows > chunks.FEW_ROWS:
         return []
-    return configurations(key.rows, key.hidden, kind, _processors(device), epilogue=key.kernel, tma=moved == "tma")
+    return configurations(key.rows, key.hidden, kind, processors_of(device), epilogue=key.kernel, tma=moved == "tma")
 
 
 TUNED: Tuned[Any] = Tuned(
-    "gated_linear", "triton", [Path(__file__), Path(__file__).with_name("_triton_kernel.py")], _space
+    "gated_linear",
+    "triton",
+    [Path(__file__).with_name(f"{name}.py") for name in ("_triton", "_triton_gate", "_triton_kernel")],
+    _space,
 )
 
 
@@ -133,11 +108,6 @@ def unavailable(device_type: str) -> str | None:
     if device_type == "cpu":
         return "triton compiles for GPUs; on a CPU it runs only interpreted, with TRITON_INTERPRET=1 set before import"
     return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -233,15 +203,8 @@ def linear_arguments(
     }  # fmt: skip
 
 
-def _launch(kernel: Any, grid: int, config: Config | GateConfig, arguments: dict[str, Any], device: int) -> None:
-    options = {"num_warps": config.num_warps, "enable_fp_fusion": True}
-    if isinstance(config, Config):
-        options["num_stages"] = config.num_stages
-    if device < 0 or device == torch.cuda.current_device():
-        kernel[(grid,)](**arguments, **options)
-    else:
-        with torch.cuda.device(device):
-            kernel[(grid,)](**arguments, **options)
+def _start(kernel: Any, grid: int, config: Config, arguments: dict[str, Any], device: int) -> None:
+    launch(kernel, grid, arguments, device, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def product_key(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Key:
@@ -252,7 +215,7 @@ def product_key(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Key:
 def _configure(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Config:
     device = x.get_device()
     found: Config | None = TUNED.find(device, product_key(epilogue, x, hidden, tma))
-    return found or choose(x.shape[0], hidden, kind(x), _processors(device), epilogue=epilogue, tma=tma)
+    return found or choose(x.shape[0], hidden, kind(x), processors_of(device), epilogue=epilogue, tma=tma)
 
 
 def _linear(
@@ -262,7 +225,7 @@ def _linear(
     if x.shape[0] == 0:
         return _nothing(dbias)
     device = x.get_device()
-    processors = _processors(device)
+    processors = processors_of(device)
     parts = None if preact is None else split_preact(preact, spec)
     matrices = [t for t in (x, halves.value, halves.gate, y, *(parts or ()), dy) if t is not None]
     tma = _has_tma(device) and all(map(describable, matrices))
@@ -272,7 +235,7 @@ def _linear(
         x, halves, config, processors, epilogue=epilogue, activation=spec.activation, tma=tma, y=y, preact=parts, dy=dy,
         dbias=sums,
     )  # fmt: skip
-    _launch(gated_linear_kernel, grid, config, arguments, device)
+    _start(gated_linear_kernel, grid, config, arguments, device)
     if dbias is not None and sums is not None:
         torch.sum(sums, 0, out=dbias)
 
@@ -328,87 +291,18 @@ def _in_chunks(y: Tensor, gradient_of: Callable[[slice, Tensor | None], None], d
     torch.sum(sums, 0, out=dbias)
 
 
-def gate_arguments(
-    dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
-    dbias: Tensor | None,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `gate_gradient_kernel`."""
-    rows, hidden = dy.shape
-    step = unit(dy, *preact, *dpreact)
-    return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
-        "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1],
-        "dbias_ptr": dy if dbias is None else dbias, "M": rows, "F": hidden // step,
-        "stride_preact": preact[0].stride(0) // step, "stride_dy": dy.stride(0) // step,
-        "stride_dpreact": dpreact[0].stride(0) // step, "ACTIVATION": activation, "BIAS_GRAD": dbias is not None,
-        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "UNIT": step,
-    }  # fmt: skip
-
-
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     rows, hidden = dy.shape
     if rows == 0:
         return _nothing(dbias)
     device = dy.get_device()
     key = Key("gate", dy.dtype, "", rows, 0, hidden)
-    config = TUNED.find(device, key) or choose_gate(rows, hidden, _processors(device))
+    config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device))
     sums = None if dbias is None else _sums(dy, triton.cdiv(rows, config.rows), dbias)
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
-    grid, arguments = gate_arguments(dy, before, after, config, spec.activation, sums)
-    _launch(gate_gradient_kernel, grid, config, arguments, device)
+    start_gradient(dy, before, after, config, spec.activation, sums)
     if dbias is not None and sums is not None:
         torch.sum(sums, 0, out=dbias)
-
-
-def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
-    """The gate alone, and its gradient; see `_gate.py`."""
-    rows, hidden = u.shape
-    if rows == 0:
-        return
-    device = u.get_device()
-    config = choose_gate(rows, hidden, _processors(device))
-    grid, arguments = forward_gate_arguments(u, g, y, config, activation)
-    _launch(gate_kernel, grid, config, arguments, device)
-
-
-def forward_gate_arguments(
-    u: Tensor, g: Tensor, y: Tensor, config: GateConfig, activation: str
-) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of `gate_kernel`."""
-    rows, hidden = u.shape
-    step = unit(u, g, y)
-    return triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f), {
-        "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden // step, "stride_u": u.stride(0) // step,
-        "stride_y": y.stride(0) // step, "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
-        "UNIT": step,
-    }  # fmt: skip
-
-
-def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
-    rows, hidden = u.shape
-    if rows == 0:
-        return
-    device = u.get_device()
-    config = choose_gate(rows, hidden, _processors(device))
-    grid, arguments = gate_arguments(dy, (u, g), (du, dg), config, activation, None)
-    _launch(gate_gradient_kernel, grid, config, arguments, device)
-
-
-def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of `copy_kernel`."""
-    (rows, columns), (to_rows, to_columns) = x.shape, to.shape
-    step = unit(x, to)
-    return triton.cdiv(to_rows, COPY.block_m) * triton.cdiv(to_columns, COPY.block_f), {
-        "from_ptr": x, "to_ptr": to, "rows": rows, "columns": columns // step, "to_rows": to_rows,
-        "to_columns": to_columns // step, "stride": x.stride(0) // step, "to_stride": to.stride(0) // step,
-        "BLOCK_M": COPY.block_m, "BLOCK_C": COPY.block_f, "UNIT": step,
-    }  # fmt: skip
-
-
-def copy_into(x: Tensor, to: Tensor) -> None:
-    """As in `reference.py`."""
-    if to.numel():
-        grid, arguments = copy_arguments(x, to)
-        _launch(copy_kernel, grid, COPY, arguments, to.get_device())
 
 
 def down_arguments(
@@ -450,7 +344,7 @@ def down_gradient(
 
         return _in_chunks(y, chunk_gradient, dbias)
     device = dz.get_device()
-    processors = _processors(device)
+    processors = processors_of(device)
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
     tma = _has_tma(device) and all(map(describable, (dz, w_down, *before, y, *after)))
     config = _configure("down", dz, w_down.shape[1], tma)
@@ -458,6 +352,6 @@ def down_gradient(
     grid, arguments = down_arguments(
         dz, w_down, before, y, after, config, processors, activation=spec.activation, tma=tma, dbias=sums,
     )  # fmt: skip
-    _launch(down_gradient_kernel, grid, config, arguments, device)
+    _start(down_gradient_kernel, grid, config, arguments, device)
     if dbias is not None and sums is not None:
         torch.sum(sums, 0, out=dbias)

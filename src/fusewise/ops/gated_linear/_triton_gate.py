@@ -1,0 +1,138 @@
+"""What is elementwise of the gated linear unit in Triton: the gate, its gradient and copies; configurations, the arguments of the
+kernels in `_triton_kernel.py`, their launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ._problem import unit
+from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """The elementwise kernel: `rows` rows a program, block_m of them at a time."""
+
+    rows: int
+    block_m: int
+    block_f: int
+    num_warps: int = 4
+
+
+#: How matrices are copied: 16 elements a thread on their way at once.
+COPY = GateConfig(8, 8, 512, 8)
+
+
+def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
+    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
+    programs for every multiprocessor."""
+    block_f = min(256, max(16, triton.next_power_of_2(hidden)))
+    block_m = 1024 // block_f
+    per_program = 128
+    while per_program > block_m and triton.cdiv(rows, per_program) * triton.cdiv(hidden, block_f) < 8 * processors:
+        per_program //= 2
+    return GateConfig(max(per_program, block_m), block_m, block_f)
+
+
+def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
+    """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
+    chosen = choose_gate(rows, hidden, processors)
+    columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
+    every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
+    return list(dict.fromkeys([chosen, *every]))
+
+
+@functools.cache
+def processors_of(device: int) -> int:
+    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> None:
+    """Start so many programs of a kernel, `options` its warps and stages."""
+    if device < 0 or device == torch.cuda.current_device():
+        kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
+    else:
+        with torch.cuda.device(device):
+            kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
+
+
+def gate_arguments(
+    dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
+    dbias: Tensor | None,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The grid size and all arguments of `gate_gradient_kernel`."""
+    rows, hidden = dy.shape
+    step = unit(dy, *preact, *dpreact)
+    return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
+        "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1],
+        "dbias_ptr": dy if dbias is None else dbias, "M": rows, "F": hidden // step,
+        "stride_preact": preact[0].stride(0) // step, "stride_dy": dy.stride(0) // step,
+        "stride_dpreact": dpreact[0].stride(0) // step, "ACTIVATION": activation, "BIAS_GRAD": dbias is not None,
+        "ROWS": config.rows, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f, "UNIT": step,
+    }  # fmt: skip
+
+
+def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
+    """The gate alone, and its gradient; see `_gate.py`."""
+    rows, hidden = u.shape
+    if rows == 0:
+        return
+    device = u.get_device()
+    config = choose_gate(rows, hidden, processors_of(device))
+    grid, arguments = forward_gate_arguments(u, g, y, config, activation)
+    launch(gate_kernel, grid, arguments, device, num_warps=config.num_warps)
+
+
+def forward_gate_arguments(
+    u: Tensor, g: Tensor, y: Tensor, config: GateConfig, activation: str
+) -> tuple[int, dict[str, Any]]:
+    """The grid size and all arguments of `gate_kernel`."""
+    rows, hidden = u.shape
+    step = unit(u, g, y)
+    return triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f), {
+        "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden // step, "stride_u": u.stride(0) // step,
+        "stride_y": y.stride(0) // step, "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
+        "UNIT": step,
+    }  # fmt: skip
+
+
+def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
+    rows, hidden = u.shape
+    if rows > 0:
+        config = choose_gate(rows, hidden, processors_of(u.get_device()))
+        start_gradient(dy, (u, g), (du, dg), config, activation, None)
+
+
+def start_gradient(
+    dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
+    dbias: Tensor | None,
+) -> None:  # fmt: skip
+    """The kernel, with sums of du and dg for every `config.rows` rows in dbias, if it is wanted."""
+    grid, arguments = gate_arguments(dy, preact, dpreact, config, activation, dbias)
+    launch(gate_gradient_kernel, grid, arguments, dy.get_device(), num_warps=config.num_warps)
+
+
+def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
+    """The grid size and all arguments of `copy_kernel`."""
+    (rows, columns), (to_rows, to_columns) = x.shape, to.shape
+    step = unit(x, to)
+    return triton.cdiv(to_rows, COPY.block_m) * triton.cdiv(to_columns, COPY.block_f), {
+        "from_ptr": x, "to_ptr": to, "rows": rows, "columns": columns // step, "to_rows": to_rows,
+        "to_columns": to_columns // step, "stride": x.stride(0) // step, "to_stride": to.stride(0) // step,
+        "BLOCK_M": COPY.block_m, "BLOCK_C": COPY.block_f, "UNIT": step,
+    }  # fmt: skip
+
+
+def copy_into(x: Tensor, to: Tensor) -> None:
+    """As in `reference.py`."""
+    if to.numel():
+        grid, arguments = copy_arguments(x, to)
+        launch(copy_kernel, grid, arguments, to.get_device(), num_warps=COPY.num_warps)
