@@ -1,10 +1,11 @@
 // The call that serving engines make: tokens in one row, each with a position and a slot of its own, heads that rotate
-// whole, tensors and table read by vectors. It has a kernel of its own, since at a few tokens the time is that of one
-// thread's chain of instructions: what the general kernel asks on the way (are there bounds, a block table, several axes) was
-// a quarter of such a call on an H200.
+// whole or one half of them, tensors and table read by vectors. It has a kernel of its own, since at a few tokens the time is
+// that of one thread's chain of instructions: what the general kernel asks on the way (are there bounds, a block table, several
+// axes) was a quarter of such a call on an H200.
 //
-// Shape legend: as in rope_and_cache.cu. A thread has a chunk of NP pairs of HEADS neighbouring heads. Chunks come first, then
-// the heads of q, k and v, then tokens: a token's row, where q, k and v are one projection, is read from end to end.
+// Shape legend: as in rope_and_cache.cu. A head is as wide here as what rotates of one: half a head of k that does not is one,
+// and a head of v may be several. A thread has a chunk of NP pairs of HEADS neighbouring heads. Chunks come first, then the
+// heads of q, k and v, then tokens: a token's row, where q, k and v are one projection, is read from end to end.
 
 #pragma once
 
@@ -21,19 +22,21 @@ constexpr int DIRECT_READ = 64;  // bytes that a thread reads at once where ther
 
 struct DirectTensor {
   char *x, *cache;                         // q has no cache
-  uint32_t token, head, first_head;        // bytes from one to the next; its first among those of q, k and v
+  uint32_t token, head, first_head;        // bytes from one to the next; its first among those of all tensors
   uint32_t block, slot, cache_head;        // of the cache, in bytes
 };
+
+enum Moved : int { MOVED_Q, MOVED_K, MOVED_REST, MOVED_V, MOVED };  // q, k, what of k does not rotate, v
 
 struct Direct {
   const char *positions, *slots, *cos, *sin;
   uint32_t position, slot, row;            // bytes from one to the next
-  uint32_t rows, count, tokens;            // of the table, of the cache, of the call
+  uint32_t rows, count, tokens, heads;     // of the table; slots of the cache; of the call, of all tensors
   uint32_t apart;                          // bytes from the first half of a head to the second
   Divisor of_token, of_head, of_block;     // threads of a token, of a head, slots of a block; none is 1
   Read read;
   bool wide_positions, wide_slots, write_k;
-  DirectTensor tensors[3];                 // q, k, v
+  DirectTensor tensors[MOVED];
 };
 
 __device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& by) { return __umulhi(n, by.magic) >> by.shift; }
@@ -110,9 +113,10 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : 
 
   const uint32_t in_token = thread - token * p.of_token.d, group = quotient(in_token, p.of_head);
   const uint32_t chunk = in_token - group * p.of_head.d, at = chunk * uint32_t(N * sizeof(T));
-  const bool cached = group * HEADS >= p.tensors[1].first_head, rotates = group * HEADS < p.tensors[2].first_head;
-  const DirectTensor& t = p.tensors[cached + !rotates];
-  const uint32_t head = group * HEADS - t.first_head;
+  const uint32_t first = group * HEADS;
+  const bool cached = first >= p.tensors[MOVED_K].first_head, rotates = first < p.tensors[MOVED_REST].first_head;
+  const DirectTensor& t = p.tensors[cached + !rotates + (first >= p.tensors[MOVED_V].first_head)];
+  const uint32_t head = first - t.first_head;
   char* const x = t.x + uint64_t(token) * t.token + uint64_t(head) * t.head + at;
   Words<T, N> chunks[HEADS][PARTS];
 #pragma unroll
@@ -189,11 +193,14 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   const Plan& plan = cache.rotation;
   const Call& rotation = call.rotation;
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, table_size = plan.table_kind == FLOAT32 ? 4 : 2, chunks = plan.pairs / np;
-  const int64_t heads = plan.heads[0] + 2 * plan.heads[1], tokens = plan.batch * plan.tokens;
+  const int64_t tokens = plan.batch * plan.tokens, width = 2 * plan.pairs, rest = plan.head_dim[1] - width;
+  const int64_t of_v = cache.v_dim / width, heads = plan.heads[0] + plan.heads[1] * (1 + (rest > 0) + of_v);
   const bool widest = np > 1 && np * size * (plan.interleaved_in ? 2 : 1) == 16 && plan.interleaved_in == plan.interleaved_out;
-  const bool whole = plan.head_dim[1] == 2 * plan.pairs && cache.v_dim == 2 * plan.pairs && chunks > 1;
+  const bool half = rest == width && (plan.start[1] == 0 || plan.start[1] == width);
+  const bool neighbours = plan.heads[1] == 1 || (cache.v_strides[2] == cache.v_dim && cache.cache_strides[1][2] == cache.v_dim);
+  const bool even = (rest == 0 || half) && of_v > 0 && cache.v_dim == of_v * width && (of_v == 1 || neighbours) && chunks > 1;
   const bool given = rotation.positions && call.slots && !rotation.bounds && cache.mapped >= plan.tokens && p.axes == ONE;
-  if (!widest || !whole || !given || p.read > HALVES || plan.inverse || plan.rows == 0) return false;
+  if (!widest || !even || !given || p.read > HALVES || plan.inverse || plan.rows == 0) return false;
 
   bool fits = chunks * heads * tokens <= INT32_MAX - THREADS && plan.rows <= INT32_MAX;
   const auto narrow = [&](int64_t bytes) {
@@ -213,22 +220,24 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   d.slot = next(cache.slot_strides, d.wide_slots ? 8 : 4);
   d.cos = p.cos, d.sin = p.sin, d.read = p.read, d.row = narrow(plan.table_strides[1] * table_size);
   d.rows = static_cast<uint32_t>(plan.rows), d.count = narrow(cache.blocks * cache.block_size);
-  d.tokens = static_cast<uint32_t>(tokens), d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
+  d.tokens = static_cast<uint32_t>(tokens), d.heads = static_cast<uint32_t>(heads), d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
   const bool alone = cache.block_size == 1;  // blocks of one slot are slots of one block
   d.of_block = Divisor(std::max<int64_t>(1, alone ? cache.blocks : cache.block_size));
   uint32_t first = 0;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < MOVED; ++i) {
     DirectTensor& t = d.tensors[i];
-    const int of = i == 0 ? 0 : 1;
-    const int64_t* const strides = i == 2 ? cache.v_strides : plan.x_strides[of];
-    t.x = i == 2 ? static_cast<char*>(const_cast<void*>(call.v)) : static_cast<char*>(rotation.y[of]) + plan.start[of] * size;
-    t.token = next(strides, size), t.head = narrow(strides[2] * size), t.first_head = first;
-    first += static_cast<uint32_t>(plan.heads[of]);
-    if (i == 0) continue;
-    const int64_t* const places = cache.cache_strides[i - 1];
-    t.cache = static_cast<char*>(call.caches[i - 1]);
+    const bool v = i == MOVED_V;
+    const int of = i == MOVED_Q ? 0 : 1;
+    const int64_t start = v ? 0 : i == MOVED_REST ? width - plan.start[1] : plan.start[of];
+    const int64_t* const strides = v ? cache.v_strides : plan.x_strides[of];
+    t.x = (v ? static_cast<char*>(const_cast<void*>(call.v)) : static_cast<char*>(rotation.y[of])) + start * size;
+    t.token = next(strides, size), t.head = narrow((v && of_v > 1 ? width : strides[2]) * size), t.first_head = first;
+    first += static_cast<uint32_t>(plan.heads[of] * (v ? of_v : i == MOVED_REST ? rest > 0 : 1));
+    if (i == MOVED_Q) continue;
+    const int64_t* const places = cache.cache_strides[v];
+    t.cache = static_cast<char*>(call.caches[v]) + start * size;
     t.block = narrow(places[0] * size), t.slot = alone ? t.block : narrow(places[1] * size);
-    t.cache_head = narrow(places[2] * size);
+    t.cache_head = narrow((v && of_v > 1 ? width : places[2]) * size);
   }
   return fits;
 }
@@ -238,7 +247,7 @@ cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
   constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP;
   constexpr int HEADS = DIRECT_READ / (2 * NP * sizeof(T));
   const Device device = current_device();
-  const int64_t heads = plan.heads[0] + 2 * plan.heads[1], all = plan.pairs / NP * heads * d.tokens;
+  const int64_t heads = d.heads, all = plan.pairs / NP * heads * d.tokens;
   // Several heads a thread where that leaves enough of them; at a few tokens, when most of the device idles, chunks of half
   // the width have half of the arithmetic in the chain.
   const bool many = all >= int64_t(device.processors) * 2048 && plan.heads[0] % HEADS == 0 && plan.heads[1] % HEADS == 0;
