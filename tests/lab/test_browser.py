@@ -127,6 +127,18 @@ def test_stages_are_chosen_searched_and_lit_up(page):
     assert page.run("document.getElementById('found').textContent") == "not found"
 
 
+def test_a_rows_program_is_whole_once_it_is_opened(page):
+    """The page holds the end of all programs once; without the script it says where that is."""
+    first = "document.querySelector('pre.program')"
+    assert not page.run(f"{first}.textContent.includes('def main')")
+    assert page.run("[...document.querySelectorAll('.unscripted')].every(part => part.hidden)")
+    for _ in range(2):
+        page.run(f"{first}.closest('details').open = !{first}.closest('details').open")
+        time.sleep(0.1)
+    compile(found := page.run(f"{first}.textContent"), "program", "exec")
+    assert found.count("def main") == 1 and found.startswith('"""One row') and found.endswith("main()\n")
+
+
 def test_everything_can_be_reached_by_keyboard(page):
     page.run("document.body.focus()")
     seen = set()

@@ -109,12 +109,19 @@ def test_our_cuda_kernels_from_source_to_machine_code() -> None:
     found = ours.cuda_stages(problem, "sm_90")
     assert [s.stage for s in found] == sorted((s.stage for s in found), key=["source", "ptx", "sass"].index)
     ptx, sass = ({s.part: s for s in found if s.stage == name} for name in ("ptx", "sass"))
-    assert set(ptx) == set(sass) and len(ptx) >= 4
-    widest = next(s for part, s in sass.items() if part.startswith("rope_kernel 8 wide"))
+    assert set(ptx) == set(sass) == {"rope_kernel 8 wide, 1 heads", "rope_kernel 8 wide, 4 heads"}
+    widest = next(iter(sass.values()))
     assert widest.counts["LDG.128"] > 0 and widest.counts["spill_loads"] == 0
     for stage in (widest, ptx[widest.part]):
         assert any(place.startswith("fusewise/ops/rope/_cuda/") for place in stage.lines.values())
     assert {"rope.cu", "memory.cuh"} <= {s.part for s in found if s.stage == "source"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_the_cuda_kernels_of_a_serving_call() -> None:
+    problem = targets.problem_for(Task("rope_and_cache", "glm-4-9b-cache-decode-b64", "bf16", "fwd", "cpu", 0))
+    parts = {s.part for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}
+    assert {"direct_rope_and_cache_kernel 4 wide, 4 heads", "rope_and_cache_kernel 4 wide, 1 heads"} <= parts
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")

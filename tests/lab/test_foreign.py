@@ -112,8 +112,14 @@ def copying(elements):
 def test_kernels_alone_take_no_longer_than_with_their_starts():
     timer, work = copying(2**20)
     foreign.begin()
-    alone = timer.kernel_us(work, samples=9)
-    assert 0.5 * (by_events := sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]) < alone < by_events
+    tries = []
+    while len(tries) < 5:  # the GPU may be another test's, too, in one of them
+        alone = timer.kernel_us(work, samples=9)
+        by_events = sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]
+        tries.append((alone, by_events))
+        if 0.5 * by_events < alone < by_events:
+            return
+    raise AssertionError(f"kernels alone, with their starts: {tries}")
 
 
 @pytest.mark.gpu

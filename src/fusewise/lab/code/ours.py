@@ -204,8 +204,8 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 
 def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of a kernel `rope…<type, in, out, vector, heads>`, `gated_linear_kernel<…, epilogue, …>` or
-    `kept_gradient_kernel<…>` if it is for this problem, else nothing."""
+    """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, interleaved, vector, heads>`,
+    `gated_linear_kernel<…, epilogue, …>` or `kept_gradient_kernel<…>` if it is for this problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
         if "kept_gradient_kernel" in name:
             return "kept_gradient_kernel"
@@ -213,8 +213,24 @@ def _cuda_part(problem: Problem, name: str) -> str:
         return f"gated_linear_kernel {('y', 'preact', 'gradient', 'down')[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
-    match = re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}Lb{of:d}ELb{to:d}ELi(\d+)ELi(\d+)E", name)
-    return f"{match[1]} {match[2]} wide, {match[3]} heads" if match else ""
+    pairings = rf"(?<=direct_rope_and_cache_kernelI{kind})Lb{of:d}E|Lb{of:d}ELb{to:d}E"
+    match = re.search(rf"\d((?:direct_)?rope(?:_and_cache)?_kernel)I{kind}(?:{pairings})Li(\d+)ELi(\d+)E", name)
+    # At a few tokens those of half the width are used as well.
+    wide = match and int(match[2]) in {(widest := _widest(problem)), widest // 2 if "direct" in name else widest}
+    return f"{match[1]} {match[2]} wide, {match[3]} heads" if match and wide else ""
+
+
+def _widest(problem: Problem) -> int:
+    """Pairs of which a thread reads one element each at once: those of 16 bytes, or what the widths and strides of q and k leave
+    of them, as `launch.cuh` has it."""
+    case, xs = problem.case, problem.inputs.operands  # type: ignore[attr-defined]
+    rotated, size = getattr(case, "rope", case).rotated, problem.dtype.itemsize
+    _, of, to = _instance(problem)
+    lengths = [rotated * size // (1 if of or to else 2)]
+    for x in xs:
+        steps = [step for step, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
+        lengths += [x.data_ptr(), *(size * n for n in (*steps, x.shape[-1] - rotated))]
+    return max(1, math.gcd(16, *lengths) // size // (2 if of or to else 1))
 
 
 def _file(path: Path, language: str) -> Stage:

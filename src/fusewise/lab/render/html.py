@@ -67,7 +67,7 @@ def report(record: Record) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"number": number, "size": size, "percent": percent, "json": embedded}
+    environment.filters |= {"number": number, "size": size, "percent": percent, "json": embedded, "within": within}
     template = environment.from_string(_resource("report.html.j2"))
     return template.render(
         record=record,
@@ -88,7 +88,8 @@ def report(record: Record) -> str:
         code_of=" ".join(str(record.code[0].get(name, "")) for name in ("case", "dtype", "pass")).strip()
         if record.code
         else "",
-        code=[{"lines": stage.get("lines", {}), "counts": stage.get("counts", {})} for stage in _ordered(record.code)],
+        code=_code(record.code),
+        main=script.MAIN,
         facts=_facts(record),
         spent=_spent(record),
         own=own_share(record.spent),
@@ -107,8 +108,13 @@ def _hash(text: str) -> str:
 
 def embedded(data: Any) -> Markup:
     """JSON that may stand inside a script element: nothing in it can end the element or begin a comment."""
-    text = json.dumps(data)  # ASCII: U+2028 and its kin are escaped already
+    text = json.dumps(data, separators=(",", ":"))  # ASCII: U+2028 and its kin are escaped already
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def within(text: str) -> Markup:
+    """Text that may stand between the tags of an element, where quotes are themselves: code is full of them."""
+    return Markup(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def _legend(name: str, look: tuple[int, str]) -> dict[str, Any]:
@@ -221,13 +227,13 @@ def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
     return {
         "anchor": anchor,
         "row": row,
-        "cells": cells,
+        "cells": [(text, None if value is None else float(f"{value:.6g}")) for text, value in cells],  # sorted by
         "ours": is_ours(row.provider),
         "rounds": len(samples),
         "samples": sum(len(turn["device_us"]) for turn in samples),
         "versions": " ".join(f"{name} {version}" for name, version in row.versions.items()),
         "clocks": " ".join(f"{name} {value}" for name, value in (row.clocks or {}).items()),
-        "program": script.program(record, row) if row.status == "ok" else None,
+        "program": script.head(record, row) if row.status == "ok" else None,
     }
 
 
@@ -250,6 +256,23 @@ def _stages(code: Sequence[Json]) -> list[dict[str, str]]:
             }
         )
     return found
+
+
+def _code(code: Sequence[Json]) -> Json:
+    """What the browser knows of every stage: its counts, and which of its lines come from where, as runs of lines from the same
+    place: first, how many, number of the place. Written out they would be a third of a page."""
+    places: dict[str, int] = {}
+    stages = []
+    for stage in _ordered(code):
+        runs: list[list[int]] = []
+        for line, place in sorted((int(line), place) for line, place in stage.get("lines", {}).items()):
+            number = places.setdefault(place, len(places))
+            if runs and runs[-1][2] == number and sum(runs[-1][:2]) == line:
+                runs[-1][1] += 1
+            else:
+                runs.append([line, 1, number])
+        stages.append({"runs": runs, "counts": stage.get("counts", {})})
+    return {"places": list(places), "stages": stages}
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 (() => {
   const byId = (id) => document.getElementById(id);
   for (const part of document.querySelectorAll(".scripted")) part.hidden = false;
+  for (const part of document.querySelectorAll(".unscripted")) part.hidden = true;
 
   // Tables: a button in each heading; numbers sort by data-v, other cells by their text, empty ones last.
   const value = (row, column) => {
@@ -45,6 +46,10 @@
   };
   filter.addEventListener("input", narrow);
   narrow();
+  // All programs end in the same way, which the page holds once.
+  for (const program of document.querySelectorAll("pre.program")) {
+    program.closest("details").addEventListener("toggle", () => program.append(byId("ending").textContent), { once: true });
+  }
   // A link to a row or a case that is filtered away or folded in shows it.
   const reveal = () => {
     const target = location.hash.length > 1 ? byId(location.hash.slice(1)) : null;
@@ -113,12 +118,13 @@
       light();
     };
     const show = (pane) => {
-      const number = Number(pane.choice.value), { lines: map, counts } = known[number];
+      const number = Number(pane.choice.value), { runs, counts } = known.stages[number], map = new Map();
+      for (const [first, count, place] of runs) for (let line = first; line < first + count; line++) map.set(line, known.places[place]);
       pane.box.replaceChildren(...stages[number].map((text, i) => {
         const line = document.createElement("span");
         line.className = "l";
         line.dataset.n = i + 1;
-        const ref = map[String(i + 1)];
+        const ref = map.get(i + 1);
         if (ref !== undefined) { line.dataset.ref = ref; line.title = ref; }
         line.textContent = text + "\n";
         return line;

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..record import Record, Row
 
-PROGRAM = '''\
+#: What is a row's own, and what is the same in all programs of a record.
+HEAD = '''\
 """One row of a fusewise study, measured again by itself: `pip install 'fusewise[lab]'`, then run this file."""
 
 from statistics import median
@@ -20,18 +21,19 @@ TASK = {task}
 FOUND = {found}
 ROUNDS = {rounds}
 WARM = {warm}
-
+'''
+MAIN = '''
 
 def main() -> None:
     flush_bytes = 0 if WARM else 2 * machine.cache_bytes(TASK["device"])
     entry = plugin.select([PROVIDER], TASK["op"], TASK["device"])[0]
     server = Server(plugin.load(entry.where), TASK["device"], flush_bytes)
-    prepared = server.answer({{"do": "prepare", "task": TASK}})
-    print({{name: value for name, value in prepared.items() if value is not None}})
+    prepared = server.answer({"do": "prepare", "task": TASK})
+    print({name: value for name, value in prepared.items() if value is not None})
     if prepared["ok"]:
-        request = {{"do": "round", "samples": server.answer({{"do": "warm"}})["samples"]}}
+        request = {"do": "round", "samples": server.answer({"do": "warm"})["samples"]}
         times = [median(server.answer(request)["device_us"]) for _ in range(ROUNDS)]
-        print(f"{{median(times):.3f}} us a call here; the record has {{FOUND['device_us']}} on {{FOUND['device']}}")
+        print(f"{median(times):.3f} us a call here; the record has {FOUND['device_us']} on {FOUND['device']}")
 
 
 if __name__ == "__main__":
@@ -40,7 +42,12 @@ if __name__ == "__main__":
 
 
 def program(record: Record, row: Row) -> str:
-    """The row's program. What comes from the record stands in it as Python literals only."""
+    """The row's program."""
+    return head(record, row) + MAIN
+
+
+def head(record: Record, row: Row) -> str:
+    """The row's program without MAIN. What comes from the record stands in it as Python literals only."""
     request = record.request
     tasks = request.get("tasks", [])
     task: dict[str, Any] = next(
@@ -61,7 +68,7 @@ def program(record: Record, row: Row) -> str:
         "error": row.error,
         "versions": dict(row.versions),
     }
-    return PROGRAM.format(
+    return HEAD.format(
         provider=repr(str(request.get("places", {}).get(row.provider, row.provider))),
         task=pformat(task, width=100, sort_dicts=False),
         found=pformat(found, width=100, sort_dicts=False),

@@ -146,7 +146,7 @@ def marker(series: int, classes: str = "") -> Markup:
 
 def linked(mark: Mark, x: float, y: float, series: int, classes: str) -> Markup:
     dot = el("g", marker(series, classes), transform=f"translate({_n(x)} {_n(y)})")
-    return el("a", el("title", mark.label), dot, href=f"#{mark.anchor}", aria_label=mark.label)
+    return el("a", el("title", mark.label), dot, href=f"#{mark.anchor}")  # the title is its name, too
 
 
 def scatter(
