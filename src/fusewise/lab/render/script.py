@@ -22,7 +22,7 @@ FOUND = {found}
 ROUNDS = {rounds}
 WARM = {warm}
 '''
-MAIN = '''
+MAIN = """
 
 def main() -> None:
     flush_bytes = 0 if WARM else 2 * machine.cache_bytes(TASK["device"])
@@ -38,7 +38,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 def program(record: Record, row: Row) -> str:
