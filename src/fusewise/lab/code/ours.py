@@ -210,7 +210,8 @@ def _cuda_part(problem: Problem, name: str) -> str:
         if "kept_gradient_kernel" in name:
             return "kept_gradient_kernel"
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
-        return f"gated_linear_kernel {('y', 'preact', 'gradient', 'down')[int(found[1])]}" if found else ""
+        kinds = ("y", "preact", "gradient", "down", "", "y of 192 rows sideways", "y of 128 rows sideways")
+        return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
     pairings = rf"(?<=direct_rope_and_cache_kernelI{kind})Lb{of:d}E|Lb{of:d}ELb{to:d}E"

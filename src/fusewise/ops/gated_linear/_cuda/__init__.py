@@ -23,7 +23,10 @@ from .._products import UNIT, brought, describable_room, each, put
 FOLDER = Path(__file__).parent
 SOURCES = (
     FOLDER / "gated_linear.cu",
-    *(FOLDER / name for name in ("gate.cuh", "hopper.cuh", "kept.cuh", "plan.h", "sums.cuh")),
+    *(
+        FOLDER / name
+        for name in ("epilogues.cuh", "gate.cuh", "hopper.cuh", "kept.cuh", "plan.h", "sums.cuh", "tiles.cuh")
+    ),
 )
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -7,7 +7,8 @@
 // is behind dy = dz W_down, with dz (M, D) as x and W_down (D, F). KEPT has no product: `kept.cuh`.
 //
 // Two thread blocks, a cluster, have a pair of tiles one above the other: 128 rows of x each by 192 columns of the product, which
-// are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. A block's warps
+// are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. Where rows are few,
+// y has tiles that lie on their side: `tiles.cuh`. A block's warps
 // have roles: one thread brings blocks of both operands into a ring of shared memory by TMA, another what the epilogue reads;
 // two groups of four warps take turns at the tensor cores, a whole tile each, so that the epilogue of one is behind the product of
 // the other. An epilogue takes 32 or 64 features at a time: u and g of a feature lie in one thread; what it reads and writes passes
@@ -18,70 +19,14 @@
 
 #include <algorithm>
 
-#include "gate.cuh"
+#include "epilogues.cuh"
 #include "hopper.cuh"
 #include "kept.cuh"
 #include "plan.h"
 #include "sums.cuh"
+#include "tiles.cuh"
 
 namespace {
-
-constexpr int ROWS = 128, COLUMNS = 192, DEPTH = 64;  // of a tile, and of a block of the ring
-constexpr int CLUSTER = 2, GROUP = 128;               // thread blocks; threads of four warps
-constexpr int GROUP_M = 8;                            // pairs of tiles, one below the other, that are taken together
-constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = COLUMNS * DEPTH * 2;
-constexpr int SLOT_BYTES = 8192;  // of a piece, what an epilogue takes at a time
-constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
-constexpr int EDGE = 16;          // rows of x that are asked for at once where a tile has fewer than ROWS
-
-// What depends on the epilogue: features of a tile and of a piece, which is of all its rows or of one half; stages of the ring; slots
-// to write, tensors it reads and how many pieces of each there is room for. TMA takes its time for each row of a piece, so they are
-// as wide as u and g of the same features allow.
-template <int EPILOGUE>
-struct Of {
-  static constexpr bool DOWNWARD = EPILOGUE == DOWN;
-  static constexpr int FEATURES = DOWNWARD ? COLUMNS : COLUMNS / 2, STAGES = DOWNWARD ? 4 : 5;
-  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : 3, READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0;
-  static constexpr int PIECE = DOWNWARD ? 64 : 32, HEIGHT = DOWNWARD ? ROWS / 2 : ROWS, AHEAD = DOWNWARD ? 2 : 1;
-  static constexpr int HALVES = ROWS / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
-  static_assert(PIECE * HEIGHT * 2 == SLOT_BYTES);
-};
-
-template <int EPILOGUE>
-struct Shared {
-  using A = Of<EPILOGUE>;
-  alignas(1024) char ring[A::STAGES][X_BYTES + W_BYTES];
-  alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][SLOT_BYTES];
-  float bias[2][2][COLUMNS / 2];            // of the tile of each group: value, gate
-  float sums[4 * A::HALVES][2 * A::PIECE];  // of a piece's du and dg, by warps and halves
-  uint64_t ready[A::STAGES], free[A::STAGES], came[A::AHEAD], taken[A::AHEAD];
-};
-static_assert(sizeof(Shared<GRADIENT>) <= 227 * 1024 && sizeof(Shared<DOWN>) <= 227 * 1024, "of shared memory a block may have");
-
-// Names of the barriers of warps: to turns at the tensor cores, at the slots to write, and of a group's own warps.
-enum Name { PRODUCT = 1, SLOT = 3, OWN = 5 };
-
-struct Params {
-  CUtensorMap x, x_edge, value, gate, y, u, g, first, second;  // as in plan.h; x_edge: x in boxes of EDGE rows
-  const void *value_bias, *gate_bias;                          // or null
-  int64_t value_bias_stride, gate_bias_stride;
-  float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
-  int rows, hidden, steps;  // blocks of the depth
-};
-
-// Where the tile of a turn is: in groups of GROUP_M pairs, so that what is read together stays in the cache.
-template <int FEATURES>
-struct Tile {
-  int row, feature;
-  __device__ Tile(const Params& p, int turn, int rank) {
-    const int down = ceil_div(p.rows, CLUSTER * ROWS), across = ceil_div(p.hidden, FEATURES);
-    const int first = turn / (GROUP_M * across) * GROUP_M, rows = min(down - first, GROUP_M), within = turn % (GROUP_M * across);
-    row = ((first + within % rows) * CLUSTER + rank) * ROWS;
-    feature = within / rows * FEATURES;
-  }
-  __host__ __device__ static int count(const Params& p) { return ceil_div(p.rows, CLUSTER * ROWS) * ceil_div(p.hidden, FEATURES); }
-  __host__ __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
-};
 
 // One thread fills the ring, tile after tile, as far ahead of the products as it is long.
 template <int EPILOGUE>
@@ -89,27 +34,36 @@ __device__ void bring_operands(const Params& p, Shared<EPILOGUE>& shared, int ra
   using A = Of<EPILOGUE>;
   constexpr uint16_t ALL = (1 << CLUSTER) - 1;
   int slot = 0, phase = 1;  // the ring is free at first: a wait for the round before passes
-  for (int turn = blockIdx.x / CLUSTER; turn < Tile<A::FEATURES>::count(p); turn += gridDim.x / CLUSTER) {
-    const Tile<A::FEATURES> tile(p, turn, rank);
+  for (int turn = blockIdx.x / CLUSTER; turn < Tile<EPILOGUE>::count(p); turn += gridDim.x / CLUSTER) {
+    const Tile<EPILOGUE> tile(p, turn, rank);
     // Rows of x that are not there would take longer than those that are. What lies in their place is for rows of no output.
-    const bool whole = tile.row + ROWS - EDGE < p.rows;
-    const int end = whole ? tile.row + ROWS : p.rows;
+    const bool whole = tile.row + A::HIGH - EDGE < p.rows;
+    const int there = whole ? A::HIGH : max(0, p.rows - tile.row + EDGE - 1) / EDGE * EDGE, x_bytes = there * DEPTH * 2;
+    // Sideways x is on the right, of which each block brings one half for both.
+    constexpr int EACH = A::SIDEWAYS ? A::HIGH / CLUSTER : A::HIGH;
+    const int first = A::SIDEWAYS ? rank * EACH : 0, end = min(there, first + EACH);
     for (int depth = 0; depth < p.steps * DEPTH; depth += DEPTH) {
-      const uint32_t ready = shared_address(&shared.ready[slot]);
-      uint32_t to = shared_address(shared.ring[slot]);
+      const uint32_t ready = shared_address(&shared.ready[slot]), left = shared_address(shared.ring[slot]), right = left + LEFT_BYTES;
+      const uint32_t x = A::SIDEWAYS ? right : left;
       barrier_wait(shared_address(&shared.free[slot]), phase);
-      barrier_expect(ready, W_BYTES + (whole ? X_BYTES : max(0, end - tile.row + EDGE - 1) / EDGE * EDGE * DEPTH * 2));
+      barrier_expect(ready, x_bytes + (A::SIDEWAYS ? LEFT_BYTES : A::RIGHT_BYTES));
       if constexpr (A::DOWNWARD) {  // 64 columns after 64, of each the upper or the lower half of the depth
-        for (int box = 0; box < COLUMNS / BOX; ++box)
-          load_for(ALL, &p.value, tile.feature + box * BOX, depth + rank * DEPTH / 2, to + X_BYTES + (2 * box + rank) * BOX * DEPTH, ready);
+        for (int box = 0; box < A::COLUMNS / BOX; ++box)
+          load_for(ALL, &p.value, tile.feature + box * BOX, depth + rank * DEPTH / 2, right + (2 * box + rank) * BOX * DEPTH, ready);
+      } else if constexpr (A::SIDEWAYS) {
+        load(&p.value, depth, tile.feature, left, ready), load(&p.gate, depth, tile.feature, left + LEFT_BYTES / 2, ready);
       } else {
-        load_for(ALL, rank == 0 ? &p.value : &p.gate, depth, tile.feature, to + X_BYTES + rank * W_BYTES / 2, ready);
+        load_for(ALL, rank == 0 ? &p.value : &p.gate, depth, tile.feature, right + rank * A::RIGHT_BYTES / 2, ready);
       }
+      const auto bring = [&](const CUtensorMap* map, int row) {
+        if constexpr (A::SIDEWAYS) load_for(ALL, map, depth, tile.row + row, x + row * DEPTH * 2, ready);
+        else load(map, depth, tile.row + row, x + row * DEPTH * 2, ready);
+      };
       if (whole) {
-        load(&p.x, depth, tile.row, to, ready);
+        bring(&p.x, first);
       } else {
 #pragma unroll 1
-        for (int row = tile.row; row < end; row += EDGE, to += EDGE * DEPTH * 2) load(&p.x_edge, depth, row, to, ready);
+        for (int row = first; row < end; row += EDGE) bring(&p.x_edge, row);
       }
       if (++slot == A::STAGES) slot = 0, phase ^= 1;
     }
@@ -121,8 +75,8 @@ template <int EPILOGUE>
 __device__ void bring_pieces(const Params& p, Shared<EPILOGUE>& shared, int rank) {
   using A = Of<EPILOGUE>;
   int ahead = 0, phase = 1;
-  for (int turn = blockIdx.x / CLUSTER; turn < Tile<A::FEATURES>::count(p); turn += gridDim.x / CLUSTER) {
-    const Tile<A::FEATURES> tile(p, turn, rank);
+  for (int turn = blockIdx.x / CLUSTER; turn < Tile<EPILOGUE>::count(p); turn += gridDim.x / CLUSTER) {
+    const Tile<EPILOGUE> tile(p, turn, rank);
     for (int piece = 0; piece < A::PIECES; ++piece) {
       const uint32_t came = shared_address(&shared.came[ahead]), slot = shared_address(shared.slots[A::WRITES + ahead * A::READS]);
       barrier_wait(shared_address(&shared.taken[ahead]), phase);
@@ -137,7 +91,8 @@ __device__ void bring_pieces(const Params& p, Shared<EPILOGUE>& shared, int rank
 
 // The product of a tile, from the blocks of the ring that begin with number `block`.
 template <bool BFLOAT16, int EPILOGUE>
-__device__ void multiply(float (&top)[96], float (&bottom)[96], const Params& p, Shared<EPILOGUE>& shared, int block) {
+__device__ void multiply(float (&top)[Of<EPILOGUE>::COLUMNS / 2], float (&bottom)[Of<EPILOGUE>::COLUMNS / 2], const Params& p,
+                         Shared<EPILOGUE>& shared, int block) {
   using A = Of<EPILOGUE>;
   constexpr uint64_t HALF = 64 * DEPTH * 2 >> 4, ALONG = 32 >> 4, ACROSS = 16 * BOX * 2 >> 4;  // to 64 rows, to 16 of the depth
   const int lane = threadIdx.x % 32;
@@ -145,13 +100,13 @@ __device__ void multiply(float (&top)[96], float (&bottom)[96], const Params& p,
   for (int step = 0; step < p.steps; ++step) {
     barrier_wait(shared_address(&shared.ready[slot]), phase);
     const uint32_t stage = shared_address(shared.ring[slot]);
-    const uint64_t x = described(stage), w = described(stage + X_BYTES, A::DOWNWARD ? BOX * DEPTH * 2 : 16);
+    const uint64_t left = described(stage), right = described(stage + LEFT_BYTES, A::DOWNWARD ? BOX * DEPTH * 2 : 16);
     products_begin();
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; ++k) {
-      const uint64_t of_w = w + k * (A::DOWNWARD ? ACROSS : ALONG);
-      product<BFLOAT16, A::DOWNWARD>(top, x + k * ALONG, of_w, step + k);
-      product<BFLOAT16, A::DOWNWARD>(bottom, x + HALF + k * ALONG, of_w, step + k);
+      const uint64_t of_right = right + k * (A::DOWNWARD ? ACROSS : ALONG);
+      product<BFLOAT16, A::DOWNWARD>(top, left + k * ALONG, of_right, step + k);
+      product<BFLOAT16, A::DOWNWARD>(bottom, left + HALF + k * ALONG, of_right, step + k);
     }
     products_commit();
     products_wait<1>();
@@ -162,180 +117,16 @@ __device__ void multiply(float (&top)[96], float (&bottom)[96], const Params& p,
   }
 }
 
-// What a group of warps needs to know in an epilogue.
-template <int EPILOGUE>
-struct Place {
-  using A = Of<EPILOGUE>;
-  const Params& p;
-  Shared<EPILOGUE>& shared;
-  const Tile<A::FEATURES>& tile;
-  const int group, thread = threadIdx.x % GROUP, warp = thread / 32, lane = thread % 32;
-
-  __device__ uint32_t slot(int index) const { return shared_address(shared.slots[index]); }
-  // Where in a slot this lane's row of eight values is, of the 16 features `pair` in a half of the tile's rows: chunks of 16
-  // bytes are swizzled in the 64 or 128 of a row.
-  __device__ uint32_t offset(int half, int pair) const {
-    const int row = half * 64 % A::HEIGHT + warp * 16 + lane % 16, chunk = 2 * pair + lane / 16;
-    return row * A::PIECE * 2 + ((chunk ^ (A::PIECE == 64 ? row & 7 : row >> 1 & 3)) << 4);
-  }
-  __device__ void meet() const { warps_wait(OWN + group, GROUP); }
-  // The slots to write may be written again.
-  __device__ void stored() const {
-    if (thread == 0) stores_have_read();
-    meet();
-  }
-  // What all have written to slots is seen by TMA.
-  __device__ void written() const {
-    written_for_tma();
-    meet();
-  }
-  // The first slot of what was read for a piece of that number, when it has come.
-  __device__ int read(int piece) const {
-    barrier_wait(shared_address(&shared.came[piece % A::AHEAD]), piece / A::AHEAD & 1);
-    return A::WRITES + piece % A::AHEAD * A::READS;
-  }
-  // It may be written again. Not before values were used: this would overtake loads that nobody has waited for.
-  __device__ void taken(int piece) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.taken[piece % A::AHEAD]));
-  }
-};
-
-// The pre-activations of the two neighbours that a thread has in row `r` (0 or 1, eight below) of the eight features from `column`.
-struct Pair {
-  float2 u, g;
-  template <int EPILOGUE>
-  __device__ Pair(const float (&c)[96], const Place<EPILOGUE>& at, int column, int r) {
-    const int i = column / 2 + 2 * r, mine = column + at.lane % 4 * 2;
-    const auto bias = [&](int half) { return *reinterpret_cast<const float2*>(&at.shared.bias[at.group][half][mine]); };
-    u = {c[i] + bias(0).x, c[i + 1] + bias(0).y}, g = {c[48 + i] + bias(1).x, c[48 + i + 1] + bias(1).y};
-  }
-};
-
-// Y, PREACT
-template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
-__device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Place<EPILOGUE>& at) {
-  constexpr bool KEEP = EPILOGUE == PREACT;
-#pragma unroll
-  for (int piece = 0; piece < Of<EPILOGUE>::PIECES; ++piece) {
-    if (KEEP && piece > 0) at.stored();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int half = i / 2, pair = i % 2;
-      uint32_t y[4], u[4], g[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Pair a(half ? bottom : top, at, piece * Of<EPILOGUE>::PIECE + pair * 16 + j / 2 * 8, j % 2);
-        y[j] = packed<BFLOAT16>(a.u.x * gate<ACTIVATION>(a.g.x).value, a.u.y * gate<ACTIVATION>(a.g.y).value);
-        if (KEEP) u[j] = packed<BFLOAT16>(a.u.x, a.u.y), g[j] = packed<BFLOAT16>(a.g.x, a.g.y);
-      }
-      store_matrices(at.slot(KEEP ? 0 : piece) + at.offset(half, pair), y);
-      if (!KEEP) continue;
-      store_matrices(at.slot(1) + at.offset(half, pair), u);
-      store_matrices(at.slot(2) + at.offset(half, pair), g);
-    }
-    at.written();
-    if (at.thread == 0) {
-      const int feature = at.tile.feature + piece * Of<EPILOGUE>::PIECE, row = at.tile.row;
-      store(&at.p.y, feature, row, at.slot(KEEP ? 0 : piece));
-      if (KEEP) store(&at.p.u, feature, row, at.slot(1)), store(&at.p.g, feature, row, at.slot(2));
-      stores_commit();
-    }
-  }
-}
-
-// The sum over the 32 rows of this warp of one of 8 values, that with number lane / 4.
-__device__ inline float add_rows(float (&sums)[8], int lane) {
-#pragma unroll
-  for (int step = 16; step >= 4; step /= 2) {
-    const int count = step / 4;
-    const bool upper = lane & step;
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const float sent = upper ? sums[i] : sums[i + count], kept = upper ? sums[i + count] : sums[i];
-      sums[i] = kept + __shfl_xor_sync(~0u, sent, step);
-    }
-  }
-  return sums[0];
-}
-
-// GRADIENT, DOWN: du and dg, their sums over the rows of the tile, and y where it is behind DOWN. `number` is that of the first
-// piece of the tile.
-template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
-__device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Place<EPILOGUE>& at, int number) {
-  using A = Of<EPILOGUE>;
-  const Params& p = at.p;
-#pragma unroll
-  for (int piece = 0; piece < A::PIECES; ++piece) {
-    const int from = at.read(number + piece), group = piece / A::HALVES * A::PIECE;
-    if (piece > 0) at.stored();
-    float sums[8];  // of du, then of dg: two of either in eight features, two in the next eight
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // 16 features by 64 rows: one half below the other, or features side by side
-      const int half = A::HALVES == 1 ? i % 2 : piece % 2, pair = A::HALVES == 1 ? i / 2 : i;
-      const uint32_t offset = at.offset(half, pair);
-      uint32_t first[4], second[4], du[4], dg[4], y[4];
-      load_matrices(at.slot(from) + offset, first);
-      if (A::READS > 1) load_matrices(at.slot(from + 1) + offset, second);
-      if (A::HALVES > 1 || half == 0) {
-#pragma unroll
-        for (int k = 0; k < 8; ++k) sums[k] = 0.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float(&c)[96] = half ? bottom : top;
-        const int column = group + pair * 16 + j / 2 * 8;
-        float2 dy, u, g;
-        if constexpr (A::DOWNWARD) {
-          const int k = column / 2 + j % 2 * 2;
-          dy = {c[k], c[k + 1]}, u = unpacked<BFLOAT16>(first[j]), g = unpacked<BFLOAT16>(second[j]);
-        } else {
-          const Pair a(c, at, column, j % 2);
-          dy = unpacked<BFLOAT16>(first[j]), u = a.u, g = a.g;
-        }
-        const Gradient left = gate_gradient<ACTIVATION>(dy.x, u.x, g.x), right = gate_gradient<ACTIVATION>(dy.y, u.y, g.y);
-        du[j] = packed<BFLOAT16>(left.u, right.u), dg[j] = packed<BFLOAT16>(left.g, right.g);
-        if (A::DOWNWARD) y[j] = packed<BFLOAT16>(u.x * left.gate, u.y * right.gate);
-        const int row = at.tile.row + half * 64 + at.warp * 16 + j % 2 * 8 + at.lane / 4, k = j / 2 * 2;
-        if (p.sums != nullptr && row < p.rows)  // beyond the last row is what the ring held before
-          sums[k] += left.u, sums[k + 1] += right.u, sums[4 + k] += left.g, sums[5 + k] += right.g;
-      }
-      store_matrices(at.slot(0) + offset, du);
-      store_matrices(at.slot(1) + offset, dg);
-      if (A::DOWNWARD) store_matrices(at.slot(2) + offset, y);
-      if (i == 3) at.taken(number + piece);
-      if (p.sums != nullptr && (A::HALVES > 1 || half == 1)) {
-        const int feature = pair * 16 + at.lane / 8 % 2 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;
-        at.shared.sums[piece % A::HALVES * 4 + at.warp][at.lane / 16 * A::PIECE + feature] = add_rows(sums, at.lane);
-      }
-    }
-    at.written();
-    const int feature = at.tile.feature + group, row = at.tile.row + piece % A::HALVES * A::HEIGHT;
-    if (at.thread == 0) {
-      store(&p.u, feature, row, at.slot(0)), store(&p.g, feature, row, at.slot(1));
-      if (A::DOWNWARD) store(&p.y, feature, row, at.slot(2));
-      stores_commit();
-    }
-    if (p.sums != nullptr && piece % A::HALVES == A::HALVES - 1 && at.thread < 2 * A::PIECE && at.tile.row < p.rows) {
-      const int mine = feature + at.thread % A::PIECE;
-      float sum = 0.0f;
-#pragma unroll
-      for (int part = 0; part < 4 * A::HALVES; ++part) sum += at.shared.sums[part][at.thread];
-      if (mine < p.hidden) p.sums[(int64_t(at.tile.row / ROWS) * 2 + at.thread / A::PIECE) * p.hidden + mine] = sum;
-    }
-  }
-}
-
 // Every other tile of this thread block, those of the group with this number.
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int group) {
   using A = Of<EPILOGUE>;
   const int thread = threadIdx.x % GROUP, lane = thread % 32, stride = gridDim.x / CLUSTER;
-  float top[96], bottom[96];
+  float top[A::COLUMNS / 2], bottom[A::COLUMNS / 2];
   if (group == 1) warps_arrive(PRODUCT, 2 * GROUP), warps_arrive(SLOT, 2 * GROUP);  // the first turns are the other's
   int block = group * p.steps, number = group * A::PIECES;
-  for (int turn = blockIdx.x / CLUSTER + group * stride; turn < Tile<A::FEATURES>::count(p); turn += 2 * stride) {
-    const Tile<A::FEATURES> tile(p, turn, rank);
+  for (int turn = blockIdx.x / CLUSTER + group * stride; turn < Tile<EPILOGUE>::count(p); turn += 2 * stride) {
+    const Tile<EPILOGUE> tile(p, turn, rank);
     if (!A::DOWNWARD && thread < A::FEATURES) {
       const int feature = tile.feature + thread;
       const auto of = [&](const void* bias, int64_t stride) {
@@ -353,6 +144,7 @@ __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int
     warps_wait(SLOT + group, 2 * GROUP);
     const Place<EPILOGUE> at{p, shared, tile, group};
     if constexpr (A::READS > 0) write_gradient<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at, number);
+    else if constexpr (A::SIDEWAYS) write_sideways<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
     else write_outputs<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
     if (thread == 0) stores_have_read();
     warps_arrive(SLOT + 1 - group, 2 * GROUP);
@@ -393,28 +185,39 @@ gated_linear_kernel(const __grid_constant__ Params p) {
 #endif
 }
 
-// A kernel behind a product, its shared memory, and how many clusters have something to do.
+// A kernel behind a product: its shared memory, how many clusters have something to do, columns of a tile's product; and the boxes
+// of matrices that it asks for, rows of x, of a weight, and rows and columns of what epilogues read and write.
 struct Chosen {
   void (*kernel)(Params);
   size_t shared;
   int (*clusters)(const Params&);
+  int columns, x_box, weight_box, height, piece;
+  // Time of a product by the rounds that a device needs, in columns.
+  int64_t cost(const Params& p, int processors) const {
+    const int at_once = processors / CLUSTER;
+    return int64_t((clusters(p) + at_once - 1) / at_once) * columns;
+  }
 };
 
 // All for a dtype and an activation.
 struct Kernels {
-  Chosen products[4];  // by epilogue
+  Chosen products[4], sideways[2];  // by epilogue; y's
   void (*kept)(Kept);
 };
 
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 Chosen chosen() {
-  return {gated_linear_kernel<BFLOAT16, EPILOGUE, ACTIVATION>, sizeof(Shared<EPILOGUE>), Tile<Of<EPILOGUE>::FEATURES>::count};
+  using A = Of<EPILOGUE>;
+  const auto kernel = gated_linear_kernel<BFLOAT16, EPILOGUE, ACTIVATION>;
+  const int x_box = A::SIDEWAYS ? A::HIGH / CLUSTER : A::HIGH, weight_box = A::DOWNWARD ? DEPTH / CLUSTER : A::FEATURES;
+  return {kernel, sizeof(Shared<EPILOGUE>), Tile<EPILOGUE>::count, A::COLUMNS, x_box, weight_box, A::HEIGHT, A::PIECE};
 }
 
 template <bool BFLOAT16, int ACTIVATION>
 Kernels kernels() {
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
            chosen<BFLOAT16, DOWN, ACTIVATION>()},
+          {chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
           kept_gradient_kernel<BFLOAT16, ACTIVATION>};
 }
 
@@ -476,25 +279,28 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
   const auto on = static_cast<cudaStream_t>(stream);
   if (of.epilogue == KEPT) return launch_kept(kernels.kept, of, c, processors, on);
 
-  const Chosen& found = kernels.products[of.epilogue];
-  // Ahead of the descriptors, since it makes the device's context this thread's, without which the driver describes no matrix.
-  const int bytes = int(found.shared);
-  if (const auto error = cudaFuncSetAttribute(found.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-
-  const bool down = of.epilogue == DOWN;
   Params p{};
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias, p.sums = c.sums;
   p.value_bias_stride = of.value_bias_stride, p.gate_bias_stride = of.gate_bias_stride;
   p.rows = int(of.rows), p.hidden = int(of.hidden), p.steps = int((of.depth + DEPTH - 1) / DEPTH);
+  Chosen found = kernels.products[of.epilogue];
+  if (of.epilogue == Y) {
+    // Tiles on their side where that leaves less of the device idle; by less than a twentieth is by chance.
+    for (const Chosen& other : kernels.sideways)
+      if (20 * other.cost(p, processors) < 19 * found.cost(p, processors)) found = other;
+  }
+  // Ahead of the descriptors, since it makes the device's context this thread's, without which the driver describes no matrix.
+  const int bytes = int(found.shared);
+  if (const auto error = cudaFuncSetAttribute(found.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+
   const auto weight = [&](CUtensorMap* map, const void* matrix, int64_t stride) {
-    if (down) return describe(map, of, matrix, stride, of.depth, of.hidden, DEPTH / CLUSTER, BOX);
-    return describe(map, of, matrix, stride, of.hidden, of.depth, COLUMNS / 2, DEPTH);
+    if (of.epilogue == DOWN) return describe(map, of, matrix, stride, of.depth, of.hidden, found.weight_box, BOX);
+    return describe(map, of, matrix, stride, of.hidden, of.depth, found.weight_box, DEPTH);
   };
   const auto outer = [&](CUtensorMap* map, const void* matrix, int64_t stride) {
-    if (down) return describe(map, of, matrix, stride, of.rows, of.hidden, Of<DOWN>::HEIGHT, Of<DOWN>::PIECE);
-    return describe(map, of, matrix, stride, of.rows, of.hidden, Of<Y>::HEIGHT, Of<Y>::PIECE);
+    return describe(map, of, matrix, stride, of.rows, of.hidden, found.height, found.piece);
   };
-  if (!describe(&p.x, of, c.x, of.x_stride, of.rows, of.depth, ROWS, DEPTH) ||
+  if (!describe(&p.x, of, c.x, of.x_stride, of.rows, of.depth, found.x_box, DEPTH) ||
       !describe(&p.x_edge, of, c.x, of.x_stride, of.rows, of.depth, EDGE, DEPTH) ||
       !weight(&p.value, c.value, of.value_stride) || !weight(&p.gate, c.gate, of.gate_stride) || !outer(&p.y, c.y, of.y_stride) ||
       !outer(&p.u, c.u, of.u_stride) || !outer(&p.g, c.g, of.g_stride) || !outer(&p.first, c.first, of.first_stride) ||

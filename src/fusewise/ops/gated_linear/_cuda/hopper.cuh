@@ -89,32 +89,50 @@ __device__ inline void products_wait() {
 }
 
 #define R8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define PRODUCT(TYPE, TRANSPOSED)                                                                                                           \
+#define R64 R8(0), R8(8), R8(16), R8(24), R8(32), R8(40), R8(48), R8(56)
+#define PRODUCT(N, REGISTERS, A, B, ADD, TYPE, TRANSPOSED, ...)                                                                  \
   asm volatile(                                                                                                                 \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                                                          \
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {"                                                         \
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"   \
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"     \
-      "%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,"     \
-      "%90,%91,%92,%93,%94,%95}, %96, %97, add, 1, 1, 0, " TRANSPOSED ";\n}"                                                                 \
-      : R8(0), R8(8), R8(16), R8(24), R8(32), R8(40), R8(48), R8(56), R8(64), R8(72), R8(80), R8(88)                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" A ", %" B ", add, 1, 1, 0, " TRANSPOSED ";\n}" \
+      : __VA_ARGS__                                                                                                             \
       : "l"(a), "l"(b), "r"(add))
+#define FIRST_64                                                                                                                \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"         \
+  "%61,%62,%63"
+#define NEXT_32                                                                                                                 \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"    \
+  "%94,%95"
+#define OF_192(TYPE, TRANSPOSED) PRODUCT("192", FIRST_64 NEXT_32, "96", "97", "98", TYPE, TRANSPOSED, R64, R8(64), R8(72), R8(80), R8(88))
+#define OF_128(TYPE) PRODUCT("128", FIRST_64, "64", "65", "66", TYPE, "0", R64)
 
-// c = a b + c, or a b: (64, 16) by (16, 192). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its warp's
-// sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
+// c = a b + c, or a b: (64, 16) by (16, 192) or (16, 128). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its
+// warp's sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
 template <bool BFLOAT16, bool TRANSPOSED>
 __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
-  if constexpr (BFLOAT16 && TRANSPOSED) PRODUCT("bf16", "1");
-  else if constexpr (BFLOAT16) PRODUCT("bf16", "0");
-  else if constexpr (TRANSPOSED) PRODUCT("f16", "1");
-  else PRODUCT("f16", "0");
+  if constexpr (BFLOAT16 && TRANSPOSED) OF_192("bf16", "1");
+  else if constexpr (BFLOAT16) OF_192("bf16", "0");
+  else if constexpr (TRANSPOSED) OF_192("f16", "1");
+  else OF_192("f16", "0");
 }
+template <bool BFLOAT16, bool TRANSPOSED>
+__device__ inline void product(float (&c)[64], uint64_t a, uint64_t b, int add) {
+  static_assert(!TRANSPOSED);
+  if constexpr (BFLOAT16) OF_128("bf16");
+  else OF_128("f16");
+}
+#undef OF_192
+#undef OF_128
+#undef NEXT_32
+#undef FIRST_64
 #undef PRODUCT
+#undef R64
 
 // The compiler may use c from here on, and nothing of it before.
-__device__ inline void products_are_there(float (&c)[96]) {
+template <int N>
+__device__ inline void products_are_there(float (&c)[N]) {
 #pragma unroll
-  for (int i = 0; i < 96; i += 8) asm volatile("" : R8(i)::"memory");
+  for (int i = 0; i < N; i += 8) asm volatile("" : R8(i)::"memory");
 }
 #undef R8
 
@@ -122,6 +140,11 @@ __device__ inline void products_are_there(float (&c)[96]) {
 // l % 8 of matrix l / 8.
 __device__ inline void store_matrices(uint32_t to, const uint32_t (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+}
+// The same, of the transposed matrices: a register's two values go to two rows.
+__device__ inline void store_transposed(uint32_t to, const uint32_t (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
                : "memory");
 }
 

@@ -248,15 +248,16 @@ cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
   constexpr int HEADS = DIRECT_READ / (2 * NP * sizeof(T));
   const Device device = current_device();
   const int64_t heads = d.heads, all = plan.pairs / NP * heads * d.tokens;
-  // Several heads a thread where that leaves enough of them; at a few tokens, when most of the device idles, chunks of half
-  // the width have half of the arithmetic in the chain.
-  const bool many = all >= int64_t(device.processors) * 2048 && plan.heads[0] % HEADS == 0 && plan.heads[1] % HEADS == 0;
-  const bool few = all < int64_t(device.processors) * THREADS;
-  const int64_t np = few ? HALF : NP, in_token = plan.pairs / np * (many ? heads / HEADS : heads);
+  // Several heads a thread where that leaves enough of them, two if there are not as many side by side; at a few tokens, when
+  // most of the device idles, chunks of half the width have half of the arithmetic in the chain.
+  const bool many = all >= int64_t(device.processors) * 2048, few = all < int64_t(device.processors) * THREADS;
+  const auto shared_by = [&](int heads) { return many && plan.heads[0] % heads == 0 && plan.heads[1] % heads == 0 ? heads : 1; };
+  const int64_t together = std::max(shared_by(HEADS), shared_by(2)), np = few ? HALF : NP, in_token = plan.pairs / np * (heads / together);
   d.of_head = Divisor(plan.pairs / np), d.of_token = Divisor(in_token);
-  const auto kernel = many  ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, HEADS>
-                      : few ? direct_rope_and_cache_kernel<T, INTERLEAVED, HALF, 1>
-                            : direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 1>;
+  const auto kernel = together == HEADS ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, HEADS>
+                      : together == 2   ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 2>
+                      : few             ? direct_rope_and_cache_kernel<T, INTERLEAVED, HALF, 1>
+                                        : direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 1>;
   const dim3 grid(static_cast<unsigned>(ceil_div(in_token * d.tokens, THREADS)));
   return launched(kernel, grid, dim3(THREADS), stream, device, d);
 }
