@@ -32,6 +32,7 @@ class Geglu(Target):
         "geglu-quick": {"time_limit": 120.0, "max_rounds": 10},
         "geglu-memory": {"time_limit": 600.0},
         "geglu-models": {"time_limit": 600.0},
+        "geglu-batches": {"time_limit": 300.0},
         "geglu-shapes": {"time_limit": 300.0},
     }
 

@@ -4,8 +4,10 @@
     inputs = c.make_inputs("cuda", "bf16", seed=0)     gated_linear(*inputs.operands, **inputs.kwargs)
 
 Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
-`geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-shapes` (one shape, and the
-same with a size that no tile divides or no 16 bytes align), `geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT behind a down projection.
+`geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-batches` (some of them with
+160 to 512 rows), `geglu-shapes` (one shape, and the same with a size that no tile divides or no 16 bytes align),
+`geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT
+behind a down projection.
 """
 
 from __future__ import annotations
@@ -209,6 +211,12 @@ def _models() -> list[GatedCase]:
     return found
 
 
+def _batches() -> list[GatedCase]:
+    """Between decode and training: large batches, and chunks of a prefill."""
+    names = ("gemma-2b", "llama-3-8b", "llama-3-70b", "phi-3-mini")
+    return [_model_case(name, f"batch-{rows}", rows, "decode") for name in names for rows in (160, 256, 320, 512)]
+
+
 def _memory(rows: int, features: int) -> GatedCase:
     return GatedCase(
         name=f"memory-n{rows}-d{features}",
@@ -252,6 +260,7 @@ PRESETS: dict[str, list[GatedCase]] = {
         _memory(n, d) for d in (1024, 2048, 4096, 8192) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     ],
     "geglu-models": _models(),
+    "geglu-batches": _batches(),
     "geglu-shapes": _shapes(),
     "geglu-quick": _quick(),
 }

@@ -7,11 +7,11 @@
 // is behind dy = dz W_down, with dz (M, D) as x and W_down (D, F). KEPT has no product: `kept.cuh`.
 //
 // Two thread blocks, a cluster, have a pair of tiles one above the other: 128 rows of x each by 192 columns of the product, which
-// are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. Where rows are few,
-// y has tiles that lie on their side: `tiles.cuh`. A block's warps
-// have roles: one thread brings blocks of both operands into a ring of shared memory by TMA, another what the epilogue reads;
-// two groups of four warps take turns at the tensor cores, a whole tile each, so that the epilogue of one is behind the product of
-// the other. An epilogue takes 32 or 64 features at a time: u and g of a feature lie in one thread; what it reads and writes passes
+// are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. Where rows are
+// few, y may have tiles that lie on their side: `tiles.cuh`. A block's warps have roles: one thread brings blocks of both operands
+// into a ring of shared memory by TMA, another what the epilogue reads; two groups of four warps take turns at the tensor cores, a
+// whole tile each, so that the epilogue of one is behind the product of the other. An epilogue takes some features at a time: u
+// and g of a feature lie in one thread; what it reads and writes passes
 // through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there. Accumulation,
 // bias and gate are in float32, rounded once where they are stored.
 
@@ -192,16 +192,17 @@ struct Chosen {
   size_t shared;
   int (*clusters)(const Params&);
   int columns, x_box, weight_box, height, piece;
-  // Time of a product by the rounds that a device needs, in columns.
+  // Time by the rounds that a device needs, in columns. Fewer of them take more time each, since both operands are read for all:
+  // by as much as 32 columns more would, as measured.
   int64_t cost(const Params& p, int processors) const {
     const int at_once = processors / CLUSTER;
-    return int64_t((clusters(p) + at_once - 1) / at_once) * columns;
+    return int64_t((clusters(p) + at_once - 1) / at_once) * (columns + 32);
   }
 };
 
 // All for a dtype and an activation.
 struct Kernels {
-  Chosen products[4], sideways[2];  // by epilogue; y's
+  Chosen products[4], sideways[3];  // by epilogue; y's
   void (*kept)(Kept);
 };
 
@@ -217,7 +218,7 @@ template <bool BFLOAT16, int ACTIVATION>
 Kernels kernels() {
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
            chosen<BFLOAT16, DOWN, ACTIVATION>()},
-          {chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
+          {chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(), chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
           kept_gradient_kernel<BFLOAT16, ACTIVATION>};
 }
 

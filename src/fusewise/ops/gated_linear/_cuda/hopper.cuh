@@ -100,13 +100,14 @@ __device__ inline void products_wait() {
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"         \
   "%61,%62,%63"
-#define NEXT_32                                                                                                                 \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"    \
-  "%94,%95"
-#define OF_192(TYPE, TRANSPOSED) PRODUCT("192", FIRST_64 NEXT_32, "96", "97", "98", TYPE, TRANSPOSED, R64, R8(64), R8(72), R8(80), R8(88))
+#define NEXT_16 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define LAST_16 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define OF_192(TYPE, TRANSPOSED) \
+  PRODUCT("192", FIRST_64 NEXT_16 LAST_16, "96", "97", "98", TYPE, TRANSPOSED, R64, R8(64), R8(72), R8(80), R8(88))
+#define OF_160(TYPE) PRODUCT("160", FIRST_64 NEXT_16, "80", "81", "82", TYPE, "0", R64, R8(64), R8(72))
 #define OF_128(TYPE) PRODUCT("128", FIRST_64, "64", "65", "66", TYPE, "0", R64)
 
-// c = a b + c, or a b: (64, 16) by (16, 192) or (16, 128). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its
+// c = a b + c, or a b: (64, 16) by (16, 192), (16, 160) or (16, 128). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its
 // warp's sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
 template <bool BFLOAT16, bool TRANSPOSED>
 __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
@@ -116,14 +117,22 @@ __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) 
   else OF_192("f16", "0");
 }
 template <bool BFLOAT16, bool TRANSPOSED>
+__device__ inline void product(float (&c)[80], uint64_t a, uint64_t b, int add) {
+  static_assert(!TRANSPOSED);
+  if constexpr (BFLOAT16) OF_160("bf16");
+  else OF_160("f16");
+}
+template <bool BFLOAT16, bool TRANSPOSED>
 __device__ inline void product(float (&c)[64], uint64_t a, uint64_t b, int add) {
   static_assert(!TRANSPOSED);
   if constexpr (BFLOAT16) OF_128("bf16");
   else OF_128("f16");
 }
 #undef OF_192
+#undef OF_160
 #undef OF_128
-#undef NEXT_32
+#undef LAST_16
+#undef NEXT_16
 #undef FIRST_64
 #undef PRODUCT
 #undef R64

@@ -9,11 +9,11 @@
 namespace {
 
 // What y can be made of besides, where rows are few: see SIDEWAYS.
-enum Sideways { SIDE_192 = KEPT + 1, SIDE_128 };
+enum Sideways { SIDE_192 = KEPT + 1, SIDE_160, SIDE_128 };
 
 constexpr int ROWS = 128, DEPTH = 64;    // of the left operand of a tile's product, and of both
 constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of four warps
-constexpr int GROUP_M = 8;               // pairs of tiles, one below the other, that are taken together
+constexpr int GROUP_M = 16;              // pairs of tiles, one below the other, that are taken together
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
 constexpr int SLOT_BYTES = 8192;  // of a piece, what an epilogue takes at a time
 constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
@@ -28,10 +28,12 @@ constexpr int EDGE = 16;          // rows of x that are asked for at once where 
 template <int EPILOGUE>
 struct Of {
   static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE > KEPT;
-  static constexpr int COLUMNS = EPILOGUE == SIDE_128 ? 128 : 192, STAGES = DOWNWARD ? 4 : EPILOGUE == SIDE_128 ? 6 : 5;
+  static constexpr int COLUMNS = EPILOGUE == SIDE_128 ? 128 : EPILOGUE == SIDE_160 ? 160 : 192;
+  static constexpr int STAGES = DOWNWARD ? 4 : EPILOGUE == SIDE_128 ? 6 : 5;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
-  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : 3, READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0;
-  static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32, HEIGHT = SLOT_BYTES / 2 / PIECE, AHEAD = DOWNWARD ? 2 : 1;
+  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : EPILOGUE == SIDE_160 ? 5 : 3, READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0;
+  static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32, AHEAD = DOWNWARD ? 2 : 1;
+  static constexpr int HEIGHT = SLOT_BYTES / 2 / PIECE / (EPILOGUE == SIDE_160 ? 2 : 1);
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
   // From one tile of a cluster to the same of the next, and to its other tile.
@@ -50,7 +52,7 @@ struct Shared {
 };
 constexpr size_t MOST = 227 * 1024;  // bytes of shared memory that a block may have
 static_assert(sizeof(Shared<GRADIENT>) <= MOST && sizeof(Shared<DOWN>) <= MOST);
-static_assert(sizeof(Shared<SIDE_192>) <= MOST && sizeof(Shared<SIDE_128>) <= MOST);
+static_assert(sizeof(Shared<SIDE_192>) <= MOST && sizeof(Shared<SIDE_160>) <= MOST && sizeof(Shared<SIDE_128>) <= MOST);
 
 // Names of the barriers of warps: to turns at the tensor cores, at the slots to write, and of a group's own warps.
 enum Name { PRODUCT = 1, SLOT = 3, OWN = 5 };
