@@ -210,7 +210,7 @@ def _cuda_part(problem: Problem, name: str) -> str:
         if "kept_gradient_kernel" in name:
             return "kept_gradient_kernel"
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
-        kinds = ("y", "preact", "gradient", "down", "", *(f"y of {rows} rows sideways" for rows in (192, 160, 128)))
+        kinds = ("y", "preact", "gradient", "down", *(f"y of {rows} rows sideways" for rows in (192, 160, 128)))
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"

@@ -185,24 +185,18 @@ gated_linear_kernel(const __grid_constant__ Params p) {
 #endif
 }
 
-// A kernel behind a product: its shared memory, how many clusters have something to do, columns of a tile's product; and the boxes
+// A kernel behind a product: its shared memory, how many clusters have something to do; and the boxes
 // of matrices that it asks for, rows of x, of a weight, and rows and columns of what epilogues read and write.
 struct Chosen {
   void (*kernel)(Params);
   size_t shared;
   int (*clusters)(const Params&);
-  int columns, x_box, weight_box, height, piece;
-  // Time by the rounds that a device needs, in columns. Fewer of them take more time each, since both operands are read for all:
-  // by as much as 32 columns more would, as measured.
-  int64_t cost(const Params& p, int processors) const {
-    const int at_once = processors / CLUSTER;
-    return int64_t((clusters(p) + at_once - 1) / at_once) * (columns + 32);
-  }
+  int x_box, weight_box, height, piece;
 };
 
 // All for a dtype and an activation.
 struct Kernels {
-  Chosen products[4], sideways[3];  // by epilogue; y's
+  Chosen products[7];  // by epilogue
   void (*kept)(Kept);
 };
 
@@ -211,14 +205,14 @@ Chosen chosen() {
   using A = Of<EPILOGUE>;
   const auto kernel = gated_linear_kernel<BFLOAT16, EPILOGUE, ACTIVATION>;
   const int x_box = A::SIDEWAYS ? A::HIGH / CLUSTER : A::HIGH, weight_box = A::DOWNWARD ? DEPTH / CLUSTER : A::FEATURES;
-  return {kernel, sizeof(Shared<EPILOGUE>), Tile<EPILOGUE>::count, A::COLUMNS, x_box, weight_box, A::HEIGHT, A::PIECE};
+  return {kernel, sizeof(Shared<EPILOGUE>), Tile<EPILOGUE>::count, x_box, weight_box, A::HEIGHT, A::PIECE};
 }
 
 template <bool BFLOAT16, int ACTIVATION>
 Kernels kernels() {
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
-           chosen<BFLOAT16, DOWN, ACTIVATION>()},
-          {chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(), chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
+           chosen<BFLOAT16, DOWN, ACTIVATION>(), chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(),
+           chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
           kept_gradient_kernel<BFLOAT16, ACTIVATION>};
 }
 
@@ -284,12 +278,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias, p.sums = c.sums;
   p.value_bias_stride = of.value_bias_stride, p.gate_bias_stride = of.gate_bias_stride;
   p.rows = int(of.rows), p.hidden = int(of.hidden), p.steps = int((of.depth + DEPTH - 1) / DEPTH);
-  Chosen found = kernels.products[of.epilogue];
-  if (of.epilogue == Y) {
-    // Tiles on their side where that leaves less of the device idle; by less than a twentieth is by chance.
-    for (const Chosen& other : kernels.sideways)
-      if (20 * other.cost(p, processors) < 19 * found.cost(p, processors)) found = other;
-  }
+  const Chosen& found = kernels.products[of.epilogue];
   // Ahead of the descriptors, since it makes the device's context this thread's, without which the driver describes no matrix.
   const int bytes = int(found.shared);
   if (const auto error = cudaFuncSetAttribute(found.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 // What is made of a product. Of u and g: y; y, u and g; du and dg, from dy. Of dy: y, du and dg, from u and g. Without a product, of
-// dy in memory: du and dg, from u and g.
-enum Epilogue { Y, PREACT, GRADIENT, DOWN, KEPT };
+// dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh).
+enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, KEPT };
 constexpr int KEPT_ROWS = 32;  // at least, of a partial sum without a product
 
 struct Plan {

@@ -8,9 +8,6 @@
 
 namespace {
 
-// What y can be made of besides, where rows are few: see SIDEWAYS.
-enum Sideways { SIDE_192 = KEPT + 1, SIDE_160, SIDE_128 };
-
 constexpr int ROWS = 128, DEPTH = 64;    // of the left operand of a tile's product, and of both
 constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of four warps
 constexpr int GROUP_M = 16;              // pairs of tiles, one below the other, that are taken together
@@ -27,7 +24,7 @@ constexpr int EDGE = 16;          // rows of x that are asked for at once where 
 // both read is x. Tiles are narrower in features and may have fewer rows, so that few rows are shared out more evenly.
 template <int EPILOGUE>
 struct Of {
-  static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE > KEPT;
+  static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_192;
   static constexpr int COLUMNS = EPILOGUE == SIDE_128 ? 128 : EPILOGUE == SIDE_160 ? 160 : 192;
   static constexpr int STAGES = DOWNWARD ? 4 : EPILOGUE == SIDE_128 ? 6 : 5;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
