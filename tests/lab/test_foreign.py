@@ -110,16 +110,13 @@ def negating(elements):
 
 @pytest.mark.gpu
 def test_kernels_alone_take_no_longer_than_with_their_starts():
+    """Nor less than memory that moves 10 TB/s would. How much of a call by itself is not its kernel depends: 4 of 7 us right
+    behind the flush, which memory is still writing, on an H200."""
     timer, work = negating(2**20)
     foreign.begin()
-    tries = []
-    while len(tries) < 5:  # the GPU may be another test's, too, in one of them
-        alone = timer.kernel_us(work, samples=9)
-        by_events = sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]
-        tries.append((alone, by_events))
-        if 0.5 * by_events < alone < by_events:
-            return
-    raise AssertionError(f"kernels alone, with their starts: {tries}")
+    alone = timer.kernel_us(work, samples=9)
+    by_events = sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]
+    assert 2 * 4 * 2**20 / 10e6 < alone < by_events
 
 
 @pytest.mark.gpu
