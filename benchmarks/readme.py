@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,6 +75,11 @@ DECODED = [
     f"{model}-decode-b{rows}"
     for model in ("llama-3-70b", "gemma-7b", "llama-3-8b", "phi-3-mini")
     for rows in (1, 16, 64, 128)
+]
+BATCHED = [
+    f"{model}-batch-{rows}"
+    for model in ("llama-3-70b", "llama-3-8b", "gemma-2b", "phi-3-mini")
+    for rows in (160, 256, 320, 512)
 ]
 SERVING = "-serve-"
 MODELS = ("llama", "gemma", "qwen", "mistral", "phi", "gpt", "glm", "deepseek")
@@ -253,6 +258,26 @@ def gated_decode(found: Groups) -> str:
     return folded(sentence, markdown(["forward", "copy µs", "product", *(GATED[p] for p in present)], rows))
 
 
+def gated_batches(found: Groups) -> str:
+    shown = [(case, dtype, group) for (case, dtype, _), group in found.items() if case in BATCHED]
+    names = {**TRAINED, "fusewise-cuda": "in CUDA"}
+    present = [p for p in names if any(p in group for _, _, group in shown)]
+    rows = []
+    for case, dtype, group in sorted(shown, key=lambda item: BATCHED.index(item[0])):
+        floor = time(group, "floor-matmul")
+        cells = [f"{time(group, p) / floor:.2f}" for p in present]
+        rows.append([f"{case}, {dtype}", f"{floor:.1f}", *cells])
+
+    def over(choose: Callable[[Group], float]) -> str:
+        return span((choose(group) / time(group, "floor-matmul") for _, _, group in shown), ".2f")
+
+    sentence = (
+        f"With 160 to 512 rows the better of ours takes {over(lambda g: min(ours(g)))} of the product's time, torch.compile "
+        f"{over(lambda g: time(g, 'torch.compile'))}, Liger {over(lambda g: time(g, 'liger'))}."
+    )
+    return folded(sentence, markdown(["× the product, forward", "product µs", *(names[p] for p in present)], rows))
+
+
 def normed(found: Groups) -> str:
     shown = {"fusewise-triton": "fusewise", "torch.compile": "torch.compile", "eager": "eager"}
     rows = [
@@ -317,6 +342,7 @@ def parts() -> dict[str, str]:
         "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, TRAINED),
         "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
+        "h200-gated-batches": gated_batches(groups("h200", "geglu")),
         "h200-normed": normed(groups("h200", "qk_norm_rope")),
         "cpu": cpu(groups("cpu")),
         "cpu-gated": cpu_gated(groups("cpu", "geglu")),
