@@ -300,13 +300,15 @@ def cached(found: Groups) -> str:
     """Rotation and the write into a cache: one call of ours, a library's calls one after the other."""
     shown = {"fusewise-cuda": "fusewise", "vllm": "vLLM, two calls", "torch.compile": "torch.compile", "eager": "eager"}
     rows = [
-        [f"{case}, {dtype}", *(f"{time(group, p):.1f}" for p in ("floor-copy", *shown))]
+        [f"{case}, {dtype}", *(f"{time(group, p):.1f}" if p in group else "–" for p in ("floor-copy", *shown))]
         for (case, dtype, _), group in found.items()
     ]
     times = [(time(g, "fusewise-cuda"), g) for g in found.values()]
+    beside = [(t, g) for t, g in times if "vllm" in g]
     sentence = (
         f"In {len(times)} cases it takes {span((t / time(g, 'floor-copy') for t, g in times), '.2f')} of the time of a copy of the "
-        f"same bytes, and is {span((time(g, 'vllm') / t for t, g in times), '.1f')} times as fast as vLLM's two calls."
+        f"same bytes, and in the {len(beside)} with vLLM beside it is {span((time(g, 'vllm') / t for t, g in beside), '.1f')} times as "
+        "fast as its two calls."
     )
     return folded(sentence, markdown(["µs on the device", "copy", *shown.values()], rows))
 

@@ -185,8 +185,8 @@ gated_linear_kernel(const __grid_constant__ Params p) {
 #endif
 }
 
-// A kernel behind a product: its shared memory, how many clusters have something to do; and the boxes
-// of matrices that it asks for, rows of x, of a weight, and rows and columns of what epilogues read and write.
+// A kernel behind a product: its shared memory, how many clusters have something to do, and the boxes of matrices that it asks for,
+// rows of x, of a weight, and rows and columns of what epilogues read and write.
 struct Chosen {
   void (*kernel)(Params);
   size_t shared;

@@ -107,8 +107,8 @@ __device__ inline void products_wait() {
 #define OF_160(TYPE) PRODUCT("160", FIRST_64 NEXT_16, "80", "81", "82", TYPE, "0", R64, R8(64), R8(72))
 #define OF_128(TYPE) PRODUCT("128", FIRST_64, "64", "65", "66", TYPE, "0", R64)
 
-// c = a b + c, or a b: (64, 16) by (16, 192), (16, 160) or (16, 128). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of its
-// warp's sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
+// c = a b + c, or a b: (64, 16) by (16, 192), (16, 160) or (16, 128). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row
+// lane / 4 of its warp's sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
 template <bool BFLOAT16, bool TRANSPOSED>
 __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
   if constexpr (BFLOAT16 && TRANSPOSED) OF_192("bf16", "1");
@@ -153,7 +153,8 @@ __device__ inline void store_matrices(uint32_t to, const uint32_t (&a)[4]) {
 }
 // The same, of the transposed matrices: a register's two values go to two rows.
 __device__ inline void store_transposed(uint32_t to, const uint32_t (&a)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+               "r"(a[3])
                : "memory");
 }
 

@@ -21,15 +21,17 @@ constexpr int EDGE = 16;          // rows of x that are asked for at once where 
 // of a piece, so they are as wide as u and g of the same features allow.
 //
 // SIDEWAYS, weights are on the left and x on the right: a block has 64 features, a cluster's two lie beside each other, and what
-// both read is x. Tiles are narrower in features and may have fewer rows, so that few rows are shared out more evenly.
+// both read is x. Tiles are narrower in features and may have fewer rows, so that few rows are shared out more evenly. Pieces of 64
+// rows do not divide 160: those have 32.
 template <int EPILOGUE>
 struct Of {
   static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_192;
   static constexpr int COLUMNS = EPILOGUE == SIDE_128 ? 128 : EPILOGUE == SIDE_160 ? 160 : 192;
   static constexpr int STAGES = DOWNWARD ? 4 : EPILOGUE == SIDE_128 ? 6 : 5;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
-  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : EPILOGUE == SIDE_160 ? 5 : 3, READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0;
-  static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32, AHEAD = DOWNWARD ? 2 : 1;
+  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : EPILOGUE == SIDE_160 ? 5 : 3;
+  static constexpr int READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0, AHEAD = DOWNWARD ? 2 : 1;
+  static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32;
   static constexpr int HEIGHT = SLOT_BYTES / 2 / PIECE / (EPILOGUE == SIDE_160 ? 2 : 1);
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;

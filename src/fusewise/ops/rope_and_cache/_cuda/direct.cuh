@@ -220,7 +220,8 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   d.slot = next(cache.slot_strides, d.wide_slots ? 8 : 4);
   d.cos = p.cos, d.sin = p.sin, d.read = p.read, d.row = narrow(plan.table_strides[1] * table_size);
   d.rows = static_cast<uint32_t>(plan.rows), d.count = narrow(cache.blocks * cache.block_size);
-  d.tokens = static_cast<uint32_t>(tokens), d.heads = static_cast<uint32_t>(heads), d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
+  d.tokens = static_cast<uint32_t>(tokens), d.heads = static_cast<uint32_t>(heads);
+  d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
   const bool alone = cache.block_size == 1;  // blocks of one slot are slots of one block
   d.of_block = Divisor(std::max<int64_t>(1, alone ? cache.blocks : cache.block_size));
   uint32_t first = 0;
@@ -247,12 +248,13 @@ cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
   constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP;
   constexpr int HEADS = DIRECT_READ / (2 * NP * sizeof(T));
   const Device device = current_device();
-  const int64_t heads = d.heads, all = plan.pairs / NP * heads * d.tokens;
+  const int64_t all = plan.pairs / NP * int64_t(d.heads) * d.tokens;
   // Several heads a thread where that leaves enough of them, two if there are not as many side by side; at a few tokens, when
   // most of the device idles, chunks of half the width have half of the arithmetic in the chain.
   const bool many = all >= int64_t(device.processors) * 2048, few = all < int64_t(device.processors) * THREADS;
-  const auto shared_by = [&](int heads) { return many && plan.heads[0] % heads == 0 && plan.heads[1] % heads == 0 ? heads : 1; };
-  const int64_t together = std::max(shared_by(HEADS), shared_by(2)), np = few ? HALF : NP, in_token = plan.pairs / np * (heads / together);
+  const auto shared_by = [&](int n) { return many && plan.heads[0] % n == 0 && plan.heads[1] % n == 0 ? n : 1; };
+  const int64_t together = std::max(shared_by(HEADS), shared_by(2)), np = few ? HALF : NP;
+  const int64_t in_token = plan.pairs / np * (d.heads / together);
   d.of_head = Divisor(plan.pairs / np), d.of_token = Divisor(in_token);
   const auto kernel = together == HEADS ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, HEADS>
                       : together == 2   ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 2>
