@@ -18,6 +18,7 @@ import fusewise
 from fusewise._shared import build
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
+from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 from .. import cuda_codegen
@@ -68,9 +69,15 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_the_tiles_of_y_follow_from_its_rounds(rows: int, hidden: int, columns: int, by_others: bool) -> None:
     """As on an H200: the quickest that was measured, or one that was within 3 % of it. 0 are upright ones."""
-    found = _cuda.y_tiles(rows, hidden, 132)
-    assert found == (_cuda.UPRIGHT if columns == 0 else next(t for t in _cuda.SIDEWAYS if t.columns == columns))
-    assert _cuda._others_take_less(rows, hidden, 132) is by_others
+    found = tiles.for_y(rows, hidden, 132)
+    assert found == (tiles.UPRIGHT if columns == 0 else next(t for t in tiles.SIDEWAYS if t.columns == columns))
+    assert tiles.gluon_takes_less(rows, hidden, 132) is by_others
+
+
+def test_epilogues_have_the_headers_numbers() -> None:
+    (names,) = re.findall(r"enum Epilogue \{([^}]*)\}", (_cuda.FOLDER / "plan.h").read_text())
+    assert [getattr(tiles, name.strip()) for name in names.split(",")] == list(range(8))
+    assert [t.columns for t in tiles.SIDEWAYS] == [int(name[-3:]) for name in names.split(", ") if "SIDE" in name]
 
 
 def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +85,7 @@ def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch
     x, weight = torch.empty(512, 64, dtype=torch.bfloat16), torch.empty(2 * 14336, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
     for there in (True, False):
-        monkeypatch.setattr(_cuda, "_others_are_there", lambda there=there: there)
+        monkeypatch.setattr(_cuda, "_gluon_is_there", lambda there=there: there)
         for alone in (True, False):
             told = _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=True, alone=alone)
             assert ("fewer rounds" in str(told)) is (there and alone)

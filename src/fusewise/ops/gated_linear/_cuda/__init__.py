@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from ...._shared import build
 from ...rope import _cuda as rope
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
 from .._products import UNIT, brought, describable_room, each, put
+from . import tiles
+from .tiles import DOWN, GRADIENT, KEPT, PREACT
 
 FOLDER = Path(__file__).parent
 SOURCES = (
@@ -35,27 +36,6 @@ OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
 FEW_ROWS = 128  # to which there are kernels that read the weights faster
 ROWS, KEPT_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
-Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, KEPT = range(8)  # epilogues, as in plan.h
-
-
-class Tiles(NamedTuple):
-    """What is made at once: rows and features by two multiprocessors that share their reads, and columns of a tile's product."""
-
-    epilogue: int
-    rows: int
-    features: int
-    columns: int
-
-    def cost(self, rows: int, hidden: int, at_once: int) -> tuple[int, int]:
-        """Rounds of tiles, and what they take in columns. Fewer columns take more time each, since both operands are
-        read for all: by as much as 32 more would (docs/notes/gated-linear-h200.md)."""
-        rounds = -(-(-(-rows // self.rows) * -(-hidden // self.features)) // at_once)
-        return rounds, rounds * (self.columns + 32)
-
-
-UPRIGHT = Tiles(Y, 256, 96, 192)
-SIDEWAYS = Tiles(SIDE_192, 192, 128, 192), Tiles(SIDE_160, 160, 128, 160), Tiles(SIDE_128, 128, 128, 128)
-OTHERS = Tiles(Y, 128, 64, 128)  # Gluon's, of one multiprocessor
 
 _PLAN = Struct("16q")
 _CALL = Struct("12q")
@@ -108,15 +88,9 @@ def refuses(
     rows = matrices[0].shape[0]
     if by_choice and rows <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows are few for its tiles"
-    if (
-        by_choice
-        and alone
-        and _others_take_less(rows, hidden, _processors(matrices[0].get_device()))
-        and _others_are_there()
-    ):
-        return (
-            f"{OTHERWISE}'s tiles of {OTHERS.rows} rows by {OTHERS.features} features take fewer rounds of this shape"
-        )
+    fewer = alone and tiles.gluon_takes_less(rows, hidden, _processors(matrices[0].get_device()))
+    if by_choice and fewer and _gluon_is_there():
+        return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features take fewer rounds"
     kernel = _kernel(matrices[0].dtype, activation)
     return kernel if isinstance(kernel, str) else None
 
@@ -127,28 +101,11 @@ def _processors(device: int) -> int:
     return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.lru_cache(maxsize=1024)
-def y_tiles(rows: int, hidden: int, processors: int) -> Tiles:
-    """The tiles that leave least of the device idle; on their side where that is by more than a twentieth."""
-    best = UPRIGHT
-    for tiles in SIDEWAYS:
-        if 20 * tiles.cost(rows, hidden, processors // 2)[1] < 19 * best.cost(rows, hidden, processors // 2)[1]:
-            best = tiles
-    return best
-
-
-@functools.lru_cache(maxsize=1024)
-def _others_take_less(rows: int, hidden: int, processors: int) -> bool:
-    """Whether Gluon's tiles are worth it: for as much as these, one that waits for no other block takes a twentieth less."""
-    rounds, mine = y_tiles(rows, hidden, processors).cost(rows, hidden, processors // 2)
-    return rounds > 1 and 19 * OTHERS.cost(rows, hidden, processors)[1] < 20 * mine
-
-
 @functools.cache
-def _others_are_there() -> bool:
+def _gluon_is_there() -> bool:
     from .. import _op
 
-    return _op.unavailable(OTHERWISE, "cuda", torch.bfloat16) is None
+    return _op.unavailable("gluon", "cuda", torch.bfloat16) is None
 
 
 def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
@@ -202,7 +159,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
     """The implementation `impl="cuda"`; these as in `reference.py`."""
     value, gate, *bias = halves
     both = (None, None) if preact is None else split_preact(preact, spec)
-    alone = y_tiles(x.shape[0], value.shape[0], _processors(x.get_device())).epilogue
+    alone = tiles.for_y(x.shape[0], value.shape[0], _processors(x.get_device())).epilogue
     _run(alone if preact is None else PREACT, spec.activation, x, value, gate, (bias[0], bias[1]), y, both)
 
 

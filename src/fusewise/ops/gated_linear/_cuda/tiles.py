@@ -1,0 +1,51 @@
+"""Which tiles make y: those that leave least of the device idle. The kernels' sizes are in `tiles.cuh`.
+
+    for_y(160, 14336, processors=132)           -> tiles on their side, of 160 rows
+    gluon_takes_less(512, 14336, processors=132)   whether Gluon's are better still
+
+Shape legend: M rows, F features out. The count agrees with what an H200 took (docs/notes/gated-linear-h200.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, KEPT = range(8)  # epilogues, as in plan.h
+
+
+class Tiles(NamedTuple):
+    """Rows and features that are made at once, by two multiprocessors which share their reads, and columns of a product."""
+
+    epilogue: int
+    rows: int
+    features: int
+    columns: int
+
+    def cost(self, rows: int, hidden: int, at_once: int) -> tuple[int, int]:
+        """Rounds of tiles, and what they take in columns. Fewer columns take more time each, since both operands are
+        read for all: by as much as 32 more would."""
+        rounds = -(-(-(-rows // self.rows) * -(-hidden // self.features)) // at_once)
+        return rounds, rounds * (self.columns + 32)
+
+
+UPRIGHT = Tiles(Y, 256, 96, 192)
+SIDEWAYS = Tiles(SIDE_192, 192, 128, 192), Tiles(SIDE_160, 160, 128, 160), Tiles(SIDE_128, 128, 128, 128)
+GLUON = Tiles(Y, 128, 64, 128)  # of one multiprocessor
+
+
+@functools.lru_cache(maxsize=1024)
+def for_y(rows: int, hidden: int, processors: int) -> Tiles:
+    """Upright ones, unless others take less by more than a twentieth."""
+    best = UPRIGHT
+    for tiles in SIDEWAYS:
+        if 20 * tiles.cost(rows, hidden, processors // 2)[1] < 19 * best.cost(rows, hidden, processors // 2)[1]:
+            best = tiles
+    return best
+
+
+@functools.lru_cache(maxsize=1024)
+def gluon_takes_less(rows: int, hidden: int, processors: int) -> bool:
+    """Beyond one round. A block that waits for no other one takes a twentieth less for the same count."""
+    rounds, ours = for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)
+    return rounds > 1 and 19 * GLUON.cost(rows, hidden, processors)[1] < 20 * ours
