@@ -167,10 +167,20 @@ def test_the_schema_uses_what_is_understood():
             elif name in ("allOf", "anyOf"):
                 for inner in rule:
                     yield from keywords(inner)
-            elif isinstance(rule, dict) and name in ("items", "additionalProperties", "if", "then", "else"):
+            elif isinstance(rule, dict) and name in (
+                "items",
+                "additionalProperties",
+                "propertyNames",
+                "if",
+                "then",
+                "else",
+            ):
                 yield from keywords(rule)
 
     assert set(keywords(schema.schema())) <= schema.SILENT | set(schema._BY_KEYWORD)
+
+
+STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python", "text": "x = 1"}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +195,10 @@ def test_the_schema_uses_what_is_understood():
             r"rows\[0\].device_us: must be above 0 and at most 1e\+18, got 1e\+300",
         ),
         (lambda d: d.pop("run"), "must have run"),
+        (
+            lambda d: d.update(code=[STAGE | {"lines": {"1": "a.py:1", "first": "a.py:1"}}]),
+            r"code\[0\]\.lines\.first: must match .*, got 'first'",
+        ),
         (lambda d: d.update(more=1), "must not have 'more'"),
         (lambda d: d["request"].update(cache="tepid"), "request.cache: must be one of cold, warm, got 'tepid'"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from importlib import resources
 from typing import Any
 
@@ -102,6 +103,16 @@ def _additional(value: Any, rule: Any, rules: Json) -> str:
     return next((_at(f".{k[:60]}", f) for k, v in others.items() if (f := _fault(v, rule))), "")
 
 
+def _names(value: Any, rule: Json, _: Json) -> str:
+    keys = value if isinstance(value, dict) else ()
+    return next((_at(f".{k[:60]}", f) for k in keys if (f := _fault(k, rule))), "")
+
+
+def _pattern(value: Any, rule: str, _: Json) -> str:
+    fits = not isinstance(value, str) or re.search(rule, value)
+    return "" if fits else f"must match {rule}, got {_short(value)}"
+
+
 def _required(value: Any, rule: list[str], _: Json) -> str:
     missing = [name for name in rule if name not in value] if isinstance(value, dict) else []
     return f"must have {missing[0]}" if missing else ""
@@ -143,6 +154,8 @@ _BY_KEYWORD: dict[str, Any] = {
     "const": lambda value, rule, rules: _enum(value, [rule], rules),
     "properties": _properties,
     "additionalProperties": _additional,
+    "propertyNames": _names,
+    "pattern": _pattern,
     "required": _required,
     "items": _items,
     "minItems": _length,
