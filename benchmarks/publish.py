@@ -3,13 +3,15 @@
 RUN is a run directory, also that of an interrupted study, or a file of rows. A comparison (operation, case, dtype, pass) takes
 the place of the published one as a whole, so that rows of two runs never stand side by side. One in which fusewise has part and
 nothing of it is right, or memory did not suffice, stays out, and so does one that would lose a provider, unless `--fewer` is
-given.
+given. Of paths in reasons the names of files are published, not where they lie on the machine.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fusewise.lab import record
@@ -29,6 +31,15 @@ def comparisons(rows: Iterable[Row]) -> Comparisons:
         if not there or row.run == there[0].run:
             there.append(row)
     return found
+
+
+#: The folders of an absolute path, which no URL and no ratio begins like.
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+")
+
+
+def anywhere(row: Row) -> Row:
+    """The row without folders of the machine that it was measured on."""
+    return replace(row, reason=_FOLDERS.sub("", row.reason))
 
 
 def right(rows: Iterable[Row]) -> set[str]:
@@ -58,7 +69,7 @@ def publish(runs: Iterable[Path], to: Path, fewer: bool = False) -> list[str]:
             published[key] = rows
         else:
             refused.append(f"{' '.join(key)}: {why}")
-    rows = (row for group in published.values() for row in group)
+    rows = (anywhere(row) for group in published.values() for row in group)
     record.write_atomically(to, "".join(record.dumps(row.to_json()) + "\n" for row in rows))
     return refused
 

@@ -56,6 +56,23 @@ def test_the_latest_of_several_runs_counts(publish, tmp_path, to):
 
 
 @pytest.mark.parametrize(
+    ("reason", "kept"),
+    [
+        ("no: /home/me/a b.so", "no: a b.so"),
+        ("OSError: /opt/x/site-packages/vllm/_C.so: undefined symbol", "OSError: _C.so: undefined symbol"),
+        ('File "/usr/lib/python3/y.py", line 3', 'File "y.py", line 3'),
+        ("see https://example.org/a/b/c", "see https://example.org/a/b/c"),
+        ("takes bf16/fp16, 3 / 4 of fusewise/lab/x.py", "takes bf16/fp16, 3 / 4 of fusewise/lab/x.py"),
+    ],
+)
+def test_where_files_lie_on_a_machine_is_not_published(publish, tmp_path, to, reason, kept):
+    missing = row("liger", "missing", run="r2", reason=reason)
+    rows = [measured("eager", "r2"), measured("fusewise-cpu", "r2"), missing]
+    assert publish([written(tmp_path / "new.jsonl", *rows)], to) == []
+    assert record.read_rows(to)[-1].reason == kept
+
+
+@pytest.mark.parametrize(
     ("rows", "why"),
     [
         ([("eager", {}), ("fusewise-cpu", {"status": "wrong", "device_us": None})], "nothing of fusewise's is right"),
