@@ -312,7 +312,7 @@ class TestOnHopper:
     ) -> None:
         monkeypatch.setattr(_gluon, "choose", lambda *_, **__: config)
         monkeypatch.setattr(_gluon, "_PLANS", {})
-        monkeypatch.setattr(_gluon, "_processors", lambda _: 7)  # programs take several tiles each
+        monkeypatch.setattr(_gluon, "processors_of", lambda _: 7)  # programs take several tiles each
         assert_right(epilogue, shape, torch.bfloat16, STACKED)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -339,7 +339,7 @@ class TestOnHopper:
     def test_few_rows(self, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         for activation in ACTIVATIONS:
             assert_right("y", shape, dtype, Spec(activation, "stacked", gate_first=True))
-        every = _gluon_few.configurations(shape[0], shape[2], _gluon._processors(0))
+        every = _gluon_few.configurations(shape[0], shape[2], _gluon.processors_of(0))
         for config in every:
             monkeypatch.setattr(_gluon, "_PLANS", {})
             monkeypatch.setattr(_gluon_few, "choose", lambda *_, config=config: config)

@@ -115,7 +115,7 @@ def test_every_epilogue(
 def test_what_tma_cannot_describe_is_copied(shape: tuple[int, int, int], layout: Any, monkeypatch: Any) -> None:
     """Rows of x and weight, of y and of pre-activations that are not aligned to 16 bytes, through the implementation's own
     functions; what is beside an output is left alone."""
-    monkeypatch.setattr(_gluon, "_processors", lambda _: 2)
+    monkeypatch.setattr(_gluon, "processors_of", lambda _: 2)
     monkeypatch.setattr(
         _gluon, "_start", lambda kernel, *rest: gluon_machine.launch(kernel.fn.__name__, *rest[-1](), "mixed")
     )

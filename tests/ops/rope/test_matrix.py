@@ -237,7 +237,7 @@ def _one_processor(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     if request.node.get_closest_marker("interpreter"):
         from fusewise.ops.rope import _triton
 
-        monkeypatch.setattr(_triton, "_processors", lambda device: 1)
+        monkeypatch.setattr(_triton, "processors_of", lambda device: 1)
 
 
 def run(function: Any, call: Call, place: Place, **more: Any) -> tuple[torch.Tensor, ...]:

@@ -47,7 +47,7 @@ def _one_processor(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     if request.node.get_closest_marker("interpreter"):
         from fusewise.ops.rope_and_cache import _triton
 
-        monkeypatch.setattr(_triton, "_processors", lambda device: 1)
+        monkeypatch.setattr(_triton, "processors_of", lambda device: 1)
 
 
 # Paths of the CUDA kernels, which take the interpreter of Triton 20 s each: to it they are "many tokens".

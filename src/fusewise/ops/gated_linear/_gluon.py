@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..._shared.gpu import processors_of
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
@@ -24,6 +25,7 @@ from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
 from ._problem import Halves, Preact, Spec, describable, split_preact, unit
 from ._products import brought, describable_room, each, put
+from ._triton_gate import GateConfig
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
@@ -42,16 +44,6 @@ class Config:
     ahead: int  # pieces of what the epilogue reads that a group has room for; 0 where it reads nothing
     block_d: int = 64
     group_m: int = 8
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """The elementwise kernel: `rows` rows a program, block_m of them at a time."""
-
-    rows: int
-    block_m: int
-    block_f: int
-    num_warps: int = 4
 
 
 def columns(epilogue: str) -> int:
@@ -96,9 +88,9 @@ def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
 
 def _space(key: Key, device: int) -> list[Any]:
     if key.way == few.WAY:
-        return few.configurations(key.rows, key.hidden, _processors(device))
+        return few.configurations(key.rows, key.hidden, processors_of(device))
     if key.kernel == "gate":
-        return gate_configurations(key.rows, key.hidden, _processors(device), sums=key.way == "sums")
+        return gate_configurations(key.rows, key.hidden, processors_of(device), sums=key.way == "sums")
     if key.kernel not in ("y", "preact", "gradient", "down"):
         return []
     return list(dict.fromkeys([choose(key.kernel), *configurations(key.kernel)]))
@@ -149,11 +141,6 @@ def path(x: Tensor, halves: Halves) -> str:
     tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
     copies = f"{ALIGNED}: others are copied" if _odd(hidden, (x, halves.value, halves.gate)) else ""
     return "; ".join(filter(None, (copies, tuned)))
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
 
 
 @functools.cache
@@ -225,7 +212,7 @@ def _launch(
     def called() -> tuple[int, dict[str, Any]]:
         found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
-            x, value, gate, found or choose(epilogue), _processors(device), epilogue=epilogue, activation=activation,
+            x, value, gate, found or choose(epilogue), processors_of(device), epilogue=epilogue, activation=activation,
             hidden=hidden, y=made[0], outputs=made[1:], inputs=read, bias=bias, sums=sums,
         )  # fmt: skip
 
@@ -280,7 +267,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     )  # fmt: skip
 
     def called() -> tuple[int, dict[str, Any]]:
-        processors = _processors(device)
+        processors = processors_of(device)
         found: few.Config | None = TUNED.find(device, Key("y", x.dtype, few.WAY, rows, features, hidden))
         config = found or few.choose(rows, hidden, processors)
         return few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
@@ -351,7 +338,7 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
         return
     device = dy.get_device()
     key = gate_key(dy.dtype, rows, hidden, dbias is not None)
-    config = TUNED.find(device, key) or choose_gate(rows, hidden, _processors(device), sums=dbias is not None)
+    config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device), sums=dbias is not None)
     sums = None
     if dbias is not None:
         sums = torch.empty((triton.cdiv(rows, config.rows), *dbias.shape), dtype=dbias.dtype, device=dy.device)

@@ -16,10 +16,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..._shared.gpu import processors_of
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
 from ._problem import Halves, Preact, Spec, describable, split_preact, unit
-from ._triton_gate import choose_gate, gate, gate_configurations, launch, processors_of, start_gradient
+from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel

@@ -4,7 +4,6 @@ kernels in `_triton_kernel.py`, their launch.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..._shared.gpu import processors_of
 from ._problem import unit
 from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
 
@@ -48,11 +48,6 @@ def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateCon
     columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
     every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
     return list(dict.fromkeys([chosen, *every]))
-
-
-@functools.cache
-def processors_of(device: int) -> int:
-    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._shared.gpu import processors_of
 from ..rope import _triton as rope
 from ..rope._problem import Problem, Rotation, Spec
 from ._problem import Norm
@@ -336,4 +337,4 @@ def _launch(
 
 
 def _processors(x: Tensor) -> int:
-    return rope._processors(x.get_device())
+    return processors_of(x.get_device())

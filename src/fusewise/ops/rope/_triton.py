@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._shared.gpu import processors_of
 from ._problem import Problem, Rotation
 from ._triton_kernel import rope_kernel
 
@@ -185,11 +185,6 @@ def _extent(x: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
 
 
-@functools.cache
-def _processors(device: int) -> int:
-    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
-
-
 # A launch that has run before: the compiled kernel bound to its grid, the arguments that follow the pointers, and the
 # distance in bytes from the table to its sine part where both are one tensor. Keyed by all that these depend on.
 _PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}
@@ -228,7 +223,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
         if compiled is not None:
             if len(_PLANS) >= _PLANS_MAX:
                 _PLANS.clear()
-            grid, bound = arguments(problem, _processors(device))
+            grid, bound = arguments(problem, processors_of(device))
             _PLANS[key] = compiled[(grid, 1, 1)], tuple(bound.values())[10:], problem.sin.data_ptr() - cos_ptr
         return
     run, bound_arguments, sin_distance = plan
@@ -256,7 +251,7 @@ def _direct() -> bool:
 def _launch_unbound(problem: Problem) -> Any:
     """Launch through Triton's dispatcher; returns the compiled kernel, or None where nothing was launched."""
     device = problem.operands[0].x.get_device()
-    grid, bound = arguments(problem, _processors(device))
+    grid, bound = arguments(problem, processors_of(device))
     if grid == 0:
         return None
     if device < 0:

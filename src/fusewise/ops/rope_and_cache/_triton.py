@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import triton
 
+from ..._shared.gpu import processors_of
 from ..rope._triton import (
     NUM_WARPS,
     _direct,
     _division,
-    _processors,
     _strides,
     choose_tiles,
 )
@@ -135,7 +135,7 @@ def launch(*call: Any) -> None:
         if compiled is not None:
             if len(_PLANS) >= _PLANS_MAX:
                 _PLANS.clear()
-            grid, bound = arguments(problem, _processors(device))
+            grid, bound = arguments(problem, processors_of(device))
             rest = tuple(bound.values())[POINTERS + 1 :]
             _PLANS[key] = compiled[(grid, 1, 1)], rest, problem.rotation.sin.data_ptr() - table
         return
@@ -153,7 +153,7 @@ def launch(*call: Any) -> None:
 def _launch_unbound(problem: CacheProblem) -> Any:
     """Launch through Triton's dispatcher; returns the compiled kernel, or None where nothing was launched."""
     device = problem.v.get_device()
-    grid, bound = arguments(problem, _processors(device))
+    grid, bound = arguments(problem, processors_of(device))
     if grid == 0:
         return None
     if device < 0:

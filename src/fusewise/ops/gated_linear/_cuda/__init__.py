@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...._shared import build
+from ...._shared.gpu import processors_of
 from ...rope import _cuda as rope
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
 from .._products import UNIT, brought, describable_room, each, put
@@ -88,17 +89,11 @@ def refuses(
     rows = matrices[0].shape[0]
     if by_choice and rows <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows are few for its tiles"
-    fewer = alone and tiles.gluon_takes_less(rows, hidden, _processors(matrices[0].get_device()))
+    fewer = alone and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
     if by_choice and fewer and _gluon_is_there():
         return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features take fewer rounds"
     kernel = _kernel(matrices[0].dtype, activation)
     return kernel if isinstance(kernel, str) else None
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    """Multiprocessors of a GPU; of an H200 where there is none (-1)."""
-    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -159,8 +154,9 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
     """The implementation `impl="cuda"`; these as in `reference.py`."""
     value, gate, *bias = halves
     both = (None, None) if preact is None else split_preact(preact, spec)
-    alone = tiles.for_y(x.shape[0], value.shape[0], _processors(x.get_device())).epilogue
-    _run(alone if preact is None else PREACT, spec.activation, x, value, gate, (bias[0], bias[1]), y, both)
+    alone = preact is None
+    epilogue = tiles.for_y(x.shape[0], value.shape[0], processors_of(x.get_device())).epilogue if alone else PREACT
+    _run(epilogue, spec.activation, x, value, gate, (bias[0], bias[1]), y, both)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:

@@ -1,0 +1,13 @@
+"""What kernels ask of a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def processors_of(device: int) -> int:
+    """Multiprocessors of the GPU with this index; an H200's where there is none (-1)."""
+    return 132 if device < 0 else torch.cuda.get_device_properties(device).multi_processor_count
