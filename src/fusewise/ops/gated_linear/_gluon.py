@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..._shared.gpu import processors_of
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
+from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
 from ._problem import Halves, Preact, Spec, describable, split_preact, unit
 from ._products import brought, describable_room, each, put
-from ._triton_gate import GateConfig
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
@@ -77,8 +76,7 @@ def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) 
     """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
     chosen = choose_gate(rows, hidden, processors, sums=sums)
     columns = [f for f in (128, 256, 512, 1024) if f <= max(128, triton.next_power_of_2(hidden))]
-    every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
-    return list(dict.fromkeys([chosen, *every]))
+    return gate_space(chosen, columns)
 
 
 def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
@@ -98,7 +96,8 @@ def _space(key: Key, device: int) -> list[Any]:
 
 TUNED: Tuned[Any] = Tuned(
     "gated_linear", "gluon",
-    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel", "_gluon_few", "_gluon_stream")], _space,
+    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel", "_gluon_few", "_gluon_stream", "_gate_config")],
+    _space,
 )  # fmt: skip
 
 

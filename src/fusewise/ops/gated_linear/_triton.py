@@ -97,7 +97,7 @@ def _space(key: Key, device: int) -> list[Any]:
 TUNED: Tuned[Any] = Tuned(
     "gated_linear",
     "triton",
-    [Path(__file__).with_name(f"{name}.py") for name in ("_triton", "_triton_gate", "_triton_kernel")],
+    [Path(__file__).with_name(f"{name}.py") for name in ("_triton", "_triton_gate", "_triton_kernel", "_gate_config")],
     _space,
 )
 

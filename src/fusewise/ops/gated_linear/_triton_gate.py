@@ -4,8 +4,6 @@ kernels in `_triton_kernel.py`, their launch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -13,19 +11,9 @@ import triton
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
+from ._gate_config import GateConfig, gate_space
 from ._problem import unit
 from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """The elementwise kernel: `rows` rows a program, block_m of them at a time."""
-
-    rows: int
-    block_m: int
-    block_f: int
-    num_warps: int = 4
-
 
 #: How matrices are copied: 16 elements a thread on their way at once.
 COPY = GateConfig(8, 8, 512, 8)
@@ -46,8 +34,7 @@ def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateCon
     """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
     chosen = choose_gate(rows, hidden, processors)
     columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
-    every = [GateConfig(r, n // f, f) for f, n, r in product(columns, (1024, 2048), (32, 64, 128, 256))]
-    return list(dict.fromkeys([chosen, *every]))
+    return gate_space(chosen, columns)
 
 
 def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> None:
