@@ -1,0 +1,85 @@
+"""The CUDA kernels' own source against the oracle, without a GPU: the cases of the matrix, and calls of the sizes from which a
+thread has several heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.ops.rope import _cuda
+from fusewise.ops.rope._auto import choice
+
+from .. import cuda_on_cpu
+from .oracle import Call, expected
+from .support import Case, Place, assert_bits, assert_neighbours, assert_right, copy_of, make, poisoned_like
+from .test_matrix import CASES, run
+
+CUDA = Place("cuda", "cpu")
+NAMES = {case.name: case for case in CASES}
+#: Threads and blocks as they are numbered, and backwards: neither may matter.
+ORDERS = [False, True]
+# Of each, so much that a device of one multiprocessor is filled: several heads a thread, in every width of access.
+BY_BATCH = {"offset-int32": {"offset": torch.arange(-2, 16, dtype=torch.int32)}}
+MANY = [
+    replace(NAMES[name], name=f"{name}-of-many", batch=batch, tokens=50, options=BY_BATCH.get(name, NAMES[name].options), heads=heads, kv_heads=kv_heads)
+    for name, batch, heads, kv_heads in [
+        ("half-fp32", 3, 17, 9), ("half-inverse-bf16", 6, 24, 9), ("interleaved-bf16", 6, 12, 8), ("interleaved-inverse-fp32", 3, 16, 3),
+        ("interleaved_to_half-fp16", 6, 10, 8), ("half_to_interleaved-bf16", 6, 9, 8), ("width-128", 4, 33, 8), ("width-80", 6, 32, 8),
+        ("width-6", 14, 20, 8), ("partial-trailing", 3, 24, 8), ("partial-middle-to-half", 8, 12, 8), ("bshd-misaligned", 3, 12, 5),
+        ("bhsd", 14, 17, 5), ("table-inv_freq", 10, 31, 7), ("table-angles", 18, 20, 3), ("q-alone", 10, 20, None),
+        ("table-half-bf16-bf16", 10, 20, 4), ("offset-int32", 18, 8, 4),
+    ]
+]  # fmt: skip
+
+
+@pytest.fixture(params=ORDERS, ids=["forwards", "backwards"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = cuda_on_cpu.played(monkeypatch, _cuda, choice, "fusewise_rope")
+    library.play(backwards=request.param, processors=1)
+
+
+def check(case: Case) -> None:
+    call = make(case)
+    want = expected(call)
+    outs, storages = poisoned_like(call.xs)
+    poison = [storage.clone() for storage in storages]
+    run(fusewise.rope, call, CUDA, out=outs if len(outs) == 2 else outs[0])
+    for x, y, w in zip(call.xs, outs, want, strict=True):
+        assert_right(y, x, w)
+    assert_neighbours(poison, storages, outs)
+    xs, storages = copy_of(call.xs)
+    old = [storage.clone() for storage in storages]
+    run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
+    for x, y in zip(xs, outs, strict=True):
+        assert_bits(x, y)
+    assert_neighbours(old, storages, xs)
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("case", [c for c in (*CASES, *MANY) if c.memory != "expanded"], ids=lambda case: case.name)
+def test_rotates(case: Case) -> None:
+    check(case)
+
+
+def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """In place from one pairing to the other, a head is read whole before another thread writes into it."""
+    sources = []
+    for source in _cuda.SOURCES:
+        copy = tmp_path / "_cuda" / source.name if source.parent == _cuda.FOLDER else tmp_path / source.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(source.read_text().replace("__syncthreads();", ";"))
+        sources.append(copy)
+    monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
+    library = cuda_on_cpu.played(monkeypatch, _cuda, choice, "fusewise_rope")
+    wrong = []
+    for backwards in ORDERS:
+        library.play(backwards=backwards, processors=1)
+        call = make(NAMES["interleaved_to_half-fp16"])
+        xs, _ = copy_of(call.xs)
+        run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
+        wrong.append(not torch.equal(xs[0], run(fusewise.rope, call, Place("reference", "cpu"))[0]))
+    assert any(wrong)
