@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,10 +48,13 @@ def _library(sources: tuple[Path, ...], name: str) -> Library:
 
 def played(monkeypatch: pytest.MonkeyPatch, cuda: ModuleType, choice: Choice, name: str) -> Library:
     """The implementation `cuda` of an operation serves the memory of the host, for the test; skips without a compiler."""
+    if sys.platform != "linux":
+        pytest.skip("fibers are those of Linux")
     try:
-        library = _library(tuple(path.resolve() for path in cuda.SOURCES), name)
+        build.cxx()
     except build.BuildError as error:
         pytest.skip(str(error))
+    library = _library(tuple(path.resolve() for path in cuda.SOURCES), name)
     monkeypatch.setattr(cuda, "_kernel", lambda: library)
     monkeypatch.setattr(cuda, "unavailable", lambda device_type: None)
     monkeypatch.delattr(cuda, "tell")  # the quick way on the host is for GPUs
