@@ -62,10 +62,10 @@ def floors(device: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if device == "cuda":
-        from fusewise.ops.rope import _cuda
+        from fusewise._shared import cuda
 
         source = [HERE / "host_floors.cu"]
-        library = build.library("host-launch", source, build.nvcc(), _cuda.flags(_cuda.present()))
+        library = build.library("host-launch", source, build.nvcc(), cuda.flags(cuda.present()))
         module.set_launch(ctypes.cast(library.launch, ctypes.c_void_p).value)
     return module
 

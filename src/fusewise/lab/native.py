@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fusewise._shared import build
+from fusewise._shared import build, cuda
 from fusewise.ops.gated_linear import _cpu as gate
 from fusewise.ops.gated_linear import _cuda as gated_cuda
 from fusewise.ops.gated_linear import _host as gated_host
@@ -45,8 +45,8 @@ def capabilities(architectures: tuple[str, ...]) -> tuple[Capability, ...]:
     found = []
     for name in architectures:
         match = re.fullmatch(r"sm_(\d+)(\d)", name)
-        if match is None or (int(match[1]), int(match[2])) < rope_cuda.OLDEST:
-            oldest = "sm_{}{}".format(*rope_cuda.OLDEST)
+        if match is None or (int(match[1]), int(match[2])) < cuda.OLDEST:
+            oldest = "sm_{}{}".format(*cuda.OLDEST)
             raise ValueError(
                 f"build: arch must be names like {oldest},sm_90, none older than {oldest}, got {name!r}; fix it"
             )
@@ -64,7 +64,7 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
         yield "rope-host", rope_host.recipe
         yield "gated-host", gated_host.recipe
     here = torch.version.hip is None and torch.cuda.is_available()
-    for group in [(one,) for one in chosen] if chosen else [rope_cuda.present()] if here else []:
+    for group in [(one,) for one in chosen] if chosen else [cuda.present()] if here else []:
         words = " ".join(f"sm_{major}{minor}" for major, minor in group)
         yield f"rope-cuda {words}", functools.partial(rope_cuda.recipe, group)
         yield f"rope-and-cache-cuda {words}", functools.partial(rope_and_cache_cuda.recipe, group)

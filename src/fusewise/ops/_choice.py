@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .._shared import build, cuda
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,6 +30,7 @@ class Choice:
         self.unavailable = functools.cache(self._unavailable)
         self.choose = functools.cache(self._choose)
         self.serving = functools.cache(self._serving)
+        self.unready = functools.cache(self._unready)
 
     def _implementation(self, impl: str) -> Any:
         """The module of an implementation, imported when it is first needed."""
@@ -74,6 +77,19 @@ class Choice:
         elif (reason := self.unavailable(impl, device_type, dtype)) is not None:
             raise self.refusal(impl, reason)
         return self.implementation(impl)
+
+    def _unready(self, loads: int) -> str | None:
+        """Why impl="auto" cannot take CUDA at once, without compiling, or None if it can; looked for after every load of a library,
+        `build.loads()`. So no call waits for a compiler that it did not ask for."""
+        if (reason := cuda.no_gpu("cuda")) is not None:
+            return str(reason)
+        try:
+            if not build.built(*self.implementation("cuda").recipe(cuda.present())):
+                return 'its library is not built; `fusewise build` or a call with impl="cuda" does that'
+        except build.BuildError as error:
+            return str(error)
+        # The library is there, so this only loads it.
+        return self.unavailable("cuda", "cuda", FLOATS[0])
 
     def refusal(self, impl: str, reason: str) -> ValueError:
         """The error of an implementation that was asked for and cannot serve the tensors."""

@@ -30,9 +30,14 @@ _OPERATIONS: dict[Callable[..., Any], Choice] = {
     gated_linear: _gated_linear_op.choice,
     gated_mlp: _gated_linear_op.choice,
 }
-# Of the operations where the tensors decide, too: `path`, an implementation's way for them, and `refusal`, why it leaves
-# them to the next.
+# Of the operations where the tensors decide, too: `path`, an implementation's way for them, `refusal`, why it leaves them to the
+# next, and `cast`, what autocast makes of the arguments first.
 _PATHS: dict[str, Any] = {_gated_linear_op.choice.op: _gated_linear_path}
+# Of those where auto does not just take the first on a GPU: what it takes for a call, why, and why not another.
+_AUTO: dict[str, Callable[..., tuple[str, str, dict[str, str]] | None]] = {
+    _rope_op.choice.op: _rope_auto.explained,
+    _rope_and_cache_op.choice.op: _rope_and_cache_op.explained,
+}
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,19 @@ class Dispatch:
 def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Dispatch:
     """Tell which implementation `op(*args, impl=impl, **kwargs)` takes, without running it.
 
-    The device and dtype of the first tensor among the arguments decide; for RoPE on a GPU also the bytes that the call
-    moves, its kind of table, and whether CUDA is built; for the gated linear unit whether TMA can move the matrices and
-    how many rows there are. To say why an implementation cannot serve it is asked, which builds what it needs: its native
-    library, if that is not there (but not CUDA for a call of RoPE with impl="auto").
+    The device and dtype of q or x decide, as autocast leaves them; for RoPE on a GPU also the bytes that the call moves, its kind
+    of table, and whether CUDA is built; for the gated linear unit whether TMA can move the matrices and how many rows
+    there are. What the call would refuse in its other arguments is not looked for. To say why an implementation cannot
+    serve it is asked, which builds what it needs: its native library, if that is not there (but not CUDA for a call of
+    RoPE with impl="auto").
 
     Raises:
-        TypeError: if `op` is not a function of fusewise that takes `impl=`, or no argument is a tensor.
+        TypeError: if `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, or q or x is
+            no tensor.
 
     Example:
-        >>> print(fusewise.explain_dispatch(fusewise.rope, torch.randn(1, 4, 2, 64)))
+        >>> q, angles = torch.randn(1, 4, 2, 64), torch.randn(4, 32)
+        >>> print(fusewise.explain_dispatch(fusewise.rope, q, angles=angles))
         rope: cpu, the first that serves float32 on cpu
           not triton: ...
     """
@@ -77,13 +85,13 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     if choice is None:
         names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
         raise TypeError(f"explain_dispatch: op must be one of {names}, got {op!r}; pass the function itself")
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if not tensors:
-        raise TypeError("explain_dispatch: args must hold a tensor, got none; pass the arguments of the call")
-    device_type, dtype = tensors[0].device.type, tensors[0].dtype
-    kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
     paths, arguments = _PATHS.get(choice.op), _arguments(op, args, kwargs)
-    by_size = _rope_auto.explained(arguments) if impl == "auto" and choice is _rope_auto.choice else None
+    if paths is not None:
+        arguments = paths.cast(arguments)
+    x = arguments["q"] if "q" in arguments else arguments["x"]
+    device_type, dtype = x.device.type, x.dtype
+    kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
+    by_size = _AUTO[choice.op](arguments) if impl == "auto" and choice.op in _AUTO else None
     left = {} if by_size is None else by_size[2]
     reasons = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
     chosen = impl if impl != "auto" else choice.choose(device_type, dtype) if by_size is None else by_size[0]
@@ -113,6 +121,15 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
 
 def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
-    call = inspect.signature(op).bind(*args, **kwargs)
+    try:
+        call = inspect.signature(op).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"explain_dispatch: args must be those of a call of {op.__name__}, got {error}; pass the arguments of the call"
+        ) from None
     call.apply_defaults()
+    name = "q" if "q" in call.arguments else "x"
+    if not isinstance(call.arguments[name], Tensor):
+        got = type(call.arguments[name]).__name__
+        raise TypeError(f"explain_dispatch: {name} must be a tensor, got {got}; pass the arguments of the call")
     return call.arguments

@@ -1,19 +1,20 @@
-"""The CUDA kernels of RoPE on a CPU: their own source compiled as C++ (`cuda_runtime.h`), so that what they compute, and where
+"""The CUDA kernels that rotate, on a CPU: their own source compiled as C++ (`cuda_runtime.h`), so that what they compute, and where
 they read and write, is tested where there is no GPU. What they compile to is tested beside this, without one, and how they do on
 one there."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from fusewise._shared import build
+from fusewise._shared import build, cuda
 from fusewise.ops._choice import Choice
 
 FOLDER = Path(__file__).parent
@@ -25,20 +26,22 @@ FLAGS = (
 )  # fmt: skip
 
 
-class Library:
-    """A library of kernels as `rope._cuda.Library` is one, for tensors in the memory of the host."""
+class Library(cuda.Library):
+    """A library of kernels for tensors in the memory of the host."""
 
     def __init__(self, sources: tuple[Path, ...], name: str) -> None:
-        self.library = build.library(f"{name}-on-cpu", (*sources, *HEADERS), build.cxx(), FLAGS)
-        self.run = getattr(self.library, name)
-        self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        recipe = f"{name}-on-cpu", (*sources, *HEADERS), build.cxx(), FLAGS
+        super().__init__(recipe, name)
+        self.play = build.library(*recipe).fusewise_on_cpu
 
     def launch(self, plan: bytes, call: bytes, device: int, op: str) -> None:
         assert self.run(plan, call, None) == 0, op
 
-    def play(self, *, backwards: bool, processors: int) -> None:
-        """Threads and blocks in the order of their numbers, or backwards; so many multiprocessors."""
-        self.library.fusewise_on_cpu(backwards, processors)
+    def plays(self, *, backwards: bool = False, processors: int = 1) -> Library:
+        """A device with so many multiprocessors: of one, little work fills it, so that a thread has several heads. Its threads and
+        blocks run in the order of their numbers, or backwards."""
+        self.play(backwards, processors)
+        return self
 
 
 @functools.cache
@@ -46,19 +49,31 @@ def _library(sources: tuple[Path, ...], name: str) -> Library:
     return Library(sources, name)
 
 
-def played(monkeypatch: pytest.MonkeyPatch, cuda: ModuleType, choice: Choice, name: str) -> Library:
-    """The implementation `cuda` of an operation serves the memory of the host, for the test; skips without a compiler."""
+def library(implementation: ModuleType, name: str) -> Library:
+    """The kernels of an implementation; skips without a compiler."""
     if sys.platform != "linux":
         pytest.skip("fibers are those of Linux")
     try:
         build.cxx()
     except build.BuildError as error:
         pytest.skip(str(error))
-    library = _library(tuple(path.resolve() for path in cuda.SOURCES), name)
-    monkeypatch.setattr(cuda, "_kernel", lambda: library)
-    monkeypatch.setattr(cuda, "unavailable", lambda device_type: None)
-    monkeypatch.delattr(cuda, "tell")  # the quick way on the host is for GPUs
-    for answer in ("unavailable", "choose", "serving"):  # those that are kept are of a machine without these kernels
-        uncached: Any = getattr(choice, answer).__wrapped__
-        monkeypatch.setattr(choice, answer, uncached)
-    return library
+    return _library(tuple(path.resolve() for path in implementation.SOURCES), name)
+
+
+@contextmanager
+def serving(implementation: ModuleType, choice: Choice, kernels: Library) -> Iterator[None]:
+    """`impl="cuda"` of an operation takes them for tensors of a CPU. Every call goes through Python."""
+    answers: tuple[Any, ...] = (
+        choice.unavailable,
+        choice.choose,
+        choice.serving,
+    )  # kept, of a machine without these kernels
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementation, "_kernel", lambda: kernels)
+        patch.setattr(implementation, "unavailable", lambda device_type: None)
+        patch.delattr(implementation, "tell")
+        for answer in answers:
+            answer.cache_clear()
+        yield
+    for answer in answers:
+        answer.cache_clear()

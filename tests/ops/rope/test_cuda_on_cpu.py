@@ -3,6 +3,7 @@ thread has several heads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,9 +38,10 @@ MANY = [
 
 
 @pytest.fixture(params=ORDERS, ids=["forwards", "backwards"])
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = cuda_on_cpu.played(monkeypatch, _cuda, choice, "fusewise_rope")
-    library.play(backwards=request.param, processors=1)
+def order(request: pytest.FixtureRequest) -> Iterator[None]:
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope").plays(backwards=request.param)
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        yield
 
 
 def check(case: Case) -> None:
@@ -74,12 +76,13 @@ def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.Monke
         copy.write_text(source.read_text().replace("__syncthreads();", ";"))
         sources.append(copy)
     monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
-    library = cuda_on_cpu.played(monkeypatch, _cuda, choice, "fusewise_rope")
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope")
     wrong = []
     for backwards in ORDERS:
-        library.play(backwards=backwards, processors=1)
+        kernels.plays(backwards=backwards)
         call = make(NAMES["interleaved_to_half-fp16"])
         xs, _ = copy_of(call.xs)
-        run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
+        with cuda_on_cpu.serving(_cuda, choice, kernels):
+            run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
         wrong.append(not torch.equal(xs[0], run(fusewise.rope, call, Place("reference", "cpu"))[0]))
     assert any(wrong)

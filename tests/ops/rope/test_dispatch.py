@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise._shared import build
+from fusewise._shared import build, cuda
 from fusewise.ops.rope import _auto, _host, _op
 
 from .support import Case, Place, assert_bits, make, make_table, require
@@ -163,16 +163,15 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A machine with a GPU as far as dispatch looks: Triton serves, and CUDA once it is built, which is when the list that
     is returned is empty. Nothing is compiled."""
     missing = ["its library is not built"]
-    cuda = _op.choice.implementation("cuda")
     monkeypatch.setattr(cuda, "no_gpu", lambda _: None)
-    monkeypatch.setattr(cuda, "recipe", lambda _: ())
+    monkeypatch.setattr(_op.choice.implementation("cuda"), "recipe", lambda _: ())
     monkeypatch.setattr(build, "built", lambda *_: not missing)
     monkeypatch.setattr(_auto.choice, "choose", lambda *_: "triton")
     monkeypatch.setattr(_auto.choice, "unavailable", lambda impl, *_: "not on a GPU" if impl == "cpu" else None)
     monkeypatch.setattr(_auto.choice, "serving", lambda impl, *_: "triton" if impl == "auto" else impl)
-    _auto.unready.cache_clear()
+    _auto.choice.unready.cache_clear()
     yield missing
-    _auto.unready.cache_clear()
+    _auto.choice.unready.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -227,5 +226,14 @@ def test_the_bound_is_of_bytes_read_and_written(a_gpu: list[str]) -> None:
 def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
     with pytest.raises(TypeError, match=r"^explain_dispatch: op must be one of fusewise.rope"):
         fusewise.explain_dispatch(torch.sin, Q)
-    with pytest.raises(TypeError, match=r"^explain_dispatch: args must hold a tensor, got none"):
+    with pytest.raises(TypeError, match=r"^explain_dispatch: args must be those of a call of rope, got missing .*'q'"):
         fusewise.explain_dispatch(fusewise.rope)
+    with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a tensor, got list; pass"):
+        fusewise.explain_dispatch(fusewise.rope, [1.0], positions=torch.arange(4))
+
+
+def test_q_decides_whatever_comes_first() -> None:
+    positions = torch.arange(4)
+    told = fusewise.explain_dispatch(fusewise.rope, positions=positions, q=Q)
+    assert told == fusewise.explain_dispatch(fusewise.rope, Q, positions=positions)
+    assert "float32" in told.reason

@@ -16,10 +16,11 @@ from fusewise.ops.rope import _host
 from fusewise.ops.rope._validate import DEFAULTS
 from fusewise.ops.rope_and_cache import _cuda, _native, _op
 
+from .. import cuda_on_cpu
 from ..rope.support import Operators, assert_bits
 from .cases import CASES, Case, Made, make
-from .machine import Simulated, simulated  # noqa: F401 (a fixture)
-from .test_cuda_simulated import called, operation
+from .machine import simulated  # noqa: F401 (a fixture)
+from .test_cuda_on_cpu import called, operation
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -205,7 +206,7 @@ def test_who_watches_sees_the_operator() -> None:
     assert recalled(arguments)
 
 
-def test_an_error_of_the_launch_is_an_error(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_an_error_of_the_launch_is_an_error(simulated: cuda_on_cpu.Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """By way of Python, of the quick way and of the operator: the machine takes blocks of one dimension only."""
     failing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 1)
     made = make(CASE)
@@ -215,7 +216,7 @@ def test_an_error_of_the_launch_is_an_error(simulated: Simulated, monkeypatch: p
     address = ctypes.cast(failing, ctypes.c_void_p).value
     _host.extension().on_cuda(_host.CACHED, address, simulated.addresses()[1])
     for run in (lambda: recalled(given(made)), lambda: operator(*arguments)):
-        with pytest.raises(RuntimeError, match=r"^rope_and_cache_: the CUDA launch .* got an error of the machine"):
+        with pytest.raises(RuntimeError, match=r"^rope_and_cache_: the CUDA launch .* got invalid configuration"):
             run()
     _cuda.tell(_host.extension())
     assert recalled(given(made))

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..._shared import cuda
 from ..._shared.gpu import processors_of
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
@@ -107,8 +108,7 @@ def unavailable(device_type: str) -> str | None:
         return "gluon has kernels for NVIDIA's Hopper only"
     if triton.knobs.runtime.interpret:
         return "gluon has no interpreter of its asynchronous products, and TRITON_INTERPRET=1 is set"
-    major, minor = torch.cuda.get_device_capability()
-    return None if major == 9 else f"gluon has kernels for compute capability 9 (Hopper), not {major}.{minor}"
+    return cuda.not_hopper("gluon")
 
 
 def refuses(

@@ -9,9 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _op
+from . import _op, reference
 from ._autograd import needs_autograd
 from ._problem import Halves, Spec, rows
+
+
+def cast(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a public function as the call sees them under autocast."""
+    names = [name for name, value in arguments.items() if name != "x" and isinstance(value, Tensor)]
+    tensors = reference.as_autocast(arguments["x"], *(arguments[name] for name in names))
+    return {**arguments, **dict(zip(["x", *names], tensors, strict=True))}
 
 
 def path(impl: str, arguments: dict[str, Any]) -> str:

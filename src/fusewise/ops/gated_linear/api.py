@@ -46,7 +46,7 @@ def geglu_linear(
         done = _host.gated_linear(x, weight, bias, activation, None, None, "stacked", gate_first, save, impl)
         if done is not None:
             return done
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = reference.as_autocast(x, weight, bias)
     tensors = {"weight": weight, "w_gate": None, "bias": bias, "b_gate": None}
     spec = validated("geglu_linear", x, tensors, (activation, "stacked", gate_first, save, impl))
     return _run("geglu_linear", x, (weight, None, bias, None), spec, save, impl)
@@ -113,7 +113,7 @@ def gated_linear(
         done = _host.gated_linear(x, weight, bias, activation, w_gate, b_gate, layout, gate_first, save, impl)
         if done is not None:
             return done
-    x, weight, w_gate, bias, b_gate = _autocast(x, weight, w_gate, bias, b_gate)
+    x, weight, w_gate, bias, b_gate = reference.as_autocast(x, weight, w_gate, bias, b_gate)
     tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
     spec = validated("gated_linear", x, tensors, (activation, layout, gate_first, save, impl))
     return _run("gated_linear", x, (weight, w_gate, bias, b_gate), spec, save, impl)
@@ -160,7 +160,7 @@ def gated_mlp(
         >>> x, gate, up, down = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)
         >>> z = gated_mlp(x, gate, up, down, activation="silu")  # (4, 16, 64)
     """
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = _autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     weights: tuple[Tensor | None, ...]
     check_tensor("gated_mlp", "w_gate", w_gate)
     if w_up is None:
@@ -190,16 +190,3 @@ def _check_transformable(op: str, impl: str) -> None:
             op, "impl", "be auto or reference under forward mode and torch.func transforms", repr(impl),
             'use impl="auto"', RuntimeError,
         )  # fmt: skip
-
-
-def _autocast(x: Any, *tensors: Any) -> tuple[Any, ...]:
-    """The tensors as autocast hands them to `F.linear`: all floating ones but float64 in its dtype."""
-    if not isinstance(x, Tensor) or not reference.autocast_enabled(x):
-        return x, *tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
-
-    def cast(t: Any) -> Any:
-        eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(dtype) if eligible and t.device.type == x.device.type else t
-
-    return tuple(cast(t) for t in (x, *tensors))

@@ -96,6 +96,19 @@ def autocast_enabled(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def as_autocast(x: Any, *tensors: Any) -> tuple[Any, ...]:
+    """The tensors as autocast hands them to `F.linear`: all floating ones but float64 in its dtype."""
+    if not isinstance(x, Tensor) or not autocast_enabled(x):
+        return x, *tensors
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(t: Any) -> Any:
+        eligible = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible and t.device.type == x.device.type else t
+
+    return tuple(cast(t) for t in (x, *tensors))
+
+
 def exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """No autocast: the dtypes above are meant."""
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()

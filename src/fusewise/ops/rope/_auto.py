@@ -10,7 +10,6 @@ leaves the call to Triton whatever its size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,8 @@ choice = Choice("rope", IMPLEMENTATIONS)
 # host 26 (docs/notes/rope-triton-h200.md); above it is the device that counts, and Triton's kernel is the faster.
 MOST_BYTES_FOR_CUDA = 64 * 2**20
 
+COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
+
 
 def serving(impl: str, xs: tuple[Tensor, ...], spec: str) -> Any:
     """The module that serves a call on xs with `impl`, which may be "auto". A named one is taken or refused."""
@@ -40,10 +41,10 @@ def serving(impl: str, xs: tuple[Tensor, ...], spec: str) -> Any:
 
 def _passes_cuda_over(xs: tuple[Tensor, ...], table: str) -> str | None:
     """Why auto does not take CUDA for a call on a GPU, or None if it does."""
-    if (reason := unready(build.loads())) is not None:
+    if (reason := choice.unready(build.loads())) is not None:
         return reason
     if table in ("angles", "inv_freq"):
-        return "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
+        return COMPUTED_ANGLES
     moved = 2 * sum([x.numel() * x.element_size() for x in xs])
     if moved > MOST_BYTES_FOR_CUDA:
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g}"
@@ -53,32 +54,21 @@ def _passes_cuda_over(xs: tuple[Tensor, ...], table: str) -> str | None:
     return None
 
 
-@functools.cache
-def unready(loads: int) -> str | None:
-    """Why CUDA cannot be taken at once, without compiling, or None if it can; looked for after every load of a library."""
-    cuda = choice.implementation("cuda")
-    if (reason := cuda.no_gpu("cuda")) is not None:
-        return str(reason)
-    try:
-        if not build.built(*cuda.recipe(cuda.present())):
-            return 'its library is not built; `fusewise build` or a call with impl="cuda" does that'
-    except build.BuildError as error:
-        return str(error)
-    # The library is there, so this only loads it.
-    return choice.unavailable("cuda", "cuda", FLOATS[0])
-
-
 def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
     """What auto takes for a call on a GPU, `arguments` those of `rope` by name: the implementation, why, and why not Triton
     or CUDA. None where the order of preference says all."""
     xs = tuple(arguments[name] for name in ("q", "k") if isinstance(arguments[name], Tensor))
     if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in FLOATS:
         return None
-    table = next((name for name in ("angles", "inv_freq") if arguments[name] is not None), "cos_sin")
-    reason = _passes_cuda_over(xs, table)
+    reason = _passes_cuda_over(xs, table_of(arguments))
     if reason is None:
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g} MiB"
         why = f"which costs the host the least, for a call that moves at most {most}"
         return "cuda", why, {"triton": f"it is for calls that move more than {most}"}
     chosen = choice.choose("cuda", xs[0].dtype)
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
+
+
+def table_of(arguments: Mapping[str, Any]) -> str:
+    """From which of the tables that the arguments of a call may hold its angles come."""
+    return next((name for name in ("angles", "inv_freq") if arguments[name] is not None), "cos_sin")

@@ -99,7 +99,7 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
     if form == CACHED:
         from ..rope_and_cache import _native, _op
 
-        implementation = _op.choice.serving(impl, ys[0].device.type, ys[0].dtype)
+        implementation = _op.serving(impl, ys[0], given[-1])
         packed, call = _native.planned, (*given, len(ys) == 2)
     else:
         xs, rest = tuple(given[: len(ys)]), given[len(ys) :]

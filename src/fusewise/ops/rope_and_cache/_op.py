@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._choice import Choice
+from ..._shared import build
+from .._choice import FLOATS, Choice
 from .._register import copies_wrongly, register
 from ..rope import _host
+from ..rope._auto import COMPUTED_ANGLES, table_of
 from ..rope._op import _COMMON as ROTATION
 from ..rope._op import rotate
+from ..rope._problem import Spec
 from . import _native
 
-# In order of preference. Each has `launch`, with the arguments of `CacheProblem.build`.
+# In order of preference, but that on a GPU auto takes CUDA once its library is there. Each has `launch`, with the arguments of
+# `CacheProblem.build`.
 IMPLEMENTATIONS = ("triton", "cuda", "reference")
 choice = Choice("rope_and_cache", IMPLEMENTATIONS)
 
 _CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots, Tensor? block_table"
 
 
+def serving(impl: str, q: Tensor, spec: str) -> Any:
+    """The module that serves a call with `impl`, which may be "auto". A named one is taken or refused."""
+    if impl == "auto" and q.device.type == "cuda" and q.dtype in FLOATS:
+        impl = "auto" if _passes_cuda_over(Spec.decode(spec).table) else "cuda"
+    return choice.serving(impl, q.device.type, q.dtype)
+
+
+def _passes_cuda_over(table: str) -> str | None:
+    """Why auto does not take CUDA for a call on a GPU, or None if it does: it is the faster at every size in the published rows but
+    the largest, where they are level, and a call costs the host a tenth."""
+    if (reason := choice.unready(build.loads())) is not None:
+        return reason
+    return COMPUTED_ANGLES if table in ("angles", "inv_freq") else None
+
+
+def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
+    """As `explained` of RoPE's `_auto`, for the arguments of `rope_and_cache_`."""
+    q = arguments["q"]
+    if q.device.type != "cuda" or q.dtype not in FLOATS:
+        return None
+    reason = _passes_cuda_over(table_of(arguments))
+    if reason is None:
+        return "cuda", "which is the faster and costs the host the least", {"triton": "cuda is the faster"}
+    chosen = choice.choose("cuda", q.dtype)
+    return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
+
+
 def _run(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any, write_k: bool) -> None:
     *call, impl = rest
-    implementation = choice.serving(impl, q.device.type, q.dtype)
+    implementation = serving(impl, q, call[-1])
     implementation.launch(q, k, v, key_cache, value_cache, *call, write_k)
     _host.served(implementation, q.device.type, impl)
     written = (q, k, key_cache, value_cache) if write_k else (q, key_cache, value_cache)
@@ -78,7 +110,7 @@ def remember(
     q, impl = tensors[0], call[-1]
     if _host.without(impl):
         return
-    host = _host.keeper(_host.CACHED, arguments, choice.serving(impl, q.device.type, q.dtype), impl)
+    host = _host.keeper(_host.CACHED, arguments, serving(impl, q, call[-2]), impl)
     if host is not None:
         plan = _native.planned(*tensors, *call[:-1], write_k)
         host.remember(_host.CACHED, arguments, *plan, reach, (-1, 0, 0), [], "", "")  # there are no gradients

@@ -15,9 +15,8 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from ...._shared import build
+from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
-from ...rope import _cuda as rope
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
 from .._products import UNIT, brought, describable_room, each, put
 from . import tiles
@@ -31,7 +30,7 @@ SOURCES = (
         for name in ("epilogues.cuh", "gate.cuh", "hopper.cuh", "kept.cuh", "plan.h", "sums.cuh", "tiles.cuh")
     ),
 )
-CAPABILITY = (9, 0)
+CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
@@ -59,21 +58,18 @@ def flags() -> tuple[str, ...]:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, activation: str) -> rope.Library | str:
+def _kernel(dtype: torch.dtype, activation: str) -> cuda.Library | str:
     """The library, built if need be, or why there is none."""
     try:
-        return rope.Library(recipe(dtype, activation), "fusewise_gated_linear")
+        return cuda.Library(recipe(dtype, activation), "fusewise_gated_linear")
     except build.BuildError as error:
         return str(error)
 
 
 def unavailable(device_type: str) -> str | None:
     """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds nothing."""
-    if (reason := rope.no_gpu(device_type)) is not None:
+    if (reason := cuda.no_gpu(device_type) or cuda.not_hopper("cuda")) is not None:
         return reason
-    capability = torch.cuda.get_device_capability()
-    if capability != CAPABILITY:
-        return "cuda has kernels for compute capability {}.{} (Hopper), not {}.{}".format(*CAPABILITY, *capability)
     try:
         build.nvcc()
     except build.BuildError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...._shared import build
+from ...._shared import build, cuda
 from ...rope import _cuda as rope
 from ...rope._host import CACHED
 from .._native import packed
@@ -20,23 +20,17 @@ SOURCES = (FOLDER / "rope_and_cache.cu", FOLDER / "direct.cuh", FOLDER / "../pla
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
     """What the library for the given compute capabilities is built from."""
-    return "rope-and-cache-cuda", SOURCES, build.nvcc(), rope.flags(capabilities)
+    return "rope-and-cache-cuda", SOURCES, build.nvcc(), cuda.flags(capabilities)
 
 
 @functools.cache
-def _kernel() -> rope.Library:
-    return rope.Library(recipe(rope.present()), "fusewise_rope_and_cache")
+def _kernel() -> cuda.Library:
+    return cuda.Library(recipe(cuda.present()), "fusewise_rope_and_cache")
 
 
 def unavailable(device_type: str) -> str | None:
     """Why the CUDA kernel cannot serve tensors of this device type, or None if it can; builds it if need be."""
-    if (reason := rope.no_gpu(device_type)) is not None:
-        return reason
-    try:
-        _kernel()
-    except build.BuildError as error:
-        return str(error)
-    return None
+    return cuda.unavailable(device_type, _kernel)
 
 
 def launch(q: Tensor, *rest: Any) -> None:
