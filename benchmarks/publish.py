@@ -54,6 +54,9 @@ def objection(new: Sequence[Row], old: Sequence[Row], fewer: bool) -> str | None
     starved = [row.provider for row in new if row.status == "failed" and "memory" in row.reason]
     if starved:
         return f"memory did not suffice for {', '.join(starved)}"
+    given_up = [row.provider for row in new if row.reason.startswith("not started again")]
+    if given_up:
+        return f"{', '.join(given_up)} had been given up by then"
     lost = right(old) - right(new)
     return None if fewer or not lost else f"{', '.join(sorted(lost))} would be lost"
 

@@ -120,6 +120,17 @@ class Segfault(Right):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class SegfaultLater(Right):
+    """Right on small problems, and dies of large ones."""
+
+    name = "segfault-later"
+
+    def build(self, problem):
+        if problem.case.head_dim > 8:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().build(problem)
+
+
 class DiesInRounds(Right):
     """Passes the check and dies at the first timed round."""
 

@@ -203,3 +203,25 @@ def test_a_nursery_that_hangs_is_not_waited_for_twice(tmp_path, monkeypatch):
         with obeying(parent, tmp_path / "log") as process:
             assert isinstance(process, subprocess.Popen)
         assert parent.process.returncode == -signal.SIGKILL
+
+
+def test_every_thread_that_waits_hears_of_the_end(parent, tmp_path):
+    with obeying(parent, tmp_path / "log") as process, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(process.wait) for _ in range(3)]
+        time.sleep(0.1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert [ended.result(timeout=10) for ended in waiting] == [-signal.SIGKILL] * 3
+
+
+def test_an_end_is_seen_without_a_signal(tmp_path):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # which is inherited
+    try:
+        with closing(Nursery(tmp_path / "nursery.log")) as deaf, obeying(deaf, tmp_path / "log") as process:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            assert isinstance(process, Forked)
+            tell(process, "os._exit(7)")
+            assert process.wait(timeout=20) == 7
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

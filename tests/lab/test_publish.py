@@ -80,6 +80,10 @@ def test_where_files_lie_on_a_machine_is_not_published(publish, tmp_path, to, re
             [("eager", {}), ("fusewise-cpu", {}), ("liger", {"status": "failed", "reason": "out of memory", "device_us": None})],
             "memory did not suffice for liger",
         ),
+        (
+            [("eager", {}), ("fusewise-cpu", {}), ("vllm", {"status": "failed", "reason": "not started again", "device_us": None})],
+            "vllm had been given up by then",
+        ),
         ([("fusewise-cpu", {})], "eager would be lost"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 
 from fusewise.lab import plan, record, schema, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
+from fusewise.lab.seats import Seats
 
 FAKES = "Right Wrong Unwritten Shapeless Mutating Raising Crammed Crowded Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
 
@@ -130,6 +131,24 @@ def test_a_provider_that_keeps_dying_is_given_up(tmp_path):
     assert all("SIGSEGV" in reason for reason in reasons)
 
 
+def test_a_provider_that_dies_of_some_problems_runs_the_others(tmp_path):
+    cases = ["cube-4", "cube-10", "cube-12", "cube-14", "cube-16", "cube-6"]
+    made, _ = run(tmp_path / "out", ["lab_fakes:SegfaultLater"], cases=cases)
+    assert [row.status for row in made.rows] == ["ok", *["failed"] * 4, "ok"]
+    assert not any("not started" in row.reason for row in made.rows)
+
+
+def test_one_that_ran_is_given_up_only_where_each_failure_costs_the_time_limit(tmp_path):
+    seats = Seats(
+        plan.options(plan.Request(target="rope", providers=["lab_fakes:Right"], device="cpu", out=tmp_path), tmp_path)
+    )
+    (seat,) = seats.all
+    seat.runs = True
+    for failures in range(1, 6):
+        reply = seats.failure(seat, "died", hung=failures > 4)
+        assert (reply["status"], bool(seat.gone)) == ("failed", failures > 4)
+
+
 def test_rounds_visit_everyone_in_changing_order(tmp_path):
     made, listener = run(tmp_path / "out", ["eager", "lab_fakes:Right", "floor-launch"], rounds=(8, 8))
     assert all(set(turn) == {"eager", "eager#2", "right", "floor-launch"} for turn in listener.turns)
@@ -147,8 +166,9 @@ def test_a_worker_is_bounded_in_time_and_memory(tmp_path, fake):
         worker.timeout = 1.0 if fake == "Hang" else 120
         task = {"op": "rope", "case": "cube-4", "dtype": "fp32", "pass_": "fwd", "device": "cpu", "seed": 0}
         words = "no answer within 1 s" if fake == "Hang" else r"used \d\.\d\d GiB of memory, the limit is 2\.00"
-        with pytest.raises(WorkerFailed, match=words):
+        with pytest.raises(WorkerFailed, match=words) as failed:
             worker.ask("prepare", task=task)
+        assert failed.value.hung == (fake == "Hang")
         assert worker.process.poll() is not None
     finally:
         worker.stop()

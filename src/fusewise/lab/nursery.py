@@ -37,6 +37,8 @@ MODULES = ("fusewise.lab.worker", "fusewise.lab.code.worker")
 PATIENCE = 120.0
 #: How long it may take to end of itself, seconds.
 LEAVE = 1.0
+#: How often it looks for workers that have ended, besides when a signal says so, seconds: waiting for one is without end.
+LOOK_EVERY = 1.0
 
 
 class Forked:
@@ -44,6 +46,8 @@ class Forked:
 
     def __init__(self, nursery: socket.socket, module: str, log: int) -> None:
         self.returncode: int | None = None
+        self.over = False
+        self.lock = threading.Lock()
         self.status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         (requests, stdin), (stdout, replies) = os.pipe(), os.pipe()
         self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
@@ -63,14 +67,19 @@ class Forked:
             raise
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """As of `Popen`; None where the nursery ended first, so that nobody knows."""
-        if self.returncode is None:
-            self.status.settimeout(timeout)
-            try:
+        """As of `Popen`, from any number of threads; None where the nursery ended first, so that nobody knows."""
+        # How it ended is said once. After a second Ctrl-C two threads wait for it.
+        if not self.lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        try:
+            if not self.over:
+                self.status.settimeout(timeout)
                 said = self.status.recv(32)
-            except TimeoutError:
-                raise subprocess.TimeoutExpired("worker", timeout or 0.0) from None
-            self.returncode = int(said) if said else None
+                self.returncode, self.over = int(said) if said else None, True
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0) from None
+        finally:
+            self.lock.release()
         return self.returncode
 
     def release(self) -> None:
@@ -170,7 +179,7 @@ def serve(requests: socket.socket) -> str:
     workers: dict[int, socket.socket] = {}
     ended: set[int] = set()
     while True:
-        readable, _, _ = select.select([requests, wake, *workers.values()], [], [])
+        readable, _, _ = select.select([requests, wake, *workers.values()], [], [], LOOK_EVERY)
         if wake in readable:
             wake.recv(4096)
         for pid, status in list(workers.items()):

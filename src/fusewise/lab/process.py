@@ -27,7 +27,9 @@ LONGEST_LINE = 16 * 2**20
 
 
 class WorkerFailed(Exception):
-    """The worker is gone; the message says what it did."""
+    """The worker is gone; the message says what it did. `hung`: it did nothing until its time was up."""
+
+    hung = False
 
 
 class WorkerProcess:
@@ -102,7 +104,9 @@ class WorkerProcess:
                     return reply
                 self.garbage += 1
             if time.monotonic() > deadline:
-                raise self._failed(f"gave no answer within {self.timeout:g} s")
+                failed = self._failed(f"gave no answer within {self.timeout:g} s")
+                failed.hung = True
+                raise failed
             readable, _, _ = select.select([descriptor], [], [], LOOK_EVERY)
             if readable:
                 chunk = os.read(descriptor, 2**16)

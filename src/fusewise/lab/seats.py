@@ -23,7 +23,8 @@ from .process import WorkerFailed, WorkerProcess
 
 #: The provider whose process runs no code but torch's and the problem's own.
 EAGER = "fusewise.lab.providers.pytorch:Eager"
-#: After this many failures in a row (crash, hang) a provider is not started again.
+#: After this many failures in a row a provider is not started again, if it has run nothing yet, or each cost the whole time limit.
+#: One that crashes with some problems loses those alone.
 FAILURES_TO_GIVE_UP = 3
 #: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
 #: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
@@ -51,7 +52,8 @@ class Seat:
     worker: WorkerProcess | None = None
     greeted: bool = False
     profiling: bool = False  # its worker has started the profiler
-    failures: int = 0
+    failures: int = 0  # in a row
+    runs: bool = False  # it has run a problem
     gone: str = ""  # why it is not started any more
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -156,11 +158,11 @@ class Seats:
             seat.worker.stop()
             seat.worker = None
 
-    def failure(self, seat: Seat, reason: str) -> dict[str, Any]:
+    def failure(self, seat: Seat, reason: str, hung: bool = False) -> dict[str, Any]:
         """A worker is gone: count it, and say so."""
         seat.worker = None
         seat.failures += 1
-        if seat.failures >= FAILURES_TO_GIVE_UP:
+        if seat.failures >= FAILURES_TO_GIVE_UP and (hung or not seat.runs):
             seat.gone = f"not started again after {seat.failures} failures in a row, the last: {reason}"
         return {"ok": False, "status": "failed", "reason": reason}
 
@@ -196,10 +198,10 @@ class Seats:
                 self.stop(seat)
                 return self.failure(seat, reply["reason"])
             if do == "prepare":
-                seat.failures = 0
+                seat.failures, seat.runs = 0, seat.runs or reply["ok"]
             return reply
         except WorkerFailed as error:
-            return self.failure(seat, str(error))
+            return self.failure(seat, str(error), error.hung)
 
     def side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
         """The replies of seats to a task, `count` of them at a time, four at most."""
