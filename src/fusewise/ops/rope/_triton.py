@@ -75,22 +75,30 @@ def unavailable(device_type: str) -> str | None:
     return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
 
 
-def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of the kernel for a problem."""
+@dataclass(frozen=True)
+class Access:
+    """How threads reach the elements of heads.
+
+    flat: over the features of a token, a partner read from the cache, instead of by pairs; dense: those of all heads are one row.
+    unit: strides are multiples of it, and come in it: Triton knows of a stride whether 16 divides it, and heads of 72
+    features need to know of 8. vector: elements of one access; pair_vector: where it is of one half of a pair's.
+    """
+
+    flat: bool
+    dense: bool
+    unit: int
+    vector: int
+    pair_vector: int
+
+
+def choose_access(problem: Problem, *, in_place: bool, table: str) -> Access:
     spec, operands = problem.spec, problem.operands
-    q, k = operands[0], operands[-1]
-    in_place = all(operand.x.data_ptr() == operand.y.data_ptr() for operand in operands)  # an empty one has address 0
-    table = "cos_sin" if spec.table == "fused" else spec.table
+    itemsize, starts = operands[0].x.element_size(), [operand.start for operand in operands]
     partial = any(2 * problem.pairs < operand.head_dim for operand in operands)
-    aligned = spec.pairing == "half" or (spec.pairing == "interleaved" and q.start % 2 == k.start % 2 == 0)
-    all_tokens = problem.batch * problem.tokens
-    itemsize = q.x.element_size()
-    block_p = triton.next_power_of_2(problem.pairs)
-    # Triton knows of a stride whether 16 divides it; heads of 72 features need to know of 8. So strides come in units.
+    aligned = spec.pairing == "half" or (spec.pairing == "interleaved" and all(start % 2 == 0 for start in starts))
     unit = math.gcd(16, *(stride for operand in operands for stride in operand.x_strides + operand.y_strides))
-    table_unit = math.gcd(16, *problem.table_strides[:2])
     vector = math.gcd(16 // itemsize, unit, *(operand.head_dim for operand in operands))
-    pair_vector = math.gcd(vector, problem.pairs * (1 if spec.pairing == "half" else 2), q.start, k.start)
+    pair_vector = math.gcd(vector, problem.pairs * (1 if spec.pairing == "half" else 2), *starts)
     # Whole heads only where that was measured to be the faster: not of 2-byte elements, nor of halves that are less aligned.
     narrow = spec.pairing == "half" and (pair_vector, itemsize) == (2, 4)
     flat = (partial or narrow) and aligned and table == "cos_sin" and spec.sections is None and not in_place
@@ -101,9 +109,22 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     elif not flat and pair_vector < vector:
         # No wider than both halves allow: a layout for the better aligned of them leaves gaps between the threads of the other.
         unit = math.gcd(unit, pair_vector)
+    return Access(flat, dense, unit, vector, pair_vector)
 
-    widths = tuple(operand.heads * (operand.head_dim if flat else 1) for operand in operands)
-    if flat:
+
+def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
+    """The grid size and all arguments of the kernel for a problem."""
+    spec, operands = problem.spec, problem.operands
+    q, k = operands[0], operands[-1]
+    in_place = all(operand.x.data_ptr() == operand.y.data_ptr() for operand in operands)  # an empty one has address 0
+    table = "cos_sin" if spec.table == "fused" else spec.table
+    access = choose_access(problem, in_place=in_place, table=table)
+    all_tokens = problem.batch * problem.tokens
+    itemsize = q.x.element_size()
+    block_p = triton.next_power_of_2(problem.pairs)
+
+    widths = tuple(operand.heads * (operand.head_dim if access.flat else 1) for operand in operands)
+    if access.flat:
         tiles = choose_flat_tiles(all_tokens, widths, itemsize, processors)
     else:
         tiles = choose_tiles(all_tokens, widths, triton.cdiv(block_p * itemsize, 16), processors)
@@ -115,6 +136,7 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     bytes_per_token = 2 * itemsize * sum(operand.heads * operand.head_dim for operand in operands)
     stripe = _stripe(problem.batch, problem.tokens, bytes_per_token)
     stripe_magic, stripe_shift = _division(stripe)
+    table_unit = math.gcd(16, *problem.table_strides[:2])
     sections = spec.sections or (0, 0, 0)
     sequences = 0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1
     # A tensor that the call does not have is never read; the table stands in for its pointer.
@@ -124,15 +146,15 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         offsets_ptr=problem.cos if problem.offsets is None else problem.offsets,
         cu_seqlens_ptr=problem.cos if problem.cu_seqlens is None else problem.cu_seqlens,
         offset=problem.offset,
-        **_strides("q", q.x_strides, unit), **_strides("k", k.x_strides, unit),
-        **_strides("q_out", q.y_strides, unit), **_strides("k_out", k.y_strides, unit),
+        **_strides("q", q.x_strides, access.unit), **_strides("k", k.x_strides, access.unit),
+        **_strides("q_out", q.y_strides, access.unit), **_strides("k_out", k.y_strides, access.unit),
         stride_table_b=problem.table_strides[0] // table_unit, stride_table_r=problem.table_strides[1] // table_unit,
         stride_pos_a=problem.position_strides[0], stride_pos_b=problem.position_strides[1],
         stride_pos_t=problem.position_strides[2],
         table_rows=problem.rows, scale=spec.scale, tokens=max(problem.tokens, 1), batches=batches,
         magic=magic, shift=shift, stripe=stripe, stripe_magic=stripe_magic, stripe_shift=stripe_shift,
         sequences=sequences, search_steps=sequences.bit_length(),
-        FLAT=flat, DENSE=dense, Q_HEADS=q.heads, K_HEADS=k.heads if len(operands) == 2 else 0,
+        FLAT=access.flat, DENSE=access.dense, Q_HEADS=q.heads, K_HEADS=k.heads if len(operands) == 2 else 0,
         Q_BLOCK_T=tiles[0].block_t, Q_BLOCK_H=tiles[0].block_h,
         K_BLOCK_T=tiles[-1].block_t, K_BLOCK_H=tiles[-1].block_h,
         HEAD_DIM=q.head_dim, START=q.start, K_HEAD_DIM=k.head_dim, K_START=k.start,
@@ -143,8 +165,8 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         HAS_OFFSETS=problem.offsets is not None,
         SECTION_T=sections[0], SECTION_H=sections[1], SECTION_W=sections[2],
         SECTIONS_INTERLEAVED=spec.sections_interleaved, CP_RANK=spec.cp_rank, CP_SIZE=spec.cp_size,
-        IN_PLACE=in_place, X_UNIT=unit, TABLE_UNIT=table_unit,
-        VECTOR=vector, PAIR_VECTOR=pair_vector,
+        IN_PLACE=in_place, X_UNIT=access.unit, TABLE_UNIT=table_unit,
+        VECTOR=access.vector, PAIR_VECTOR=access.pair_vector,
         INDEX=tl.int64 if _reach(problem) > 2**31 - 1 else tl.int32,
     )  # fmt: skip
 
