@@ -1,8 +1,8 @@
 """Make the environment that `make study` and `make test` run in. Standard library only.
 
 On a machine whose Python already has a GPU build of torch >= 2.10, the new environment sees the packages of that Python
-and only what is missing is added (and where no package index answers, the study says what it cannot do). Elsewhere the
-pinned development set is installed.
+and only what is missing is added, each by itself (what cannot be installed is named, and what needs it says so, too).
+Elsewhere the pinned development set is installed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 MINIMUM_TORCH = (2, 10)
 
-# Asked of the Python that runs this file, in a process of its own: importing torch is slow and may fail.
+# Asked of the Python that runs this file, in a process of its own: importing torch is slow and may fail. What torch needs may
+# lie elsewhere than torch: `pip install --user` takes a distribution's packages as they are.
 PROBE = """
-import sysconfig, torch
+import sys, torch
+from pathlib import Path
 version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 gpu = torch.version.cuda is not None or torch.version.hip is not None
-print(sysconfig.get_path("purelib") if gpu and version >= {minimum} else "")
+others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+if gpu and version >= {minimum}:
+    print(*dict.fromkeys([str(Path(torch.__file__).parents[1]), *others]), sep="\\n")
 """
 
 
@@ -40,12 +44,13 @@ def main() -> None:
     site_packages(python).joinpath("inherited.pth").unlink(missing_ok=True)
     inherited = gpu_site_packages()
     if inherited:
-        print(f"environment: using the packages of {inherited}", flush=True)
-        site_packages(python).joinpath("inherited.pth").write_text(f"{inherited}\n{ROOT / 'src'}\n")
-        for part in ("dev.txt", "compilers.txt"):
+        print(f"environment: using the packages of {', '.join(inherited)}", flush=True)
+        site_packages(python).joinpath("inherited.pth").write_text("\n".join([*inherited, str(ROOT / "src"), ""]))
+        for part in ("dev.txt", "check.txt", "compilers.txt"):
             missing = missing_requirements(python, part)
-            if missing and not pip(python, "--retries=1", "--timeout=10", *missing):
-                print(f"environment: could not install {', '.join(missing)}; what needs them will say so", flush=True)
+            failed = [line for line in missing if not pip(python, "--retries=1", "--timeout=10", line)]
+            if failed:
+                print(f"environment: could not install {', '.join(failed)}; what needs them will say so", flush=True)
     else:
         # In this order: a torch that names its own triton must not be forced to another.
         install(python, "torch.txt")
@@ -58,12 +63,12 @@ def main() -> None:
     (target / "ready").touch()
 
 
-def gpu_site_packages() -> str:
-    """Where the packages of this Python lie, if a GPU build of a recent torch is among them; else empty."""
+def gpu_site_packages() -> list[str]:
+    """Where the packages of this Python lie, torch's place first, if that is a GPU build of a recent one; else empty."""
     probe = subprocess.run(
         [sys.executable, "-c", PROBE.format(minimum=MINIMUM_TORCH)], capture_output=True, text=True, check=False
     )
-    return probe.stdout.strip() if probe.returncode == 0 else ""
+    return probe.stdout.splitlines() if probe.returncode == 0 else []
 
 
 def version(python: str) -> str:
@@ -83,10 +88,9 @@ def site_packages(python: str) -> Path:
 
 
 def missing_requirements(python: str, part: str) -> list[str]:
-    """The pinned requirements of which no version is there; an inherited version is good enough."""
+    """The pinned requirements, markers included, of which no version is there; an inherited version is good enough."""
     lines = (REQUIREMENTS / part).read_text().splitlines()
-    names = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
-    return sorted(name for name in names if not has(python, name))
+    return [line for line in lines if line and not line.startswith("#") and not has(python, line.split("==")[0])]
 
 
 def has(python: str, distribution: str) -> bool:

@@ -78,6 +78,19 @@ def test_whatever_it_depends_on_makes_another_entry(cache: Path, source: Path, m
     assert len(entries(cache)) == 6
 
 
+@pytest.mark.parametrize("variable", ["CPATH", "NVCC_APPEND_FLAGS"])
+def test_what_a_compiler_reads_from_the_environment_makes_another_entry(
+    cache: Path, source: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    make(source)
+    monkeypatch.setenv(variable, str(source.parent))
+    make(source)
+    monkeypatch.delenv(variable)
+    make(source)
+    assert len(entries(cache)) == 2
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "no library", "no digest", "no text for a digest"])
 def test_a_damaged_entry_is_built_again(cache: Path, source: Path, damage: str) -> None:
     make(source)

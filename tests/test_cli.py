@@ -12,6 +12,7 @@ from click.testing import CliRunner  # noqa: E402
 
 import fusewise  # noqa: E402
 from fusewise.cli import cli  # noqa: E402
+from fusewise.lab.targets import BUILT_IN  # noqa: E402
 
 
 def invoke(*arguments):
@@ -25,6 +26,7 @@ def test_version_and_help():
     assert "providers" in top
     for text in ("Exit codes:", "130", "Examples:", "fusewise study rope --preset rope-models", "--append-rows"):
         assert text in study
+    assert f"TARGET is {', '.join(BUILT_IN)}, one of" in " ".join(study.split())
 
 
 def test_list_shows_presets_and_cases():

@@ -29,7 +29,8 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return module.asked[-1] != module.refused
 
     monkeypatch.setattr(module, "pip", pip)
-    monkeypatch.setattr(module, "gpu_site_packages", lambda: "")
+    module.probed = module.gpu_site_packages
+    monkeypatch.setattr(module, "gpu_site_packages", list)
     builder = venv.EnvBuilder
     monkeypatch.setattr(module.venv, "EnvBuilder", lambda with_pip, clear: builder(clear=clear, symlinks=True))
     monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path / "venv")])
@@ -71,17 +72,43 @@ def test_what_pip_cannot_do_is_said_and_leaves_the_environment_unready(script: A
 def test_beside_torch_for_a_gpu_only_what_is_missing_is_added(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "gpu_site_packages", lambda: str(tmp_path / "theirs"))
-    monkeypatch.setattr(script, "has", lambda python, name: name != "jsonschema")
-    script.refused = "jsonschema"  # as where no package index answers
+    theirs = [str(tmp_path / "theirs"), str(tmp_path / "the system's")]
+    monkeypatch.setattr(script, "gpu_site_packages", lambda: theirs)
+    monkeypatch.setattr(script, "has", lambda python, name: name not in ("jsonschema", "mypy", "ruff", "torchax"))
+    lines = [line for part in ("dev", "check", "compilers") for line in pinned(part)]
+    missing = [line for line in lines if line.startswith(("jsonschema=", "mypy=", "ruff=", "torchax="))]
+    script.refused = missing[0]
     script.main()
-    assert script.asked == ["jsonschema"]
-    assert "could not install jsonschema; what needs them will say so" in capsys.readouterr().out
+    assert script.asked == missing  # each by itself, with its version and marker
+    assert missing[-1].startswith("torchax==") and missing[-1].endswith('; python_version >= "3.11"')
+    assert f"could not install {missing[0]}; what needs them will say so" in capsys.readouterr().out
     (added,) = (tmp_path / "venv").rglob("inherited.pth")
-    assert added.read_text().splitlines() == [str(tmp_path / "theirs"), str(ROOT / "src")]
-    monkeypatch.setattr(script, "gpu_site_packages", lambda: "")
+    assert added.read_text().splitlines() == [*theirs, str(ROOT / "src")]
+    monkeypatch.setattr(script, "gpu_site_packages", list)
     script.main()
     assert not added.exists()
+
+
+def pinned(part: str) -> list[str]:
+    lines = (ROOT / "requirements" / f"{part}.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("release", "cuda", "taken"), [("2.11.0+cu130", "13.0", True), ("2.9.1", "12.8", False), ("2.11.0", None, False)]
+)
+def test_torch_is_taken_from_where_it_lies_and_with_the_packages_beside_it(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, cuda: str | None, taken: bool
+) -> None:
+    theirs = tmp_path / "user"  # as of `pip install --user`: not where this Python's own packages are
+    (theirs / "torch").mkdir(parents=True)
+    (theirs / "torch" / "__init__.py").write_text(
+        f"class version: cuda, hip = {cuda!r}, None\n__version__ = {release!r}\n", encoding="utf-8"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(theirs))
+    found = script.probed()
+    assert found[:1] == ([str(theirs)] if taken else [])
+    assert not taken or str(script.site_packages(sys.executable)) in found
 
 
 def test_a_python_that_makes_no_environments_is_told_what_to_install(

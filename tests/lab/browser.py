@@ -1,6 +1,5 @@
 """A headless Chromium spoken to over its debugging pipe: no driver, no socket, no network."""
 
-import base64
 import json
 import os
 import select
@@ -125,7 +124,3 @@ class Browser:
             code = {"windowsVirtualKeyCode": {"Enter": 13, "Tab": 9, "ArrowDown": 40, " ": 32}.get(key, 0)}
             extra = {"text": text} if text and kind == "keyDown" else {}
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, **code, **extra)
-
-    def screenshot(self, file, **clip):
-        data = self.ask("Page.captureScreenshot", format="png", **({"clip": {**clip, "scale": 1}} if clip else {}))
-        file.write_bytes(base64.b64decode(data["data"]))

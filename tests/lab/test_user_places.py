@@ -128,7 +128,7 @@ def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):
 
 
 NOTEBOOK = """
-import math
+import enum, math, torch
 import torch.nn.functional as F
 from pathlib import Path as P
 scale, dtype = 2.0, None
@@ -139,6 +139,16 @@ def outer(x, y):
 def uses_state(x):
     return x * state
 state = [1]
+shape = [1, 2]
+lowest, highest, unknown, turn = -math.inf, math.inf, math.nan, complex(1, -math.inf)
+class Width(enum.IntEnum):
+    narrow = 4
+width = Width.narrow
+@torch.no_grad()
+def masked(x: torch.Tensor, low: float = lowest) -> tuple:
+    def inside(y):
+        return y.shape, [lowest for _ in y.shape]
+    return low, highest, unknown, turn, width, *inside(x)
 """
 
 
@@ -157,6 +167,11 @@ def test_a_function_of_a_notebook_is_written_to_a_file(notebook, tmp_path):
     x = torch.ones(2)
     assert torch.equal(load(where)(x, x), notebook.outer(x, x))
     assert where == f"{tmp_path / 'run-source' / 'outer.py'}:outer"
+
+
+def test_constants_defaults_and_decorators_come_along_and_attributes_are_no_names(notebook, tmp_path):
+    found = load(place(notebook.masked, tmp_path / "run"))(torch.ones(2))
+    assert repr(found) == repr((-math.inf, math.inf, math.nan, complex(1, -math.inf), 4, torch.Size([2]), [-math.inf]))
 
 
 def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):

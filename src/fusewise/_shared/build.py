@@ -2,11 +2,11 @@
 
     library = build.library("rope", [folder / "rope.cpp"], build.cxx(), build.NATIVE_FLAGS)   -> ctypes.CDLL
 
-An entry is named by everything it depends on: source text, compiler and its version, flags, platform, and the features
-of this CPU where the code is made for it, since a home directory may be shared by unlike machines. It is a folder with
-the library and its SHA-256, made complete beside its place and renamed into it, so that a process killed at any moment
-leaves no half entry; a library that does not have its recorded digest is built again. Processes that want the same entry
-at once wait for one to build it.
+An entry is named by everything it depends on: source text, compiler and its version, flags, the compiler's variables in the
+environment, platform, and the features of this CPU where the code is made for it, since a home directory may be shared by
+unlike machines. It is a folder with the library and its SHA-256, made complete beside its place and renamed into it, so that
+a process killed at any moment leaves no half entry; a library that does not have its recorded digest is built again.
+Processes that want the same entry at once wait for one to build it.
 
 Loading a library runs it, so what others could have written is refused: the cache folder must belong to the user and be
 writable by nobody else. A failed build is remembered for the life of the process.
@@ -40,6 +40,13 @@ ERROR_LINES = 12
 NATIVE_FLAGS: tuple[str, ...] = (
     "-std=c++17", "-O3", "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
+)  # fmt: skip
+
+#: Variables by which gcc, clang and nvcc are given flags, programs, and folders of headers and libraries.
+READ_BY_COMPILERS = (
+    "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX",
+    "CCC_OVERRIDE_OPTIONS", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET",
+    "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN",
 )  # fmt: skip
 
 
@@ -171,6 +178,7 @@ def _key(sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> s
     parts = [
         repr([(source.name, source.read_bytes()) for source in sources]), repr(compiler), repr(tuple(flags)), sys.platform, platform.machine(),
         repr(platform.libc_ver()), _cpu_features() if any(flag.endswith("=native") for flag in flags) else "",
+        repr([(name, os.environ[name]) for name in READ_BY_COMPILERS if name in os.environ]),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

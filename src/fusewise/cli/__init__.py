@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 import fusewise
+from fusewise.lab.targets import BUILT_IN
 
 from . import _build, _code, _records, _tune
 
@@ -44,6 +45,11 @@ def _rounds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 
 
 @cli.command(
+    help=f"""Compare every way of running TARGET on this machine: right or wrong, how fast, how near the limits.
+
+    TARGET is {", ".join(BUILT_IN)}, one of their presets, or a function of yours: my_file.py:my_function or
+    my.module:my_function, with an --input for each argument.
+    """,
     epilog="""\b
 Examples:
   fusewise study rope
@@ -57,7 +63,7 @@ Examples:
   fusewise study rope --list
 
 """
-    + EXIT_CODES
+    + EXIT_CODES,
 )
 @click.argument("target")
 @click.option(
@@ -117,11 +123,6 @@ def study(
     as_json: bool,
     list_cases: bool,
 ) -> None:
-    """Compare every way of running TARGET on this machine: right or wrong, how fast, how near the limits.
-
-    TARGET is rope, geglu, gelu, qk_norm_rope, rope_and_cache, one of their presets, or a function of yours:
-    my_file.py:my_function or my.module:my_function, with an --input for each argument.
-    """
     from fusewise.lab import commands, plan, ranks
 
     request = plan.Request(

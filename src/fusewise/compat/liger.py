@@ -77,7 +77,8 @@ def liger_multimodal_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k (B, H, T, D) with tables (3, B, T, D) of the temporal, height and width angles, each twice.
 
-    mrope_section is the number of pairs of each. One small kernel besides the launch numbers the rows of the tables.
+    mrope_section is the number of pairs of each; unsqueeze_dim is without effect, as there. One small kernel besides the
+    launch numbers the rows of the tables.
     """
     return rotate_multimodal(q, k, cos, sin, mrope_section, "bhsd")
 

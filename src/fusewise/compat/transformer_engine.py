@@ -93,6 +93,7 @@ def apply_fused_qkv_rotary_pos_emb(
     qkv_split_arg_list is [w_q, w_k, w_v]. q and k are contiguous; v is a view of qkv (theirs is a copy). One launch
     where q_freqs is k_freqs, else one each. Small kernels of their own compute the (B · T,) positions of bshd with B > 1,
     and the B · G offsets of start_positions. Backward writes one new gradient: the launches, and a copy of v's.
+    cu_seqlens is without effect, as there: it would be read for thd alone.
 
     Raises:
         TypeError, ValueError: also for thd, and for start_positions with cp_size > 1, as there.

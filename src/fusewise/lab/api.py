@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import dis
 import html
 import inspect
+import math
 import os
+import textwrap
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -197,7 +200,7 @@ def written(function: Callable[..., Any]) -> str:
 
     def add(of: Any) -> None:
         try:
-            source = inspect.getsource(of)
+            source = textwrap.dedent(inspect.getsource(of))
         except (OSError, TypeError):
             raise ValueError(
                 f"study: function must have source that can be read, got {of.__name__} without; save it to a file and import it"
@@ -205,9 +208,10 @@ def written(function: Callable[..., Any]) -> str:
         if source in sources:
             return
         sources.append(source)
-        for name in _names(of.__code__):
-            if name in of.__globals__:
-                need(name, of.__globals__[name])
+        known = inspect.unwrap(of).__globals__
+        for name in _names(compile(source, "<notebook>", "exec", dont_inherit=True)):
+            if name in known:
+                need(name, known[name])
 
     def need(name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType):
@@ -216,10 +220,10 @@ def written(function: Callable[..., Any]) -> str:
             add(value)
         elif getattr(value, "__module__", None) not in (None, "__main__") and hasattr(value, "__name__"):
             lines[name] = f"from {value.__module__} import {value.__name__} as {name}"
-        elif isinstance(value, bool | int | float | str | torch.dtype | None):
-            lines[name] = (
-                f"import torch\n{name} = {value!r}" if isinstance(value, torch.dtype) else f"{name} = {value!r}"
-            )
+        elif isinstance(value, torch.dtype):
+            lines[name] = f"import torch\n{name} = {value!r}"
+        elif isinstance(value, int | float | complex | str | None):
+            lines[name] = f"{name} = {_constant(value)}"
         else:
             raise ValueError(
                 f"study: function must use modules, functions and constants only, got {name} of type "
@@ -230,7 +234,22 @@ def written(function: Callable[..., Any]) -> str:
     return "\n".join([*lines.values(), "", *reversed(sources)])
 
 
+def _constant(value: float | complex | str | None) -> str:
+    """An expression with that value; of a subclass (an IntEnum, NumPy's float64) the number or text that it is."""
+    if isinstance(value, float):
+        return float.__repr__(value) if math.isfinite(value) else f"float('{float(value)}')"
+    if isinstance(value, complex):
+        return f"complex({_constant(value.real)}, {_constant(value.imag)})"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__repr__(value)
+    return str.__repr__(value) if isinstance(value, str) else repr(value)
+
+
+_LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
 def _names(code: types.CodeType) -> list[str]:
-    """Global names that a function's code, and the functions inside it, may use."""
+    """What code and the code inside it look up by name, not as an attribute: in a function's source also its decorators,
+    defaults and annotations."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
-    return [*code.co_names, *inner]
+    return [*(step.argval for step in dis.get_instructions(code) if step.opname in _LOADS), *inner]

@@ -47,8 +47,8 @@ class MatMul(Provider):
 
 class Launch(Provider):
     """What it costs to start anything. On a GPU with Triton: a kernel that does nothing, started by a bare
-    `kernel[grid](…)` with the arguments of a RoPE launch; no operator, no autograd, no allocation. Elsewhere `zero_` of
-    one element."""
+    `kernel[grid](…)` with 21 run-time arguments (RoPE's has 38: `TritonLaunch`); no operator, no autograd, no allocation.
+    Elsewhere `zero_` of one element."""
 
     name = "floor-launch"
 
