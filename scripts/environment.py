@@ -1,7 +1,8 @@
 """Make the environment that `make study` and `make test` run in. Standard library only.
 
 On a machine whose Python already has a GPU build of torch >= 2.10, the new environment sees the packages of that Python
-and only what is missing is added, each by itself (what cannot be installed is named, and what needs it says so, too).
+and only what is missing is added, each by itself where not all can be (what cannot be installed is named, and what needs it says
+so, too).
 Elsewhere the pinned development set is installed.
 """
 
@@ -48,7 +49,10 @@ def main() -> None:
         site_packages(python).joinpath("inherited.pth").write_text("\n".join([*inherited, str(ROOT / "src"), ""]))
         for part in ("dev.txt", "check.txt", "compilers.txt"):
             missing = missing_requirements(python, part)
-            failed = [line for line in missing if not pip(python, "--retries=1", "--timeout=10", line)]
+            together = not missing or pip(python, "--retries=1", "--timeout=10", *missing)
+            failed = (
+                [] if together else [line for line in missing if not pip(python, "--retries=0", "--timeout=5", line)]
+            )
             if failed:
                 print(f"environment: could not install {', '.join(failed)}; what needs them will say so", flush=True)
     else:

@@ -26,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def pip(python: str, *arguments: str) -> bool:
         module.asked.append(Path(arguments[-1]).name)
-        return module.asked[-1] != module.refused
+        return module.refused not in (Path(argument).name for argument in arguments)
 
     monkeypatch.setattr(module, "pip", pip)
     module.probed = module.gpu_site_packages
@@ -76,12 +76,15 @@ def test_beside_torch_for_a_gpu_only_what_is_missing_is_added(
     monkeypatch.setattr(script, "gpu_site_packages", lambda: theirs)
     monkeypatch.setattr(script, "has", lambda python, name: name not in ("jsonschema", "mypy", "ruff", "torchax"))
     lines = [line for part in ("dev", "check", "compilers") for line in pinned(part)]
-    missing = [line for line in lines if line.startswith(("jsonschema=", "mypy=", "ruff=", "torchax="))]
-    script.refused = missing[0]
+    named = ("jsonschema=", "mypy=", "ruff=", "torchax=")
+    jsonschema, mypy, ruff, torchax = (next(line for line in lines if line.startswith(name)) for name in named)
+    script.refused = ruff
     script.main()
-    assert script.asked == missing  # each by itself, with its version and marker
-    assert missing[-1].startswith("torchax==") and missing[-1].endswith('; python_version >= "3.11"')
-    assert f"could not install {missing[0]}; what needs them will say so" in capsys.readouterr().out
+    both = sorted([mypy, ruff], key=lines.index)
+    # The last of each group; those of a group that cannot be installed as a whole, each by itself; with versions and markers.
+    assert script.asked == [jsonschema, both[-1], *both, torchax]
+    assert torchax.endswith('; python_version >= "3.11"')
+    assert f"could not install {ruff}; what needs them will say so" in capsys.readouterr().out
     (added,) = (tmp_path / "venv").rglob("inherited.pth")
     assert added.read_text().splitlines() == [*theirs, str(ROOT / "src")]
     monkeypatch.setattr(script, "gpu_site_packages", list)
