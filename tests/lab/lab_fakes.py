@@ -20,6 +20,12 @@ class Right(Provider):
         return Run(lambda *xs: fusewise.rope(*xs, **problem.inputs.kwargs, impl="reference"))
 
 
+class Namesake(Right):
+    """Of a name that another has."""
+
+    name = "eager"
+
+
 class Wrong(Right):
     name = "wrong"
 
