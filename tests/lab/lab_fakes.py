@@ -71,6 +71,24 @@ class Mutating(Right):
         return Run(call)
 
 
+class Versioned(Right):
+    """Says its version as a number."""
+
+    name = "versioned"
+
+    def versions(self):
+        return {"a": 3}
+
+
+class Speechless(Right):
+    """Cannot run the problem and does not say why."""
+
+    name = "speechless"
+
+    def build(self, problem):
+        raise Unsupported
+
+
 class Raising(Right):
     name = "raising"
 

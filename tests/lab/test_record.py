@@ -248,9 +248,30 @@ def test_a_folder_without_a_record_is_told(tmp_path):
 def test_numbers_that_json_has_not_are_refused(tmp_path):
     broken = complete()
     broken.seconds = float("nan")
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(ValueError, match="seconds: must be number or null, got nan"):
         record.save(broken, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    made = complete()
+    made.request["title"] = "x" * 4001
+    with pytest.raises(
+        ValueError, match=r"^record: .*: request\.title: must have a length of 0 to 4000, got 4001; mend the"
+    ):
+        record.save(made, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_no_record_may_have_is_not_added():
+    made = study_record([])
+    for rows, measurements, words in (
+        ([row("eager", device_us=1.0, versions={"a": 3})], [], "versions.a: must be string, got 3; mend the provider"),
+        ([row("eager", device_us=1.0)], [measurement("", [[1.0]])], "provider: must have a length of 1 to 4000, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made.add(rows, measurements, [])
+    assert made == study_record([])
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -197,6 +197,11 @@ class Provider:
         return found
 
 
+def versions(provider: Provider) -> dict[str, str]:
+    """What a provider, perhaps another package's, says of its versions, as the texts that a record has."""
+    return {str(package): str(version) for package, version in provider.versions().items()}
+
+
 def installed(module: str) -> bool:
     """Whether a module is there to be imported; it is not, but its parents are."""
     try:

@@ -34,13 +34,11 @@ def schema() -> Json:
     return dict(json.loads(text))
 
 
-def check(value: Any, part: str = "") -> None:
+def check(value: Any, part: str = "", fix: str = "name another file") -> None:
     """ValueError where `value` does not follow the schema, or that of its `part` (row). The message names the place."""
     found = _fault(value, schema()["$defs"][part] if part else schema())
     if found:
-        raise ValueError(
-            f"record: it must follow record.schema.json, got this fault: {found.lstrip('.')}; name another file"
-        )
+        raise ValueError(f"record: it must follow record.schema.json, got this fault: {found.lstrip('.')}; {fix}")
 
 
 def loads(text: str) -> Any:
