@@ -189,10 +189,11 @@ def dumps(data: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target and rename, so that a reader or a crash never meets half a file."""
+    """Write beside the target and rename, so that a reader or a crash never meets half a file. What is no UTF-8, as in the
+    name of a folder, is written as its escape."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

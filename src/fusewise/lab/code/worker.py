@@ -70,7 +70,7 @@ def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str
         path = folder / f"{order:02d}-{name}{SUFFIXES[stage.language]}"
         entry = {**stage.entry(provider, order), "file": f"{folder.name}/{path.name}"}
         check({**entry, "text": stage.text}, "stage", MEND)
-        path.write_text(stage.text, encoding="utf-8")
+        path.write_text(stage.text, encoding="utf-8", errors="backslashreplace")
         entries.append(entry)
     return entries
 
