@@ -191,3 +191,11 @@ def test_what_is_no_utf8_is_drawn_and_written(tmp_path):
     made.request |= {"title": "\udce9", "places": {"eager": "\udce9:f"}}
     assert commands.render(made, tmp_path).read_text(encoding="utf-8").count("\\udce9:f")
     assert (tmp_path / "rope-fp32-fwd-share.png").exists()
+
+
+def test_a_dtype_and_a_backslash_cannot_leave_their_place_in_the_markdown():
+    hostile = "<b>|`x`"
+    report = markdown.report(study_record([row("a\\|b\\[c](d)", device_us=1.0, dtype=hostile)]))
+    assert hostile not in report
+    assert report.count("&lt;b&gt;\\|'x'") == 3
+    assert "| a\\\\\\|b\\\\\\[c\\](d) |" in report

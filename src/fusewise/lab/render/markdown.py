@@ -156,7 +156,7 @@ def summaries(record: Record) -> list[str]:
                     cell = members[name].status
                 cells.append(f"**{cell}**" if rivals and times.get(name) == min(rivals) else cell)
             lines.append([text(case), *cells])
-        parts.append(f"### {dtype} {pass_}, microseconds")
+        parts.append(f"### {text(dtype)} {pass_}, microseconds")
         parts.append(table(["case", *map(text, names)], lines))
     return parts
 
@@ -183,7 +183,7 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
     columns += ["host µs", "first call s", "peak", "held"]
     return "\n\n".join(
         [
-            f"### {text(case)} · {dtype} · {pass_}",
+            f"### {text(case)} · {text(dtype)} · {pass_}",
             f"{text(head.shape)}; at least {size(head.bytes_min)} to move. {noise}",
             text(" ".join(sentences(judged))),
             table(columns, lines),
@@ -282,6 +282,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def text(value: str) -> str:
     """Text from a record, made harmless in a Markdown table and in the HTML it may become."""
     for old, new in (
+        ("\\", "\\\\"),  # before those that are escaped by it
         ("&", "&amp;"),
         ("<", "&lt;"),
         (">", "&gt;"),
