@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import gigabytes_per_second, groups, host, measured, memory, number, percent, printable, size
+from . import fact, gigabytes_per_second, groups, host, measured, memory, number, percent, printable, size
 
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
@@ -254,7 +253,7 @@ def environment(record: Record) -> str:
     found = dict(record.environment)
     versions = found.pop("versions", {})
     lines = [
-        [text(name.replace("_", " ")), text(_value(name, value))] for name, value in found.items() if value is not None
+        [text(name.replace("_", " ")), text(fact(name, value))] for name, value in found.items() if value is not None
     ]
     lines += [[text(name), text(version)] for name, version in versions.items()]
     lines += [["seed", str(record.request["seed"])], ["cache", text(record.request["cache"])]]
@@ -267,10 +266,6 @@ def idleness(record: Record) -> list[str]:
     if load is None or cores is None or load < BUSY * cores:
         return []
     return [f"**The machine was not idle when the study began (load {load} on {cores} cores): times may be too long.**"]
-
-
-def _value(name: str, value: Any) -> str:
-    return size(value) if name.endswith("_bytes") else str(value)
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
