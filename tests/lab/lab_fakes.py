@@ -137,6 +137,27 @@ class AbsentOnImport(Right):
             raise Missing("its shared library does not load")
 
 
+class BrokenCheck(Right):
+    name = "broken-check"
+
+    def check(self, device):
+        raise RuntimeError("cannot even look")
+
+
+class BrokenVersions(Right):
+    name = "broken-versions"
+
+    def versions(self):
+        raise RuntimeError("knows no version")
+
+
+class BrokenChoice(Right):
+    name = "broken-choice"
+
+    def chosen(self, op, device):
+        raise RuntimeError("cannot choose")
+
+
 class Segfault(Right):
     name = "segfault"
 

@@ -3,7 +3,7 @@ import importlib.metadata
 import pytest
 from lab_fakes import Right
 
-from fusewise.lab import Missing, plugin, targets
+from fusewise.lab import Missing, commands, plugin, targets
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.rope import RopeProblem
 
@@ -95,6 +95,18 @@ def test_an_installed_namesake_costs_its_own_row(monkeypatch):
     (namesake,) = [e for e in entries if e.where == "lab_fakes:Namesake"]
     assert (namesake.name, namesake.provider) == ("lab_fakes:Namesake", None)
     assert "its name must be its own, got 'eager', which fusewise.lab.providers.pytorch:Eager has" in namesake.problem
+
+
+def test_an_installed_provider_that_raises_costs_its_own_line(monkeypatch):
+    names = ("BrokenCheck", "BrokenVersions", "BrokenChoice")
+    points = [importlib.metadata.EntryPoint(name, f"lab_fakes:{name}", plugin.ENTRY_POINTS) for name in names]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
+    states = {e["provider"]: (e["state"], e["note"]) for e in commands.provider_states("cpu")}
+    assert states["broken-check"] == ("broken", "RuntimeError: cannot even look")
+    assert states["broken-versions"] == ("broken", "RuntimeError: knows no version")
+    problems = {e.name: e.problem for e in plugin.select(None, "rope", "cpu")}
+    assert problems["broken-choice"] == "RuntimeError: cannot choose"
+    assert problems["broken-check"] == problems["eager"] == ""
 
 
 @pytest.mark.parametrize("name", ["", "a,b", "a:b", "eager#2", "a\nb", "\ud800", "x" * 201, 3])

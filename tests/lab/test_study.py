@@ -14,7 +14,7 @@ import pytest
 from fusewise.lab import plan, record, schema, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 
-FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising Crammed Crowded Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
+FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising Crammed Crowded Picky Absent AbsentOnImport BrokenCheck BrokenVersions Segfault DiesInRounds Babbling"
 
 
 class Silent:
@@ -74,6 +74,8 @@ def misbehaving(tmp_path_factory):
         ("picky", "missing", "runs on Sundays only"),
         ("absent", "missing", "no_such_module_anywhere is not installed; pip install no-such-module"),
         ("absent-on-import", "missing", "its shared library does not load"),
+        ("broken-check", "failed", "RuntimeError: cannot even look"),
+        ("broken-versions", "failed", "RuntimeError: knows no version"),
         ("segfault", "failed", "the worker died of SIGSEGV"),
         ("dies-in-rounds", "failed", "exited with code 7"),
         ("babbling", "ok", ""),

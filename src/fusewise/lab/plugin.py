@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -268,7 +268,7 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
     A library with kernels for several operations has a provider of one name for each; the one for `op` is meant.
     """
     if names is None:
-        return _apart([e for e in known() if e.provider is None or e.provider.chosen(op, device)])
+        return _apart(_measured_by_default(op, device))
     if isinstance(names, str):
         raise ValueError(f"study: providers must be a list of names, got the text {names!r}; write [{names!r}]")
     wanted = list(names)
@@ -292,6 +292,16 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
             )
         chosen.append(one)
     return chosen
+
+
+def _measured_by_default(op: str, device: str) -> Iterator[Entry]:
+    """Those that say so, and those that can say nothing."""
+    for entry in known():
+        try:
+            if entry.provider is None or entry.provider.chosen(op, device):
+                yield entry
+        except Exception as error:  # as in `known`
+            yield replace(entry, provider=None, problem=reason(error))
 
 
 def _apart(entries: Iterable[Entry]) -> list[Entry]:
