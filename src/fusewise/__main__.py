@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 #: What `fusewise[lab]` brings and the command needs.
@@ -9,6 +10,9 @@ LAB_EXTRA = frozenset({"click", "jinja2", "rich", "matplotlib", "numpy"})
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may be no UTF-8
     try:
         from .cli import cli
 

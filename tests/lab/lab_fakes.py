@@ -20,6 +20,12 @@ class Right(Provider):
         return Run(lambda *xs: fusewise.rope(*xs, **problem.inputs.kwargs, impl="reference"))
 
 
+class Namesake(Right):
+    """Of a name that another has."""
+
+    name = "eager"
+
+
 class Wrong(Right):
     name = "wrong"
 
@@ -63,6 +69,24 @@ class Mutating(Right):
             return out
 
         return Run(call)
+
+
+class Versioned(Right):
+    """Says its version as a number."""
+
+    name = "versioned"
+
+    def versions(self):
+        return {"a": 3}
+
+
+class Speechless(Right):
+    """Cannot run the problem and does not say why."""
+
+    name = "speechless"
+
+    def build(self, problem):
+        raise Unsupported
 
 
 class Raising(Right):
@@ -111,6 +135,27 @@ class AbsentOnImport(Right):
     def check(self, device):
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set for workers, so the coordinator does not know yet
             raise Missing("its shared library does not load")
+
+
+class BrokenCheck(Right):
+    name = "broken-check"
+
+    def check(self, device):
+        raise RuntimeError("cannot even look")
+
+
+class BrokenVersions(Right):
+    name = "broken-versions"
+
+    def versions(self):
+        raise RuntimeError("knows no version")
+
+
+class BrokenChoice(Right):
+    name = "broken-choice"
+
+    def chosen(self, op, device):
+        raise RuntimeError("cannot choose")
 
 
 class Segfault(Right):

@@ -6,11 +6,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from lab_code_fakes import Shown
 
 import fusewise
 from fusewise.lab import targets
 from fusewise.lab.code import disassembly, graphs, inductor, locations, python, relax, triton_kernels, xla
 from fusewise.lab.code.stage import Stage, foreign, short, tidy
+from fusewise.lab.code.worker import Server
+from fusewise.lab.ledger import Kernel
 from fusewise.lab.problem import Task
 
 SOURCE = Path(fusewise.__file__).parents[1]
@@ -19,6 +22,18 @@ SOURCE = Path(fusewise.__file__).parents[1]
 def test_a_stage_has_a_known_language() -> None:
     with pytest.raises(ValueError, match=r"code: language must be one of asm, .*, got 'cobol'"):
         Stage(stage="x", language="cobol", text="")
+
+
+def test_a_stage_or_ledger_that_no_record_may_have_is_a_reason(tmp_path, monkeypatch) -> None:
+    server = Server(Shown())
+    task = Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0).to_json()
+    asked = {"task": task, "target": "cpu", "folder": str(tmp_path)}
+    assert server.answer({"do": "stages", **asked})["ok"] and server.answer({"do": "traffic", **asked})["ok"]
+    broken = Stage(stage="text", language="python", text="", lines={0: "a.py:1"})
+    monkeypatch.setattr(Shown, "stages", lambda *_: [broken])
+    monkeypatch.setattr(Shown, "traffic", lambda *_: [Kernel(name="k", read=-1, written=0)])
+    reasons = [server.answer({"do": do, **asked})["reason"] for do in ("stages", "traffic")]
+    assert "lines.0: must match" in reasons[0] and "kernels[0].read: must be at least 0" in reasons[1]
 
 
 def test_texts_do_not_depend_on_the_machine() -> None:

@@ -1,7 +1,9 @@
+import importlib.metadata
+
 import pytest
 from lab_fakes import Right
 
-from fusewise.lab import Missing, plugin, targets
+from fusewise.lab import Missing, commands, plugin, targets
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.rope import RopeProblem
 
@@ -72,6 +74,47 @@ def test_an_unknown_name_is_refused_with_those_that_may_be_meant(name, fix):
     ) as caught:
         plugin.select([name], "rope", "cpu")
     assert str(caught.value).endswith(f"got {name!r}; {fix}")
+
+
+def test_two_providers_of_one_name_are_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"^study: providers must have names of their own, got 'eager' at fusewise\.lab\.providers\.pytorch:Eager and "
+        "lab_fakes:Namesake; leave one out",
+    ):
+        plugin.select(["eager", "lab_fakes:Namesake"], "rope", "cpu")
+    assert [e.where for e in plugin.select(["lab_fakes:Namesake"], "rope", "cpu")] == ["lab_fakes:Namesake"]
+
+
+def test_an_installed_namesake_costs_its_own_row(monkeypatch):
+    points = [importlib.metadata.EntryPoint("mine", "lab_fakes:Namesake", plugin.ENTRY_POINTS)] * 2
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
+    entries = plugin.select(None, "rope", "cpu")
+    assert len({e.name for e in entries}) == len(entries)
+    assert next(e for e in entries if e.name == "eager").provider is not None
+    (namesake,) = [e for e in entries if e.where == "lab_fakes:Namesake"]
+    assert (namesake.name, namesake.provider) == ("lab_fakes:Namesake", None)
+    assert "its name must be its own, got 'eager', which fusewise.lab.providers.pytorch:Eager has" in namesake.problem
+
+
+def test_an_installed_provider_that_raises_costs_its_own_line(monkeypatch):
+    names = ("BrokenCheck", "BrokenVersions", "BrokenChoice")
+    points = [importlib.metadata.EntryPoint(name, f"lab_fakes:{name}", plugin.ENTRY_POINTS) for name in names]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
+    states = {e["provider"]: (e["state"], e["note"]) for e in commands.provider_states("cpu")}
+    assert states["broken-check"] == ("broken", "RuntimeError: cannot even look")
+    assert states["broken-versions"] == ("broken", "RuntimeError: knows no version")
+    problems = {e.name: e.problem for e in plugin.select(None, "rope", "cpu")}
+    assert problems["broken-choice"] == "RuntimeError: cannot choose"
+    assert problems["broken-check"] == problems["eager"] == ""
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "a:b", "eager#2", "a\nb", "\ud800", "x" * 201, 3])
+def test_a_name_is_one_that_rows_and_the_command_line_can_have(name, monkeypatch):
+    monkeypatch.setattr(Right, "name", name)
+    (entry,) = plugin.select(["lab_fakes:Right"], "rope", "cpu")
+    assert (entry.name, entry.provider) == ("lab_fakes:Right", None)
+    assert entry.problem.startswith("ValueError: provider: name must be 1 to 200 printable characters")
 
 
 @pytest.mark.parametrize("where", ["no_such_module:X", "lab_fakes:Nothing", "lab_fakes:not_a_provider"])

@@ -9,7 +9,7 @@ from builders import full_record, gpu_record, measurement, row, study_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusewise.lab import analysis, compare, record, schema, verdict
+from fusewise.lab import analysis, commands, compare, record, schema, verdict
 from fusewise.lab.render import html, markdown, script, terminal
 
 FIELDS = [
@@ -124,7 +124,24 @@ def test_what_is_no_record_is_refused_with_words(tmp_path, text):
         record.read(tmp_path)
 
 
-HOSTILE_VALUES = [None, True, -1, 0, 1.5, 10**400, "", "x", "x" * 5000, [], [None], {}, {"a": None}]
+HOSTILE_VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    1e-200,
+    5e-324,
+    10**400,
+    "",
+    "x",
+    "x" * 5000,
+    "\ud800",
+    [],
+    [None],
+    {},
+    {"a": 1},
+]
 
 
 SMALL = [full_record(1).to_json(), gpu_record().to_json()]
@@ -151,8 +168,10 @@ def test_a_changed_record_is_refused_or_can_be_shown(data):
     markdown.report(found)
     terminal.summary(found)
     verdict.summary(verdict.verdicts(found))
-    comparison = compare.compare(compare.side(found, "a"), compare.side(record.Record.from_json(SMALL[0]), "b"))
-    terminal.comparison_table(comparison)
+    json.dumps(commands.as_json(found), allow_nan=False)
+    sides = compare.side(found, "a"), compare.side(record.Record.from_json(SMALL[0]), "b")
+    for before, after in (sides, [compare.relative(side) for side in sides]):
+        terminal.comparison_table(compare.compare(before, after))
     if found.rows:
         script.program(found, found.rows[0])
 
@@ -180,6 +199,13 @@ def test_the_schema_uses_what_is_understood():
     assert set(keywords(schema.schema())) <= schema.SILENT | set(schema._BY_KEYWORD)
 
 
+def nested(depth):
+    found = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
 STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python", "text": "x = 1"}
 
 
@@ -192,7 +218,7 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
         ),
         (
             lambda d: d["rows"][0].update(device_us=1e300),
-            r"rows\[0\].device_us: must be above 0 and at most 1e\+18, got 1e\+300",
+            r"rows\[0\].device_us: must be at least 1e-18 and at most 1e\+18, got 1e\+300",
         ),
         (lambda d: d.pop("run"), "must have run"),
         (
@@ -200,6 +226,13 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
             r"code\[0\]\.lines\.first: must match .*, got 'first'",
         ),
         (lambda d: d.update(more=1), "must not have 'more'"),
+        (lambda d: d["rows"][0].update(share_of_limit=5e-324), r"rows\[0\].share_of_limit: must be at least 1e-18"),
+        (lambda d: d.update(code=[STAGE | {"pass": {"a": 1}}]), r"code\[0\]\.pass: must be one of fwd, bwd, fwd\+bwd"),
+        (
+            lambda d: d.update(code=[STAGE | {"counts": {"spill": 10**400}}]),
+            r"code\[0\]\.counts\.spill: must be number",
+        ),
+        (lambda d: d["request"].update(deep=nested(900)), "must be nested no more than 64 deep"),
         (lambda d: d["request"].update(cache="tepid"), "request.cache: must be one of cold, warm, got 'tepid'"),
     ],
 )
@@ -248,9 +281,30 @@ def test_a_folder_without_a_record_is_told(tmp_path):
 def test_numbers_that_json_has_not_are_refused(tmp_path):
     broken = complete()
     broken.seconds = float("nan")
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(ValueError, match="seconds: must be number or null, got nan"):
         record.save(broken, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    made = complete()
+    made.request["title"] = "x" * 4001
+    with pytest.raises(
+        ValueError, match=r"^record: .*: request\.title: must have a length of 0 to 4000, got 4001; mend the"
+    ):
+        record.save(made, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_no_record_may_have_is_not_added():
+    made = study_record([])
+    for rows, measurements, words in (
+        ([row("eager", device_us=1.0, versions={"a": 3})], [], "versions.a: must be string, got 3; mend the provider"),
+        ([row("eager", device_us=1.0)], [measurement("", [[1.0]])], "provider: must have a length of 1 to 4000, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made.add(rows, measurements, [])
+    assert made == study_record([])
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

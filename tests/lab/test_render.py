@@ -4,7 +4,7 @@ import pytest
 from builders import measurement, row, study_record
 from rich.console import Console
 
-from fusewise.lab import analysis, compare, verdict
+from fusewise.lab import analysis, commands, compare, verdict
 from fusewise.lab.render import gigabytes_per_second, markdown, number, percent, plots, size, terminal
 
 
@@ -180,3 +180,22 @@ def test_units():
     assert percent(15.5) == "1,550 %"
     assert gigabytes_per_second(row("eager", device_us=1000.0, bytes_min=2_000_000)) == 2.0
     assert gigabytes_per_second(row("floor-launch", device_us=1.0)) is None
+
+
+def test_what_is_no_utf8_is_drawn_and_written(tmp_path):
+    measurements = [
+        measurement(name, [[n * 10.0]] * 5, case="\ud800x") for n, name in enumerate(("floor-copy", "eager"), 1)
+    ]
+    rows, _ = analysis.group_rows([row(m.provider, case="\ud800x") for m in measurements], measurements)
+    made = study_record(rows, measurements)
+    made.request |= {"title": "\udce9", "places": {"eager": "\udce9:f"}}
+    assert commands.render(made, tmp_path).read_text(encoding="utf-8").count("\\udce9:f")
+    assert (tmp_path / "rope-fp32-fwd-share.png").exists()
+
+
+def test_a_dtype_and_a_backslash_cannot_leave_their_place_in_the_markdown():
+    hostile = "<b>|`x`"
+    report = markdown.report(study_record([row("a\\|b\\[c](d)", device_us=1.0, dtype=hostile)]))
+    assert hostile not in report
+    assert report.count("&lt;b&gt;\\|'x'") == 3
+    assert "| a\\\\\\|b\\\\\\[c\\](d) |" in report

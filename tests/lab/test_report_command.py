@@ -4,7 +4,7 @@ import ast
 import json
 
 import pytest
-from builders import full_record
+from builders import full_record, gpu_record
 from click.testing import CliRunner
 
 from fusewise.cli import cli
@@ -64,3 +64,28 @@ def test_what_cannot_be_done_is_told(run, arguments, code, words):
     result = invoke(*(a.format(run=run) for a in arguments))
     assert result.exit_code == code, result.output
     assert words in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["environment"].update(memory_bytes="x", more_bytes=10**400),
+        lambda d: d["profiles"][0]["rows"][0].pop("self_device_percent"),
+        lambda d: d["rows"][1].update(case="\ud800x"),
+        lambda d: d["rows"][1].update(case=f"x-{'9' * 400}"),
+        lambda d: [row.update(clocks={"sm_mhz": 0}) for row in d["rows"]],
+    ],
+    ids=["bytes", "profile", "surrogate", "sweep", "clocks"],
+)
+def test_odd_values_of_a_valid_record_are_shown(change, tmp_path):
+    data = gpu_record().to_json()
+    change(data)
+    (tmp_path / "record.json").write_text(json.dumps(data))
+    result = invoke(tmp_path)
+    assert result.exit_code == 0, result.exception
+    (tmp_path / "slower").mkdir()
+    for row in data["rows"]:
+        row.update(device_us=row["device_us"] * 2, clocks={"sm_mhz": 1000.0})
+    (tmp_path / "slower" / "record.json").write_text(json.dumps(data))
+    compared = CliRunner().invoke(cli, ["compare", str(tmp_path), str(tmp_path / "slower"), "--json"])
+    assert json.loads(compared.stdout)["exit_code"] == 1

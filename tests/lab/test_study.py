@@ -15,7 +15,7 @@ from fusewise.lab import plan, record, schema, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 from fusewise.lab.seats import Seats
 
-FAKES = "Right Wrong Unwritten Shapeless Mutating Raising Crammed Crowded Picky Absent AbsentOnImport Segfault DiesInRounds Babbling"
+FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising Crammed Crowded Picky Absent AbsentOnImport BrokenCheck BrokenVersions Segfault DiesInRounds Babbling"
 
 
 class Silent:
@@ -67,12 +67,16 @@ def misbehaving(tmp_path_factory):
         ("unwritten", "wrong", "more than twice eager's"),
         ("shapeless", "wrong", "outputs have shapes ((4, 4, 4, 1),)"),
         ("mutating", "wrong", "overwrote its inputs"),
+        ("versioned", "ok", ""),
+        ("speechless", "missing", "no reason was given"),
         ("raising", "failed", "RuntimeError: no kernel <for> | this"),
         ("crammed", "failed", "out of memory: no room for 2 GiB"),
         ("crowded", "ok", ""),
         ("picky", "missing", "runs on Sundays only"),
         ("absent", "missing", "no_such_module_anywhere is not installed; pip install no-such-module"),
         ("absent-on-import", "missing", "its shared library does not load"),
+        ("broken-check", "failed", "RuntimeError: cannot even look"),
+        ("broken-versions", "failed", "RuntimeError: knows no version"),
         ("segfault", "failed", "the worker died of SIGSEGV"),
         ("dies-in-rounds", "failed", "exited with code 7"),
         ("babbling", "ok", ""),
@@ -95,6 +99,11 @@ def test_the_record_on_disk_is_complete_and_valid(misbehaving):
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert lines == [r.to_json() for r in made.rows]
     pytest.importorskip("jsonschema").validate(made.to_json(), schema.schema())
+
+
+def test_versions_are_texts_whatever_a_provider_says(misbehaving):
+    (found,) = [r for r in misbehaving[0].rows if r.provider == "versioned"]
+    assert found.versions["a"] == "3"
 
 
 def test_raw_samples_are_kept_and_the_pair_is_there(misbehaving):

@@ -129,6 +129,26 @@ def test_a_full_disk_keeps_the_rows_and_says_so(tmp_path):
     assert [r.case for r in record.read(out).rows] == cases
 
 
+def test_a_function_in_a_folder_whose_name_is_no_utf8_is_studied(tmp_path):
+    here = tmp_path / os.fsdecode(b"caf\xe9")
+    here.mkdir()
+    (here / "twice.py").write_text("def twice(x):\n    return 2 * x\n")
+    words = (
+        "study twice.py:twice --input fp32[8] --pass fwd --device cpu --warm --rounds 3:3 --providers eager --out run"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fusewise", *words.split()],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert record.read(here / "run").request["tasks"][0]["detail"]["place"] == str(here / "twice.py:twice")
+    assert "caf\\udce9/twice.py" in (here / "run" / "report.html").read_text(encoding="utf-8")
+
+
 def test_two_studies_do_not_share_a_folder(tmp_path):
     out = tmp_path / "run"
     with command(out, **SLOW) as first:

@@ -1,3 +1,4 @@
+import importlib.metadata
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,22 @@ def test_targets_are_found_by_name_and_by_a_preset():
     with pytest.raises(ValueError, match=r"target must be one of rope, geglu, gelu.*, got 'tango'"):
         targets.find("tango")
     assert targets.resolve("cache-serving")[0].name == "rope_and_cache"
+
+
+def test_a_broken_target_of_another_package_is_told_where_it_is_asked_for(monkeypatch):
+    places = {"bad": "nowhere:X", "hopeless": "fusewise.lab:Target", "odd": "builtins:int"}
+    points = [importlib.metadata.EntryPoint(name, place, targets.ENTRY_POINTS) for name, place in places.items()]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
+    for name, words in (
+        ("bad", "ModuleNotFoundError: "),
+        ("hopeless", "NotImplementedError: "),
+        ("odd", "TypeError: no f"),
+    ):
+        with pytest.raises(ValueError, match=f"^study: target {name} must be importable with its presets, got {words}"):
+            targets.resolve(name)
+    assert targets.resolve("mlp-quick")[0].name == "gated_mlp"
+    with pytest.raises(ValueError, match="got 'rpoe'; try 'rope'"):
+        targets.resolve("rpoe")
 
 
 def test_what_is_named_twice_is_measured_once(tmp_path):

@@ -108,6 +108,13 @@ def test_a_case_counts_its_inputs_before_the_function_ran():
     assert target.case().bytes_min("fwd", "bf16") == 2 * (8 * 16 + 16)
 
 
+def test_a_long_case_is_told_from_another_by_a_name_that_a_record_can_have():
+    cases = [User(f"{FILE}:rms", ["fp32[4]", *["2.5"] * 2000, last]).case() for last in ("1.0", "2.0")]
+    assert [len(case.name) for case in cases] == [1000, 1000]
+    assert cases[0].name != cases[1].name
+    assert User(f"{FILE}:rms", ["fp32[4]"]).case().name == "fp32[4]"
+
+
 def test_bytes_count_what_is_distinct():
     p = problem("twice", "x=fp32[8,16]")
     assert p.bytes_min() == 2 * 512  # x read, one product written; a view of x is nothing

@@ -73,6 +73,13 @@ def test_all_of_the_process_is_looked_through_only_where_something_may_be_left(m
     assert len(looked) == 2 and server.unseen == 0
 
 
+def test_an_error_beyond_what_a_record_holds_is_the_largest_that_it_does(monkeypatch):
+    server = Server(Eager(), "cpu", 0)
+    monkeypatch.setattr(Eager, "build", lambda *_: Run(lambda x: torch.full_like(x, 3e38)))
+    reply = server.answer({"do": "prepare", "task": TASK | {"device": "cpu"}})
+    assert (reply["status"], reply["error"]) == ("wrong", 1e30)
+
+
 @pytest.mark.parametrize(
     ("error", "crowded"),
     [

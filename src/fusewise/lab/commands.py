@@ -15,6 +15,7 @@ from . import analysis, folder, inside, plugin, record, targets, verdict
 from .compare import Comparison
 from .options import Options
 from .ranks import Rank
+from .reason import reason
 from .record import Json, Record
 from .render import groups, html, markdown, plots, printable, size, terminal
 from .study import Study
@@ -187,11 +188,13 @@ def provider_states(where: str) -> list[dict[str, Any]]:
         if entry.provider is None:
             state, note = "broken", entry.problem
         else:
-            versions = entry.provider.versions()
             try:
+                versions = plugin.versions(entry.provider)
                 entry.provider.check(where)
             except plugin.Missing as error:
                 state, note = "missing", str(error)
+            except Exception as error:  # someone else's package may raise anything
+                state, note = "broken", reason(error)
             if state == "here" and not entry.provider.default:
                 note = "measured when named with --providers"
         targets_of = list(entry.provider.ops) if entry.provider is not None else []

@@ -155,7 +155,7 @@ def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | N
     ratio = _ratio(key, before, after, old, new)
     noise = max(tolerance, before.noise.get(key[:4], 0.0), after.noise.get(key[:4], 0.0))
     word, note = analysis.verdict(ratio, noise), ""
-    clocks = [row.clocks["sm_mhz"] for row in (old, new) if row.clocks and "sm_mhz" in row.clocks]
+    clocks = [mhz for row in (old, new) if row.clocks and (mhz := row.clocks.get("sm_mhz", 0)) > 0]
     if word in ("faster", "slower") and len(clocks) == 2 and abs(clocks[1] / clocks[0] - 1) > CLOCKS_DIFFER:
         factor = clocks[1] / clocks[0]
         cycles = Ratio(ratio.value * factor, ratio.low * factor, ratio.high * factor)

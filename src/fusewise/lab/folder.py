@@ -6,13 +6,13 @@ import fcntl
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from . import record
+from .names import checksum
 from .record import Record
 
 #: What must be the same for an interrupted run to go on: the rows of one record are made in one way.
@@ -63,7 +63,7 @@ def interrupted(out: Path, resume: bool) -> Record | None:
 def file_name(text: str) -> str:
     """A text, such as a provider's name, as that of a file or folder: in one piece, below no other, and not too long."""
     name = re.sub(r"[^\w.+-]", "_", text).lstrip(".") or "_"
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{zlib.crc32(text.encode()):08x}"
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{checksum(text):08x}"
 
 
 def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
                     worker.kill()
                 raise
     index = capture.new_index(first, target)
-    index["providers"] = [capture.indexed(entry, mine[0]) for entry, mine in zip(entries, answers, strict=True)]
+    index["providers"] = [capture.indexed(mine[0]) for mine in answers]
     record.write_atomically(folder / "index.json", record.dumps(index) + "\n")
     place = {"op": first.op, "case": first.case, "dtype": first.dtype, "pass": first.pass_}
     found.code = [{**stage, **place, "text": cut(stage["text"])} for stage in capture.for_record(index, folder)]

@@ -12,6 +12,7 @@ import torch
 
 from . import machine, plugin, targets
 from .folder import file_name
+from .names import shortened
 from .options import Options
 from .problem import DTYPES, PASSES, Pass, Task
 
@@ -22,6 +23,8 @@ PASS_CHOICES: dict[str, tuple[Pass, ...]] = {
     "fwd+bwd": ("fwd+bwd",),
     "both": ("fwd", "bwd"),
 }
+#: Characters of a study's title, which may be the names of many cases.
+LONGEST_TITLE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def options(request: Request, out: Path) -> Options:
         providers=providers,
         device=where,
         out=out,
-        title=preset or ", ".join(request.cases) or target.name,
+        title=shortened(preset or ", ".join(request.cases) or target.name, LONGEST_TITLE),
         warm=request.warm,
         seed=request.seed,
         timeout=request.timeout,

@@ -13,12 +13,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .analysis import TWIN
 from .code.stage import Stage
 from .ledger import Kernel
 from .names import nearest
@@ -26,6 +27,8 @@ from .problem import Problem, as_tuple, same
 from .reason import reason
 
 ENTRY_POINTS = "fusewise.providers"
+#: Characters of a provider's name.
+LONGEST_NAME = 200
 
 #: Our own providers, in the order in which tables show them.
 BUILT_IN = (
@@ -194,6 +197,11 @@ class Provider:
         return found
 
 
+def versions(provider: Provider) -> dict[str, str]:
+    """What a provider, perhaps another package's, says of its versions, as the texts that a record has."""
+    return {str(package): str(version) for package, version in provider.versions().items()}
+
+
 def installed(module: str) -> bool:
     """Whether a module is there to be imported; it is not, but its parents are."""
     try:
@@ -217,6 +225,13 @@ def load(where: str) -> Provider:
     provider = found() if isinstance(found, type) else found
     if not isinstance(provider, Provider):
         raise TypeError(f"provider: {where} must be a fusewise.lab.Provider, got {type(provider).__name__}")
+    name = provider.name
+    plain = isinstance(name, str) and name.isprintable() and not {",", ":"} & {*name} and not name.endswith(TWIN)
+    if not (plain and 0 < len(name) <= LONGEST_NAME):
+        raise ValueError(
+            f"provider: name must be 1 to {LONGEST_NAME} printable characters without comma and colon that do not end in "
+            f"{TWIN}, got {name!r:.60} of {where}; rename it"
+        )
     return provider
 
 
@@ -232,11 +247,13 @@ class Entry:
 
 def known(extra: Iterable[str] = ()) -> list[Entry]:
     """Every provider: ours, those of installed packages, and `extra` ones given as `module:attribute`."""
-    places = [(where, "") for where in BUILT_IN]
-    places += [(point.value, point.name) for point in importlib.metadata.entry_points(group=ENTRY_POINTS)]
-    places += [(where, "") for where in extra]
+    places = dict.fromkeys(BUILT_IN, "")
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        places.setdefault(point.value, point.name)
+    for where in extra:
+        places.setdefault(where, "")
     entries = []
-    for where, name in dict.fromkeys(places):
+    for where, name in places.items():
         try:
             provider = load(where)
             entries.append(Entry(provider.name, where, provider))
@@ -251,14 +268,14 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
     A library with kernels for several operations has a provider of one name for each; the one for `op` is meant.
     """
     if names is None:
-        return [e for e in known() if e.provider is None or e.provider.chosen(op, device)]
+        return _apart(_measured_by_default(op, device))
     if isinstance(names, str):
         raise ValueError(f"study: providers must be a list of names, got the text {names!r}; write [{names!r}]")
     wanted = list(names)
     if not wanted:
         raise ValueError("study: providers must be one name at least, got none; leave it out for all that are here")
     entries = known(n for n in wanted if ":" in n)
-    chosen = []
+    chosen: list[Entry] = []
     for name in wanted:
         named = [e for e in entries if name in (e.name, e.where)]
         if not named:
@@ -266,6 +283,34 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
             raise ValueError(f"study: providers must be among those of `fusewise providers`, got {name!r}; {fix}")
         fitting = (e for e in named if e.provider is None or not e.provider.ops or op in e.provider.ops)
         one = next(fitting, named[0])
-        if one not in chosen:
-            chosen.append(one)
+        if one in chosen:
+            continue
+        if other := next((e for e in chosen if e.name == one.name), None):
+            raise ValueError(
+                f"study: providers must have names of their own, got {one.name!r} at {other.where} and {one.where}; "
+                "leave one out"
+            )
+        chosen.append(one)
     return chosen
+
+
+def _measured_by_default(op: str, device: str) -> Iterator[Entry]:
+    """Those that say so, and those that can say nothing."""
+    for entry in known():
+        try:
+            if entry.provider is None or entry.provider.chosen(op, device):
+                yield entry
+        except Exception as error:  # as in `known`
+            yield replace(entry, provider=None, problem=reason(error))
+
+
+def _apart(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries, but for those that have the name of one before, which come to nothing under their place's: a name is
+    what rows, samples and logs are kept under."""
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        if other := found.get(entry.name):
+            problem = f"its name must be its own, got {entry.name!r}, which {other.where} has; rename it"
+            entry = replace(entry, name=entry.where, provider=None, problem=problem)
+        found[entry.name] = entry
+    return list(found.values())

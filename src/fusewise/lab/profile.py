@@ -52,7 +52,7 @@ def capture(problem: Problem, run: Run, folder: Path, calls: int = CALLS) -> dic
     table = averages.table(
         sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total", row_limit=-1, max_name_column_width=55
     )
-    (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
+    (folder / "table.txt").write_text(table + "\n", encoding="utf-8", errors="backslashreplace")
     # Once more for the stacks, whose frames would crowd the table and slow down what it counts.
     _profiled(problem, before, step, calls, stacks=True).export_chrome_trace(str(folder / "trace.json"))
     text = (folder / "trace.json").read_text(encoding="utf-8", errors="replace")
@@ -64,8 +64,9 @@ def capture(problem: Problem, run: Run, folder: Path, calls: int = CALLS) -> dic
     for name, stacks, title in (("flame", host, "host"), ("flame-device", device, "device")):
         if stacks:
             folded = "".join(f"{';'.join(stack)} {round(us * 1000)}\n" for stack, us in sorted(stacks.items()))
-            (folder / f"{name}.folded").write_text(folded, encoding="utf-8")
-            (folder / f"{name}.svg").write_text(flame(stacks, f"{what}: {title} time"), encoding="utf-8")
+            (folder / f"{name}.folded").write_text(folded, encoding="utf-8", errors="backslashreplace")
+            drawn = flame(stacks, f"{what}: {title} time")
+            (folder / f"{name}.svg").write_text(drawn, encoding="utf-8", errors="backslashreplace")
             files += [f"{name}.svg", f"{name}.folded"]
     return {"rows": rows(averages, on_gpu), "table": table, "files": files, "calls": calls}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from .schema import check, loads
 #: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`; see MIGRATIONS.
 SCHEMA_VERSION = 4
 KIND = "fusewise.record"
+#: What is to be done about a record that nobody could read.
+MEND = "mend the provider or target that gave it"
 
 Json = dict[str, Any]
 
@@ -119,6 +121,19 @@ class Record:
     limits: Json | None = None  # of this machine, measured earlier by `fusewise limits`
     resumed: list[str] = field(default_factory=list)  # when an interrupted run went on, UTC, ISO 8601
 
+    def add(self, rows: Sequence[Row], measurements: Sequence[Measurement], comparisons: Sequence[Json]) -> None:
+        """A finished group. ValueError, which names the field, for what could not be read again; then nothing is added."""
+        for part, found in (
+            ("row", [row.to_json() for row in rows]),
+            ("measurement", [m.to_json() for m in measurements]),
+            ("comparison", comparisons),
+        ):
+            for one in found:
+                check(one, part, MEND)
+        self.rows += rows
+        self.measurements += measurements
+        self.comparisons += comparisons
+
     def to_json(self) -> Json:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["rows"] = [row.to_json() for row in self.rows]
@@ -174,10 +189,11 @@ def dumps(data: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target and rename, so that a reader or a crash never meets half a file."""
+    """Write beside the target and rename, so that a reader or a crash never meets half a file. What is no UTF-8, as in the
+    name of a folder, is written as its escape."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -204,7 +220,11 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def save(record: Record, directory: Path) -> None:
-    write_atomically(directory / "record.json", dumps(record.to_json()) + "\n")
+    """Write `record.json`. ValueError for what could not be read again, which names the field; of measurements, which are most
+    of a record, `Record.add` says so."""
+    data = record.to_json()
+    check({**data, "measurements": []}, fix=MEND)
+    write_atomically(directory / "record.json", dumps(data) + "\n")
 
 
 def read(path: Path) -> Record:

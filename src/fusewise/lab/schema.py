@@ -15,6 +15,9 @@ from typing import Any
 
 Json = dict[str, Any]
 
+#: Lists and objects within each other; a record of ours has a dozen. Whatever goes through one could go no deeper than
+#: Python's own limit.
+DEEPEST = 64
 KINDS: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -34,13 +37,11 @@ def schema() -> Json:
     return dict(json.loads(text))
 
 
-def check(value: Any, part: str = "") -> None:
+def check(value: Any, part: str = "", fix: str = "name another file") -> None:
     """ValueError where `value` does not follow the schema, or that of its `part` (row). The message names the place."""
-    found = _fault(value, schema()["$defs"][part] if part else schema())
+    found = _depth(value) or _fault(value, schema()["$defs"][part] if part else schema())
     if found:
-        raise ValueError(
-            f"record: it must follow record.schema.json, got this fault: {found.lstrip('.')}; name another file"
-        )
+        raise ValueError(f"record: it must follow record.schema.json, got this fault: {found.lstrip('.')}; {fix}")
 
 
 def loads(text: str) -> Any:
@@ -53,6 +54,21 @@ def loads(text: str) -> Any:
         return json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _depth(value: Any) -> str:
+    """That the value is nested too deeply; "" if it is not."""
+    layer = [value]
+    for _ in range(DEEPEST):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, (dict, list))
+        ]
+        if not layer:
+            return ""
+    return f"must be nested no more than {DEEPEST} deep, got more"
 
 
 def _fault(value: Any, rules: Json) -> str:

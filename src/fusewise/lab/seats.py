@@ -20,6 +20,7 @@ from .nursery import Nursery
 from .options import Options
 from .problem import Task
 from .process import WorkerFailed, WorkerProcess
+from .reason import reason
 
 #: The provider whose process runs no code but torch's and the problem's own.
 EAGER = "fusewise.lab.providers.pytorch:Eager"
@@ -111,6 +112,8 @@ class Seats:
                 entry.provider.check(self.options.device)
             except plugin.Missing as error:
                 seat.missing = str(error)
+            except Exception as error:  # someone else's package may raise anything; it becomes its rows' reason
+                seat.gone = reason(error)
         return seat
 
     def seat_twin(self, replies: Mapping[str, Mapping[str, Any]]) -> Seat | None:

@@ -155,9 +155,7 @@ class Study:
         rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats.all]
         kept = [m for m in measurements.values() if m.rounds or m.prepared["status"] != "missing"]
         rows, comparisons = analysis.group_rows(rows, kept, self.record.limits)
-        self.record.rows += rows
-        self.record.measurements += kept
-        self.record.comparisons += comparisons
+        self.record.add(rows, kept, comparisons)
         record.append_rows(self.options.out / "rows.jsonl", rows)
         record.save(self.record, self.options.out)
         self.listener.rows(rows)
@@ -265,7 +263,7 @@ class Study:
             pass_=task.pass_,
             provider=seat.name,
             status=reply["status"],
-            reason=reply.get("reason", ""),
+            reason="" if ok else reply["reason"] or "no reason was given",
             bytes_min=known.get("bytes_min"),
             flops_min=known.get("flops_min"),
             error=reply.get("error"),

@@ -59,6 +59,8 @@ NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "RESOURCE_EXHAUSTED",
 )
+#: What a record has of an error that is larger.
+LARGEST_ERROR = 1e30
 #: Calls that the profiler watches for the time of a call's kernels.
 KERNEL_SAMPLES = 5
 #: A sample longer than this is one of a turn's own.
@@ -218,7 +220,7 @@ class Server:
             work.step(work.begin(0))
             self.synchronize()
         reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
-        reply |= {"versions": self.provider.versions(), "shape": problem.shape(), "calls_per_sample": calls}
+        reply |= {"versions": plugin.versions(self.provider), "shape": problem.shape(), "calls_per_sample": calls}
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
         del work  # its copies of the tensors are made again, beside none of what the check takes
         if run.checked:
@@ -341,7 +343,7 @@ def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return min(value, LARGEST_ERROR) if math.isfinite(value) else None
 
 
 def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
@@ -357,6 +359,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         provider = plugin.load(start["provider"])
         truths = Truths(Path(start["truths"]), start["keeps_truths"]) if start.get("truths") else None
         server = Server(provider, start["device"], start["flush_bytes"], truths, start.get("flush_file"))
+        versions = plugin.versions(provider)
     except plugin.Missing as error:
         send({"id": 0, "ok": False, "status": "missing", "reason": str(error)})
         return
@@ -364,7 +367,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         traceback.print_exc()
         send({"id": 0, "ok": False, "status": "failed", "reason": reason(error)})
         return
-    send({"id": 0, "ok": True, "versions": provider.versions(), "pid": os.getpid()})
+    send({"id": 0, "ok": True, "versions": versions, "pid": os.getpid()})
     for line in requests:
         request = json.loads(line)
         reply = {"id": request["id"]} | server.answer(request)

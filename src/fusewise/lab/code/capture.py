@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Answer:
     status: str  # ok | missing | failed
     reason: str
     found: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 def ask(
@@ -52,8 +53,10 @@ def ask(
     `started` is told of each process, for whoever may have to end it from another thread; `spent`, at the end, of the
     seconds by part."""
 
+    versions: dict[str, str] = {}
+
     def failed(reason: str, status: str = "failed") -> Answer:
-        return Answer(entry.name, status, reason, {})
+        return Answer(entry.name, status, reason, {}, versions)
 
     if entry.provider is None:
         return [failed(f"could not be loaded: {entry.problem}") for _ in requests]
@@ -80,6 +83,7 @@ def ask(
                     if not greeting["ok"]:
                         answers.append(failed(greeting["reason"]))
                         continue
+                    versions = greeting["versions"]
                 with parts.part("code"):
                     reply = worker.ask(request["do"], **{key: value for key, value in request.items() if key != "do"})
             except (WorkerFailed, OSError) as error:
@@ -87,7 +91,7 @@ def ask(
                 answers.append(failed(str(error)))
                 continue
             if reply["ok"]:
-                answers.append(Answer(entry.name, "ok", "", reply))
+                answers.append(Answer(entry.name, "ok", "", reply, versions))
             else:
                 answers.append(failed(reply["reason"], reply["status"]))
     finally:
@@ -134,13 +138,13 @@ def wish(entry: plugin.Entry, task: Task, target: str, out: Path) -> dict[str, A
     return {"do": "stages", "task": task.to_json(), "target": target, "folder": str(folder)}
 
 
-def indexed(entry: plugin.Entry, answer: Answer) -> dict[str, Any]:
+def indexed(answer: Answer) -> dict[str, Any]:
     """A provider's part of the index."""
     return {
         "provider": answer.provider,
         "status": answer.status,
         "reason": answer.reason,
-        "versions": entry.provider.versions() if entry.provider else {},
+        "versions": answer.versions,
         "stages": answer.found.get("stages", []),
     }
 
@@ -161,7 +165,7 @@ def stages(
             told(entry.name)
             log = out / "logs" / f"{file_name(entry.name)}.log"
             (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout, nursery=nursery)
-            index["providers"].append(indexed(entry, answer))
+            index["providers"].append(indexed(answer))
             record.write_atomically(out / "index.json", record.dumps(index) + "\n")
     return index
 

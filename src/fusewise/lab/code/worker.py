@@ -17,6 +17,8 @@ from .. import plugin, targets, worker
 from ..ledger import Ledger
 from ..problem import Problem, Task
 from ..reason import reason
+from ..record import MEND
+from ..schema import check
 from .stage import SUFFIXES, Stage
 
 
@@ -35,7 +37,9 @@ class Server:
                 stages = self.provider.stages(problem, request["target"])
                 return {"ok": True, "stages": write(stages, self.provider.name, Path(request["folder"]))}
             if request["do"] == "traffic":
-                return {"ok": True, "ledger": self.ledger(problem, request["target"]).to_json()}
+                ledger = self.ledger(problem, request["target"]).to_json()
+                check(ledger, "ledger", MEND)
+                return {"ok": True, "ledger": ledger}
             if request["do"] == "profile":
                 from ..profile import capture
 
@@ -64,8 +68,10 @@ def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str
         words = [stage.stage, *([stage.target] if stage.stage == "wrapper" else []), stage.part]
         name = "-".join(filter(None, words)).replace(" ", "-").replace("/", "_")[:120]
         path = folder / f"{order:02d}-{name}{SUFFIXES[stage.language]}"
-        path.write_text(stage.text, encoding="utf-8")
-        entries.append({**stage.entry(provider, order), "file": f"{folder.name}/{path.name}"})
+        entry = {**stage.entry(provider, order), "file": f"{folder.name}/{path.name}"}
+        check({**entry, "text": stage.text}, "stage", MEND)
+        path.write_text(stage.text, encoding="utf-8", errors="backslashreplace")
+        entries.append(entry)
     return entries
 
 
@@ -78,11 +84,12 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
 
     try:
         server = Server(plugin.load(start["provider"]))
+        versions = plugin.versions(server.provider)
     except Exception as error:  # a provider's module may raise anything
         traceback.print_exc()
         send({"id": 0, "ok": False, "status": "failed", "reason": reason(error)})
         return
-    send({"id": 0, "ok": True, "versions": server.provider.versions()})
+    send({"id": 0, "ok": True, "versions": versions})
     for line in requests:
         request = json.loads(line)
         send({"id": request["id"]} | server.answer(request))

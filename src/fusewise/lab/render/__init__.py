@@ -30,7 +30,7 @@ def measured(rows: Iterable[Row]) -> list[str]:
 
 def sweep(rows: Sequence[Row]) -> str | None:
     """The common prefix if every case is `<prefix>-<number>` and there are enough of them."""
-    found = {match[1] if (match := re.fullmatch(r"(.+)-(\d+)", row.case)) else None for row in rows}
+    found = {match[1] if (match := re.fullmatch(r"(.+)-(\d{1,15})", row.case)) else None for row in rows}
     prefix = found.pop() if len(found) == 1 else None
     return prefix if prefix and len({row.case for row in rows}) >= FEWEST_POINTS else None
 
@@ -69,6 +69,12 @@ def size(count: int | None) -> str:
             return f"{number(value)} {unit}"
         value /= 1024
     return f"{number(value)} GiB"
+
+
+def fact(name: str, value: object) -> str:
+    """What a record has by a name: bytes in their unit, everything else as it is."""
+    plain = isinstance(value, int) and abs(value) < 1e30
+    return size(value) if plain and name.endswith("_bytes") else str(value)  # type: ignore[arg-type]
 
 
 def percent(value: float | None) -> str:

@@ -167,13 +167,13 @@ def profile_lines(profile: Json) -> list[list[str]]:
     calls = profile["calls"]
     lines = []
     for row in profile["rows"]:
-        device = row.get("self_device_us")
+        device, share = row.get("self_device_us"), row.get("self_device_percent")
         lines.append(
             [
                 row["name"],
                 f"{number(row['self_cpu_us'] / calls)} µs ({percent(row['self_cpu_percent'] / 100)})",
                 f"{number(row['cpu_total_us'] / calls)} µs",
-                "–" if device is None else f"{number(device / calls)} µs ({percent(row['self_device_percent'] / 100)})",
+                "–" if device is None else f"{number(device / calls)} µs ({percent(share and share / 100)})",
                 number(row["calls"] / calls),
             ]
         )

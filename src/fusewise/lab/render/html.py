@@ -22,7 +22,7 @@ from ..analysis import TWIN, is_floor, is_ours
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import charts, gigabytes_per_second, groups, host, measured, number, percent, script, size, svg
+from . import charts, fact, gigabytes_per_second, groups, host, measured, number, percent, script, size, svg
 
 #: Without a colon or a slash: what a table's cell sorts by when it is no number.
 Cell = tuple[str, float | None]
@@ -286,11 +286,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     ]
     facts += [("resumed", ", ".join(record.resumed))] if record.resumed else []
     facts += [("seconds", number(record.seconds))] if record.seconds is not None else []
-    facts += [
-        (name.replace("_", " "), size(value) if name.endswith("_bytes") and isinstance(value, int) else str(value))
-        for name, value in environment.items()
-        if value is not None
-    ]
+    facts += [(name.replace("_", " "), fact(name, value)) for name, value in environment.items() if value is not None]
     facts += [(name, str(version)) for name, version in versions.items()]
     if record.limits is not None:
         matmul = ", ".join(f"{name} {number(rate)}" for name, rate in record.limits["matmul_tflop_s"].items())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import gigabytes_per_second, groups, host, measured, memory, number, percent, printable, size
+from . import fact, gigabytes_per_second, groups, host, measured, memory, number, percent, printable, size
 
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
@@ -156,7 +155,7 @@ def summaries(record: Record) -> list[str]:
                     cell = members[name].status
                 cells.append(f"**{cell}**" if rivals and times.get(name) == min(rivals) else cell)
             lines.append([text(case), *cells])
-        parts.append(f"### {dtype} {pass_}, microseconds")
+        parts.append(f"### {text(dtype)} {pass_}, microseconds")
         parts.append(table(["case", *map(text, names)], lines))
     return parts
 
@@ -183,7 +182,7 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
     columns += ["host µs", "first call s", "peak", "held"]
     return "\n\n".join(
         [
-            f"### {text(case)} · {dtype} · {pass_}",
+            f"### {text(case)} · {text(dtype)} · {pass_}",
             f"{text(head.shape)}; at least {size(head.bytes_min)} to move. {noise}",
             text(" ".join(sentences(judged))),
             table(columns, lines),
@@ -254,7 +253,7 @@ def environment(record: Record) -> str:
     found = dict(record.environment)
     versions = found.pop("versions", {})
     lines = [
-        [text(name.replace("_", " ")), text(_value(name, value))] for name, value in found.items() if value is not None
+        [text(name.replace("_", " ")), text(fact(name, value))] for name, value in found.items() if value is not None
     ]
     lines += [[text(name), text(version)] for name, version in versions.items()]
     lines += [["seed", str(record.request["seed"])], ["cache", text(record.request["cache"])]]
@@ -269,10 +268,6 @@ def idleness(record: Record) -> list[str]:
     return [f"**The machine was not idle when the study began (load {load} on {cores} cores): times may be too long.**"]
 
 
-def _value(name: str, value: Any) -> str:
-    return size(value) if name.endswith("_bytes") else str(value)
-
-
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table; numbers to the right, the first column to the left."""
     rule = ["---", *("---:" for _ in columns[1:])]
@@ -282,6 +277,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def text(value: str) -> str:
     """Text from a record, made harmless in a Markdown table and in the HTML it may become."""
     for old, new in (
+        ("\\", "\\\\"),  # before those that are escaped by it
         ("&", "&amp;"),
         ("<", "&lt;"),
         (">", "&gt;"),

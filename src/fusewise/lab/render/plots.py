@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..analysis import is_floor, is_ours
 from ..folder import file_name
 from ..record import Record, Row
-from . import gigabytes_per_second, measured, sweep
+from . import gigabytes_per_second, measured, printable, sweep
 
 #: Colours that stay apart for the colour-blind (Okabe and Ito), then again with dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#444444")
@@ -66,12 +66,12 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: M
         style = ":" if is_floor(name) else "-" if i < len(COLOURS) else "--"
         xs, ys = zip(*sorted(points), strict=True)
         width = 2.4 if is_ours(name) else 1.3
-        axes.plot(xs, ys, style, color=colours[name], linewidth=width, label=name)
+        axes.plot(xs, ys, style, color=colours[name], linewidth=width, label=printable(name))
     if quantity.startswith("time"):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.set(title=title, xlabel=label, ylabel=quantity)
+    axes.set(title=printable(title), xlabel=printable(label), ylabel=quantity)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
@@ -81,7 +81,7 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
     """Share of the limit, a line a case, a mark a provider."""
     names = [name for name in measured(rows) if not is_floor(name)]
     cases = list(dict.fromkeys(row.case for row in rows))
-    labels = [textwrap.fill(textwrap.shorten(case, 100, placeholder=" …"), 34) for case in cases]
+    labels = [textwrap.fill(textwrap.shorten(printable(case), 100, placeholder=" …"), 34) for case in cases]
     height = sum(0.12 + 0.17 * (label.count("\n") + 1) for label in labels)
     figure = Figure(figsize=(9, 1.6 + 0.2 * (len(names) // 4) + height), layout="constrained")
     axes = figure.subplots()
@@ -91,14 +91,14 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
         axes.scatter(
             [100 * (row.share_of_limit or 0.0) for row in mine],
             [cases.index(row.case) for row in mine],
-            s=large, marker=marker, color=colours[name], edgecolors="white", linewidths=0.5, label=name, zorder=3,
+            s=large, marker=marker, color=colours[name], edgecolors="white", linewidths=0.5, label=printable(name), zorder=3,
         )  # fmt: skip
     axes.axvline(100, color="#000000", linewidth=0.8)
     axes.set_yticks(range(len(cases)), labels, fontsize="small")
     axes.set(ylim=(len(cases) - 0.5, -0.5), xlabel="share of the measured limit, %")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(printable(title), fontsize="medium")
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     return figure
 

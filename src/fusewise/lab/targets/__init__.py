@@ -15,10 +15,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 from ..names import nearest
 from ..problem import Pass, Problem, Task
+from ..reason import reason
 
 ENTRY_POINTS = "fusewise.targets"
 
@@ -101,7 +103,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Target:
-    """The target of that name. ValueError for an unknown one."""
+    """The target of that name. ValueError for one that is unknown or broken."""
     where = BUILT_IN.get(name)
     if where is None:
         where = next((p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS) if p.name == name), None)
@@ -109,9 +111,16 @@ def find(name: str) -> Target:
         fix = nearest(name, names(), "try `study rope` or my_file.py:my_function")
         raise ValueError(f"study: target must be one of {', '.join(names())}, got {name!r}; {fix}")
     module, _, attribute = where.partition(":")
-    target = getattr(importlib.import_module(module), attribute)()
-    if not isinstance(target, Target):
-        raise TypeError(f"study: target {where} must be a fusewise.lab.Target, got {type(target).__name__}")
+    try:
+        target = getattr(importlib.import_module(module), attribute)()
+        if not isinstance(target, Target):
+            raise TypeError(f"no fusewise.lab.Target but {type(target).__name__}")
+        target.presets()
+    except Exception as error:  # someone else's package may raise anything
+        raise ValueError(
+            f"study: target {name} must be importable with its presets, got {reason(error)} at {where}; mend or uninstall "
+            "its package"
+        ) from error
     return target
 
 
@@ -124,9 +133,10 @@ def resolve(name: str, inputs: Sequence[str] = ()) -> tuple[Target, str | None]:
     if inputs:
         raise ValueError(f"study: inputs must be those of a function, got target {name!r}; try my_file.py:my_function")
     if name not in names():
-        for target in map(find, names()):
-            if name in target.presets():
-                return target, name
+        for known in names():
+            with suppress(ValueError):  # a target that is broken is told to whoever asks for it
+                if name in (target := find(known)).presets():
+                    return target, name
     return find(name), None
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..names import nearest
+from ..names import checksum, nearest
 from ..problem import differentiable, span
 from ..truth import parts
 
@@ -92,7 +91,7 @@ class TensorSpec:
 
     def make(self, device: torch.device, seed: str) -> Tensor:
         """The tensor, drawn on `device` by a generator seeded from `seed`, in its strides."""
-        generator = torch.Generator(device).manual_seed(zlib.crc32(seed.encode()))
+        generator = torch.Generator(device).manual_seed(checksum(seed))
         dtype = self.real
         fill = self.fill or ("randn" if self.differentiable else "randint")
         values = self.values or {"randn": (0.0, 1.0), "randint": (0.0, 2.0)}.get(fill, ())

@@ -27,6 +27,7 @@ from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
 from ..ledger import extent
+from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
@@ -35,13 +36,15 @@ from . import Case, Target, functions, inputs
 NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
 #: An input that counts as one of float32, of which its parts are.
 COMPLEX = "c64"
+#: Characters of a case's name; the row's shape has all of the inputs.
+LONGEST_CASE = 1000
 
 
 @dataclass(frozen=True)
 class UserCase:
     """One set of arguments of one function."""
 
-    name: str  # the inputs, as text
+    name: str  # the inputs, as text, shortened where that is long
     dtypes: tuple[str, ...]
     passes: tuple[Pass, ...]
     input_bytes: int
@@ -82,7 +85,7 @@ class User(Target):
                 f'{list(self.texts)}; add --input "x=fp32[1024,1024]"'
             )
         passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in able) else ("fwd",)
-        text = " ".join(inputs.written(*spec) for spec in specs)
+        text = shortened(" ".join(inputs.written(*spec) for spec in specs), LONGEST_CASE)
         if name not in ("", text):
             raise ValueError(f"study: a function must be given without --case, got {name!r}; say it with --input")
         return UserCase(text, (_changeable(specs) or "fp32",), passes, sum(spec.bytes for spec in tensors))
