@@ -305,6 +305,39 @@ def test_mlps_of_transformers(model: str, theirs: str, configuration: str, chang
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
 
 
+THEIR_MODULES = [
+    ("llama", "LlamaMLP", "LlamaConfig", {}, "LigerSwiGLUMLP"),
+    ("llama", "LlamaMLP", "LlamaConfig", {"mlp_bias": True}, "LigerMLP"),
+    ("qwen3_moe", "Qwen3MoeMLP", "Qwen3MoeConfig", {}, "LigerQwen3MoeSwiGLUMLP"),
+    ("hunyuan_v1_dense", "HunYuanDenseV1MLP", "HunYuanDenseV1Config", {}, "LigerHunyuanV1SwiGLUMLP"),
+    ("phi3", "Phi3MLP", "Phi3Config", {"pad_token_id": 0}, "LigerPhi3SwiGLUMLP"),
+    ("falcon_h1", "FalconH1MLP", "FalconH1Config", {}, "LigerFalconH1SwiGLUMLP"),
+    ("falcon_h1", "FalconH1MLP", "FalconH1Config", {"mlp_multipliers": [1.7, 0.85]}, "LigerFalconH1MLP"),
+    ("gemma", "GemmaMLP", "GemmaConfig", {"hidden_act": "gelu_pytorch_tanh"}, "LigerGEGLUMLP"),
+    ("gemma3", "Gemma3MLP", "Gemma3TextConfig", {}, "LigerGEGLUMLPForGemma4"),
+]
+
+
+@pytest.mark.parametrize(("model", "theirs", "configuration", "changed", "ours"), THEIR_MODULES)
+def test_liger_forwards_of_modules_that_are_not_liger_s(
+    model: str, theirs: str, configuration: str, changed: dict[str, Any], ours: str
+) -> None:
+    """Liger binds them to the modules of a model that was built already."""
+    pytest.importorskip("transformers")
+    package = f"transformers.models.{model}"
+    settings = getattr(importlib.import_module(f"{package}.configuration_{model}"), configuration)(
+        hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1, **changed
+    )
+    module = getattr(importlib.import_module(f"{package}.modeling_{model}"), theirs)(settings).to(DEVICE)
+    x = randn(2, 9, 24)
+    usual = module(x)
+    forward = getattr(liger, ours).forward
+    module.forward = forward.__get__(module)
+    torch.testing.assert_close(module(x), usual, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert launches(module, x).keys() & {"fusewise::gated_linear", "fusewise::gate"}
+
+
 def test_activations_that_are_not_here_are_refused_when_the_module_is_built() -> None:
     for build in (transformers.LlamaMLP, transformers.Phi3MLP):
         with pytest.raises(ValueError, match=rf"{build.__name__}: config must name an activation of .*, got 'relu2'"):

@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._gate import gate, stacked_gate
-from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear._validate import fail
 from ..ops.gated_linear.projections import mlp, stacked_mlp
 from ._shared import complex_tables, rotate_multimodal, rotate_pair, unit_stride
@@ -179,8 +178,6 @@ class LigerMLPFunction:
 class LigerGEGLUMLP(nn.Module):
     """The MLP of Gemma, with the tanh form whatever `config` says, as there; the whole of it one operation."""
 
-    activation: Activation = "gelu_tanh"
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self._build(config, config.intermediate_size)
@@ -191,8 +188,10 @@ class LigerGEGLUMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
 
+    # Liger binds the forward of this class and of those below to modules that are none of theirs: all it needs of self is
+    # what a model's own MLP has.
     def forward(self, x: Tensor) -> Tensor:
-        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="gelu_tanh")
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
@@ -210,11 +209,12 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 class LigerSwiGLUMLP(LigerGEGLUMLP):
     """The MLP of Llama and most others, without biases; one operation."""
 
-    activation = "silu"
-
     def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
         _check_silu(type(self).__name__, config)
         super()._build(config, intermediate_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
 
 
 class LigerMLP(LigerSwiGLUMLP):
@@ -248,7 +248,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_multiplier == 1.0:
-            z = super().forward(x)
+            z = mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
         else:
             z = self.down_proj(_silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier))
         return _multiplied(z, self.down_multiplier)
