@@ -148,6 +148,7 @@ MLPS: list[tuple[Any, Any]] = [
     (lambda: liger.LigerGEGLUMLP(config(hidden_act="gelu")), separate(gelu_tanh)),  # the tanh form all the same
     (lambda: liger.LigerGEGLUMLPForGemma4(config(**DOUBLE), 2), separate(gelu_tanh)),
     (lambda: liger.LigerSwiGLUMLP(config()), SILU),
+    (lambda: liger.LigerSwiGLUMLP(config(), intermediate_size=16), SILU),
     (lambda: liger.LigerMLP(config(hidden_act="swish")), SILU),
     (lambda: liger.LigerQwen3MoeSwiGLUMLP(config(), 16), SILU),
     (lambda: liger.LigerHunyuanV1SwiGLUMLP(config(), 3, True), SILU),

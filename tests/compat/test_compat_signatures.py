@@ -86,7 +86,6 @@ SIGNATURES = {
         **dict.fromkeys(
             (
                 "LigerGEGLUMLP",
-                "LigerSwiGLUMLP",
                 "LigerMLP",
                 "LigerPhi3SwiGLUMLP",
                 "LigerBlockSparseTop2MLP",
@@ -96,7 +95,7 @@ SIGNATURES = {
             "config",
         ),
         "LigerGEGLUMLPForGemma4": "config, layer_idx=None",
-        "LigerQwen3MoeSwiGLUMLP": "config, intermediate_size=None",
+        **dict.fromkeys(("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP"), "config, intermediate_size=None"),
         "LigerHunyuanV1SwiGLUMLP": "config, layer_idx=None, is_shared_mlp=False",
         "LigerSwiGLUMLP.forward": "self, x",
     },

@@ -207,7 +207,11 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerSwiGLUMLP(LigerGEGLUMLP):
-    """The MLP of Llama and most others, without biases; one operation."""
+    """The MLP of Llama and most others, without biases, of a width of its own where one is given; one operation."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self._build(config, config.intermediate_size if intermediate_size is None else intermediate_size)
 
     def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
         _check_silu(type(self).__name__, config)
@@ -218,15 +222,14 @@ class LigerSwiGLUMLP(LigerGEGLUMLP):
 
 
 class LigerMLP(LigerSwiGLUMLP):
-    """The same: what Liger fuses in this class alone is fused in all of these."""
+    """The same, of the configuration's width: what Liger fuses in this class alone is fused in all of these."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
-    """The same, of a width of its own."""
-
-    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        nn.Module.__init__(self)
-        self._build(config, config.intermediate_size if intermediate_size is None else intermediate_size)
+    """The same as `LigerSwiGLUMLP`."""
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
