@@ -232,6 +232,22 @@ def test_liger(form: str) -> None:
         assert torch.equal(liger.liger_rotary_pos_emb_gpt_oss(q, k, *tables)[0], q_out)
 
 
+@pytest.mark.parametrize("batch", [1, B])
+def test_liger_finds_the_dimension_of_heads_in_four(batch: int) -> None:
+    q, k = pair()
+    cos, sin = table(D, batch)
+    found = liger.liger_rotary_pos_emb(q, k, *(t[:, :, None] for t in twice(cos, sin)))
+    for y, x in zip(found, (q, k), strict=True):
+        assert_rotated(y, rotate(x, cos[:, None], sin[:, None]))
+
+
+def test_liger_takes_the_width_of_its_tables_for_that_of_the_rotation() -> None:
+    q, k = pair()
+    cos, sin = table(D)
+    y, _ = liger.liger_rotary_pos_emb(q, k, cos, sin)
+    assert_rotated(y, rotate(q, cos[:, None, :, : D // 4], sin[:, None, :, : D // 4]))
+
+
 def test_liger_reads_what_it_needs_of_a_wider_table() -> None:
     q, k = pair()
     cos, sin = table(D)

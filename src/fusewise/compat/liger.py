@@ -37,13 +37,14 @@ def liger_rotary_pos_emb(
     """Rotate the first features of q and k (B, H, T, D), pairs (i, i + rotary_dim / 2), in one launch.
 
     Args:
-        cos, sin: (1 | B, T, W) or (T, W), every angle twice (`cat(f, f)`); 4-D with a dimension of 1 at unsqueeze_dim.
+        cos, sin: (1 | B, T, W) or (T, W), every angle twice (`cat(f, f)`); 4-D with a dimension of 1 at unsqueeze_dim,
+            1 or 2.
         position_ids: without effect, as there.
         rotary_dim: None: W. Given where the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
     """
     if cos.dim() == 4:
-        squeezed = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
-        cos, sin = cos.squeeze(squeezed), sin.squeeze(squeezed)
+        heads = next((dim for dim in (unsqueeze_dim, 1) if cos.shape[dim] == 1), 2)
+        cos, sin = cos.squeeze(heads), sin.squeeze(heads)
     width = cos.shape[-1]
     if rotary_dim is None:
         rotary_dim = min(width, q.shape[-1]) // 2 * 2
