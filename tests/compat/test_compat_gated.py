@@ -236,6 +236,32 @@ def test_a_projection_that_is_more_than_its_weight_is_called(build: Any, stateme
         assert not torch.allclose(changed(x), module(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_hooks_of_all_modules_see_every_projection() -> None:
+    seen: list[str] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        seen.extend(name for name, child in mlp.named_children() if child is module)
+
+    mlp = transformers.LlamaMLP(config()).to(DEVICE)
+    x = randn(3, 24).requires_grad_()
+    registers = nn.modules.module
+    for register in (
+        registers.register_module_forward_pre_hook, registers.register_module_forward_hook,
+        registers.register_module_full_backward_pre_hook, registers.register_module_full_backward_hook,
+    ):  # fmt: skip
+        with register(note):
+            mlp(x).sum().backward()
+        assert sorted(seen) == ["down_proj", "gate_proj", "up_proj"], register.__name__
+        seen.clear()
+    with registers.register_module_forward_hook(lambda module, _, y: 2 * y if module is mlp.up_proj else None):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: mlp(x), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), SILU(mlp, x))
+    with torch.no_grad():
+        assert launches(mlp, x)["fusewise::gated_linear"] == 1
+
+
 def test_a_unit_with_hooks_or_dropout_is_called() -> None:
     x, seen = randn(3, 24), []
     layer = diffusers.FeedForward(24).to(DEVICE)
