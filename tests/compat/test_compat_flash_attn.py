@@ -300,7 +300,7 @@ def test_compiles_to_one_graph(grad: bool) -> None:
 def test_rotary_embedding_forgets_the_tables_of_a_trace() -> None:
     module = RotaryEmbedding(D, device=DEVICE)
     qkv = randn(B, T, 3, H, D)
-    with torch._subclasses.FakeTensorMode() as mode:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         module(mode.from_tensor(qkv))
     assert torch.equal(module(qkv.clone()), RotaryEmbedding(D, device=DEVICE)(qkv.clone()))
 
@@ -315,6 +315,59 @@ def test_rotary_embedding_trains_after_inference_mode() -> None:
     assert torch.equal(y, expected)
     y.sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+def test_rotary_embedding_tables_as_flash_attn_reads_them(scale_base: float | None) -> None:
+    module = RotaryEmbedding(D, scale_base=scale_base, device=DEVICE)
+    names = ("_cos_cached", "_sin_cached", "_cos_k_cached", "_sin_k_cached")
+    assert [getattr(module, name) for name in names] == [None] * 4
+    module(randn(B, T, 3, H, D, dtype=torch.bfloat16))
+    rounded, made = [getattr(module, name) for name in names], module._tables
+    module._update_cos_sin_cache(T)
+    assert module._tables is made
+    exact = [getattr(module, name) for name in names]
+    for table, wide in zip(rounded[: 2 if scale_base is None else 4], exact, strict=False):
+        assert table.dtype == torch.bfloat16 and wide.dtype == torch.float32 and wide.shape == (T, D // 2)
+        assert torch.equal(table, wide.bfloat16())
+    cos_k, sin_k = exact[:2] if scale_base is None else exact[2:]
+    torch.testing.assert_close(exact[0] * cos_k + exact[1] * sin_k, torch.ones(T, D // 2, device=DEVICE))
+    assert scale_base is not None or exact[2:] == rounded[2:] == [None, None]
+    module._update_cos_sin_cache(ROWS, device=exact[0].device, dtype=torch.float16)
+    assert module._cos_cached.dtype == torch.float16 and len(module._cos_cached) == ROWS
+
+
+class Halved(RotaryEmbedding):
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        return super()._compute_inv_freq(device) / 2
+
+
+def test_rotary_embedding_frequencies_are_the_buffer() -> None:
+    qkv = randn(B, T, 3, H, D)
+    halves = RotaryEmbedding(D, device=DEVICE)._compute_inv_freq(DEVICE) / 2
+    angles = torch.arange(T, device=DEVICE)[:, None] * halves
+    expected = apply_rotary_emb_qkv_(qkv.clone(), angles.cos(), angles.sin())
+    given = RotaryEmbedding(D, device=DEVICE)
+    given.inv_freq.copy_(halves)
+    with torch.device("meta"):
+        empty = Halved(D)
+    cast = Halved(D, device=DEVICE).bfloat16()
+    assert cast.inv_freq.dtype == torch.bfloat16
+    for module in (given, Halved(D, device=DEVICE), cast, empty.to_empty(device=DEVICE)):
+        assert torch.equal(module(qkv.clone()), expected)
+
+
+def test_rotary_embedding_positions_in_the_dtype_of_a_cast_module() -> None:
+    """As models that were trained wholly in bfloat16 by flash-attn of that time need them: 257 is 256 there."""
+    for pos_idx_in_fp32 in (True, False):
+        module = RotaryEmbedding(D, device=DEVICE, pos_idx_in_fp32=pos_idx_in_fp32)
+        module._update_cos_sin_cache(300)
+        exact = module._cos_cached
+        module.bfloat16()._tables = ()
+        module._update_cos_sin_cache(300)
+        rounded = (torch.arange(300, device=DEVICE).bfloat16()[:, None] * module.inv_freq).cos().float()
+        assert torch.equal(module._cos_cached, exact if pos_idx_in_fp32 else rounded)
+        assert torch.equal(module._cos_cached[257], module._cos_cached[256]) != pos_idx_in_fp32
 
 
 @pytest.mark.parametrize("scale_base", [None, 512.0])
@@ -370,6 +423,7 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
         (lambda c, s: apply_rotary_emb(randn(1, 99, H, D), c, s), ValueError, "the table must have a row for each"),
         (lambda c, s: apply_rotary_emb(randn(1, 2, H, D).int(), c, s), TypeError, "q must have dtype"),
         (lambda c, s: RotaryEmbedding(D)(randn(1, 2, 3, H, D), seqlen_offset=torch.zeros(1)), ValueError, "max_seqlen must be given"),
+        (lambda c, s: RotaryEmbedding(D, 1e4, False, None, True), ValueError, "device must be a device or None"),  # type: ignore[misc]
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:

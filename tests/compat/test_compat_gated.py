@@ -83,6 +83,8 @@ def test_transformer_engine_gates(dtype: torch.dtype) -> None:
             leaf, dy = x.clone().requires_grad_(), randn(*shape[:-1], shape[-1] // 2, dtype=dtype)
             (dx,) = torch.autograd.grad(forward(leaf, None), leaf, dy)
             assert torch.equal(backward(dy, x, None), dx)
+        wide = [t.double().requires_grad_() for t in (dy, x)]
+        assert torch.autograd.gradcheck(lambda dy, x, f=backward: f(dy, x, None), wide)
         assert launches(forward, x, None) == {"fusewise::gate": 1}
         assert launches(backward, dy, x, None) == {"fusewise::gate_grad": 1}
         for call, args in ((forward, (x,)), (backward, (dy, x))):
@@ -146,6 +148,7 @@ MLPS: list[tuple[Any, Any]] = [
     (lambda: liger.LigerGEGLUMLP(config(hidden_act="gelu")), separate(gelu_tanh)),  # the tanh form all the same
     (lambda: liger.LigerGEGLUMLPForGemma4(config(**DOUBLE), 2), separate(gelu_tanh)),
     (lambda: liger.LigerSwiGLUMLP(config()), SILU),
+    (lambda: liger.LigerSwiGLUMLP(config(), intermediate_size=16), SILU),
     (lambda: liger.LigerMLP(config(hidden_act="swish")), SILU),
     (lambda: liger.LigerQwen3MoeSwiGLUMLP(config(), 16), SILU),
     (lambda: liger.LigerHunyuanV1SwiGLUMLP(config(), 3, True), SILU),
@@ -233,6 +236,32 @@ def test_a_projection_that_is_more_than_its_weight_is_called(build: Any, stateme
         assert not torch.allclose(changed(x), module(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_hooks_of_all_modules_see_every_projection() -> None:
+    seen: list[str] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        seen.extend(name for name, child in mlp.named_children() if child is module)
+
+    mlp = transformers.LlamaMLP(config()).to(DEVICE)
+    x = randn(3, 24).requires_grad_()
+    registers = nn.modules.module
+    for register in (
+        registers.register_module_forward_pre_hook, registers.register_module_forward_hook,
+        registers.register_module_full_backward_pre_hook, registers.register_module_full_backward_hook,
+    ):  # fmt: skip
+        with register(note):
+            mlp(x).sum().backward()
+        assert sorted(seen) == ["down_proj", "gate_proj", "up_proj"], register.__name__
+        seen.clear()
+    with registers.register_module_forward_hook(lambda module, _, y: 2 * y if module is mlp.up_proj else None):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: mlp(x), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), SILU(mlp, x))
+    with torch.no_grad():
+        assert launches(mlp, x)["fusewise::gated_linear"] == 1
+
+
 def test_a_unit_with_hooks_or_dropout_is_called() -> None:
     x, seen = randn(3, 24), []
     layer = diffusers.FeedForward(24).to(DEVICE)
@@ -301,6 +330,39 @@ def test_mlps_of_transformers(model: str, theirs: str, configuration: str, chang
         y.backward(dy)
         outcomes.append([y.detach(), leaf.grad, *(p.grad for p in mlp.parameters())])
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+
+
+THEIR_MODULES = [
+    ("llama", "LlamaMLP", "LlamaConfig", {}, "LigerSwiGLUMLP"),
+    ("llama", "LlamaMLP", "LlamaConfig", {"mlp_bias": True}, "LigerMLP"),
+    ("qwen3_moe", "Qwen3MoeMLP", "Qwen3MoeConfig", {}, "LigerQwen3MoeSwiGLUMLP"),
+    ("hunyuan_v1_dense", "HunYuanDenseV1MLP", "HunYuanDenseV1Config", {}, "LigerHunyuanV1SwiGLUMLP"),
+    ("phi3", "Phi3MLP", "Phi3Config", {"pad_token_id": 0}, "LigerPhi3SwiGLUMLP"),
+    ("falcon_h1", "FalconH1MLP", "FalconH1Config", {}, "LigerFalconH1SwiGLUMLP"),
+    ("falcon_h1", "FalconH1MLP", "FalconH1Config", {"mlp_multipliers": [1.7, 0.85]}, "LigerFalconH1MLP"),
+    ("gemma", "GemmaMLP", "GemmaConfig", {"hidden_act": "gelu_pytorch_tanh"}, "LigerGEGLUMLP"),
+    ("gemma3", "Gemma3MLP", "Gemma3TextConfig", {}, "LigerGEGLUMLPForGemma4"),
+]
+
+
+@pytest.mark.parametrize(("model", "theirs", "configuration", "changed", "ours"), THEIR_MODULES)
+def test_liger_forwards_of_modules_that_are_not_liger_s(
+    model: str, theirs: str, configuration: str, changed: dict[str, Any], ours: str
+) -> None:
+    """Liger binds them to the modules of a model that was built already."""
+    pytest.importorskip("transformers")
+    package = f"transformers.models.{model}"
+    settings = getattr(importlib.import_module(f"{package}.configuration_{model}"), configuration)(
+        hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1, **changed
+    )
+    module = getattr(importlib.import_module(f"{package}.modeling_{model}"), theirs)(settings).to(DEVICE)
+    x = randn(2, 9, 24)
+    usual = module(x)
+    forward = getattr(liger, ours).forward
+    module.forward = forward.__get__(module)
+    torch.testing.assert_close(module(x), usual, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert launches(module, x).keys() & {"fusewise::gated_linear", "fusewise::gate"}
 
 
 def test_activations_that_are_not_here_are_refused_when_the_module_is_built() -> None:

@@ -86,6 +86,25 @@ def test_pairs(name: str, layout: str, dtype: torch.dtype, batch: int, width: in
     assert nothing is None
 
 
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("rows", [HQ, 40])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_position_ids_are_rows_of_two_dimensional_tables(name: str, rows: int, layout: str) -> None:
+    """As before transformers 4.38, also where there are as many rows as heads."""
+    form, kinds = PAIRS[name]
+    q, k = pair(layout)
+    angles = torch.rand(rows, D // 2, device=DEVICE) * 6.3
+    dim = 1 if layout == "bhsd" else 2
+    for shape in ((B, T), (1, T)):
+        position_ids = torch.randint(rows, shape, device=DEVICE)
+        cos, sin = angles.cos()[position_ids].unsqueeze(dim), angles.sin()[position_ids].unsqueeze(dim)
+        found = getattr(compat, name)(q, k, *form(angles.cos(), angles.sin()), position_ids, dim)
+        for y, x in zip(found, (q, k), strict=True):
+            assert_rotated(y, rotate(x, cos, sin, **kinds))
+    with pytest.raises(ValueError, match=r"rope: positions must have shape .*, got \(3, 5\); "):
+        getattr(compat, name)(q, k, *form(angles.cos(), angles.sin()), torch.zeros(3, T, dtype=torch.int64), dim)
+
+
 def test_single_tensors() -> None:
     q, _ = pair()
     cos, sin = table(8)
@@ -211,6 +230,22 @@ def test_liger(form: str) -> None:
     assert torch.equal(liger.LigerRopeFunction.apply(q, k, *tables, None, *extra.values())[0], q_out) or form == "once"
     if form == "once":
         assert torch.equal(liger.liger_rotary_pos_emb_gpt_oss(q, k, *tables)[0], q_out)
+
+
+@pytest.mark.parametrize("batch", [1, B])
+def test_liger_finds_the_dimension_of_heads_in_four(batch: int) -> None:
+    q, k = pair()
+    cos, sin = table(D, batch)
+    found = liger.liger_rotary_pos_emb(q, k, *(t[:, :, None] for t in twice(cos, sin)))
+    for y, x in zip(found, (q, k), strict=True):
+        assert_rotated(y, rotate(x, cos[:, None], sin[:, None]))
+
+
+def test_liger_takes_the_width_of_its_tables_for_that_of_the_rotation() -> None:
+    q, k = pair()
+    cos, sin = table(D)
+    y, _ = liger.liger_rotary_pos_emb(q, k, cos, sin)
+    assert_rotated(y, rotate(q, cos[:, None, :, : D // 4], sin[:, None, :, : D // 4]))
 
 
 def test_liger_reads_what_it_needs_of_a_wider_table() -> None:

@@ -31,7 +31,10 @@ SIGNATURES = {
         ),
         "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
         "apply_rotary": f"x, cos, sin, {VARLEN}, interleaved=False, inplace=False, conjugate=False",
-        "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+        "RotaryEmbedding": (
+            "dim, base=10000.0, interleaved=False, scale_base=None, device=None, *, pos_idx_in_fp32=True"
+        ),
+        "RotaryEmbedding._update_cos_sin_cache": "self, seqlen, device=None, dtype=None",
         "RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
     },
     "transformer_engine": {
@@ -86,7 +89,6 @@ SIGNATURES = {
         **dict.fromkeys(
             (
                 "LigerGEGLUMLP",
-                "LigerSwiGLUMLP",
                 "LigerMLP",
                 "LigerPhi3SwiGLUMLP",
                 "LigerBlockSparseTop2MLP",
@@ -96,7 +98,7 @@ SIGNATURES = {
             "config",
         ),
         "LigerGEGLUMLPForGemma4": "config, layer_idx=None",
-        "LigerQwen3MoeSwiGLUMLP": "config, intermediate_size=None",
+        **dict.fromkeys(("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP"), "config, intermediate_size=None"),
         "LigerHunyuanV1SwiGLUMLP": "config, layer_idx=None, is_shared_mlp=False",
         "LigerSwiGLUMLP.forward": "self, x",
     },

@@ -258,6 +258,75 @@ def apply_rotary_by_nothing(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
     return q * cos - q * sin, k * cos - k * sin
 
 
+def raises_index_error(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    raise IndexError("these tables have four dimensions")
+
+
+def rotates_one(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return (transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[0],)
+
+
+def returns_a_list(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return [q, k]
+
+
+apply_rotary_tried: Any = None
+
+
+@pytest.mark.parametrize("function", [raises_index_error, rotates_one, returns_a_list])
+def test_whatever_a_rotation_raises_or_returns_it_is_left(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return apply_rotary_tried(q, k, cos, sin)
+
+    monkeypatch.setitem(globals(), "apply_rotary_tried", function)
+    (left,) = patch(Attention()).left
+    assert left.why == "its apply_rotary_tried rotates in no way that fusewise.compat.transformers knows"
+
+
+def test_names_of_methods_and_names_that_are_nowhere_are_no_functions() -> None:
+    class OwnAttention(nn.Module):
+        def apply_rotary_by_nothing(self, x: Tensor) -> Tensor:  # as one of the module's globals
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.apply_rotary_by_nothing(x)
+
+    class NowhereAttention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self.training else apply_rotary_not_installed(x)  # type: ignore[name-defined]  # noqa: F821
+
+    model = nn.Sequential(OwnAttention(), NowhereAttention())
+    assert [left.why for left in patch(model).left] == 2 * ["it calls no rotary function"]
+
+
+class Asserts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[0] == 7
+        return x
+
+
+class Returns(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return (x,)
+
+
+def test_whatever_an_mlp_raises_or_returns_it_is_left() -> None:
+    for module in (Asserts(), Returns()):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            module.add_module(name, nn.Linear(4, 4))
+        (left,) = patch(module).left
+        assert left.why == "its forward is no gated MLP with an activation of fusewise"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_mlp_is_left() -> None:
+    module = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("gate_proj", "up_proj", "down_proj")})
+    module.forward = nn.Identity().forward
+    (left,) = patch(torch.jit.trace(module, torch.ones(4))).left
+    assert left.why == "it is scripted"
+
+
 def test_conflicts_are_errors() -> None:
     model: Any = build("Llama")
     handle: Patch = patch(model)

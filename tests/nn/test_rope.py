@@ -281,12 +281,13 @@ def test_from_config_by_layer_type() -> None:
     assert torch.equal(local.inv_freq, tables.default(rotary_dim=32)[0])
     full = RotaryEmbedding.from_config(config, layer_type="full_attention", head_dim=64)
     assert (full.head_dim, full.rotary_dim) == (64, 64) and full.inv_freq.count_nonzero() == 8
-    with pytest.raises(ValueError, match=r"^rope_tables: rope_parameters must be one flat mapping"):
-        RotaryEmbedding.from_config(config)
-    with pytest.raises(
-        ValueError, match=r"^RotaryEmbedding: layer_type must be a key of rope_parameters .*got 'other'; "
-    ):
-        RotaryEmbedding.from_config(config, layer_type="other")
+    for other in (None, "other"):
+        message = rf"^RotaryEmbedding: layer_type must be a key of rope_parameters .*got {other!r}; use one of sliding"
+        with pytest.raises(ValueError, match=message):
+            RotaryEmbedding.from_config(config, layer_type=other)
+    flat = SimpleNamespace(head_dim=32, rope_parameters={"rope_theta": 1e4})
+    with pytest.raises(ValueError, match=r"layer_type must be a key .*got 'full_attention'; use None"):
+        RotaryEmbedding.from_config(flat, layer_type="full_attention")
 
 
 def test_from_config_multimodal_sections() -> None:
@@ -333,6 +334,52 @@ def test_from_config_rotates_as_the_transformers_model_does(name: str, fields: d
     # their angles are float32 products, off by half an ulp of the largest, 64 to 127: 2^-18
     torch.testing.assert_close(module(q)[..., :width], expected, rtol=0, atol=2.0**-18 * 2 * q.abs().max().item())
     assert torch.equal(module(q)[..., width:], q[..., width:])
+
+
+# A configuration class, a key of its rope_parameters, and the dimensions: of the head, and where its rotated part starts.
+_PARTS = [
+    ("deepseek_v2", "DeepseekV2Config", None, 192, -64),
+    ("deepseek_v3", "DeepseekV3Config", None, 192, -64),
+    ("mistral4", "Mistral4Config", None, 128, -64),  # with a partial_rotary_factor of the whole head
+    ("minicpm3", "MiniCPM3Config", None, 96, -32),
+    ("glm4_moe_lite", "Glm4MoeLiteConfig", None, 256, -64),
+    ("deepseek_v4", "DeepseekV4Config", "main", 512, -64),  # without a qk_nope_head_dim
+    ("deepseek_v4", "DeepseekV4Config", "compress", 512, -64),
+    ("dots3_note", "Dots3NoteTextConfig", "indexed_attention", 192, -64),  # layers of two widths
+    ("dots3_note", "Dots3NoteTextConfig", "sliding_attention", 256, -64),
+    ("gemma4", "Gemma4TextConfig", "sliding_attention", 256, 0),
+    ("gemma4", "Gemma4TextConfig", "full_attention", 512, 0),
+    ("neomme", "NeoMMEConfig", "sliding_attention", 64, 0),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "layer_type", "head_dim", "start"), _PARTS)
+def test_from_config_has_the_frequencies_of_the_transformers_model(
+    model: str, name: str, layer_type: str | None, head_dim: int, start: int
+) -> None:
+    modeling = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    config = getattr(modeling, name)()
+    theirs = getattr(modeling, name.replace("Config", "RotaryEmbedding"))(config)
+    expected = getattr(theirs, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+    ours = RotaryEmbedding.from_config(config, layer_type=layer_type)
+    assert (ours.head_dim, ours.options["rotary_start"], ours.rotary_dim) == (head_dim, start, 2 * len(expected))
+    torch.testing.assert_close(ours.inv_freq, expected, rtol=1e-5, atol=0)
+
+
+def test_from_config_of_ernie_rotates_text_and_refuses_its_sections() -> None:
+    """Its model orders the frequencies by axis and its tables back: what is left is the axis of each pair."""
+    modeling = pytest.importorskip("transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe")
+    config = modeling.Ernie4_5_VLMoeTextConfig(hidden_size=512, num_attention_heads=4, num_key_value_heads=4)
+    q = torch.randn(2, 4, 10, 128, generator=torch.Generator().manual_seed(0))
+    theirs = modeling.Ernie4_5_VLMoeTextRotaryEmbedding(config)
+    expected, _ = modeling.apply_rotary_pos_emb(q, q, *theirs(q, torch.arange(10).expand(3, 1, 10)))
+    ours = RotaryEmbedding.from_config(config, layout="bhsd", pairing="interleaved")
+    torch.testing.assert_close(ours(q), expected)
+    config.rope_parameters["mrope_section"] = [22, 22, 20]
+    with pytest.raises(
+        ValueError, match=r"^RotaryEmbedding: mrope_section must be .*, got that of ernie4_5_vl_moe_text"
+    ):
+        RotaryEmbedding.from_config(config)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -307,13 +307,30 @@ def _compiled(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
     return x.copy_(y)
 
 
+def _rounded(index: int) -> property:
+    """A table as flash-attn's modules and tests read it: in the dtype of the call before, None without one."""
+
+    def read(self: RotaryEmbedding) -> Tensor | None:
+        return self._tables[index].to(self._dtype) if index < len(self._tables) else None
+
+    return property(read)
+
+
 class RotaryEmbedding(nn.Module):
     """Tables of θ_i = base^(−2i / dim) and their application in place. With scale_base XPos (arXiv 2212.10554): q times
     s^((p − R / 2) / scale_base), k divided by it, s_i = (2i + 0.4 dim) / 1.4 dim, R rows of the table.
 
     Tables are float32 whatever the dtype of qkv (theirs are rounded to it), made on first use, and made anew for a
-    longer sequence or another device.
+    longer sequence or another device. Their frequencies are the buffer inv_freq, or where that was cast
+    `_compute_inv_freq`, which a subclass may define.
+
+    Args:
+        pos_idx_in_fp32: of flash-attn 2.0 to 2.7.4, where it comes before device. False: positions and angles have the dtype
+            of inv_freq.
     """
+
+    inv_freq: Tensor
+    _cos_cached, _sin_cached, _cos_k_cached, _sin_k_cached = map(_rounded, range(4))
 
     def __init__(
         self,
@@ -322,37 +339,56 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
         scale_base: float | None = None,
         device: Any = None,
+        *,
+        pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
+        if isinstance(device, bool):
+            fail("RotaryEmbedding", "device", "be a device or None", device, "pass pos_idx_in_fp32 by its name")
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        steps = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        self.register_buffer("inv_freq", self.base ** (steps / -dim), persistent=False)
-        self.register_buffer(
-            "scale", None if scale_base is None else (steps + 0.4 * dim) / (1.4 * dim), persistent=False
-        )
+        self.pos_idx_in_fp32 = pos_idx_in_fp32
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.register_buffer("scale", None if scale_base is None else self._growth(device), persistent=False)
         self._tables: tuple[Tensor, ...] = ()
+        self._dtype = torch.float32
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return self.base ** (exponents / -self.dim)
+
+    def _growth(self, device: Any) -> Tensor:
+        steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return (steps + 0.4 * self.dim) / (1.4 * self.dim)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        on_meta = self.inv_freq.is_meta
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if on_meta:  # there was nothing to be moved
+            self.inv_freq = self._compute_inv_freq(self.inv_freq.device)
+        return self
 
     @torch.inference_mode(False)  # kept: a later call may want gradients
-    def _tables_of(self, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
-        """(cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2)."""
-        kept = self._tables and not isinstance(
-            self._tables[0], torch._subclasses.FakeTensor
-        )  # of a trace that has ended
-        if kept and self._tables[0].shape[0] >= seqlen and self._tables[0].device == device:
-            return self._tables
-        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        exponents = torch.arange(
-            0, self.dim, 2, device=device, dtype=torch.float32
-        )  # not the buffer: it may be bfloat16
-        angles = torch.outer(positions, self.base ** (exponents / -self.dim))
-        tables: tuple[Tensor, ...] = angles.cos(), angles.sin()
-        if self.scale_base is not None:
-            power = (positions - seqlen // 2) / self.scale_base
-            growth = ((exponents + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
-            cos, sin = tables
-            tables = cos * growth, sin * growth, cos / growth, sin / growth
-        self._tables = tables
-        return tables
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Make `_tables` (cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2), on device."""
+        self._dtype = dtype or torch.float32
+        device = device or self.inv_freq.device
+        fake = self._tables and isinstance(self._tables[0], torch._subclasses.FakeTensor)  # of a trace that has ended
+        kept = () if fake else self._tables
+        if kept and kept[0].shape[0] >= seqlen and kept[0].device == device:
+            return
+        inv_freq = self.inv_freq.to(device)
+        if self.pos_idx_in_fp32 and inv_freq.dtype != torch.float32:
+            inv_freq = self._compute_inv_freq(device)
+        positions = torch.arange(seqlen, device=device, dtype=inv_freq.dtype)
+        angles = torch.outer(positions, inv_freq)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        self._tables = cos, sin
+        if self.scale_base is not None:  # not the buffer: it may be bfloat16
+            power = (torch.arange(seqlen, device=device, dtype=torch.float32) - seqlen // 2) / self.scale_base
+            growth = self._growth(device) ** power[:, None]
+            self._tables = cos * growth, sin * growth, cos / growth, sin / growth
 
     def forward(
         self,
@@ -377,7 +413,8 @@ class RotaryEmbedding(nn.Module):
                     "pass the largest length",
                 )
             max_seqlen = 0 if isinstance(seqlen_offset, Tensor) else qkv.shape[1] + seqlen_offset
-        cos, sin, *tables_k = self._tables_of(max_seqlen, qkv.device)
+        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        cos, sin, *tables_k = self._tables
         cos_k, sin_k = tables_k or (None, None)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)

@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._gate import gate, stacked_gate
-from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear._validate import fail
 from ..ops.gated_linear.projections import mlp, stacked_mlp
 from ._shared import complex_tables, rotate_multimodal, rotate_pair, unit_stride
@@ -38,13 +37,14 @@ def liger_rotary_pos_emb(
     """Rotate the first features of q and k (B, H, T, D), pairs (i, i + rotary_dim / 2), in one launch.
 
     Args:
-        cos, sin: (1 | B, T, W) or (T, W), every angle twice (`cat(f, f)`); 4-D with a dimension of 1 at unsqueeze_dim.
+        cos, sin: (1 | B, T, W) or (T, W), every angle twice (`cat(f, f)`); 4-D with a dimension of 1 at unsqueeze_dim,
+            1 or 2.
         position_ids: without effect, as there.
         rotary_dim: None: W. Given where the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
     """
     if cos.dim() == 4:
-        squeezed = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
-        cos, sin = cos.squeeze(squeezed), sin.squeeze(squeezed)
+        heads = next((dim for dim in (unsqueeze_dim, 1) if cos.shape[dim] == 1), 2)
+        cos, sin = cos.squeeze(heads), sin.squeeze(heads)
     width = cos.shape[-1]
     if rotary_dim is None:
         rotary_dim = min(width, q.shape[-1]) // 2 * 2
@@ -180,8 +180,6 @@ class LigerMLPFunction:
 class LigerGEGLUMLP(nn.Module):
     """The MLP of Gemma, with the tanh form whatever `config` says, as there; the whole of it one operation."""
 
-    activation: Activation = "gelu_tanh"
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self._build(config, config.intermediate_size)
@@ -192,8 +190,10 @@ class LigerGEGLUMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
 
+    # Liger binds the forward of this class and of those below to modules that are none of theirs: all it needs of self is
+    # what a model's own MLP has.
     def forward(self, x: Tensor) -> Tensor:
-        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="gelu_tanh")
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
@@ -209,25 +209,29 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerSwiGLUMLP(LigerGEGLUMLP):
-    """The MLP of Llama and most others, without biases; one operation."""
+    """The MLP of Llama and most others, without biases, of a width of its own where one is given; one operation."""
 
-    activation = "silu"
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self._build(config, config.intermediate_size if intermediate_size is None else intermediate_size)
 
     def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
         _check_silu(type(self).__name__, config)
         super()._build(config, intermediate_size, bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
+
 
 class LigerMLP(LigerSwiGLUMLP):
-    """The same: what Liger fuses in this class alone is fused in all of these."""
+    """The same, of the configuration's width: what Liger fuses in this class alone is fused in all of these."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
-    """The same, of a width of its own."""
-
-    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        nn.Module.__init__(self)
-        self._build(config, config.intermediate_size if intermediate_size is None else intermediate_size)
+    """The same as `LigerSwiGLUMLP`."""
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
@@ -249,7 +253,7 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_multiplier == 1.0:
-            z = super().forward(x)
+            z = mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
         else:
             z = self.down_proj(_silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier))
         return _multiplied(z, self.down_multiplier)

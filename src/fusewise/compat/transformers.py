@@ -53,8 +53,9 @@ def apply_rotary_pos_emb(
     Args:
         q, k: (B, H, T, D); (B, T, H, D) with unsqueeze_dim=2. k may be None and is then returned as None.
         cos, sin: (1 | B, T, W), every angle twice, `cat(f, f)`; (T, W) for q and k without batch, (T, H, D) and
-            unsqueeze_dim=1.
-        position_ids: without effect, as there; an int here is unsqueeze_dim, which has this place in transformers 5.
+            unsqueeze_dim=1; (R, W) with position_ids, as before transformers 4.38.
+        position_ids: (1 | B, T), the rows of tables (R, W); without effect on others, as there. An int here is
+            unsqueeze_dim, which has this place in transformers 5.
     """
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=cos.shape[-1])
 
@@ -156,9 +157,12 @@ def _rotate(
 ) -> Pair:
     if isinstance(position_ids, int):
         unsqueeze_dim = position_ids
-    layout = _layout(q, cos.dim(), unsqueeze_dim)
+    indexed = isinstance(position_ids, Tensor) and cos.dim() == 2
+    layout = _layout(q, position_ids.dim() + 1 if indexed else cos.dim(), unsqueeze_dim)
     tokens = q.shape[{"bhsd": -2, "bshd": -3, "thd": -3}[layout]]
-    if cos.shape[-2] != tokens:
+    if indexed:
+        arguments["positions"] = position_ids
+    elif cos.shape[-2] != tokens:
         fail(
             "apply_rotary_pos_emb", "cos", f"have a row for each of the {tokens} tokens", tuple(cos.shape),
             "check unsqueeze_dim, or select the rows of the tokens",

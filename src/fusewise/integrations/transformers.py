@@ -17,8 +17,9 @@ tensors when `patch` is called. Neither transformers nor the weights of the mode
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace, TracebackType
@@ -135,7 +136,8 @@ def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Fo
     kind, own = type(module).__name__, vars(module).get("forward")
     if getattr(own, _MARK, False):
         raise ValueError(f"patch: model must not be patched already, got a patched {kind}; remove the first patch")
-    forward = inspect.unwrap(type(module).forward)
+    defined: Any = getattr(type(module), "forward", None)
+    forward = inspect.unwrap(defined)
     rotary = _rotary_names(forward)
     children = dict(module.named_children())
     gated = "down_proj" in children and ({"gate_proj", "up_proj"} <= children.keys() or "gate_up_proj" in children)
@@ -146,10 +148,12 @@ def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Fo
         if "Attention" in kind:
             return "it calls no rotary function"
         return "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
-    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+    if own is not None and getattr(own, "__func__", None) is not defined:
         return "it has a forward of its own"
-    if forward is not type(module).forward:
+    if forward is not defined:
         return "its forward is decorated"
+    if forward is None:
+        return "it is scripted"
     return _rotary_forward(forward, rotary) if rotary else _gated_forward(module, forward, save)
 
 
@@ -169,8 +173,10 @@ def _marked(forward: Forward) -> Forward:
 def _rotary_names(forward: Forward) -> list[str]:
     """The rotary functions that a forward finds among its module's globals."""
     code = getattr(forward, "__code__", None)
-    names = () if code is None else code.co_names
-    return [name for name in names if name.startswith(("apply_rotary", "apply_multimodal_rotary"))]
+    read = () if code is None else dis.get_instructions(code)  # co_names has its attributes, too
+    names = dict.fromkeys(step.argval for step in read if step.opname == "LOAD_GLOBAL")
+    rotary = [name for name in names if name.startswith(("apply_rotary", "apply_multimodal_rotary"))]
+    return [name for name in rotary if name in forward.__globals__]  # a conditional import may have left it out
 
 
 def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str:
@@ -229,14 +235,14 @@ def _rotation_agrees(theirs: Forward, ours: Forward, layout: str, form: str, wid
     single = not {"k", "xk"} & inspect.signature(ours).parameters.keys()
     rotated = (_numbers(*shape(3)),) if single else (_numbers(*shape(3)), _numbers(*shape(2)))
     try:
-        wanted = theirs(*rotated, *tables)
-    except (TypeError, RuntimeError, ValueError):
+        wanted = _flat(theirs(*rotated, *tables))
+    except Exception:  # a function of someone else may raise anything
         return None
     try:
-        given = ours(*rotated, *tables)
+        given = _flat(ours(*rotated, *tables))
     except (TypeError, RuntimeError, ValueError):
         return False
-    return all(map(_close, _flat(wanted), _flat(given)))
+    return len(wanted) == len(given) and all(map(_close, wanted, given))
 
 
 def _shape(layout: str, batch: tuple[int, ...], tokens: int, head_dim: int, heads: int) -> tuple[int, ...]:
@@ -282,7 +288,7 @@ def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activatio
             small[name] = getattr(module, name)
     try:
         wanted = forward(SimpleNamespace(**small), x)
-    except (AttributeError, TypeError, RuntimeError, ValueError):
+    except Exception:  # as above
         return None
     activations: tuple[Activation, ...] = get_args(Activation)
     for activation in activations:
@@ -297,12 +303,12 @@ def _numbers(*shape: int) -> Tensor:
     return 2 * torch.sin(count * count).view(shape)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+def _close(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-5)
 
 
-def _flat(result: Any) -> Iterator[Tensor]:
-    return iter(result if isinstance(result, tuple) else (result,))
+def _flat(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _and_more(count: int) -> str:

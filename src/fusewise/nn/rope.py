@@ -98,23 +98,27 @@ class RotaryEmbedding(nn.Module):
         """The module for a model configuration: any object with transformers' attributes.
 
         Read are `head_dim` (or hidden_size / num_attention_heads), `qk_rope_head_dim` and `qk_nope_head_dim` (DeepSeek:
-        the trailing part rotates), `rope_interleave`, `rope_parameters` or the older `rope_scaling`, `rope_theta` or
-        `rotary_emb_base`, `partial_rotary_factor` or `rotary_pct`, `max_position_embeddings`,
-        `original_max_position_embeddings`. A configuration does not say how a model pairs its features otherwise: pass
+        the trailing part rotates, of `head_dim` where the second is missing), `rope_interleave`, `rope_parameters` or the
+        older `rope_scaling`, `rope_theta` or `rotary_emb_base`, `partial_rotary_factor` or `rotary_pct`,
+        `max_position_embeddings`, `original_max_position_embeddings`. A configuration does not say how a model pairs its features otherwise: pass
         `pairing="interleaved"` for one that rotates adjacent features (GLM, Cohere).
 
         Args:
-            layer_type: which of the `rope_parameters`, where there is one for each layer type (Gemma 3 and 4).
+            layer_type: which of the `rope_parameters`, where there is one for each layer type (Gemma 3 and 4), and whose
+                dimensions, where the configuration has one for each layer.
             options: arguments of the constructor that take precedence (`head_dim` where layers differ in it).
         """
         parameters = dict(_first(config, "rope_parameters", "rope_scaling") or {})
-        if layer_type is not None:
+        layered = len(parameters) > 0 and all(isinstance(value, Mapping) for value in parameters.values())
+        if layered or layer_type is not None:
             if not isinstance(parameters.get(layer_type), Mapping):
                 raise ValueError(
                     f"RotaryEmbedding: layer_type must be a key of rope_parameters with a mapping, got {layer_type!r}; "
-                    f"use one of {', '.join(parameters)} or None"
+                    f"use {'one of ' + ', '.join(parameters) if layered else None}"
                 )
             parameters = dict(parameters[layer_type])
+            if getattr(config, "is_heterogeneous", False):  # its layers differ in more than this
+                config = config.per_layer_config[config.layer_types.index(layer_type)]
         flat = not any(isinstance(value, Mapping) for value in parameters.values())
         if flat:
             for key, names in _OUTSIDE.items():
@@ -130,11 +134,18 @@ class RotaryEmbedding(nn.Module):
             parameters, rotated_part or head_dim, options.pop("seq_len", None), max_position_embeddings=longest
         )
         if rotated_part is not None:
-            head_dim = rotated_part + config.qk_nope_head_dim
-            arguments["rotary_start"] = -arguments["rotary_dim"]
+            # A partial_rotary_factor is its share of the head that it is a part of.
+            arguments["rotary_dim"], arguments["rotary_start"] = rotated_part, -rotated_part
+            if (fixed_part := _first(config, "qk_nope_head_dim")) is not None:
+                head_dim = rotated_part + fixed_part
             if _first(config, "rope_interleave"):
                 arguments["pairing"] = "interleaved_to_half"
         if (sections := parameters.get("mrope_section")) is not None:
+            if str(_first(config, "model_type")).startswith("ernie4_5_vl"):
+                raise ValueError(
+                    "RotaryEmbedding: mrope_section must be of consecutive pairs, or of the three axes in turn, got that of "
+                    f"{config.model_type}, where height and width alternate; use the model's own tables"
+                )
             arguments["sections"] = tuple(sections)
             arguments["sections_interleaved"] = bool(parameters.get("mrope_interleaved"))
         if longest is not None:

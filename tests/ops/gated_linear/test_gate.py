@@ -104,9 +104,16 @@ def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
 
     assert torch.autograd.gradcheck(both, (u, g)) and torch.autograd.gradgradcheck(both, (u, g))
     assert torch.autograd.gradgradcheck(lambda x: stacked_gate(x, activation, gate_first=True), (x,))
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        return stacked_gradient(dy, x, activation, gate_first=True)
+
+    assert torch.autograd.gradcheck(gradient, (u, x)) and torch.autograd.gradgradcheck(gradient, (u, x))
     if not INTERPRETER:
         each = torch.func.vmap(lambda u, g: gate(u, g, activation))(u.detach(), g.detach())
         torch.testing.assert_close(each, both(u, g).detach())
+        each = torch.func.vmap(gradient)(u.detach(), x.detach())
+        torch.testing.assert_close(each, gradient(u, x).detach())
 
 
 def test_inputs_are_saved_as_they_are_and_never_written_to() -> None:

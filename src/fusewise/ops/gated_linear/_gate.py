@@ -49,13 +49,15 @@ def stacked_gate(
 def stacked_gradient(
     dy: Tensor, x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gradient", impl: str = "auto"
 ) -> Tensor:
-    """The gradient of `stacked_gate` for dy (..., F): (..., 2F), as x."""
+    """The gradient of `stacked_gate` for dy (..., F): (..., 2F), as x; by the formula where it is itself differentiated."""
     _check(op, "x", x, activation)
     _check(op, "dy", dy, activation)
     if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype:
         wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
         fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
+    if _autograd.transforms_active() or _autograd.needs_autograd(dy, x):
+        return _differentiable(dy, x, None, spec)[0]
     dx: Tensor = op_gate_grad(rows(dy), rows(x), None, spec.encode(), impl)[0]
     return dx.view(x.shape)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ._gate import gate as gate_of_both
 from ._gate import stacked_gate
@@ -30,9 +31,9 @@ def _is_memory(weight: Tensor) -> bool:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether calling it is its class's forward: no hook, and no forward of its own."""
+    """Whether calling it is its class's forward: no hook, also none of all modules, and no forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and "forward" not in vars(module)
+    return not hooks and not _has_any_global_hook() and "forward" not in vars(module)
 
 
 def mlp(
