@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import fail, unit_stride
 from ..ops.rope import _op, rope, rope_
-from ..ops.rope._validate import fail
 from ..ops.rope._written import check_followed
-from ._shared import alike, pairing, unit_stride
+from ._shared import alike, pairing
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
 Part = int | tuple[int, int]
@@ -276,7 +276,7 @@ class _RotateParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
-        x = _op.unit_stride(x)
+        x = _op.readable(x)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _rotate_parts(x, y, parts, call, tables_k)
         _save(ctx, parts, call, tables_k)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import fail, unit_stride
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
-from ..ops.rope._validate import DEFAULTS, fail, validated
-from ._shared import pairing, unit_stride
+from ..ops.rope._validate import DEFAULTS, validated
+from ._shared import pairing
 
 
 def apply_rotary_pos_emb(
@@ -204,7 +205,7 @@ class _SplitRotate(torch.autograd.Function):
         dqkv = torch.empty(shape, dtype=dtype, device=device)
         parts = _fold(dqkv, widths, tensor_format)
         dq, dk, dv = (
-            part.new_zeros(part.shape) if d is None else _op.unit_stride(d).contiguous()
+            part.new_zeros(part.shape) if d is None else _op.readable(d).contiguous()
             for d, part in zip(grads, parts, strict=True)
         )
         dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)

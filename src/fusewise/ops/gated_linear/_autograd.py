@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import transforms_active
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -28,14 +29,6 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     # Not torch.compiler.is_exporting(), which torch 2.11 takes to be true in every trace.
     return wanted and not torch.compiler._is_exporting_flag
-
-
-def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work; in a trace, where `requires_grad` is not to be
-    trusted under a transform, the former."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def may_overwrite(saved: Tensor) -> bool:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._common import compute_dtype, fail, transforms_active
 from .._register import register
 from . import _autograd, reference
-from ._problem import ACTIVATIONS, Spec, compute_dtype, rows, split_preact
-from ._validate import check_features, fail
+from ._problem import ACTIVATIONS, Spec, rows, split_preact
+from ._validate import check_features
 
 # Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with contiguous
 # columns; u and g have their rows at the same distance, and so have du and dg.
@@ -67,7 +68,7 @@ def _check(op: str, name: str, x: Any, activation: str) -> None:
 
 
 def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tensor:
-    if _autograd.transforms_active():
+    if transforms_active():
         u, g = _halves(first, second, spec)
         return _formula(u, g, spec)
     text = spec.encode()

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._common import transforms_active
 from .._register import register
-from ..rope._op import transforms_active, unit_stride
+from ..rope._op import readable
 from ..rope._problem import Rotation
 from . import reference
 from ._problem import Norm
@@ -107,7 +108,7 @@ class _QkNormRope(torch.autograd.Function):
         given = [i for i, dy in enumerate(dys) if dy is not None]
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
-            picked = [unit_stride(dy) for dy in dys if dy is not None]
+            picked = [readable(dy) for dy in dys if dy is not None]
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
             wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)

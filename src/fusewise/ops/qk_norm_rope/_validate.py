@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rope._validate import FLOATS, MAX_SCALE, check_tensor, fail, shape_of, validated_as_far
+from .._common import fail
+from ..rope._validate import FLOATS, MAX_SCALE, check_tensor, shape_of, validated_as_far
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import OVERS, Norm
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import transforms_active, unit_stride
 from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._problem import Spec, transposed_spec
@@ -162,19 +163,12 @@ def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
     return transforms_active()
 
 
-def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """x, or the one permitted copy: of a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`, or
+def readable(dy: Tensor) -> Tensor:
+    """dy, or the one permitted copy: of a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`, or
     that is zeros without memory, as torch's own formulas may give it."""
-    if not torch.compiler.is_compiling() and _is_zeros(x):
-        return x.clone()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    if not torch.compiler.is_compiling() and _is_zeros(dy):
+        return dy.clone()
+    return unit_stride(dy)
 
 
 def _is_zeros(x: Tensor) -> bool:
@@ -183,8 +177,8 @@ def _is_zeros(x: Tensor) -> bool:
     return x._is_zerotensor()
 
 
-def _unit_stride(dy: Tensor | None) -> Tensor | None:
-    return None if dy is None else unit_stride(dy)
+def _readable(dy: Tensor | None) -> Tensor | None:
+    return None if dy is None else readable(dy)
 
 
 def _strides(dy: Tensor | None, wanted: list[int]) -> list[int]:
@@ -230,7 +224,7 @@ def gradients(
     dq, dk = dys
     if dq is not None or dk is not None:
         call = (*tensors, offset, transposed_spec(spec), impl)
-        dq, dk = _unit_stride(dq), _unit_stride(dk)
+        dq, dk = _readable(dq), _readable(dk)
         dq, dk = _rotate(dq, dk, call, (_strides(dq, strides[0]), _strides(dk, strides[1])))
     return dq, dk
 
@@ -238,7 +232,7 @@ def gradients(
 def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any:
     if any(tangent is not None for tangent in of_tables):
         raise ValueError("rope: the table must not have a tangent: none is computed for it, got one; detach the table")
-    tangents = _rotate(_unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
+    tangents = _rotate(_readable(dq), _readable(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
     given = dk if dq is None else dq
     assert given is not None
     # Forward mode knows no missing tangent of an output: it is zero.

@@ -5,11 +5,12 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._common import fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
@@ -18,10 +19,6 @@ MAX_POSITION = 2**31 - 1
 MAX_SCALE = 3.4028234663852886e38  # of float32
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32, torch.int64)
-
-
-def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
 def dtype_of(x: Tensor) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import transforms_active
+from .._common import fail, transforms_active
 from ._overlap import overlaps, overlaps_itself
-from ._validate import DEFAULTS, check_tensor, check_unit_stride, fail, shape_of
+from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
 
 
 def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import fail
 from . import _host, _op
 from ._problem import Layout, Pairing
-from ._validate import fail, validated_as_far
+from ._validate import validated_as_far
 from ._written import check_followed, check_out, check_written
 
 # Arguments after k are meant to be given by name, and no `*` says so: for every keyword-only parameter that is not given

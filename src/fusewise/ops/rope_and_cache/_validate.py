@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rope._op import transforms_active
+from .._common import fail, transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import layout_dims
 from ..rope._validate import (
@@ -21,7 +21,6 @@ from ..rope._validate import (
     check_tensor,
     check_unit_stride,
     dtype_of,
-    fail,
     shape_of,
     validated_as_far,
 )
