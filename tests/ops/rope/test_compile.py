@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusewise
+from fusewise.ops._register import _COPIES_WRONGLY
 
 from .support import Operators, Place, assert_bits, make_table, places, require
 
@@ -218,6 +219,52 @@ def test_compiled_in_place_of_packed_views() -> None:
 
     torch.compile(f, fullgraph=True, backend="aot_eager")(qkv)
     assert_bits(qkv, want)
+
+
+SHARED = {
+    "q must not have elements that share memory": lambda x: fusewise.rope_(x[:, :, :1].expand(-1, -1, 3, -1), **TABLE),
+    "k must not overlap q": lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 2:], **TABLE),
+    "out for q must not have elements": lambda x: fusewise.rope(
+        x[:, :, :2] * 1, **TABLE, out=x[:, :, :1].expand(-1, -1, 2, -1)
+    ),
+    "out for k must not overlap out for q": lambda x: fusewise.rope(
+        x[:, :, :2] * 1, x[:, :, 2:] * 1, **TABLE, out=(x[:, :, :2], x[:, :, 1:3])
+    ),
+}
+
+
+@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("message", SHARED)
+def test_compiled_writes_into_shared_memory_are_refused(message: str, dynamic: bool) -> None:
+    f, x = SHARED[message], torch.randn(2, 6, 4, 16)
+    with pytest.raises(Exception, match=f"rope_?: {message}"):
+        torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
+    with pytest.raises(ValueError, match=f"^rope_?: {message}"):
+        f(x)
+
+
+@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
+def test_compiled_for_tensors_apart_refuses_those_that_share() -> None:
+    """A graph may not serve what it was not made for."""
+    x = torch.randn(2, 6, 4, 16)
+    f = torch.compile(lambda q, k: fusewise.rope_(q, k, **TABLE), backend="aot_eager")
+    f(x[:, :, :3].clone(), x[:, :, 2:].clone())
+    with pytest.raises(Exception, match="rope_: k must not overlap q"):
+        f(x[:, :, :3], x[:, :, 2:])
+
+
+def test_no_recompilation_in_place_while_the_sequence_grows() -> None:
+    counter = CompileCounter()
+    f = torch.compile(
+        lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 3:], **TABLE), fullgraph=True, dynamic=True, backend=counter
+    )
+    for tokens in (5, 6, 17, 64, 33, 2):
+        x = torch.randn(2, tokens, 4, 16)
+        want = fusewise.rope(x, **TABLE)
+        f(x)
+        assert_bits(x, want)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings(

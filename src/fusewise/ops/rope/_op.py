@@ -18,6 +18,7 @@ from torch import Tensor
 from .._common import transforms_active, unit_stride
 from .._register import copies_wrongly, register
 from . import _auto, _host
+from ._overlap import check_apart
 from ._problem import Spec, transposed_spec
 
 # The arguments after the rotated tensors, the same in every operator: a `Rotation`, and the name of an implementation or
@@ -85,8 +86,14 @@ def _fake_rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty(q, rest[-2]), _empty(k, rest[-1])
 
 
-def _fake_nothing(*_: Any) -> None:
-    return None
+def fake_writing(op: str, written: dict[str, int]) -> Callable[..., None]:
+    """The fake of an operator that writes to its arguments of these names, at these places. Only here does a trace of `op`
+    know which tensors share memory; with one that is read they may, since the compiler reads before it writes."""
+
+    def fake(*args: Any) -> None:
+        check_apart(op, {name: args[place] for name, place in written.items()}, {})
+
+    return fake
 
 
 def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
@@ -129,12 +136,18 @@ _op_rope_qk = register(
     f"rope_qk(Tensor q, Tensor k, {_COMMON}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
     _rope_qk, _fake_rope_qk, _vmap_functional("rope_qk", 2),
 )  # fmt: skip
-_op_rope_out = register(f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, _fake_nothing)
-_op_rope_qk_out = register(
-    f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()", _rope_qk_out, _fake_nothing
+_op_rope_out = register(
+    f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, fake_writing("rope", {"out for q": -1})
 )
-_op_rope_ = register(f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, _fake_nothing)
-_op_rope_qk_ = register(f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, _fake_nothing)
+_op_rope_qk_out = register(
+    f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
+    _rope_qk_out,
+    fake_writing("rope", {"out for q": -2, "out for k": -1}),
+)
+_op_rope_ = register(f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, fake_writing("rope_", {"q": 0}))
+_op_rope_qk_ = register(
+    f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, fake_writing("rope_", {"q": 0, "k": 1})
+)
 
 
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
