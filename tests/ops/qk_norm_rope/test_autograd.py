@@ -189,6 +189,15 @@ def test_batches_of_gradients(norm: str) -> None:
             torch.testing.assert_close(a[i], b)
 
 
+def test_tables_may_require_grad_where_none_is_recorded() -> None:
+    tensors, frequencies = leaves("head"), FREQ.clone().requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            fusewise.qk_norm_rope(*tensors, inv_freq=frequencies)
+        with pytest.raises(ValueError, match=r"^qk_norm_rope: inv_freq must not require grad"):
+            fusewise.qk_norm_rope(*tensors, inv_freq=frequencies)
+
+
 def test_compiled_transform() -> None:
     tensors = tuple(x.detach() for x in leaves("all"))
 

@@ -351,6 +351,21 @@ def test_tables_get_no_gradient_and_say_so(name: str) -> None:
         fusewise.rope(q, **table)
 
 
+@every_place
+def test_tables_may_require_grad_where_none_is_recorded(place: Place) -> None:
+    """As does a frequency that is a parameter of the model; and a call that has been before is refused where one is."""
+    q, k, kwargs = inputs(place)
+    want = fusewise.rope(q, k, **kwargs)
+    kwargs = {**kwargs, "cos": kwargs["cos"].clone().requires_grad_()}
+    for _ in range(2):
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                for y, w in zip(fusewise.rope(q, k, **kwargs), want, strict=True):
+                    assert_bits(y.clone(), w.detach())
+        with pytest.raises(ValueError, match=r"^rope: cos must not require grad"):
+            fusewise.rope(q, k, **kwargs)
+
+
 def test_inference_mode_and_no_grad_record_nothing() -> None:
     q, k, kwargs = inputs(Place("reference", "cpu"))
     want = fusewise.rope(q, k, **kwargs)

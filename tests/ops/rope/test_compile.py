@@ -187,6 +187,17 @@ def test_no_recompilation_in_a_decode_loop() -> None:
     assert counter.frame_count == 1
 
 
+def test_compiled_without_gradients_takes_a_table_that_requires_one() -> None:
+    q, k = tensors()
+    frequencies = torch.nn.Parameter(FREQ.clone())
+    f = torch.compile(fusewise.rope, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for a, b in zip(f(q, k, inv_freq=frequencies), fusewise.rope(q, k, inv_freq=FREQ), strict=True):
+            assert_bits(a, b)
+    with pytest.raises(Exception, match="rope: inv_freq must not require grad"):
+        f(q, k, inv_freq=frequencies)
+
+
 def test_compiled_errors_are_those_of_the_call() -> None:
     q, k = tensors()
     f = torch.compile(fusewise.rope, backend="eager")
