@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import fusewise
+from fusewise.ops.rope._problem import PAIRINGS
 
 from ..rope.support import Case, Operators, Place, make_table
 from .support import NormCase, build, places
@@ -177,10 +178,11 @@ def test_transforms() -> None:
 
 
 @pytest.mark.parametrize("norm", ["head", "all"])
-def test_batches_of_gradients(norm: str) -> None:
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_batches_of_gradients(norm: str, pairing: str) -> None:
     """Many at once, as torch.autograd.functional.jacobian asks for them, are the gradients one by one."""
     tensors = leaves(norm)
-    ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm)
+    ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm, pairing=pairing)
     batches = [torch.randn(3, *y.shape, dtype=y.dtype) for y in ys]
     together = torch.autograd.grad(ys, tensors, batches, is_grads_batched=True, retain_graph=True)
     for i in range(3):
