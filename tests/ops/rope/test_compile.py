@@ -153,6 +153,18 @@ def test_compiled_gives_the_same_bits(name: str, impl: str, dynamic: bool) -> No
         assert a.stride() == b.stride()
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_compiled_with_one_that_requires_no_grad(wanted: int) -> None:
+    xs = tuple(x.requires_grad_(i == wanted) for i, x in enumerate(tensors()))
+    ys = torch.compile(lambda q, k: fusewise.rope(q, k, **TABLE), fullgraph=True, backend="aot_eager")(*xs)
+    assert [y.requires_grad for y in ys] == [i == wanted for i in range(2)]
+    for got, want in zip(ys, fusewise.rope(*xs, **TABLE), strict=True):
+        assert_bits(got, want)
+    dy = torch.randn_like(xs[wanted])
+    (want,) = torch.autograd.grad(fusewise.rope(xs[wanted], **TABLE), xs[wanted], dy)
+    assert_bits(torch.autograd.grad(ys[wanted], xs[wanted], dy)[0], want)
+
+
 def test_compiled_packed_sequences() -> None:
     x = torch.randn(11, 3, 16)
     cu_seqlens = torch.tensor([0, 4, 4, 9], dtype=torch.int32)

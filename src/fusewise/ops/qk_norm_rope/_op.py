@@ -99,13 +99,16 @@ class _QkNormRope(torch.autograd.Function):
         ctx.rest = call[5:]
         ctx.set_materialize_grads(False)
         ys = _op(*_lists(q, k, q_weight, k_weight), *call)
-        return tuple(ys) if len(ys) == 2 else ys[0]
+        if len(ys) == 1:
+            return ys[0]
+        ctx.mark_non_differentiable(*[y for i, y in enumerate(ys) if not _wanted(ctx, i)])
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
         call = (*tensors, *ctx.rest)
-        given = [i for i, dy in enumerate(dys) if dy is not None]
+        given = [i for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)]
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
             picked = [readable(dy) for dy in dys if dy is not None]
@@ -124,6 +127,11 @@ class _QkNormRope(torch.autograd.Function):
                     results[2 + i] = dweights[place]
         wanted = [result if needed else None for result, needed in zip(results, ctx.needs_input_grad, strict=False)]
         return *wanted, *(None,) * len(call)
+
+
+def _wanted(ctx: Any, i: int) -> bool:
+    """Whether a gradient of q or of its weight is wanted, or for i = 1 of k's."""
+    return bool(ctx.needs_input_grad[i] or ctx.needs_input_grad[2 + i])
 
 
 def _lists(

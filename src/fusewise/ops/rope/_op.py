@@ -221,6 +221,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
+    wants_q, wants_k, *_ = ctx.needs_input_grad
+    dq, dk = dq if wants_q else None, dk if wants_k else None
     offset, spec, impl = ctx.rest
     return *gradients((dq, dk), ctx.saved_tensors, offset, spec, impl, ctx.strides), *(None,) * 8
 
@@ -261,6 +263,11 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, *call, q_strides, k_strides = inputs
         out = _forward(q, k, tuple(call), q_strides, k_strides)
+        if isinstance(out, tuple):
+            # The rotation of what does not require grad does not either.
+            ctx.mark_non_differentiable(
+                *[y for y, needed in zip(out, ctx.needs_input_grad, strict=False) if not needed]
+            )
         _save(ctx, inputs, out if isinstance(out, tuple) else (out,))
         return out
 
