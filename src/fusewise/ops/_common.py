@@ -20,6 +20,16 @@ def transforms_active() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
+def wants_formula(dy: Tensor) -> bool:
+    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
+    a formula in functions that torch differentiates and maps. So does a gradient of zeros without memory."""
+    if transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of all arithmetic: float32, or float64 for float64 tensors."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import compute_dtype, fail, transforms_active
+from .._common import compute_dtype, fail, transforms_active, wants_formula
 from .._register import register
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, rows, split_preact
@@ -90,7 +90,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.saved_tensors
         text, impl = ctx.rest
-        if _autograd.wants_formula(dy):
+        if wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None
         dfirst, dsecond = op_gate_grad(rows(dy), rows(first), _rows(second), text, impl)
         return dfirst.view(first.shape), None if second is None else dsecond.view(second.shape), None, None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import transforms_active
+from .._common import transforms_active, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -79,16 +79,6 @@ _op_grad = register(
 )
 
 
-def _wants_formula(dy: Tensor) -> bool:
-    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
-    the formula in plain torch."""
-    if transforms_active():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy)
-
-
 class _QkNormRope(torch.autograd.Function):
     """Held for backward: q, k and their weights, and nothing that was computed."""
 
@@ -115,7 +105,7 @@ class _QkNormRope(torch.autograd.Function):
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
             wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)
-            if _wants_formula(picked[0]):
+            if wants_formula(picked[0]):
                 rotation, norm, _ = _split(call)
                 dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
             else:
