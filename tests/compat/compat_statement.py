@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,3 +75,26 @@ def launches(function: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
     with Launches() as mode:
         function(*args, **kwargs)
     return dict(mode.count)
+
+
+def assert_transforms(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    """The transforms of torch.func and batches of gradients of `function`, which may write to x, are what autograd gives."""
+    call = lambda x: results if isinstance(results := function(x), tuple) else (results,)  # noqa: E731
+    loss = lambda x: sum((y**3).sum() for y in call(x * 1))  # noqa: E731
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(x), want)
+    torch.testing.assert_close(torch.func.grad(lambda x: sum((y**3).sum() for y in call(x)))(x.clone()), want)
+    mapped = torch.func.vmap(torch.func.grad(loss))(torch.stack((x, 2 * x)))
+    torch.testing.assert_close(mapped, torch.stack((want, 4 * want)))
+    many = torch.stack((x, 2 * x))
+    for ys, once, twice in zip(torch.func.vmap(call)(many), call(x.clone()), call(2 * x), strict=True):
+        torch.testing.assert_close(ys, torch.stack((once, twice)))
+    _, tangents = torch.func.jvp(lambda x: call(x * 1), (x,), (x,))
+    for tangent, y in zip(tangents, call(x.clone()), strict=True):
+        torch.testing.assert_close(tangent, y)
+    ys = call(leaf * 1)
+    dys = [torch.randn(3, *y.shape, device=y.device) for y in ys]
+    (batch,) = torch.autograd.grad(ys, leaf, dys, is_grads_batched=True, retain_graph=True)
+    for i, dx in enumerate(batch):
+        torch.testing.assert_close(dx, torch.autograd.grad(ys, leaf, [dy[i] for dy in dys], retain_graph=True)[0])

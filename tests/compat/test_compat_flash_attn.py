@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
+from compat_statement import DEVICE, assert_gradient, assert_rotated, assert_transforms, launches, rotate
 from torch import Tensor
 
 from fusewise.compat.flash_attn import (
@@ -186,6 +186,27 @@ def test_derivatives_of_every_order_in_place() -> None:
         assert torch.autograd.gradcheck(function, x)
         assert torch.autograd.gradgradcheck(function, x)
         assert not torch.autograd.grad(function(x).sgn().sum(), x)[0].any()  # zeros without memory
+
+
+IN_PLACE: dict[str, tuple[tuple[int, ...], Any]] = {
+    "one": ((B, T, H, D), lambda x, t, _: apply_rotary_emb(x, *t, inplace=True)),
+    "stacked": ((B, T, 3, H, D), lambda x, t, _: apply_rotary_emb_qkv_(x, *t)),
+    "with tables for k": ((B, T, 3, H, D), lambda x, t, k: apply_rotary_emb_qkv_(x, *t, *k)),
+    "heads": ((B, T, 2 * H, D), lambda x, t, _: apply_rotary_emb_qkv_(x, *t, num_heads_q=H)),
+    "kv": ((B, T, 2, H, D), lambda x, t, _: apply_rotary_emb_kv_(x, *t)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_transforms_in_place(form: str) -> None:
+    shape, function = IN_PLACE[form]
+    tables = table(), table(seed=1)
+    assert_transforms(lambda x: function(x, *tables), randn(*shape))
+    xs = randn(2, *shape)
+    want = torch.stack([function(x.clone(), *tables) for x in xs])
+    torch.func.vmap(lambda x: function(x, *tables))(xs)
+    torch.testing.assert_close(xs, want)
 
 
 @pytest.mark.parametrize("form", ["view of the whole", "slice", "view of a leaf"])

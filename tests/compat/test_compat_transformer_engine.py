@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
+from compat_statement import DEVICE, assert_gradient, assert_rotated, assert_transforms, launches, rotate
 from torch import Tensor
 
 from fusewise.compat.transformer_engine import (
@@ -181,6 +181,18 @@ def test_derivatives_of_every_order_and_unused_results() -> None:
     assert d[..., :8].abs().max() == 0 and d[..., 16:].abs().max() == 0 and d[..., 8:16].abs().min() > 0
     (d,) = torch.autograd.grad(function(qkv)[0].sgn().sum(), qkv)  # zeros without memory
     assert d.shape == qkv.shape and not d.any()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_transforms_of_the_packed_form(tensor_format: str, separate: bool) -> None:
+    q_freqs, _ = freqs(8)
+    k_freqs = freqs(8, seed=1)[0] if separate else q_freqs
+    shape = (T, B, 3, 32) if tensor_format == "sbhd" else (B, T, 3, 32)
+    assert_transforms(
+        lambda x: apply_fused_qkv_rotary_pos_emb(x, q_freqs, k_freqs, [16, 8, 8], tensor_format), randn(*shape)
+    )
 
 
 def test_one_launch_and_nothing_else() -> None:

@@ -63,6 +63,19 @@ def test_frequencies_made_in_inference_mode_serve_training(table: str) -> None:
     assert torch.equal(y, told(q, k)[0]) and y.requires_grad
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_uses_the_reserved_table(strict: bool) -> None:
+    module = RotaryEmbedding(16, table="cos_sin", max_positions=4)
+    module.reserve(64)
+    table = module.cos
+    tokens = {1: torch.export.Dim("tokens", max=60)}
+    program = torch.export.export(module, (torch.randn(2, 6, 4, 16),), dynamic_shapes=(tokens,), strict=strict)
+    assert [str(n.target) for n in program.graph.nodes if n.op == "call_function"] == ["fusewise.rope.default"]
+    assert module.cos is table
+    q = torch.randn(2, 50, 4, 16)
+    assert torch.equal(program.module()(q), module(q))
+
+
 def test_tables_of_a_trace_are_not_kept() -> None:
     module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
     q, _ = qk()

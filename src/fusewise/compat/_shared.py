@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._common import fail, unit_stride
 from ..ops.rope import rope
-from ..ops.rope._validate import fail
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

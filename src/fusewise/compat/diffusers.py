@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops._common import fail
 from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
-from ..ops.gated_linear._validate import fail
 from ..ops.gated_linear.projections import is_untouched, stacked, stacked_mlp
 
 

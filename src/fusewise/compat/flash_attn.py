@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import fail, transforms_active, unit_stride, wants_formula
 from ..ops.rope import _op, rope, rope_
-from ..ops.rope._validate import fail
 from ..ops.rope._written import check_followed
-from ._shared import alike, pairing, unit_stride
+from ._shared import alike, pairing
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
 Part = int | tuple[int, int]
@@ -171,11 +171,12 @@ def _call(
 
 def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
     """Rotate the parts of x in place; return x, or what carries its gradient."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if transforms_active() or (recorded and torch.compiler.is_compiling()):
+        return _overwritten(x, parts, call, tables_k)
+    if not recorded:
         _rotate_parts(x, None, parts, call, tables_k)
         return x
-    if torch.compiler.is_compiling():
-        return _compiled(x, parts, call, tables_k)
     whole = x
     if x._is_view():
         # Of a tensor seen through a view that covers it, as a projection is, autograd can follow the tensor itself; of
@@ -243,7 +244,7 @@ def _save(ctx: Any, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, 
     ctx.rest = parts, names, {name: value for name, value in call.items() if name not in names}
 
 
-def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], tuple[Tensor, ...] | None]:
+def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], Any]:
     """The arguments of the backward call: those of the forward, rotating by the negative angle."""
     parts, names, rest = ctx.rest
     tensors = ctx.saved_tensors
@@ -267,32 +268,20 @@ class _RotatePartsInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        dx = _rotate_parts_apart(dy.reshape(ctx.shape), *_transposed(ctx))
-        return dx.view(dy.shape), None, None, None, None
-
-
-class _RotateParts(torch.autograd.Function):
-    """The same out of place: the gradient of the one above, and of itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
-        x = _op.unit_stride(x)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate_parts(x, y, parts, call, tables_k)
-        _save(ctx, parts, call, tables_k)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _rotate_parts_apart(dy, *_transposed(ctx)), None, None, None
+        seen = _op.readable(dy.reshape(ctx.shape))
+        if wants_formula(seen):
+            dx = _joined(seen, *_transposed(ctx))
+        else:
+            dx = torch.empty(seen.shape, dtype=seen.dtype, device=seen.device)
+            _rotate_parts(seen, dx, *_transposed(ctx))
+        return dx.reshape(dy.shape), None, None, None, None
 
 
 _rotate_parts_in_place: Any = _RotatePartsInPlace.apply
-_rotate_parts_apart: Any = _RotateParts.apply
 
 
-def _compiled(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
-    """`_in_place` of a tensor that requires grad, in terms of what torch.compile traces."""
+def _joined(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
+    """x with its parts rotated, of functions that torch differentiates, maps and traces."""
     pieces: list[Tensor] = []
     for together, arguments in _groups(x, parts, call, tables_k):
         views = [_take(x, part) for part in together]
@@ -300,8 +289,13 @@ def _compiled(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
         pieces += rotated if isinstance(rotated, tuple) else [rotated]
     if parts[2] is not None:
         pieces.append(_take(x, parts[2]))
-    y = pieces[0] if len(pieces) == 1 else torch.stack(pieces, 2) if x.dim() == 5 else torch.cat(pieces, 2)
-    if x.is_leaf:
+    return pieces[0] if len(pieces) == 1 else torch.stack(pieces, 2) if x.dim() == 5 else torch.cat(pieces, 2)
+
+
+def _overwritten(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
+    """`_in_place` where torch.compile or a transform is to see a gradient through the write."""
+    y = _joined(x, parts, call, tables_k)
+    if x.requires_grad and x.is_leaf:
         x.detach().copy_(y.detach())
         return y
     return x.copy_(y)

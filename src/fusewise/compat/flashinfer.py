@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._common import unit_stride
 from ..ops.rope import rope, rope_, tables
-from ._shared import heads, pairing, rotate_pair, unit_stride
+from ._shared import heads, pairing, rotate_pair
 
 
 def apply_rope(

@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..ops._common import fail, unit_stride
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._gate import gate, stacked_gate
-from ..ops.gated_linear._validate import fail
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._shared import complex_tables, rotate_multimodal, rotate_pair, unit_stride
+from ._shared import complex_tables, rotate_multimodal, rotate_pair
 
 
 def liger_rotary_pos_emb(

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import fail, transforms_active, unit_stride, wants_formula
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
-from ..ops.rope._validate import DEFAULTS, fail, validated
-from ._shared import pairing, unit_stride
+from ..ops.rope._validate import DEFAULTS, validated
+from ._shared import pairing
 
 
 def apply_rotary_pos_emb(
@@ -117,7 +118,8 @@ def apply_fused_qkv_rotary_pos_emb(
     tables = [_angles(op, q_freqs)] if q_freqs is k_freqs else [_angles(op, q_freqs), _angles(op, k_freqs)]
     call = _folded_positions(qkv, tensor_format, start_positions, cp_size, cp_rank)
     call["pairing"] = pairing(interleaved)
-    if qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    recorded = qkv.requires_grad and torch.is_grad_enabled()
+    if recorded and not torch.compiler.is_compiling() and not transforms_active():
         split: tuple[Tensor, Tensor, Tensor] = _split_rotate(qkv, widths, tensor_format, call, *tables)
         return split
     q, k, v = _fold(qkv, widths, tensor_format)
@@ -161,7 +163,7 @@ def _fold(qkv: Tensor, widths: tuple[int, ...], tensor_format: str) -> tuple[Ten
 def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `_fold` on contiguous q and k."""
     outer = qkv.shape[:2]
-    return q.view(*outer, -1, q.shape[-1]), k.view(*outer, -1, k.shape[-1])
+    return q.reshape(*outer, -1, q.shape[-1]), k.reshape(*outer, -1, k.shape[-1])
 
 
 def _folded_positions(
@@ -205,12 +207,14 @@ class _SplitRotate(torch.autograd.Function):
         dqkv = torch.empty(shape, dtype=dtype, device=device)
         parts = _fold(dqkv, widths, tensor_format)
         dq, dk, dv = (
-            part.new_zeros(part.shape) if d is None else _op.unit_stride(d).contiguous()
+            part.new_zeros(part.shape) if d is None else _op.readable(d).contiguous()
             for d, part in zip(grads, parts, strict=True)
         )
         dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)
         call = {**call, **rest, "inverse": True}
-        if torch.is_grad_enabled():  # for a second derivative: the same, differentiable
+        if any(
+            wants_formula(d) for d in grads if d is not None
+        ):  # the same, of functions that torch differentiates and maps
             dq, dk = (d.reshape(*shape[:3], -1) for d in _rotate(dq, dk, tables, call))
             return torch.cat((dq, dk, dv.reshape(*shape[:3], -1)), -1), *(None,) * (3 + count)
         _rotate(dq, dk, tables, call, parts[:2])

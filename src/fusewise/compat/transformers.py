@@ -37,9 +37,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops._common import fail
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ..ops.rope._validate import fail
 from ._shared import alike, complex_tables, rotate_multimodal, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..ops._common import fail
 from ..ops.rope import rope_
-from ..ops.rope._validate import fail
 from ._shared import heads
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._common import unit_stride
 from ..ops.gated_linear import gated_linear, gated_mlp, geglu_linear
 from ..ops.rope import rope
 
@@ -53,7 +54,7 @@ def _add_rope(made: Any) -> None:
         return TensorProxy(like=q) if k is None else (TensorProxy(like=q), TensorProxy(like=k))
 
     def run(q: Tensor, k: Tensor | None = None, **options: Any) -> Any:
-        return rope(_unit_stride(q), None if k is None else _unit_stride(k), **options)
+        return rope(unit_stride(q), None if k is None else unit_stride(k), **options)
 
     symbol = made.register_operator("fusewise_rope", meta=meta, fn=run, replaces=rope)
 
@@ -76,11 +77,6 @@ def _transposed(options: dict[str, Any]) -> dict[str, str]:
     there = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved": "interleaved_to_half"}
     pairing = options.get("pairing")
     return {"pairing": there[pairing]} if pairing in there else {}
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    """The one copy: a gradient whose features are not contiguous, as that of a sum."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., int]) -> None:

@@ -202,8 +202,12 @@ class RotaryEmbedding(nn.Module):
         is most. The old ones are not written to.
         """
         wanted = self.inv_freq.device if device is None else torch.device(device)
-        fake = isinstance(self.cos, torch._subclasses.FakeTensor)  # of a trace that has ended
-        rows = 0 if self.cos is None or fake or self.cos.device != wanted else self.cos.shape[0]
+        # An export has the table as a fake of its own; one that a trace left behind when it ended is of no use.
+        left = (
+            isinstance(self.cos, torch._subclasses.FakeTensor)
+            and self.cos.fake_mode is not torch._guards.detect_fake_mode()
+        )
+        rows = 0 if self.cos is None or left or self.cos.device != wanted else self.cos.shape[0]
         if self.table == "cos_sin" and rows < max(length, 1):
             rows = max(length, self.max_positions, 2 * rows)
             with torch.inference_mode(False):  # as in `_computed`

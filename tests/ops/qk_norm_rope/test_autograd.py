@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import fusewise
+from fusewise.ops.rope._problem import PAIRINGS
 
 from ..rope.support import Case, Operators, Place, make_table
 from .support import NormCase, build, places
@@ -45,7 +46,8 @@ def test_gradcheck(norm: str, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_any_of_the_gradients(norm: str, place: Place) -> None:
-    """Each is the same whichever others are wanted, and whichever outputs have one."""
+    """Each is the same whichever others are wanted, and whichever outputs have one; those that nothing wanted goes into have
+    none."""
     made = build(NormCase(Case(name="some", batch=1, tokens=3, heads=2, kv_heads=1), norm), place.device)
     _, want = made.run(place.impl)
     for wanted in itertools.product([False, True], repeat=4):
@@ -55,7 +57,9 @@ def test_any_of_the_gradients(norm: str, place: Place) -> None:
         ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
         needed = [x for x in tensors if x.requires_grad]
         of_needed = [g for g, n in zip(want, wanted, strict=True) if n]
-        for got, exact in zip(torch.autograd.grad(ys, needed, made.dys), of_needed, strict=True):
+        assert [y.requires_grad for y in ys] == [wanted[i] or wanted[2 + i] for i in range(2)]
+        outs, dys = zip(*((y, dy) for y, dy in zip(ys, made.dys, strict=True) if y.requires_grad), strict=True)
+        for got, exact in zip(torch.autograd.grad(outs, needed, dys), of_needed, strict=True):
             assert torch.equal(got, exact)
     for i in (0, 1):  # one output alone: the other's gradient is missing, not zero
         tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
@@ -177,16 +181,26 @@ def test_transforms() -> None:
 
 
 @pytest.mark.parametrize("norm", ["head", "all"])
-def test_batches_of_gradients(norm: str) -> None:
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_batches_of_gradients(norm: str, pairing: str) -> None:
     """Many at once, as torch.autograd.functional.jacobian asks for them, are the gradients one by one."""
     tensors = leaves(norm)
-    ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm)
+    ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm, pairing=pairing)
     batches = [torch.randn(3, *y.shape, dtype=y.dtype) for y in ys]
     together = torch.autograd.grad(ys, tensors, batches, is_grads_batched=True, retain_graph=True)
     for i in range(3):
         alone = torch.autograd.grad(ys, tensors, [batch[i] for batch in batches], retain_graph=True)
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a[i], b)
+
+
+def test_tables_may_require_grad_where_none_is_recorded() -> None:
+    tensors, frequencies = leaves("head"), FREQ.clone().requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            fusewise.qk_norm_rope(*tensors, inv_freq=frequencies)
+        with pytest.raises(ValueError, match=r"^qk_norm_rope: inv_freq must not require grad"):
+            fusewise.qk_norm_rope(*tensors, inv_freq=frequencies)
 
 
 def test_compiled_transform() -> None:

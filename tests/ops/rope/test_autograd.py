@@ -120,6 +120,20 @@ def test_only_one_gradient_is_wanted(place: Place) -> None:
 
 
 @every_place
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_what_requires_no_grad_gets_none(place: Place, wanted: int) -> None:
+    """Nor does its rotation; also of a gradient that is itself differentiated."""
+    q, k, kwargs = inputs(place)
+    ys = fusewise.rope(*(x if i == wanted else x.detach() for i, x in enumerate((q, k))), **kwargs)
+    assert [y.requires_grad for y in ys] == [i == wanted for i in range(2)]
+    assert ys[1 - wanted].is_leaf
+    ys = fusewise.rope(q, k, **kwargs)
+    dys = (torch.randn_like(y).requires_grad_(i == wanted) for i, y in enumerate(ys))
+    dxs = torch.autograd.grad(ys, (q, k), tuple(dys), create_graph=True)
+    assert [dx.requires_grad for dx in dxs] == [i == wanted for i in range(2)]
+
+
+@every_place
 @pytest.mark.parametrize("layout", ["bhsd", "sbhd"])
 def test_gradients_have_the_strides_of_their_inputs(place: Place, layout: str) -> None:
     """Also where the incoming gradient has others: q is a view of memory in another order."""
@@ -349,6 +363,21 @@ def test_tables_get_no_gradient_and_say_so(name: str) -> None:
         ValueError, match=rf"^rope: {name} must not require grad.*got requires_grad=True; call {name}.detach"
     ):
         fusewise.rope(q, **table)
+
+
+@every_place
+def test_tables_may_require_grad_where_none_is_recorded(place: Place) -> None:
+    """As does a frequency that is a parameter of the model; and a call that has been before is refused where one is."""
+    q, k, kwargs = inputs(place)
+    want = fusewise.rope(q, k, **kwargs)
+    kwargs = {**kwargs, "cos": kwargs["cos"].clone().requires_grad_()}
+    for _ in range(2):
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                for y, w in zip(fusewise.rope(q, k, **kwargs), want, strict=True):
+                    assert_bits(y.clone(), w.detach())
+        with pytest.raises(ValueError, match=r"^rope: cos must not require grad"):
+            fusewise.rope(q, k, **kwargs)
 
 
 def test_inference_mode_and_no_grad_record_nothing() -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusewise
+from fusewise.ops._register import _COPIES_WRONGLY
 
 from .support import Operators, Place, assert_bits, make_table, places, require
 
@@ -152,6 +153,18 @@ def test_compiled_gives_the_same_bits(name: str, impl: str, dynamic: bool) -> No
         assert a.stride() == b.stride()
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_compiled_with_one_that_requires_no_grad(wanted: int) -> None:
+    xs = tuple(x.requires_grad_(i == wanted) for i, x in enumerate(tensors()))
+    ys = torch.compile(lambda q, k: fusewise.rope(q, k, **TABLE), fullgraph=True, backend="aot_eager")(*xs)
+    assert [y.requires_grad for y in ys] == [i == wanted for i in range(2)]
+    for got, want in zip(ys, fusewise.rope(*xs, **TABLE), strict=True):
+        assert_bits(got, want)
+    dy = torch.randn_like(xs[wanted])
+    (want,) = torch.autograd.grad(fusewise.rope(xs[wanted], **TABLE), xs[wanted], dy)
+    assert_bits(torch.autograd.grad(ys[wanted], xs[wanted], dy)[0], want)
+
+
 def test_compiled_packed_sequences() -> None:
     x = torch.randn(11, 3, 16)
     cu_seqlens = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
@@ -186,6 +199,17 @@ def test_no_recompilation_in_a_decode_loop() -> None:
     assert counter.frame_count == 1
 
 
+def test_compiled_without_gradients_takes_a_table_that_requires_one() -> None:
+    q, k = tensors()
+    frequencies = torch.nn.Parameter(FREQ.clone())
+    f = torch.compile(fusewise.rope, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for a, b in zip(f(q, k, inv_freq=frequencies), fusewise.rope(q, k, inv_freq=FREQ), strict=True):
+            assert_bits(a, b)
+    with pytest.raises(Exception, match="rope: inv_freq must not require grad"):
+        f(q, k, inv_freq=frequencies)
+
+
 def test_compiled_errors_are_those_of_the_call() -> None:
     q, k = tensors()
     f = torch.compile(fusewise.rope, backend="eager")
@@ -218,6 +242,52 @@ def test_compiled_in_place_of_packed_views() -> None:
 
     torch.compile(f, fullgraph=True, backend="aot_eager")(qkv)
     assert_bits(qkv, want)
+
+
+SHARED = {
+    "q must not have elements that share memory": lambda x: fusewise.rope_(x[:, :, :1].expand(-1, -1, 3, -1), **TABLE),
+    "k must not overlap q": lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 2:], **TABLE),
+    "out for q must not have elements": lambda x: fusewise.rope(
+        x[:, :, :2] * 1, **TABLE, out=x[:, :, :1].expand(-1, -1, 2, -1)
+    ),
+    "out for k must not overlap out for q": lambda x: fusewise.rope(
+        x[:, :, :2] * 1, x[:, :, 2:] * 1, **TABLE, out=(x[:, :, :2], x[:, :, 1:3])
+    ),
+}
+
+
+@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("message", SHARED)
+def test_compiled_writes_into_shared_memory_are_refused(message: str, dynamic: bool) -> None:
+    f, x = SHARED[message], torch.randn(2, 6, 4, 16)
+    with pytest.raises(Exception, match=f"rope_?: {message}"):
+        torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
+    with pytest.raises(ValueError, match=f"^rope_?: {message}"):
+        f(x)
+
+
+@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
+def test_compiled_for_tensors_apart_refuses_those_that_share() -> None:
+    """A graph may not serve what it was not made for."""
+    x = torch.randn(2, 6, 4, 16)
+    f = torch.compile(lambda q, k: fusewise.rope_(q, k, **TABLE), backend="aot_eager")
+    f(x[:, :, :3].clone(), x[:, :, 2:].clone())
+    with pytest.raises(Exception, match="rope_: k must not overlap q"):
+        f(x[:, :, :3], x[:, :, 2:])
+
+
+def test_no_recompilation_in_place_while_the_sequence_grows() -> None:
+    counter = CompileCounter()
+    f = torch.compile(
+        lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 3:], **TABLE), fullgraph=True, dynamic=True, backend=counter
+    )
+    for tokens in (5, 6, 17, 64, 33, 2):
+        x = torch.randn(2, tokens, 4, 16)
+        want = fusewise.rope(x, **TABLE)
+        f(x)
+        assert_bits(x, want)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings(

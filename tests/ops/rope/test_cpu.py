@@ -155,6 +155,15 @@ def test_angles_without_a_table_are_exact(position: int) -> None:
     check(tensors(torch.float32, tokens=1), inv_freq=inv_freq(32), positions=torch.tensor([position]))
 
 
+@pytest.mark.parametrize("kind", ["angles", "inv_freq"])
+def test_angles_too_large_to_be_reduced_are_nan(kind: str) -> None:
+    angles = torch.tensor([2.0**51, -(2.0**51) - 2.0**30, 2.0**52, -1e18, 1e30, float("inf")])
+    given = {"angles": angles[None]} if kind == "angles" else {"inv_freq": angles, "offset": 1}
+    y = fusewise.rope(torch.ones(1, 1, 1, 12), **given, impl="cpu")
+    assert [bool(rotated.isnan().all()) for rotated in y.view(2, 6).T] == [False, False, True, True, True, True]
+    assert y.view(2, 6)[:, :2].abs().max() < 3
+
+
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("offset", [0, 5, "tensor"])
 def test_packed_sequences_and_padding(offset: Any, integer: torch.dtype) -> None:

@@ -62,6 +62,24 @@ def test_gradients_have_the_layout_of_their_tensors() -> None:
         assert dq.stride() == q.stride()
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_what_requires_no_grad_gets_none(wanted: int) -> None:
+    remembered(**TABLE)
+    xs = tuple(x.requires_grad_(i == wanted) for i, x in enumerate(qk()))
+    ys = fusewise.rope(*xs, **TABLE)
+    assert [y.requires_grad for y in ys] == [i == wanted for i in range(2)]
+    assert ys[1 - wanted].is_leaf
+    dys = qk()
+    (expected,) = torch.autograd.grad(fusewise.rope(xs[wanted], **TABLE), xs[wanted], dys[wanted])
+    assert_bits(torch.autograd.grad(ys[wanted], xs[wanted], dys[wanted])[0], expected)
+    xs = qk(requires_grad=True)
+    ys = fusewise.rope(*xs, **TABLE)
+    with torch.profiler.profile() as profile:  # of two gradients one is computed where one is asked for
+        (dx,) = torch.autograd.grad(ys, xs[wanted], dys)
+    assert [event.name for event in profile.events() if event.name.startswith("fusewise::")] == ["fusewise::rope"]
+    assert_bits(dx, expected)
+
+
 def test_double_backward() -> None:
     remembered(**TABLE)
     q, k = (x.double().float().requires_grad_() for x in qk())

@@ -80,6 +80,7 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "too many slots": (tensor("slot_mapping", lambda x: x.repeat(2)), ValueError, r"slot_mapping must have shape \(5,\), or fewer entries where tokens are padded, got \(10,\); pass a slot a token"),
     "slots in two dimensions": (tensor("slot_mapping", lambda x: x[None]), ValueError, r"slot_mapping must have shape \(5,\), or fewer .* got \(1, 5\)"),
     "slots and a table": (replaced(block_table=torch.zeros(5, 1, dtype=torch.int32)), ValueError, r"block_table must be None where there is a slot_mapping, got \(5, 1\); pass one of them"),
+    "slots and no tensor": (replaced(block_table=[1]), TypeError, "block_table must be a torch.Tensor, got list; pass a tensor for block_table"),
     "sections without slots": (replaced(slot_mapping=None, sections=(4, 2, 2), positions=torch.zeros(3, 5, dtype=torch.int64)), ValueError, "slot_mapping must come with sections: axes have positions of their own, got None"),
     "contiguous, too few blocks": (lambda made: {"slot_mapping": None, "key_cache": made.key_cache[:4], "value_cache": made.value_cache[:4]}, ValueError, "key_cache must have a block for every token, 5, without slot_mapping and block_table, got 4"),
     "table of other rows": (replaced(slot_mapping=None, block_table=torch.zeros(4, 1, dtype=torch.int32)), ValueError, r"block_table must have shape \(5, blocks\), a row for every token, got \(4, 1\)"),

@@ -122,6 +122,29 @@ def test_compiled_matches_the_oracle(name: str) -> None:
     check(before, after, (old, new), CASES[name].options.get("write_k", True))
 
 
+@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a compiled call takes caches with memory of their own")
+@pytest.mark.parametrize("message", ["q must not have elements that share", "value_cache must not overlap key_cache"])
+def test_compiled_writes_into_shared_memory_are_refused(message: str) -> None:
+    x, cache = torch.randn(3, 2, WIDTH), torch.randn(8, 16, 2, WIDTH)
+    q = x[:1].expand(3, 2, WIDTH) if message.startswith("q") else x.clone()
+    caches = (cache, cache[1:]) if "value_cache" in message else (cache, cache.clone())
+    f = torch.compile(
+        lambda q, key_cache, value_cache: fusewise.rope_and_cache_(
+            q,
+            x.clone(),
+            x,
+            key_cache[:7],
+            value_cache[:7],
+            slot_mapping=torch.arange(3),
+            inv_freq=torch.ones(WIDTH // 2),
+        ),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with pytest.raises(Exception, match=f"rope_and_cache_: {message}"):
+        f(q, *caches)
+
+
 def test_fake_tensors_are_checked_and_nothing_runs() -> None:
     """Also where a call of the same kind has passed before."""
     given = arguments_of(3)

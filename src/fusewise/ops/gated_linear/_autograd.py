@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import wants_formula
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -30,14 +31,6 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return wanted and not torch.compiler._is_exporting_flag
 
 
-def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work; in a trace, where `requires_grad` is not to be
-    trusted under a transform, the former."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
-
-
 def may_overwrite(saved: Tensor) -> bool:
     """Whether a backward may write into what it saved: not if the graph is kept for another, not in a traced graph, where
     the compiler decides what is reused, and not into a DTensor, whose layout may have to change."""
@@ -51,16 +44,6 @@ def large(x_MD: Tensor, hidden: int) -> bool:
     if type(x_MD) is not Tensor or torch.compiler.is_compiling():
         return False
     return 2 * x_MD.shape[0] * hidden * x_MD.element_size() >= LARGE_BYTES
-
-
-def wants_formula(dy: Tensor) -> bool:
-    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
-    the formula in plain torch. So does a gradient of zeros without memory."""
-    if transforms_active():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
 
 
 def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:

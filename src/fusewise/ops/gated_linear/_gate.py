@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._common import compute_dtype, fail, transforms_active, wants_formula
 from .._register import register
 from . import _autograd, reference
-from ._problem import ACTIVATIONS, Spec, compute_dtype, rows, split_preact
-from ._validate import check_features, fail
+from ._problem import ACTIVATIONS, Spec, rows, split_preact
+from ._validate import check_features
 
 # Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with contiguous
 # columns; u and g have their rows at the same distance, and so have du and dg.
@@ -56,7 +57,7 @@ def stacked_gradient(
         wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
         fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
-    if _autograd.transforms_active() or _autograd.needs_autograd(dy, x):
+    if transforms_active() or _autograd.needs_autograd(dy, x):
         return _differentiable(dy, x, None, spec)[0]
     dx: Tensor = op_gate_grad(rows(dy), rows(x), None, spec.encode(), impl)[0]
     return dx.view(x.shape)
@@ -69,7 +70,7 @@ def _check(op: str, name: str, x: Any, activation: str) -> None:
 
 
 def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tensor:
-    if _autograd.transforms_active():
+    if transforms_active():
         u, g = _halves(first, second, spec)
         return _formula(u, g, spec)
     text = spec.encode()
@@ -91,7 +92,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.saved_tensors
         text, impl = ctx.rest
-        if _autograd.wants_formula(dy):
+        if wants_formula(dy):
             return *_differentiable(dy, first, second, Spec.decode(text)), None, None
         dfirst, dsecond = op_gate_grad(rows(dy), rows(first), _rows(second), text, impl)
         return dfirst.view(first.shape), None if second is None else dsecond.view(second.shape), None, None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import wants_formula
 from . import _autograd, _op, _products, reference
 from ._problem import Halves, Spec, rows
 
@@ -41,7 +42,7 @@ class GatedMLP(torch.autograd.Function):
         text, impl = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad
-        if _autograd.wants_formula(dz):
+        if wants_formula(dz):
             return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
         x_MD, dz_MO = rows(x), rows(dz)
         if preact is None:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._common import compute_dtype
 from .._register import register
 from . import reference
-from ._problem import Halves, Preact, Spec, compute_dtype, new_preact, rows, split_preact
+from ._problem import Halves, Preact, Spec, new_preact, rows, split_preact
 
 # The weights of a call:
 #   weight, bias            both halves in one tensor as `spec` says, or the value's where there is a weight_gate

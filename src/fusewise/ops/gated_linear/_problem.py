@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-import torch
 from torch import Tensor
 
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"]
@@ -134,11 +133,6 @@ def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
     half = preact.shape[-1] // 2
     first, second = preact[:, :half], preact[:, half:]
     return (second, first) if spec.gate_first else (first, second)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products, bias and gate: float32, or float64 for float64 tensors."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def unit(*matrices: Tensor) -> int:

@@ -5,11 +5,12 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._common import fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
 
@@ -19,10 +20,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # a leak.
 _VALIDATED: dict[tuple[Any, ...], str] = {}
 _VALIDATED_MAX = 4096
-
-
-def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
 def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tuple[Any, ...]) -> str:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._common import fail, transforms_active
 from . import _autograd, _host, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
-from ._validate import check_tensor, fail, validated
+from ._validate import check_tensor, validated
 
 _traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
 
@@ -169,7 +170,7 @@ def gated_mlp(
         names, weights = ("w_up", "w_gate", "b_up", "b_gate"), (w_up, w_gate, b_up, b_gate)
     tensors = {**dict(zip(names, weights, strict=True)), "w_down": w_down, "b_down": b_down}
     spec = validated("gated_mlp", x, tensors, (activation, layout, gate_first, save, impl))
-    if _autograd.transforms_active():
+    if transforms_active():
         _check_transformable("gated_mlp", impl)
         decoded = Spec.decode(spec)
         return functional.linear(reference.unit(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
@@ -177,7 +178,7 @@ def gated_mlp(
 
 
 def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, impl: str) -> Tensor:
-    if _autograd.transforms_active():
+    if transforms_active():
         _check_transformable(op, impl)
         decoded = Spec.decode(spec)
         return reference.unit(x, Halves.of(decoded, *weights), decoded.activation)

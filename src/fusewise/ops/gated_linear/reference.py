@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._problem import Halves, Preact, Spec, compute_dtype, split_preact
+from .._common import compute_dtype
+from ._problem import Halves, Preact, Spec, split_preact
 
 #: act(g), by name.
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {

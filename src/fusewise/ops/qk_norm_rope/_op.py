@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
+from .._common import transforms_active, wants_formula
 from .._register import register
-from ..rope._op import transforms_active, unit_stride
+from ..rope._op import readable
 from ..rope._problem import Rotation
 from . import reference
 from ._problem import Norm
@@ -78,16 +79,6 @@ _op_grad = register(
 )
 
 
-def _wants_formula(dy: Tensor) -> bool:
-    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
-    the formula in plain torch."""
-    if transforms_active():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy)
-
-
 class _QkNormRope(torch.autograd.Function):
     """Held for backward: q, k and their weights, and nothing that was computed."""
 
@@ -98,20 +89,23 @@ class _QkNormRope(torch.autograd.Function):
         ctx.rest = call[5:]
         ctx.set_materialize_grads(False)
         ys = _op(*_lists(q, k, q_weight, k_weight), *call)
-        return tuple(ys) if len(ys) == 2 else ys[0]
+        if len(ys) == 1:
+            return ys[0]
+        ctx.mark_non_differentiable(*[y for i, y in enumerate(ys) if not _wanted(ctx, i)])
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
         call = (*tensors, *ctx.rest)
-        given = [i for i, dy in enumerate(dys) if dy is not None]
+        given = [i for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)]
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
-            picked = [unit_stride(dy) for dy in dys if dy is not None]
+            picked = [readable(dy) for dy in dys if dy is not None]
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
             wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)
-            if _wants_formula(picked[0]):
+            if wants_formula(picked[0]):
                 rotation, norm, _ = _split(call)
                 dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
             else:
@@ -123,6 +117,11 @@ class _QkNormRope(torch.autograd.Function):
                     results[2 + i] = dweights[place]
         wanted = [result if needed else None for result, needed in zip(results, ctx.needs_input_grad, strict=False)]
         return *wanted, *(None,) * len(call)
+
+
+def _wanted(ctx: Any, i: int) -> bool:
+    """Whether a gradient of q or of its weight is wanted, or for i = 1 of k's."""
+    return bool(ctx.needs_input_grad[i] or ctx.needs_input_grad[2 + i])
 
 
 def _lists(

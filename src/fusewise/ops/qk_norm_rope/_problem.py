@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from ..rope._problem import layout_dims
@@ -27,8 +26,3 @@ class Norm(NamedTuple):
     def width(self, x: Tensor, layout: str) -> int:
         """W, the entries of the weight of x."""
         return int(x.shape[-1]) if self.over == "head" else int(x.shape[-1] * x.shape[layout_dims(layout)[2]])
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of all arithmetic: float32, or float64 for float64 tensors."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

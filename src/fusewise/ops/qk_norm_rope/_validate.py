@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rope._validate import FLOATS, MAX_SCALE, check_tensor, fail, shape_of, validated_as_far
+from .._common import fail
+from ..rope._validate import FLOATS, MAX_SCALE, check_tensor, shape_of, validated_as_far
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import OVERS, Norm
 
@@ -45,7 +46,7 @@ def validated(
                     None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), x.requires_grad)
                     for x in (q, k, q_weight, k_weight, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
                 ],
-                type(offset), *rest, *norm, *map(type, rest), *map(type, norm), impl,
+                type(offset), torch.is_grad_enabled(), *rest, *norm, *map(type, rest), *map(type, norm), impl,
             )  # fmt: skip
             spec, reach = _PASSED.get(key, ("", -1.0))
             first = 0 if offsets is not None else offset

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._common import compute_dtype
 from ..rope._problem import Rotation, layout_dims, transposed_spec
 from ..rope.reference import formula as rope
-from ._problem import Norm, compute_dtype
+from ._problem import Norm
 
 
 def formula(xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm) -> list[Tensor]:

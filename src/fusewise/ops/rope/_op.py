@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import transforms_active, unit_stride
 from .._register import copies_wrongly, register
 from . import _auto, _host
+from ._overlap import check_apart
 from ._problem import Spec, transposed_spec
 
 # The arguments after the rotated tensors, the same in every operator: a `Rotation`, and the name of an implementation or
@@ -84,8 +86,14 @@ def _fake_rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty(q, rest[-2]), _empty(k, rest[-1])
 
 
-def _fake_nothing(*_: Any) -> None:
-    return None
+def fake_writing(op: str, written: dict[str, int]) -> Callable[..., None]:
+    """The fake of an operator that writes to its arguments of these names, at these places. Only here does a trace of `op`
+    know which tensors share memory; with one that is read they may, since the compiler reads before it writes."""
+
+    def fake(*args: Any) -> None:
+        check_apart(op, {name: args[place] for name, place in written.items()}, {})
+
+    return fake
 
 
 def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
@@ -128,12 +136,18 @@ _op_rope_qk = register(
     f"rope_qk(Tensor q, Tensor k, {_COMMON}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
     _rope_qk, _fake_rope_qk, _vmap_functional("rope_qk", 2),
 )  # fmt: skip
-_op_rope_out = register(f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, _fake_nothing)
-_op_rope_qk_out = register(
-    f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()", _rope_qk_out, _fake_nothing
+_op_rope_out = register(
+    f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, fake_writing("rope", {"out for q": -1})
 )
-_op_rope_ = register(f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, _fake_nothing)
-_op_rope_qk_ = register(f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, _fake_nothing)
+_op_rope_qk_out = register(
+    f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
+    _rope_qk_out,
+    fake_writing("rope", {"out for q": -2, "out for k": -1}),
+)
+_op_rope_ = register(f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, fake_writing("rope_", {"q": 0}))
+_op_rope_qk_ = register(
+    f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, fake_writing("rope_", {"q": 0, "k": 1})
+)
 
 
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
@@ -162,19 +176,12 @@ def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
     return transforms_active()
 
 
-def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """x, or the one permitted copy: of a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`, or
+def readable(dy: Tensor) -> Tensor:
+    """dy, or the one permitted copy: of a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`, or
     that is zeros without memory, as torch's own formulas may give it."""
-    if not torch.compiler.is_compiling() and _is_zeros(x):
-        return x.clone()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    if not torch.compiler.is_compiling() and _is_zeros(dy):
+        return dy.clone()
+    return unit_stride(dy)
 
 
 def _is_zeros(x: Tensor) -> bool:
@@ -183,8 +190,8 @@ def _is_zeros(x: Tensor) -> bool:
     return x._is_zerotensor()
 
 
-def _unit_stride(dy: Tensor | None) -> Tensor | None:
-    return None if dy is None else unit_stride(dy)
+def _readable(dy: Tensor | None) -> Tensor | None:
+    return None if dy is None else readable(dy)
 
 
 def _strides(dy: Tensor | None, wanted: list[int]) -> list[int]:
@@ -214,6 +221,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
+    wants_q, wants_k, *_ = ctx.needs_input_grad
+    dq, dk = dq if wants_q else None, dk if wants_k else None
     offset, spec, impl = ctx.rest
     return *gradients((dq, dk), ctx.saved_tensors, offset, spec, impl, ctx.strides), *(None,) * 8
 
@@ -230,7 +239,7 @@ def gradients(
     dq, dk = dys
     if dq is not None or dk is not None:
         call = (*tensors, offset, transposed_spec(spec), impl)
-        dq, dk = _unit_stride(dq), _unit_stride(dk)
+        dq, dk = _readable(dq), _readable(dk)
         dq, dk = _rotate(dq, dk, call, (_strides(dq, strides[0]), _strides(dk, strides[1])))
     return dq, dk
 
@@ -238,7 +247,7 @@ def gradients(
 def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any:
     if any(tangent is not None for tangent in of_tables):
         raise ValueError("rope: the table must not have a tangent: none is computed for it, got one; detach the table")
-    tangents = _rotate(_unit_stride(dq), _unit_stride(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
+    tangents = _rotate(_readable(dq), _readable(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
     given = dk if dq is None else dq
     assert given is not None
     # Forward mode knows no missing tangent of an output: it is zero.
@@ -254,6 +263,11 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, *call, q_strides, k_strides = inputs
         out = _forward(q, k, tuple(call), q_strides, k_strides)
+        if isinstance(out, tuple):
+            # The rotation of what does not require grad does not either.
+            ctx.mark_non_differentiable(
+                *[y for y, needed in zip(out, ctx.needs_input_grad, strict=False) if not needed]
+            )
         _save(ctx, inputs, out if isinstance(out, tuple) else (out,))
         return out
 

@@ -7,32 +7,50 @@ distance of the tensors; the search walks the strides from large to small and pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .._common import fail
 
 _MAX_STEPS = 10_000
 
 
+def check_apart(op: str, written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:
+    """What is written to shares no memory with itself, with each other, or with what is read meanwhile."""
+    for name, y in written.items():
+        if overlaps_itself(y):
+            contract, got = "not have elements that share memory, being written to", f"strides {tuple(y.stride())}"
+            fail(op, name, contract, got, f"call {name}.contiguous()")
+        for other, x in read.items():
+            if overlaps(x, y):
+                fail(op, name, f"not overlap {other}, which is read", "shared memory", f"clone {other}")
+    for (name, y), (other, x) in combinations(written.items(), 2):
+        if overlaps(y, x):
+            fail(op, other, f"not overlap {name}, both being written to", "shared memory", f"clone {other}")
+
+
 def overlaps(x: Tensor, y: Tensor) -> bool:
     """Whether x and y share memory; True as well if the search grows past its bound."""
-    if x.numel() == 0 or y.numel() == 0:
+    placed, other = _placed(x), _placed(y)
+    if placed is None or other is None:
         return False
+    (x_dims, x_offset), (y_dims, y_offset) = placed, other
     first, second = _address(x), _address(y)
     if first and second:
         distance = second - first
-        if distance >= _extent(x) or -distance >= _extent(y):
+        if distance >= _extent(x, x_dims) or -distance >= _extent(y, y_dims):
             return False
     else:
         if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
             return False
-        distance = int(y.storage_offset()) * y.element_size() - int(x.storage_offset()) * x.element_size()
+        distance = y_offset * y.element_size() - x_offset * x.element_size()
     # An element's bytes: a dimension of stride one byte, so that tensors of different dtypes can be compared, too.
-    steps = [(x.element_size() * stride, n) for stride, n in zip(x.stride(), x.shape, strict=True)] + [
-        (1, x.element_size())
-    ]
-    steps += [(-y.element_size() * stride, n) for stride, n in zip(y.stride(), y.shape, strict=True)] + [
-        (-1, y.element_size())
-    ]
+    steps = [(x.element_size() * stride, n) for stride, n in x_dims] + [(1, x.element_size())]
+    steps += [(-y.element_size() * stride, n) for stride, n in y_dims] + [(-1, y.element_size())]
     return _reaches(
         distance, [(abs(s), (n - 1) if s > 0 else 0, 0 if s > 0 else (n - 1)) for s, n in steps if s and n > 1]
     )
@@ -40,11 +58,11 @@ def overlaps(x: Tensor, y: Tensor) -> bool:
 
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two indices of x address one element."""
-    if x.numel() == 0:
+    placed = _placed(x)
+    if placed is None:
         return False
-    dims = sorted((stride, n) for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1)
     reach = 0
-    for stride, n in dims:
+    for stride, n in sorted(placed[0]):
         if stride <= reach:
             # Not nested: an exact test would be a search for each pair of indices; no layout of the contract is so.
             return True
@@ -52,9 +70,27 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def _extent(x: Tensor) -> int:
+def _placed(x: Tensor) -> tuple[list[tuple[int, int]], int] | None:
+    """Stride and size of every dimension of x that has more than one entry, and the storage offset; None if x is empty, or
+    nobody knows. Of a trace's symbols the numbers that it has them from: to compare symbols would bind the graph to the answer."""
+    numbers = _numbers((*x.stride(), *x.shape, x.storage_offset()))
+    if numbers is None:
+        return None
+    *dims, offset = numbers
+    strides, shape = dims[: x.dim()], dims[x.dim() :]
+    return None if 0 in shape else ([(s, n) for s, n in zip(strides, shape, strict=True) if n > 1], offset)
+
+
+def _numbers(values: Sequence[Any]) -> list[int] | None:
+    symbols = [value for value in values if isinstance(value, torch.SymInt)]
+    if not all(value.node.has_hint() for value in symbols):
+        return None
+    return [value.node.hint if isinstance(value, torch.SymInt) else value for value in values]
+
+
+def _extent(x: Tensor, dims: list[tuple[int, int]]) -> int:
     """Bytes from the first of x's elements to the end of the last."""
-    return x.element_size() * (1 + sum([stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True)]))
+    return x.element_size() * (1 + sum([stride * (n - 1) for stride, n in dims]))
 
 
 def _address(x: Tensor) -> int:

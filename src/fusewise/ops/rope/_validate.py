@@ -5,11 +5,12 @@ Every message has the form `<op>: <argument> must <contract with numbers>, got <
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._common import fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
@@ -18,10 +19,6 @@ MAX_POSITION = 2**31 - 1
 MAX_SCALE = 3.4028234663852886e38  # of float32
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32, torch.int64)
-
-
-def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
 def dtype_of(x: Tensor) -> str:
@@ -68,6 +65,7 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
                     for x in (q, k, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
                 ],
                 type(offset),
+                torch.is_grad_enabled(),
                 *rest,
                 *map(type, rest),  # 0.0 equals 0, and is not an int
             )
@@ -308,7 +306,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         if table is None:
             continue
         check_tensor(op, name, table, dtypes, q.device)
-        if table.requires_grad:
+        if table.requires_grad and torch.is_grad_enabled():
             contract = "not require grad: no gradient of the table is computed"
             fail(op, name, contract, "requires_grad=True", f"call {name}.detach()")
     pairs, name = rotary_dim // 2, given[0]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import transforms_active
-from ._overlap import overlaps, overlaps_itself
-from ._validate import DEFAULTS, check_tensor, check_unit_stride, fail, shape_of
+from .._common import fail, transforms_active
+from ._overlap import check_apart, overlaps
+from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
 
 
 def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -28,7 +28,7 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...
         if y.requires_grad:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
     if torch.compiler.is_compiling():
-        return outs  # memory is the compiler's: it reads inputs before it writes outputs
+        return outs  # the compiler reads inputs before it writes outputs; the operator looks at what it has of memory
     check_written(op, outs, options, ("out for q", "out for k"))
     for name, y in zip(("q", "k"), outs, strict=False):
         for x in xs:
@@ -48,20 +48,8 @@ def check_written(
     places = _places(ys, [x for x in options if isinstance(x, Tensor)])
     if places in _APART:
         return
-    for name, y in zip(names, ys, strict=False):
-        if overlaps_itself(y):
-            fail(
-                op,
-                name,
-                "not have elements that share memory, being written to",
-                f"strides {y.stride()}",
-                f"call {name}.contiguous()",
-            )
-        for option, x in zip(DEFAULTS, options, strict=True):
-            if isinstance(x, Tensor) and overlaps(x, y):
-                fail(op, name, f"not overlap {option}, which is read", "shared memory", f"clone {option}")
-    if len(ys) == 2 and overlaps(*ys):
-        fail(op, names[1], f"not overlap {names[0]}, both being written to", "shared memory", f"clone {names[1]}")
+    read = {name: x for name, x in zip(DEFAULTS, options, strict=True) if isinstance(x, Tensor)}
+    check_apart(op, dict(zip(names, ys, strict=False)), read)
     if places is not None:
         if len(_APART) >= _APART_MAX:
             _APART.clear()

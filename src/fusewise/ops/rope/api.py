@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import fail
 from . import _host, _op
 from ._problem import Layout, Pairing
-from ._validate import fail, validated_as_far
+from ._validate import validated_as_far
 from ._written import check_followed, check_out, check_written
 
 # Arguments after k are meant to be given by name, and no `*` says so: for every keyword-only parameter that is not given
@@ -61,7 +62,8 @@ def rope(
             (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which one half is read. Row r holds
             position r. float32, bfloat16 or float16, any strides, both alike.
         cos_sin: instead, one tensor [cos | sin] of 2P columns, the cache of the serving engines.
-        angles: instead, the angles in radians, shaped as `cos`.
+        angles: instead, the angles in radians, shaped as `cos`; exact below 2^31 as from frequencies, losing precision beyond
+            (NaN from 2^52 on with impl "cpu").
         inv_freq: instead, the frequencies (P,); no table at all. The angle is exact for every position below 2^31.
         positions: int32 or int64 (T,) or (B, T) (also for layout sbhd), the table row of each token; without them
             positions run 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).

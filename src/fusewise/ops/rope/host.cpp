@@ -53,7 +53,8 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   });
   for (int o = 0; records && o < a.operands; ++o) {
     if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(*a.y[o], {node, node->add_input_metadata(*a.y[o])});
-    else torch::autograd::set_history(*a.y[o], node);
+    else if (a.x[o]->requires_grad()) torch::autograd::set_history(*a.y[o], node);
+    else node->add_input_metadata(torch::autograd::Node::undefined_input());  // no gradient of it comes in
   }
   if (FORM == CACHED) Py_RETURN_TRUE;
   if (FORM == GIVEN)

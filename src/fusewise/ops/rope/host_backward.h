@@ -170,7 +170,9 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     for (int i = 0; i < 5; ++i) tensors[i] = saved[i].unpack();
     const Tensor* given = nullptr;
     bool ordinary = nobody_watches();
-    for (const Tensor& dy : dys) {
+    for (size_t o = 0; o < dys.size(); ++o) {
+      if (!task_should_compute_output(o)) dys[o].reset();
+      const Tensor& dy = dys[o];
       if (!dy.defined()) continue;
       ordinary = ordinary && dense(dy) && !(at::GradMode::is_enabled() && dy.requires_grad());
       given = &dy;

@@ -169,4 +169,5 @@ def _unpair(x: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
 def _pair(a: Tensor, b: Tensor, pairs: str) -> Tensor:
     if pairs == "half":
         return torch.cat((a, b), dim=-1)
-    return torch.stack((a, b), dim=-1).flatten(-2)
+    # Not flatten, for which torch has no rule where it maps the backward over a batch of gradients.
+    return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])

@@ -14,7 +14,7 @@ from .._register import copies_wrongly, register
 from ..rope import _host
 from ..rope._auto import COMPUTED_ANGLES, table_of
 from ..rope._op import _COMMON as ROTATION
-from ..rope._op import rotate
+from ..rope._op import fake_writing, rotate
 from ..rope._problem import Spec
 from . import _native
 
@@ -71,16 +71,16 @@ def _keeping_k(*arguments: Any) -> None:
     _run(*arguments, write_k=False)
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 # Two operators, so that the schema says whether k is written to. The arguments that they share with those of rope are
 # described there; slots and block_table in `CacheProblem`.
-_writing = register(f"rope_and_cache_(Tensor(a!) q, Tensor(b!) k, {_CACHES}, {ROTATION}) -> ()", _writing_k, _nothing)
+_writing = register(
+    f"rope_and_cache_(Tensor(a!) q, Tensor(b!) k, {_CACHES}, {ROTATION}) -> ()", _writing_k,
+    fake_writing("rope_and_cache_", {"q": 0, "k": 1, "key_cache": 3, "value_cache": 4}),
+)  # fmt: skip
 _keeping = register(
-    f"rope_and_cache_keep_k_(Tensor(a!) q, Tensor k, {_CACHES}, {ROTATION}) -> ()", _keeping_k, _nothing
-)
+    f"rope_and_cache_keep_k_(Tensor(a!) q, Tensor k, {_CACHES}, {ROTATION}) -> ()", _keeping_k,
+    fake_writing("rope_and_cache_", {"q": 0, "key_cache": 3, "value_cache": 4}),
+)  # fmt: skip
 
 
 def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> None:

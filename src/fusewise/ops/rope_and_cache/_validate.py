@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rope._op import transforms_active
+from .._common import fail, transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import layout_dims
 from ..rope._validate import (
@@ -21,7 +21,6 @@ from ..rope._validate import (
     check_tensor,
     check_unit_stride,
     dtype_of,
-    fail,
     shape_of,
     validated_as_far,
 )
@@ -211,8 +210,10 @@ def _check_places(
 ) -> None:
     b_dim, t_dim, _ = layout_dims(layout)
     tokens, cu_seqlens = q.shape[t_dim], options[7]
+    for name, x in (("slot_mapping", slots), ("block_table", block_table)):
+        if x is not None:
+            check_tensor(OP, name, x, INTS, q.device)
     if slots is not None:
-        check_tensor(OP, "slot_mapping", slots, INTS, q.device)
         if block_table is not None:
             fail(OP, "block_table", "be None where there is a slot_mapping", shape_of(block_table), "pass one of them")
         if b_dim is None:
@@ -235,7 +236,6 @@ def _check_places(
                 key_cache.shape[0], "pass a slot_mapping, a block_table or, for packed sequences, cu_seqlens",
             )  # fmt: skip
         return
-    check_tensor(OP, "block_table", block_table, INTS, q.device)
     if block_table.dim() != 2 or block_table.shape[0] != sequences:
         fail(
             OP, "block_table", f"have shape ({sequences}, blocks), a row for every {each}", shape_of(block_table),

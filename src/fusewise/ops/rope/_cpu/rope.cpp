@@ -151,7 +151,8 @@ RotateHeads rotation_of(const Plan& plan) {
 // --- Angles ---------------------------------------------------------------------------------------------------------
 
 // cos and sin of `factor` times each of the angles, to half a unit in the last place of 1. The product and the reduction
-// by quarter turns are float64 (π/2 in three parts whose products are exact), the polynomials float32 on [-π/4, π/4].
+// by quarter turns are float64 (π/2 in three parts whose products are exact), the polynomials float32 on [-π/4, π/4]. An
+// angle so large that its quarter turns cannot be counted gives NaN, not a polynomial far from there.
 void cos_and_sin(double factor, const float* angles, float scale, int64_t pairs, float* cos, float* sin) {
   INDEPENDENT
   for (int64_t i = 0; i < pairs; ++i) {
@@ -160,7 +161,8 @@ void cos_and_sin(double factor, const float* angles, float scale, int64_t pairs,
     const double reduced = ((angle - turns * 1.57079625129699707031) - turns * 7.54978941586159635335e-8) -
                            turns * 5.39030285815811905290e-15;
     const int32_t quadrant = static_cast<int32_t>(turns - 4.0 * std::floor(turns * 0.25));
-    const float x = static_cast<float>(reduced), x2 = x * x;
+    const float x = std::abs(angle) < 0x1p52 ? static_cast<float>(reduced) : std::numeric_limits<float>::quiet_NaN();
+    const float x2 = x * x;
     const float s = x + x * x2 * (-1.6666654611e-1f + x2 * (8.3321608736e-3f + x2 * -1.9515295891e-4f));
     const float quartic = 4.166664568298827e-2f + x2 * (-1.388731625493765e-3f + x2 * 2.443315711809948e-5f);
     const float c = 1.0f - 0.5f * x2 + x2 * x2 * quartic;
