@@ -44,6 +44,15 @@ def test_what_auto_takes_is_what_runs(op: Any, args: Any, kwargs: Any, monkeypat
     assert ran == [told.impl, "reference", "reference"] and told.impl == ("cpu" if native else "reference")
 
 
+@pytest.mark.parametrize(("op", "args", "kwargs"), CALLS)
+def test_what_autocast_leaves_is_what_is_explained(op: Any, args: Any, kwargs: Any) -> None:
+    wide = fusewise.explain_dispatch(op, *args, **kwargs)
+    with torch.autocast("cpu", torch.bfloat16):
+        told = fusewise.explain_dispatch(op, *args, **kwargs)
+        assert op(*args, **kwargs).dtype == torch.bfloat16
+    assert ("float32" in wide.reason, "bfloat16" in told.reason) == (True, True)
+
+
 def test_a_named_implementation_never_falls_back() -> None:
     for op, args, kwargs in CALLS:
         with pytest.raises(
