@@ -13,7 +13,6 @@ import fusewise
 from fusewise._shared import build, cuda
 from fusewise.ops.rope_and_cache import _op
 
-
 TABLES = {"cos_sin": (9000, 64), "angles": (9000, 32), "inv_freq": (32,)}
 
 
