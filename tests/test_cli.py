@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import subprocess
@@ -84,6 +85,25 @@ def test_bad_command_lines_exit_2_with_a_fix(arguments, words):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (("study", "gelu", "--device", "cpu"), "plan.options"),
+        (("code", "gelu", "--device", "cpu"), "plan.options"),
+        (("limits", "--device", "cpu"), "limits.measure"),
+        (("providers",), "commands.provider_states"),
+    ],
+)
+def test_an_interruption_exits_130_wherever_it_comes(arguments, where, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    module, name = where.split(".")
+    monkeypatch.setattr(importlib.import_module(f"fusewise.lab.{module}"), name, interrupted)
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
 def test_an_unwritable_directory_exits_1(tmp_path):

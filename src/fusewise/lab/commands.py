@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from rich.console import Console
 
 from . import analysis, folder, inside, plugin, record, targets, verdict
 from .compare import Comparison
+from .interruption import interruptible
 from .options import Options
 from .ranks import Rank
 from .reason import reason
@@ -31,7 +29,7 @@ def run(
     rows measured so far are on disk and in the report.
     """
     _check_appendable(append_rows)
-    with folder.claimed(options.out), _interruptible():
+    with folder.claimed(options.out), interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(Console(stderr=True)) as live:
             study = Study(options, live, before)
@@ -56,23 +54,6 @@ def _check_appendable(path: Path | None) -> None:
         path.open("ab").close()
     except OSError as error:
         raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """A SIGTERM ends a study as a Ctrl-C does: workers stopped, temporary files removed, the report written."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_shared(

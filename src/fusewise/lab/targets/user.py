@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
+from ..interruption import interruptible
 from ..ledger import extent
 from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
@@ -102,7 +103,7 @@ class User(Target):
         start = {"provider": "fusewise.lab.providers.pytorch:Eager", "device": tasks[0].device, "flush_bytes": 0}
         worker: WorkerProcess | None = None
         reasons = []
-        with tempfile.TemporaryDirectory(prefix="fusewise-check-") as folder:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fusewise-check-") as folder:
             try:
                 worker = WorkerProcess(start, Path(folder) / "log", timeout=timeout, memory_limit=memory_limit)
                 worker.ready()
