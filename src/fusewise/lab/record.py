@@ -247,10 +247,10 @@ def read_rows(path: Path) -> list[Row]:
         return read(path).rows
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8").rstrip()
     except UnicodeDecodeError as error:
         raise ValueError(f"record: {path} must be a file of rows, got {error}; name another file") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n") if text else (), start=1):  # a text within a row may have U+2028
         try:
             data = loads(line)
             check(data, "row")
