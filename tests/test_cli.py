@@ -124,6 +124,21 @@ def test_rows_that_cannot_be_added_are_told_before_anything_is_measured(tmp_path
     assert not out.exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_rows_for_a_full_disk_are_told_by_their_file(tmp_path):
+    command = "study gelu --case gelu-5x5 --pass fwd --device cpu --rounds 3:3 --warm --no-code --providers eager"
+    out = tmp_path / "run"
+    result = invoke(*command.split(), "--out", str(out), "--append-rows", "/dev/full")
+    assert result.exit_code == 1
+    said = " ".join(result.stderr.split())
+    assert (
+        "study: --append-rows must be a file with room, got [Errno 28] No space left on device for /dev/full; the"
+        in said
+    )
+    assert f"the study is done, add {out / 'rows.jsonl'}" in said
+    assert json.loads((out / "record.json").read_text())["finished"]
+
+
 def test_a_whole_small_study(tmp_path):
     """The newcomer's path: command line to report, on the CPU, with compilers left out for speed."""
     out, published = tmp_path / "run", tmp_path / "published" / "cpu.jsonl"

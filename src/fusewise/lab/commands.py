@@ -40,8 +40,7 @@ def run(
                     record.save(study.record, options.out)
             finally:
                 report = render(study.record, options.out)
-    if append_rows is not None:
-        record.append_rows(append_rows, study.record.rows)
+    _append(study.record, append_rows, options.out)
     return study.record, report
 
 
@@ -54,6 +53,19 @@ def _check_appendable(path: Path | None) -> None:
         path.open("ab").close()
     except OSError as error:
         raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
+
+
+def _append(found: Record, path: Path | None, out: Path) -> None:
+    """folder.Refused where the rows of a study that is done cannot be added after all."""
+    if path is None:
+        return
+    try:
+        record.append_rows(path, found.rows)
+    except OSError as error:
+        raise folder.Refused(
+            f"study: --append-rows must be a file with room, got {error} for {path}; the study is done, add "
+            f"{out / 'rows.jsonl'} to a file by hand"
+        ) from None
 
 
 def run_shared(
@@ -78,8 +90,7 @@ def run_shared(
         record.append_rows(options.out / "rows.jsonl", whole.rows)
         record.save(whole, options.out)
         report = render(whole, options.out)
-    if append_rows is not None:
-        record.append_rows(append_rows, whole.rows)
+    _append(whole, append_rows, options.out)
     return whole, report
 
 

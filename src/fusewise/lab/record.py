@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            file.truncate(before)
+            with suppress(OSError):  # of what is no file, as a pipe; the reason is the one above
+                file.truncate(before)
             raise
 
 
