@@ -209,6 +209,7 @@ def test_nothing_to_resume_is_told(tmp_path):
     code, _, said = finished(command(tmp_path / "new", "--resume"))
     assert code == 1
     assert "--resume must find a record.json" in " ".join(said.split())
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_request_or_machine_is_no_resumption():

@@ -29,7 +29,7 @@ def run(
     rows measured so far are on disk and in the report.
     """
     _check_appendable(append_rows)
-    with folder.claimed(options.out), interruptible():
+    with folder.claimed(options.out, resume), interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(Console(stderr=True)) as live:
             study = Study(options, live, before)
@@ -75,7 +75,7 @@ def run_shared(
     0 alone looks inside the providers."""
     if rank.number == 0:
         _check_appendable(append_rows)
-        folder.interrupted(options.out, resume and (options.out / "record.json").exists())
+        folder.interrupted(options.out, resume)
     mine = rank.share(options)
     try:
         part, _ = run(mine, resume=resume and (mine.out / "record.json").exists(), code=code and rank.number == 0)
