@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import subprocess
@@ -88,6 +89,25 @@ def test_bad_command_lines_exit_2_with_a_fix(arguments, words):
     assert words in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (("study", "gelu", "--device", "cpu"), "plan.options"),
+        (("code", "gelu", "--device", "cpu"), "plan.options"),
+        (("limits", "--device", "cpu"), "limits.measure"),
+        (("providers",), "commands.provider_states"),
+    ],
+)
+def test_an_interruption_exits_130_wherever_it_comes(arguments, where, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    module, name = where.split(".")
+    monkeypatch.setattr(importlib.import_module(f"fusewise.lab.{module}"), name, interrupted)
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
 def test_an_unwritable_directory_exits_1(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -104,6 +124,21 @@ def test_rows_that_cannot_be_added_are_told_before_anything_is_measured(tmp_path
     assert result.exit_code == 1
     assert "--append-rows must be a file to write to" in result.output
     assert not out.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_rows_for_a_full_disk_are_told_by_their_file(tmp_path):
+    command = "study gelu --case gelu-5x5 --pass fwd --device cpu --rounds 3:3 --warm --no-code --providers eager"
+    out = tmp_path / "run"
+    result = invoke(*command.split(), "--out", str(out), "--append-rows", "/dev/full")
+    assert result.exit_code == 1
+    said = " ".join(result.stderr.split())
+    assert (
+        "study: --append-rows must be a file with room, got [Errno 28] No space left on device for /dev/full; the"
+        in said
+    )
+    assert f"the study is done, add {out / 'rows.jsonl'}" in said
+    assert json.loads((out / "record.json").read_text())["finished"]
 
 
 def test_a_whole_small_study(tmp_path):

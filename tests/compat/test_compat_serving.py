@@ -261,10 +261,11 @@ def test_flashinfer_bad_input_is_named() -> None:
         flashinfer.apply_rope_pos_ids(q, k, positions, rotary_dim=7)
     with pytest.raises(ValueError, match=r"high_freq_factor must be above low_freq_factor = 4, got 2; "):
         flashinfer.apply_llama31_rope_pos_ids(q, k, positions, low_freq_factor=4, high_freq_factor=2)
-    for size in (0, 48):
-        with pytest.raises(
-            ValueError, match=rf"query must have the shape of positions and \(heads, {size}\) .*, got .*; "
-        ):
+    for size, message in (
+        (0, "head_size must be at least 1, got 0; "),
+        (48, r"query must have the shape of positions and \(heads, 48\) .*, got .*; "),
+    ):
+        with pytest.raises(ValueError, match=message):
             flashinfer.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), size, cache(D)[0])
     with pytest.raises(ValueError, match=r"cu_seqlens must have shape .*, got .*; "):
         flashinfer.apply_rope(q, k, positions[None], positions)

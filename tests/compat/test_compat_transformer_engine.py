@@ -253,7 +253,7 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
     [
         (
             lambda f: apply_rotary_pos_emb(randn(T, B, H, D), f, "bhsd"),
-            "tensor_format must be sbhd, bshd or thd, got 'bhsd'",
+            "tensor_format must be one of sbhd, bshd, thd, got 'bhsd'",
         ),
         (lambda f: apply_rotary_pos_emb(randn(T, H, D), f, "thd"), "cu_seqlens must be given for thd"),
         (lambda f: apply_rotary_pos_emb(randn(T, B, H, D), f[:, 0, 0]), "freqs must have shape (R, 1, 1, rotary_dim)"),

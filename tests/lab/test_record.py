@@ -226,6 +226,8 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
             r"code\[0\]\.lines\.first: must match .*, got 'first'",
         ),
         (lambda d: d.update(more=1), "must not have 'more'"),
+        (lambda d: d["spent"].update({"\x1b[2J": "x"}), r"spent\.'\\x1b\[2J': must be number, got 'x'"),
+        (lambda d: d.update(code=[STAGE | {"lines": {"\x1b": "a"}}]), r"code\[0\]\.lines\.'\\x1b': must match"),
         (lambda d: d["rows"][0].update(share_of_limit=5e-324), r"rows\[0\].share_of_limit: must be at least 1e-18"),
         (lambda d: d.update(code=[STAGE | {"pass": {"a": 1}}]), r"code\[0\]\.pass: must be one of fwd, bwd, fwd\+bwd"),
         (
@@ -271,6 +273,17 @@ def test_rows_are_read_from_records_and_from_published_files(tmp_path):
     published.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"^record: .*cpu.jsonl must be a file of rows, got .*; "):
         record.read_rows(published)
+
+
+def test_rows_end_where_a_line_of_the_file_does(tmp_path):
+    path, rows = tmp_path / "rows.jsonl", complete().rows
+    odd = {**rows[0].to_json(), "shape": "a\u2028b\x85c"}
+    path.write_text(
+        json.dumps(odd, ensure_ascii=False) + "\n" + json.dumps(rows[1].to_json()) + "\r\n\n", encoding="utf-8"
+    )
+    assert record.read_rows(path) == [replace(rows[0], shape="a\u2028b\x85c"), rows[1]]
+    path.write_text("")
+    assert record.read_rows(path) == []
 
 
 def test_a_folder_without_a_record_is_told(tmp_path):

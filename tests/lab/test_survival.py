@@ -72,6 +72,37 @@ def test_a_termination_is_an_interruption(tmp_path):
     assert "cut short" in (out / "report.html").read_text()
 
 
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_of_the_check_of_a_function_leaves_nothing(tmp_path, end):
+    (tmp_path / "endless.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(600)\n"
+    )
+    words = [
+        "study",
+        f"{tmp_path / 'endless.py'}:f",
+        "--input",
+        "fp32[8]",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    (tmp_path / "tmp").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "fusewise", *words], stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    ) as process:  # fmt: skip
+        for _ in range(600):
+            time.sleep(0.1)
+            if (tmp_path / "begun").exists():
+                break
+        process.send_signal(end)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted\n")
+    assert not list((tmp_path / "tmp").glob("fusewise-*"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_interrupt_while_it_looks_inside_keeps_all_times(tmp_path):
     out = tmp_path / "run"
     with command(out, "--code", providers="lab_fakes:Right,lab_fakes:SlowToShow") as process:
@@ -178,6 +209,7 @@ def test_nothing_to_resume_is_told(tmp_path):
     code, _, said = finished(command(tmp_path / "new", "--resume"))
     assert code == 1
     assert "--resume must find a record.json" in " ".join(said.split())
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_request_or_machine_is_no_resumption():

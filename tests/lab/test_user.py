@@ -268,7 +268,7 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
             "fwd",
             r"input 'x=fp32\[1.*\]' must be one that memory has room for",
         ),
-        ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; use --pass fwd"),
+        ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; ask for fwd alone"),
         ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
         ("overwrites", ("fp32[4]",), "fwd", "must leave its inputs as they are"),
         (

@@ -59,7 +59,7 @@ def test_a_function_is_run_before_a_study_begins(name, words, tmp_path):
 def test_one_pass_that_can_be_measured_is_enough(tmp_path):
     request = plan.Request(target=f"{FILE}:whole", inputs=["fp32[4]"], device="cpu")
     assert [task.pass_ for task in plan.options(request, tmp_path / "out").tasks] == ["fwd", "bwd"]
-    with pytest.raises(ValueError, match="must be differentiable for a backward pass; use --pass fwd"):
+    with pytest.raises(ValueError, match="must be differentiable for a backward pass; ask for fwd alone"):
         plan.options(dataclasses.replace(request, passes="bwd"), tmp_path / "out")
 
 
@@ -215,6 +215,22 @@ def test_an_option_that_there_is_not_is_told(options, words):
 
     with pytest.raises((TypeError, ValueError), match=rf"^study: .*{words}"):
         study(user_functions.rms, torch.ones(2, 2), torch.ones(2), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("doubled", [torch.ones(2, dtype=torch.int64)], "a tensor of fp32, .*; give one, such as x=fp32"),
+        ("rms", [torch.ones(2, 2)], "for every parameter .* got none for weight; give it, too"),
+        ("whole", [torch.ones(4)], "differentiable for a backward pass; ask for fwd alone"),
+    ],
+)
+def test_arguments_that_make_no_study_are_told_in_words_of_python(name, arguments, words, tmp_path):
+    import user_functions
+
+    with pytest.raises(ValueError, match=words) as caught:
+        study(getattr(user_functions, name), *arguments, passes="bwd", out=tmp_path / "run")
+    assert "--" not in str(caught.value)
 
 
 def test_a_study_does_not_start_inside_a_study(monkeypatch):

@@ -61,3 +61,8 @@ def test_parameters() -> None:
 def test_mistakes(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^QKNormRope: {words}; "):
         QKNormRope(RotaryEmbedding(16), **options)
+
+
+def test_a_weight_offset_that_is_none() -> None:
+    with pytest.raises(TypeError, match=r"^QKNormRope: weight_offset must be a finite number of float32, got None; "):
+        QKNormRope(RotaryEmbedding(16), weight_offset=None)  # type: ignore[arg-type]

@@ -401,16 +401,26 @@ def test_from_config_of_ernie_rotates_text_and_refuses_its_sections() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"table": "angles"}, r"RotaryEmbedding: table must be inv_freq or cos_sin, got 'angles'; "),
+        ({"table": "angles"}, r"RotaryEmbedding: table must be one of inv_freq, cos_sin, got 'angles'; "),
         ({"max_positions": 0}, r"RotaryEmbedding: max_positions must be at least 1, got 0; "),
         ({"rotary_dim": 32}, r"RotaryEmbedding: rotary_dim must be at most head_dim = 16, got 32; "),
         ({"rotary_dim": 7}, r"rope_tables: rotary_dim must be even, got 7; "),
+        ({"layout": "x"}, r"RotaryEmbedding: layout must be one of bshd, .*, got 'x'; "),
+        ({"pairing": "x"}, r"RotaryEmbedding: pairing must be one of half, .*, got 'x'; "),
         ({"rope_type": "ntk"}, r"rope_tables: rope_type must be one of .*, got 'ntk'; "),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message):
         RotaryEmbedding(16, **arguments)
+
+
+@pytest.mark.parametrize("name", ["head_dim", "rotary_dim", "max_positions"])
+def test_arguments_of_another_type_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^RotaryEmbedding: {name} must be an int, got '8'; convert it$"):
+        RotaryEmbedding(**{"head_dim": 16, name: "8"})
+    with pytest.raises(TypeError, match=r"^RotaryEmbedding: length must be an int, got '8'; convert it$"):
+        RotaryEmbedding(16, table="cos_sin").reserve("8")
 
 
 def test_a_parameter_of_another_type_is_refused() -> None:

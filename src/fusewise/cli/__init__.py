@@ -7,6 +7,7 @@ import errno
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,7 +25,18 @@ Exit codes:
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+class Verbs(click.Group):
+    """An interruption ends every verb alike, wherever it comes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interruption:
+            click.echo(f"interrupted{interruption}", err=True)
+            sys.exit(130)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.version_option(fusewise.__version__, prog_name="fusewise")
 def cli() -> None:
     """Fused kernels for PyTorch, and the evidence that they are worth it."""
@@ -168,8 +180,7 @@ def study(
         fix = "make room and add --resume" if full else "choose another --out"
         raise click.ClickException(f"study: the run directory must be writable, got {error}; {fix}") from None
     except KeyboardInterrupt:
-        click.echo(f"interrupted; the rows measured so far are in {options.out}, --resume goes on", err=True)
-        sys.exit(130)
+        raise KeyboardInterrupt(f"; the rows measured so far are in {options.out}, --resume goes on") from None
     if done is None:  # a rank whose rows rank 0 has
         return
     record, report = done

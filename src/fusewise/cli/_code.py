@@ -123,8 +123,6 @@ def code(
         raise click.UsageError(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"code: the folder must be writable, got {error}; choose another --out") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
     if as_json:
         click.echo(json.dumps(index))
     else:
@@ -162,8 +160,6 @@ def profile(target: str, name: str, out: Path | None, timeout: float, as_json: b
         found = commands.profile(task, entries[0], where, timeout)
     except OSError as error:
         raise click.ClickException(f"profile: the folder must be writable, got {error}; choose another --out") from None
-    except KeyboardInterrupt:
-        sys.exit(130)
     click.echo(json.dumps(found) if as_json else commands.profile_text(found))
     if found["status"] != "ok":
         sys.exit(1)

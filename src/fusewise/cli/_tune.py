@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import click
 
@@ -103,8 +102,7 @@ def tune(
     except RuntimeError as error:  # of the device: out of memory, or a kernel that broke it
         raise click.ClickException(f"tune: the device must run the search, got {error}") from None
     except KeyboardInterrupt:
-        click.echo(f"interrupted; {len(results)} results are kept", err=True)
-        sys.exit(130)
+        raise KeyboardInterrupt(f"; {len(results)} results are kept") from None
     if as_json:
         click.echo(json.dumps({"device": where, "results": results}))
     for file in dict.fromkeys(result["file"] for result in results):

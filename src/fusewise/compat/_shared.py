@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import fail, unit_stride
+from ..ops._common import check_count, fail, unit_stride
 from ..ops.rope import rope
+
+
+def check_tensors(op: str, **named: Any) -> None:
+    """Those that a function looks into before `rope` does."""
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
 
 
 def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,9 +25,11 @@ def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
     """x, of `dims` dimensions and (heads, head_size) or (heads · head_size,), as (…, heads, head_size), a view."""
+    check_tensors(op, **{name: x})
+    check_count(op, "head_size", head_size)
     if x.dim() == dims + 2 and x.shape[-1] == head_size:
         return x
-    if x.dim() != dims + 1 or head_size < 1 or x.shape[-1] % head_size:
+    if x.dim() != dims + 1 or x.shape[-1] % head_size:
         fail(
             op, name, f"have the shape of positions and (heads, {head_size}) or (heads · {head_size},)",
             tuple(x.shape), "check head_size and the shape of positions",
@@ -30,6 +39,7 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
 
 def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
     """The tables of complex numbers cos θ + i sin θ, views of them unless they are lazily conjugated."""
+    check_tensors("rope", freqs_cis=freqs_cis)
     freqs_cis = freqs_cis.resolve_conj()
     return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
 
@@ -40,8 +50,10 @@ def pairing(interleaved: bool) -> Any:
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
     """`rope`, always a pair: (q, None) without a k."""
+    check_tensors("rope", q=q)
     if k is None:
         return rope(unit_stride(q), **arguments), None
+    check_tensors("rope", k=k)
     rotated: tuple[Tensor, Tensor] = rope(unit_stride(q), unit_stride(k), **arguments)
     return rotated
 
@@ -54,6 +66,7 @@ def rotate_multimodal(
     The three tables are rows of one: token t of sequence b has row (axis · B + b) · T + t. Those rows are one small
     int32 tensor, a kernel of its own.
     """
+    check_tensors("rope", cos=cos, sin=sin)
     if cos.dim() != 4 or cos.shape[0] != 3:
         fail("rope", "cos", "have shape (3, B, T, 2P)", tuple(cos.shape), "pass the tables of the three axes")
     axes, batch, tokens = cos.shape[:3]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops._common import unit_stride
 from ..ops.rope import rope, rope_, tables
-from ._shared import heads, pairing, rotate_pair
+from ._shared import check_tensors, heads, pairing, rotate_pair
 
 
 def apply_rope(
@@ -37,7 +37,7 @@ def apply_rope(
     θ_i = rope_theta^(−2i / rotary_dim) / rope_scale for the first rotary_dim features (None: all of them).
     """
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
-    return rotate_pair(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+    return rotate_pair(q, k, **_call(inv_freq, interleave, cu_seqlens=indptr, offset=offsets))
 
 
 def apply_rope_inplace(
@@ -52,7 +52,7 @@ def apply_rope_inplace(
 ) -> None:
     """`apply_rope`, overwriting q and k."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
-    rope_(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+    rope_(q, k, **_call(inv_freq, interleave, cu_seqlens=indptr, offset=offsets))
 
 
 def apply_rope_pos_ids(
@@ -66,7 +66,7 @@ def apply_rope_pos_ids(
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope` with the position of every token, pos_ids (N,), int32 or int64."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
-    return rotate_pair(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+    return rotate_pair(q, k, **_call(inv_freq, interleave, positions=pos_ids))
 
 
 def apply_rope_pos_ids_inplace(
@@ -80,7 +80,7 @@ def apply_rope_pos_ids_inplace(
 ) -> None:
     """`apply_rope_pos_ids`, overwriting q and k."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
-    rope_(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+    rope_(q, k, **_call(inv_freq, interleave, positions=pos_ids))
 
 
 def apply_llama31_rope(
@@ -98,7 +98,7 @@ def apply_llama31_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope` with the frequencies of Llama 3.1 (`fusewise.ops.rope.tables.llama3`)."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    return rotate_pair(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+    return rotate_pair(q, k, **_call(inv_freq, interleave, cu_seqlens=indptr, offset=offsets))
 
 
 def apply_llama31_rope_inplace(
@@ -116,7 +116,7 @@ def apply_llama31_rope_inplace(
 ) -> None:
     """`apply_llama31_rope`, overwriting q and k."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    rope_(q, k, **_call(inv_freq, interleave), cu_seqlens=indptr, offset=offsets)
+    rope_(q, k, **_call(inv_freq, interleave, cu_seqlens=indptr, offset=offsets))
 
 
 def apply_llama31_rope_pos_ids(
@@ -133,7 +133,7 @@ def apply_llama31_rope_pos_ids(
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope_pos_ids` with the frequencies of Llama 3.1."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    return rotate_pair(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+    return rotate_pair(q, k, **_call(inv_freq, interleave, positions=pos_ids))
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -150,7 +150,7 @@ def apply_llama31_rope_pos_ids_inplace(
 ) -> None:
     """`apply_llama31_rope_pos_ids`, overwriting q and k."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    rope_(q, k, **_call(inv_freq, interleave), positions=pos_ids)
+    rope_(q, k, **_call(inv_freq, interleave, positions=pos_ids))
 
 
 def apply_rope_with_cos_sin_cache(
@@ -163,6 +163,7 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
     op = "apply_rope_with_cos_sin_cache"
+    check_tensors(op, query=query, key=key)
     q, k = (heads(op, n, unit_stride(x), 1, head_size) for n, x in (("query", query), ("key", key)))
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
     return q.view(query.shape), k.view(key.shape)
@@ -183,6 +184,7 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str, Any]:
+    check_tensors("rope", positions=positions, cos_sin_cache=cos_sin_cache)
     return {
         "cos_sin": cos_sin_cache,
         "positions": positions,
@@ -192,12 +194,17 @@ def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str
     }
 
 
-def _call(inv_freq: Tensor, interleave: bool) -> dict[str, Any]:
-    return {"inv_freq": inv_freq, "layout": "thd", "pairing": pairing(interleave), "rotary_dim": 2 * inv_freq.shape[0]}
+def _call(inv_freq: Tensor, interleave: bool, **positions: Tensor) -> dict[str, Any]:
+    check_tensors("rope", **positions)
+    rotary_dim = 2 * inv_freq.shape[0]
+    return {
+        "inv_freq": inv_freq, "layout": "thd", "pairing": pairing(interleave), "rotary_dim": rotary_dim, **positions
+    }  # fmt: skip
 
 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
+    check_tensors("rope", q=q)
     key = (q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _keep_for_tracing(*key))

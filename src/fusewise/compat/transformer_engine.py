@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import fail, transforms_active, unit_stride, wants_formula
+from ..ops._common import check_one_of, fail, transforms_active, unit_stride, wants_formula
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import DEFAULTS, validated
-from ._shared import pairing
+from ._shared import check_tensors, pairing
 
 
 def apply_rotary_pos_emb(
@@ -47,15 +47,13 @@ def apply_rotary_pos_emb(
         cu_seqlens: (B + 1,), read for thd alone: bounds of the whole sequences, also with cp_size > 1.
         cp_size, cp_rank: load-balanced context parallelism, rank r holds chunks r and 2 cp_size − 1 − r.
     """
-    if tensor_format not in ("sbhd", "bshd", "thd"):
-        fail(
-            "apply_rotary_pos_emb", "tensor_format", "be sbhd, bshd or thd", repr(tensor_format), "name the layout of t"
-        )
+    check_one_of("apply_rotary_pos_emb", "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
     if tensor_format == "thd":
         if cu_seqlens is None:
             fail("apply_rotary_pos_emb", "cu_seqlens", "be given for thd", None, "pass the bounds of the sequences")
     else:
         cu_seqlens = None
+    check_tensors("apply_rotary_pos_emb", t=t)
     angles = _angles("apply_rotary_pos_emb", freqs)
     call = {
         "angles": angles,
@@ -100,12 +98,13 @@ def apply_fused_qkv_rotary_pos_emb(
         TypeError, ValueError: also for thd, and for start_positions with cp_size > 1, as there.
     """
     op = "apply_fused_qkv_rotary_pos_emb"
-    if tensor_format not in ("sbhd", "bshd"):
+    if not isinstance(tensor_format, str) or tensor_format not in ("sbhd", "bshd"):
         fail(op, "tensor_format", "be sbhd or bshd", repr(tensor_format), "use apply_rotary_pos_emb for thd")
     if cp_size > 1 and start_positions is not None:
         fail(
             op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb"
         )
+    check_tensors(op, qkv=qkv)
     widths = tuple(qkv_split_arg_list)
     if len(widths) != 3 or qkv.dim() != 4 or sum(widths) != qkv.shape[-1] or widths[1] < 1 or widths[0] % widths[1]:
         fail(
@@ -129,6 +128,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
 def _angles(op: str, freqs: Tensor) -> Tensor:
     """(R, 1, 1, W) as the table (R, W), (R, B, 1, W) as (B, R, W)."""
+    check_tensors(op, freqs=freqs)
     if freqs.dim() != 4 or freqs.shape[2] != 1:
         fail(
             op,

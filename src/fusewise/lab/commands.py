@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from rich.console import Console
 
 from . import analysis, folder, inside, plugin, record, targets, verdict
 from .compare import Comparison
+from .interruption import interruptible
 from .options import Options
 from .ranks import Rank
 from .reason import reason
@@ -31,7 +29,7 @@ def run(
     rows measured so far are on disk and in the report.
     """
     _check_appendable(append_rows)
-    with folder.claimed(options.out), _interruptible():
+    with folder.claimed(options.out, resume), interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(Console(stderr=True)) as live:
             study = Study(options, live, before)
@@ -42,8 +40,7 @@ def run(
                     record.save(study.record, options.out)
             finally:
                 report = render(study.record, options.out)
-    if append_rows is not None:
-        record.append_rows(append_rows, study.record.rows)
+    _append(study.record, append_rows, options.out)
     return study.record, report
 
 
@@ -58,21 +55,17 @@ def _check_appendable(path: Path | None) -> None:
         raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """A SIGTERM ends a study as a Ctrl-C does: workers stopped, temporary files removed, the report written."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
+def _append(found: Record, path: Path | None, out: Path) -> None:
+    """folder.Refused where the rows of a study that is done cannot be added after all."""
+    if path is None:
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        record.append_rows(path, found.rows)
+    except OSError as error:
+        raise folder.Refused(
+            f"study: --append-rows must be a file with room, got {error} for {path}; the study is done, add "
+            f"{out / 'rows.jsonl'} to a file by hand"
+        ) from None
 
 
 def run_shared(
@@ -82,7 +75,7 @@ def run_shared(
     0 alone looks inside the providers."""
     if rank.number == 0:
         _check_appendable(append_rows)
-        folder.interrupted(options.out, resume and (options.out / "record.json").exists())
+        folder.interrupted(options.out, resume)
     mine = rank.share(options)
     try:
         part, _ = run(mine, resume=resume and (mine.out / "record.json").exists(), code=code and rank.number == 0)
@@ -97,8 +90,7 @@ def run_shared(
         record.append_rows(options.out / "rows.jsonl", whole.rows)
         record.save(whole, options.out)
         report = render(whole, options.out)
-    if append_rows is not None:
-        record.append_rows(append_rows, whole.rows)
+    _append(whole, append_rows, options.out)
     return whole, report
 
 

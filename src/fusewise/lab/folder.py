@@ -27,9 +27,11 @@ class Refused(ValueError):
 
 
 @contextmanager
-def claimed(out: Path) -> Iterator[None]:
+def claimed(out: Path, resume: bool = False) -> Iterator[None]:
     """`out`, made where it is not there, for this process alone until the end, which may be a SIGKILL. OSError where
-    nothing can be written, Refused where another process has it."""
+    nothing can be written, Refused where another process has it, and, with nothing made, where it has no run to resume."""
+    if resume and not (out / "record.json").exists():
+        raise Refused(f"study: --resume must find a record.json in {out}, got none; leave --resume out")
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("a+", encoding="utf-8") as file:
         try:
@@ -47,16 +49,13 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 def interrupted(out: Path, resume: bool) -> Record | None:
-    """The record in `out` that is to go on, or None for a new one. Refused where there is one and it was not asked for,
-    and where it was asked for and there is none."""
+    """The record in `out` that is to go on, or None for a new one. Refused where there is one and it was not asked for."""
     if (out / "record.json").exists():
         if resume:
             return record.read(out)
         raise Refused(
             f"study: the run directory must be new, got {out}, which has a run; add --resume or choose another --out"
         )
-    if resume:
-        raise Refused(f"study: --resume must find a record.json in {out}, got none; leave --resume out")
     return None
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            file.truncate(before)
+            with suppress(OSError):  # of what is no file, as a pipe; the reason is the one above
+                file.truncate(before)
             raise
 
 
@@ -247,10 +249,10 @@ def read_rows(path: Path) -> list[Row]:
         return read(path).rows
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8").rstrip()
     except UnicodeDecodeError as error:
         raise ValueError(f"record: {path} must be a file of rows, got {error}; name another file") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n") if text else (), start=1):  # a text within a row may have U+2028
         try:
             data = loads(line)
             check(data, "row")

@@ -89,6 +89,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _key(key: str) -> str:
+    """A key that whoever made the record chose, as a terminal may be given it."""
+    return key if re.fullmatch(r"[\w-]{1,60}", key) else _short(key)
+
+
 def _is(value: Any, kind: str) -> bool:
     """Whether the value is of a kind. No number is a bool, and none is beyond a double."""
     if kind in ("number", "integer"):
@@ -116,12 +121,12 @@ def _additional(value: Any, rule: Any, rules: Json) -> str:
     others = {k: v for k, v in value.items() if k not in rules.get("properties", {})} if isinstance(value, dict) else {}
     if rule is False:
         return f"must not have {_short(next(iter(others)))}" if others else ""
-    return next((_at(f".{k[:60]}", f) for k, v in others.items() if (f := _fault(v, rule))), "")
+    return next((_at(f".{_key(k)}", f) for k, v in others.items() if (f := _fault(v, rule))), "")
 
 
 def _names(value: Any, rule: Json, _: Json) -> str:
     keys = value if isinstance(value, dict) else ()
-    return next((_at(f".{k[:60]}", f) for k in keys if (f := _fault(k, rule))), "")
+    return next((_at(f".{_key(k)}", f) for k in keys if (f := _fault(k, rule))), "")
 
 
 def _pattern(value: Any, rule: str, _: Json) -> str:

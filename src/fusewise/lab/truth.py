@@ -129,9 +129,13 @@ def band(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def allowed(eager: float, dtype: torch.dtype) -> float:
+    """The largest error that is right where eager code's is `eager`."""
+    return 2 * min(eager, LOOSEST) + band(dtype)
+
+
 def within(found: Errors, eager: Errors, dtype: torch.dtype) -> bool:
-    largest, rms = min(eager.max, LOOSEST), min(eager.rms, LOOSEST)
-    return found.max <= 2 * largest + band(dtype) and found.rms <= 2 * rms + band(dtype)
+    return found.max <= allowed(eager.max, dtype) and found.rms <= allowed(eager.rms, dtype)
 
 
 def results(problem: Problem, wide: bool) -> list[Tensor]:

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from . import analysis
 from .analysis import TWIN, Ratio, is_floor, is_ours
+from .problem import DTYPES
 from .record import Json, Record, Row
 from .render import groups, number, percent, size
+from .truth import allowed
 
 #: A provider this near the limit leaves nothing that is worth a kernel.
 ENOUGH = 0.9
@@ -23,6 +25,9 @@ BEYOND = 1.5
 EXCESS = 1.1
 #: A share of the time from which launches, or a clock below the others', are a cause.
 NOTICEABLE = 0.1
+#: A compiler whose error is at most so many times what is allowed may be as quick once it is right: one order of a sum
+#: instead of another costs no more. Its time is missed.
+NEARLY = 10.0
 #: Shorter than this, microseconds, events and kernels are measured together.
 MEASUREMENT_FLOOR = 5.0
 #: Providers that take the user's own code, and ours in plain torch: what there is without a hand-written kernel.
@@ -93,11 +98,19 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
         factor = None if minimum is None else _time(row) / minimum
         causes = _causes(row, factor, ledgers.get(row.provider), launch, timed, record)
         gaps.append(Gap(row.provider, row.id, _time(row), factor, tuple(causes)))
-    worth, kernel, why = _worth(key, timed, bound, minimum, record)
+    missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
+    worth, kernel, why = _worth(key, timed, missed, bound, minimum, record)
     best = next((r for r in timed if is_compiler(r.provider)), None)
     left = None if best is None or minimum is None else max(0.0, 1 - minimum / _time(best))
     saved = _saved(ledgers.get("eager"), rows[0].bytes_min)
     return Verdict(key, bound, minimum, tuple(gaps), saved, left, worth, kernel, why)
+
+
+def _nearly_right(row: Row) -> bool:
+    """Whether it is wrong, but by little."""
+    if row.status != "wrong" or row.dtype not in DTYPES or row.error is None or row.error_eager is None:
+        return False
+    return row.error <= NEARLY * allowed(row.error_eager, DTYPES[row.dtype])
 
 
 def _time(row: Row) -> float:
@@ -161,9 +174,15 @@ def _count(stage: Json, word: str) -> float:
 
 
 def _worth(
-    key: tuple[str, str, str, str], timed: Sequence[Row], bound: Bound, minimum: float | None, record: Record
+    key: tuple[str, str, str, str],
+    timed: Sequence[Row],
+    missed: Sequence[str],
+    bound: Bound,
+    minimum: float | None,
+    record: Record,
 ) -> tuple[Worth, str | None, str]:
-    """Is a hand-written kernel worth it here, which one, and why. The first rule that applies decides."""
+    """Is a hand-written kernel worth it here, which one, and why. The first rule that applies decides. `missed`: compilers
+    without a time that are wrong by little."""
     if not timed:
         return "cannot tell", None, "no provider was right and has a time"
     if minimum is None:
@@ -185,6 +204,15 @@ def _worth(
         return "no", None, "starting anything takes as long; fuse it with its neighbours or capture a CUDA graph"
     if reach >= ENOUGH:
         return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
+    if missed:
+        return (
+            "cannot tell",
+            None,
+            (
+                f"{', '.join(missed)} came out wrong by no more than {NEARLY:g} times what is allowed, and so without a time; of "
+                f"the other compilers {best.provider} is the best, at {percent(reach)} of the limit"
+            ),
+        )
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]

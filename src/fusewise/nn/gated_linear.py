@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import check_one_of
 from ..ops.gated_linear import gated_linear
 from ..ops.gated_linear._problem import ACTIVATIONS, Activation, Save
 from ..ops.gated_linear.projections import mlp
@@ -45,7 +46,7 @@ class GatedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_activation("GatedLinear", activation)
+        check_one_of("GatedLinear", "activation", activation, ACTIVATIONS)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
         linear = nn.Linear(in_features, 2 * out_features, bias, device, dtype)
@@ -97,7 +98,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_activation("GatedMLP", activation)
+        check_one_of("GatedMLP", "activation", activation, ACTIVATIONS)
         self.activation, self.save, self.impl = activation, save, impl
         self.gate_proj = nn.Linear(features, hidden, bias, device, dtype)
         self.up_proj = nn.Linear(features, hidden, bias, device, dtype)
@@ -110,8 +111,3 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, save={self.save}"
-
-
-def _check_activation(op: str, activation: object) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}; choose one")

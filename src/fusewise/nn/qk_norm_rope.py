@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import check_number, check_one_of
 from ..ops.qk_norm_rope import qk_norm_rope
 from ..ops.qk_norm_rope._problem import OVERS, Over
 from .rope import RotaryEmbedding
@@ -44,8 +45,8 @@ class QKNormRope(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if norm not in OVERS:
-            raise ValueError(f"QKNormRope: norm must be one of {', '.join(OVERS)}, got {norm!r}; choose one of them")
+        check_one_of("QKNormRope", "norm", norm, OVERS)
+        check_number("QKNormRope", "weight_offset", weight_offset, "pass the model's weight_offset")
         if (heads is None) != (norm == "head"):
             wanted = "be None" if norm == "head" else "be (heads of q, heads of k)"
             raise ValueError(

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..ops._common import check_count, check_one_of
 from ..ops.rope import rope, tables
-from ..ops.rope._problem import Layout, Pairing
+from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing
 
 
 class RotaryEmbedding(nn.Module):
@@ -67,18 +68,18 @@ class RotaryEmbedding(nn.Module):
         **parameters: Any,
     ) -> None:
         super().__init__()
-        if table not in ("inv_freq", "cos_sin"):
-            raise ValueError(f"RotaryEmbedding: table must be inv_freq or cos_sin, got {table!r}; choose one")
-        if max_positions < 1:
-            raise ValueError(f"RotaryEmbedding: max_positions must be at least 1, got {max_positions}; raise it")
-        self.head_dim = head_dim
-        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        for name, value, allowed in (
+            ("table", table, ("inv_freq", "cos_sin")), ("layout", layout, LAYOUTS), ("pairing", pairing, PAIRINGS),
+        ):  # fmt: skip
+            check_one_of("RotaryEmbedding", name, value, allowed)
+        self.head_dim = check_count("RotaryEmbedding", "head_dim", head_dim)
+        self.rotary_dim = head_dim if rotary_dim is None else check_count("RotaryEmbedding", "rotary_dim", rotary_dim)
         if self.rotary_dim > head_dim:
             raise ValueError(
                 f"RotaryEmbedding: rotary_dim must be at most head_dim = {head_dim}, got {rotary_dim}; lower it"
             )
         self.base, self.rope_type, self.rope_arguments = base, rope_type, parameters
-        self.table, self.max_positions = table, max_positions
+        self.table, self.max_positions = table, check_count("RotaryEmbedding", "max_positions", max_positions)
         self.options: dict[str, Any] = {
             "pairing": pairing,
             "layout": layout,
@@ -192,7 +193,7 @@ class RotaryEmbedding(nn.Module):
         if positions is None and cu_seqlens is None and isinstance(offset, int):
             tokens = q.shape[{"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]]
             rows = offset + tokens * (1 if context_parallel is None else context_parallel[1])
-        self.reserve(rows, q.device)
+        self._cover(rows, q.device)
         return {"cos": self.cos, "sin": self.sin, **given}
 
     def reserve(self, length: int, device: torch.device | str | None = None) -> None:
@@ -201,6 +202,9 @@ class RotaryEmbedding(nn.Module):
         Nothing happens where they do; else new ones are made, of `max_positions`, `length` or twice the old rows, whichever
         is most. The old ones are not written to.
         """
+        self._cover(check_count("RotaryEmbedding", "length", length, 0), device)
+
+    def _cover(self, length: int, device: torch.device | str | None) -> None:
         wanted = self.inv_freq.device if device is None else torch.device(device)
         # An export has the table as a fake of its own; one that a trace left behind when it ended is of no use.
         left = (

@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._shared import build, cuda
+from ._common import check_one_of, fail
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,6 +92,15 @@ class Choice:
             return str(error)
         # The library is there, so this only loads it.
         return self.unavailable("cuda", "cuda", FLOATS[0])
+
+    def check(self, op: str, x: Tensor, impl: object) -> None:
+        """Whether `impl` is "auto" or can serve x."""
+        check_one_of(op, "impl", impl, ("auto", *self.names))
+        # The operator checks the device when it runs; a probe of the machine cannot be traced.
+        if impl != "auto" and not torch.compiler.is_compiling():
+            reason = self.unavailable(impl, x.device.type, x.dtype)
+            if reason is not None:
+                fail(op, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
 
     def refusal(self, impl: str, reason: str) -> ValueError:
         """The error of an implementation that was asked for and cannot serve the tensors."""

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+MAX_POSITION = 2**31 - 1
+MAX_NUMBER = 3.4028234663852886e38  # of float32
+
 
 def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
+
+
+def check_one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> None:
+    """An option is one of these names; a string first, since an array would be compared element by element."""
+    if not isinstance(value, str) or value not in allowed:
+        fail(op, name, f"be one of {', '.join(allowed)}", repr(value), "choose one of them")
+
+
+def check_count(op: str, name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        fail(op, name, "be an int", repr(value), "convert it", TypeError)
+    if value < least:
+        fail(op, name, f"be at least {least}", value, "raise it")
+    if most is not None and value > most:
+        fail(op, name, f"be at most {most}", value, "lower it")
+    return value
+
+
+def check_number(op: str, name: str, value: object, fix: str) -> None:
+    """A finite number of float32."""
+    contract = "be a finite number of float32"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        fail(op, name, contract, repr(value), fix, TypeError)
+    if not abs(value) <= MAX_NUMBER:
+        fail(op, name, contract, repr(value), fix)
 
 
 def transforms_active() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -43,6 +44,7 @@ STACKED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, r"weight must have a contiguous last dimension \(stride 1\), got strides \(1, 12\)", (X, torch.randn(8, 12).T), {}),
     (ValueError, "save must be one of preact, input, got 'all'", (X, W, B), {"save": "all"}),
     (ValueError, "impl must be one of auto, .* got 'cublas'", (X, W, B), {"impl": "cublas"}),
+    (ValueError, r"impl must be one of auto, .* got array\(", (X, W, B), {"impl": numpy.array(["auto", "cpu"])}),
     (TypeError, "gate_first must be a bool, got 1", (X, W, B), {"gate_first": 1}),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -39,13 +40,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "norm": ({"norm": "token"}, ValueError, "norm must be one of head, all, got 'token'"),
     "norm-None": ({"norm": None}, ValueError, "norm must be one of head, all, got None"),
     "eps-negative": ({"eps": -1e-6}, ValueError, "eps must be at least 0, got -1e-06"),
-    "eps-nan": ({"eps": float("nan")}, TypeError, "eps must be a finite number of float32, got nan"),
+    "eps-nan": ({"eps": float("nan")}, ValueError, "eps must be a finite number of float32, got nan"),
     "eps-text": ({"eps": "1e-6"}, TypeError, "eps must be a finite number of float32, got '1e-6'"),
     "eps-bool": ({"eps": True}, TypeError, "eps must be a finite number of float32, got True"),
     "eps-tensor": ({"eps": torch.tensor(1e-6)}, TypeError, "eps must be a finite number"),
-    "eps-double": ({"eps": 1e300}, TypeError, r"eps must be a finite number of float32, got 1e\+300"),
-    "offset-int": ({"weight_offset": 10**40}, TypeError, "weight_offset must be a finite number of float32, got 1000"),
-    "offset-inf": ({"weight_offset": float("inf")}, TypeError, "weight_offset must be a finite number of float32, got inf"),
+    "eps-double": ({"eps": 1e300}, ValueError, r"eps must be a finite number of float32, got 1e\+300"),
+    "offset-int": ({"weight_offset": 10**40}, ValueError, "weight_offset must be a finite number of float32, got 1000"),
+    "offset-inf": ({"weight_offset": float("inf")}, ValueError, "weight_offset must be a finite number of float32, got inf"),
     "offset-None": ({"weight_offset": None}, TypeError, "weight_offset must be a finite number of float32, got None"),
     "wide": ({"q": torch.empty(1, 1, 200, 512), "k": None, "k_weight": None, "norm": "all", **make_table("half", 256, 1, torch.float32)},
              ValueError, r'q must have at most 65536 features a token for norm="all", got \(1, 1, 200, 512\)'),
@@ -62,9 +63,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rotary_dim": ({"rotary_dim": 18}, ValueError, "rotary_dim must be even and from 2 to head_dim = 16, got 18"),
     "positions": ({"positions": torch.zeros(6)}, TypeError, "positions must have dtype int32 or int64, got float32"),
     # the rest
-    "impl": ({"impl": "cuda"}, ValueError, "impl must be auto or one of triton, reference, got 'cuda'"),
+    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of auto, triton, reference, got 'cuda'"),
     "impl-device": ({"impl": "triton"}, ValueError, "impl must be able to serve the tensors, got 'triton': .*; use impl=\"auto\""),
-    "impl-None": ({"impl": None}, ValueError, "impl must be auto or one of"),
+    "norm-array": ({"norm": numpy.array(["head", "all"])}, ValueError, r"norm must be one of .*, got array\("),
+    "offset-array": ({"offset": numpy.array([1, 2])}, TypeError, r"offset must be an int or an integer tensor, got array\("),
+    "impl-array": ({"impl": numpy.array(["auto", "triton"])}, ValueError, r"impl must be one of .*, got array\("),
+    "impl-None": ({"impl": None}, ValueError, "impl must be one of auto"),
 }  # fmt: skip
 
 

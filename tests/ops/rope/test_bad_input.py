@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -57,6 +58,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k-device": ({"k": K.to("meta")}, ValueError, "k must be on the device of q, cpu, got meta"),
     "layout": ({"layout": "bsdh"}, ValueError, "layout must be one of bshd, sbhd, bhsd, thd, got 'bsdh'"),
     "layout-None": ({"layout": None}, ValueError, "layout must be one of"),
+    "layout-array": ({"layout": numpy.array(["bshd", "thd"])}, ValueError, r"layout must be one of .*, got array\("),
+    "pairing-array": ({"pairing": numpy.array(["half", "half"])}, ValueError, r"pairing must be one of .*, got array\("),
+    "impl-array": ({"impl": numpy.array(["auto", "cpu"])}, ValueError, r"impl must be one of .*, got array\("),
+    "offset-array": ({"offset": numpy.array([1, 2])}, TypeError, r"offset must be an int or an integer tensor, got array\("),
     "layout-list": ({"layout": ["bshd"]}, ValueError, "layout must be one of"),
     # pairing and width
     "pairing": ({"pairing": "neox"}, ValueError, "pairing must be one of half, interleaved, interleaved_to_half, half_to_interleaved, got 'neox'"),
@@ -89,13 +94,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "inv_freq-sparse": ({"cos": None, "sin": None, "inv_freq": FREQ.to_sparse()}, TypeError, "inv_freq must be a strided tensor"),
     "sin-dtype": ({"sin": SIN.bfloat16()}, TypeError, "sin must have the dtype of cos, float32, got bfloat16"),
     "cos-device": ({"cos": COS.to("meta"), "sin": SIN.to("meta")}, ValueError, "must be on the device of q, cpu, got meta"),
-    "cos-width": ({"cos": COS[:, :7], "sin": SIN[:, :7]}, ValueError, r"cos must have shape \(T, P\) .* with P = 8 \(or 2P = 16 duplicated\) and B = 2, got \(64, 7\)"),
+    "cos-width": ({"cos": COS[:, :7], "sin": SIN[:, :7]}, ValueError, r"cos must have shape \(R, P\) .* with P = 8 \(or 2P = 16 duplicated\) and B = 2, got \(64, 7\)"),
     "cos-width-partial": ({"cos": COS[:, :4], "sin": SIN[:, :4]}, ValueError, "cos must have shape .*, got .*; .*and rotary_dim if only a part"),
     "cos-dimensions": ({"cos": COS[0], "sin": SIN[0]}, ValueError, r"cos must have shape .*, got \(8,\)"),
     "cos-batch": ({"cos": COS.expand(3, 64, 8), "sin": SIN.expand(3, 64, 8)}, ValueError, r"cos must have shape .*, got \(3, 64, 8\)"),
     "sin-shape": ({"sin": SIN[:32]}, ValueError, r"sin must have the shape of cos, \(64, 8\), got \(32, 8\)"),
     "sin-strides": ({"sin": SIN.mT.contiguous().mT}, ValueError, "sin must have the strides of cos"),
-    "cos_sin-width": ({"cos": None, "sin": None, "cos_sin": COS}, ValueError, r"cos_sin must have shape \(T, 2P\).*2P = 16, B = 2, got \(64, 8\)"),
+    "cos_sin-width": ({"cos": None, "sin": None, "cos_sin": COS}, ValueError, r"cos_sin must have shape \(R, 2P\).*2P = 16, B = 2, got \(64, 8\)"),
     "angles-width": ({"cos": None, "sin": None, "angles": COS[:, :3]}, ValueError, r"angles must have shape .*, got \(64, 3\)"),
     "inv_freq-shape": ({"cos": None, "sin": None, "inv_freq": FREQ[:7]}, ValueError, r"inv_freq must have shape \(P,\) = \(8,\), got \(7,\)"),
     "inv_freq-2d": ({"cos": None, "sin": None, "inv_freq": FREQ[None]}, ValueError, r"inv_freq must have shape \(P,\) = \(8,\), got \(1, 8\)"),
@@ -105,12 +110,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "table-short-ranks": ({"context_parallel": (0, 16)}, ValueError, "the table must have a row for each of the positions up to 95, got 64 rows"),
     "cos-requires-grad": ({"cos": COS.clone().requires_grad_()}, ValueError, "cos must not require grad"),
     "scale-table": ({"scale": 2.0}, ValueError, "scale must be 1.0 with a cos and sin table, got 2.0"),
-    "scale-nan": ({"scale": float("nan")}, TypeError, "scale must be a finite number, got nan"),
-    "scale-inf": ({"scale": float("inf")}, TypeError, "scale must be a finite number, got inf"),
-    "scale-text": ({"scale": "1"}, TypeError, "scale must be a finite number, got '1'"),
+    "scale-nan": ({"scale": float("nan")}, ValueError, "scale must be a finite number of float32, got nan"),
+    "scale-inf": ({"scale": float("inf")}, ValueError, "scale must be a finite number of float32, got inf"),
+    "scale-text": ({"scale": "1"}, TypeError, "scale must be a finite number of float32, got '1'"),
     "scale-tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a finite number"),
-    "scale-huge": ({"scale": 10**400}, TypeError, "scale must be a finite number, got 1000"),
-    "scale-beyond-float32": ({"scale": 1e39}, TypeError, "scale must be a finite number, got 1e\\+39"),
+    "scale-huge": ({"scale": 10**400}, ValueError, "scale must be a finite number of float32, got 1000"),
+    "scale-beyond-float32": ({"scale": 1e39}, ValueError, "scale must be a finite number of float32, got 1e\\+39"),
     "inverse-text": ({"inverse": "yes"}, TypeError, "inverse must be True or False, got 'yes'"),
     # positions
     "positions-sparse": ({"positions": IDS.to_sparse()}, TypeError, "positions must be a strided tensor, got torch.sparse_coo"),
@@ -156,8 +161,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "context_parallel-odd": ({"q": Q[:, :5], "k": None, "context_parallel": (0, 2)}, ValueError,
                              "context_parallel must cut every rank's tokens into two equal chunks, got 5 tokens"),
     # the rest
-    "impl": ({"impl": "vulkan"}, ValueError, "impl must be auto or one of .*, got 'vulkan'"),
-    "impl-None": ({"impl": None}, ValueError, "impl must be auto or one of"),
+    "impl": ({"impl": "vulkan"}, ValueError, "impl must be one of auto, .*, got 'vulkan'"),
+    "impl-None": ({"impl": None}, ValueError, "impl must be one of auto"),
     "impl-float64": ({"q": Q.double(), "k": None, "impl": "cpu"}, ValueError, "impl must be able to serve the tensors, got 'cpu': .*float64"),
     "impl-device": ({"impl": "triton"}, ValueError, "impl must be able to serve the tensors, got 'triton': .*; use impl=\"auto\""),
 }  # fmt: skip

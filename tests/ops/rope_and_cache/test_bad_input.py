@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "no k": (replaced(k=None), TypeError, "k must be a torch.Tensor, got NoneType"),
     "no cache": (replaced(value_cache=None), TypeError, "value_cache must be a torch.Tensor, got NoneType"),
     "cache layout": (replaced(cache_layout="dhn"), ValueError, "cache_layout must be one of nhd, hnd, got 'dhn'"),
+    "cache layouts": (replaced(cache_layout=numpy.array(["nhd", "hnd"])), ValueError, r"cache_layout must be one of nhd, hnd, got array\("),
+    "layouts": (replaced(layout=numpy.array(["thd", "bshd"])), ValueError, r"layout must be one of .*, got array\("),
     "combined cache": (tensor("key_cache", lambda x: x[None]), ValueError, r"key_cache must have 4 dimensions, \(blocks, heads, block_size, D\), got \(1, 6, 2, 4, 16\); take key_cache out"),
     "flat width": (tensor("q", lambda x: x.flatten(1)[:, :60]), ValueError, r"q must have heads as wide as those of key_cache, 16, in its 60 features, got \(5, 60\)"),
     "flat stride": (tensor("v", lambda x: x.flatten(1).repeat_interleave(2, 1)[:, ::2]), ValueError, r"v must have a contiguous last dimension \(stride 1\), got strides \(64, 2\); call .contiguous\(\)"),
@@ -89,7 +92,7 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "table too long": (replaced(slot_mapping=None, block_table=torch.zeros(5, 1, dtype=torch.int32).expand(5, 2**29)), ValueError, "block_table must have at most 2147483647 slots a sequence, got 2147483648"),
     "table of floats": (replaced(slot_mapping=None, block_table=torch.zeros(5, 1)), TypeError, "block_table must have dtype int32 or int64, got float32"),
     "write_k": (replaced(write_k=1), TypeError, "write_k must be a bool, got 1; pass True to rotate k in place, too"),
-    "no such impl": (replaced(impl="fast"), ValueError, "impl must be auto or one of triton, cuda, reference, got 'fast'"),
+    "no such impl": (replaced(impl="fast"), ValueError, "impl must be one of auto, triton, cuda, reference, got 'fast'"),
     "impl that cannot": (replaced(impl="cuda"), ValueError, "impl must be able to serve the tensors, got 'cuda': cuda runs on NVIDIA GPUs, not on device type cpu; use impl="),
     "q requires grad": (tensor("q", lambda x: x.clone().requires_grad_()), RuntimeError, "q must not require grad: a write into a cache has no gradient, got requires_grad=True; call it under torch.no_grad"),
     "v requires grad": (tensor("v", lambda x: x.clone().requires_grad_()), RuntimeError, "v must not require grad"),

@@ -127,6 +127,6 @@ def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[
     if absent := [n for n, default in [*known.items()][len(specs) :] if default is inspect.Parameter.empty]:
         raise ValueError(
             f"study: inputs must be given for every parameter without a default, got none for {', '.join(absent)}; "
-            "add --input for it"
+            "give it, too"
         )
     return specs

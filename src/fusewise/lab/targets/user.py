@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusewise.ops.gated_linear.flops import register_flop_formulas
 
 from .. import truth
+from ..interruption import interruptible
 from ..ledger import extent
 from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
@@ -82,7 +83,7 @@ class User(Target):
         if not able:
             raise ValueError(
                 f"study: {self.name} must have a tensor of {', '.join((*DTYPES, COMPLEX))} among its inputs, got "
-                f'{list(self.texts)}; add --input "x=fp32[1024,1024]"'
+                f"{list(self.texts)}; give one, such as x=fp32[1024,1024]"
             )
         passes: tuple[Pass, ...] = ("fwd", "bwd") if any(not spec.fixed for spec in able) else ("fwd",)
         text = shortened(" ".join(inputs.written(*spec) for spec in specs), LONGEST_CASE)
@@ -102,7 +103,7 @@ class User(Target):
         start = {"provider": "fusewise.lab.providers.pytorch:Eager", "device": tasks[0].device, "flush_bytes": 0}
         worker: WorkerProcess | None = None
         reasons = []
-        with tempfile.TemporaryDirectory(prefix="fusewise-check-") as folder:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fusewise-check-") as folder:
             try:
                 worker = WorkerProcess(start, Path(folder) / "log", timeout=timeout, memory_limit=memory_limit)
                 worker.ready()
@@ -233,7 +234,7 @@ class UserProblem(Problem):
             for y in outputs
         )
         if gradient and not any(g is not None for g in self.upstream):
-            raise ValueError(f"study: {self.op} must be differentiable for a backward pass; use --pass fwd")
+            raise ValueError(f"study: {self.op} must be differentiable for a backward pass; ask for fwd alone")
         # Errors are judged by the coarsest dtype that the function takes or gives.
         coarse = [x.dtype for x in (*self.tensors, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()

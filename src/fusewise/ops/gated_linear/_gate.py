@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import compute_dtype, fail, transforms_active, wants_formula
+from .._common import check_one_of, compute_dtype, fail, transforms_active, wants_formula
 from .._register import register
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, rows, split_preact
@@ -64,8 +64,7 @@ def stacked_gradient(
 
 
 def _check(op: str, name: str, x: Any, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        fail(op, "activation", f"be one of {', '.join(ACTIVATIONS)}", repr(activation), "choose one of them")
+    check_one_of(op, "activation", activation, ACTIVATIONS)
     check_features(op, name, x)
 
 

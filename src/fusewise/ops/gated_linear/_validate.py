@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail
+from .._common import check_one_of, fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
 
@@ -53,8 +53,7 @@ def _check(
         ("activation", activation, ACTIVATIONS), ("layout", layout, LAYOUTS), ("save", save, SAVES),
         ("impl", impl, ("auto", *IMPLEMENTATIONS)),
     ):  # fmt: skip
-        if value not in allowed:
-            fail(op, name, f"be one of {', '.join(allowed)}", repr(value), "choose one of them")
+        check_one_of(op, name, value, allowed)
     if not isinstance(gate_first, bool):
         fail(op, "gate_first", "be a bool", repr(gate_first), "pass True where the first half is the gate", TypeError)
     check_features(op, "x", x)

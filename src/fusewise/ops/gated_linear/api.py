@@ -40,7 +40,7 @@ def geglu_linear(
         >>> x, weight, bias = torch.randn(4, 16, 64), torch.randn(256, 64), torch.randn(256)
         >>> y = geglu_linear(x, weight, bias)  # (4, 16, 128)
     """
-    if approximate not in ("tanh", "none"):
+    if not isinstance(approximate, str) or approximate not in ("tanh", "none"):
         fail("geglu_linear", "approximate", "be tanh or none", repr(approximate), "choose one of them")
     activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
     if not _traced():

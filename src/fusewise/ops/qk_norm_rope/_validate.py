@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail
-from ..rope._validate import FLOATS, MAX_SCALE, check_tensor, shape_of, validated_as_far
-from ._op import IMPLEMENTATIONS, unavailable
+from .._common import check_number, check_one_of, fail
+from ..rope._validate import FLOATS, check_tensor, shape_of, validated_as_far
+from ._op import choice
 from ._problem import OVERS, Norm
 
 OP = "qk_norm_rope"
@@ -48,9 +48,9 @@ def validated(
                 ],
                 type(offset), torch.is_grad_enabled(), *rest, *norm, *map(type, rest), *map(type, norm), impl,
             )  # fmt: skip
-            spec, reach = _PASSED.get(key, ("", -1.0))
+            passed = _PASSED.get(key)
             first = 0 if offsets is not None else offset
-            if 0 <= first <= reach:
+            if passed is not None and 0 <= first <= passed[1]:
                 table = next(x for x in (cos, cos_sin, angles, inv_freq) if x is not None)
                 return (
                     table,
@@ -59,7 +59,7 @@ def validated(
                     offsets,
                     cu_seqlens,
                     first,
-                    spec,
+                    passed[0],
                     float(norm[0]),
                     float(norm[1]),
                     norm[2],
@@ -80,7 +80,7 @@ def validated(
     if k is not None and (q_weight is None) != (k_weight is None):
         missing = "q_weight" if q_weight is None else "k_weight"
         fail(OP, missing, "be given where the other weight is", "None", "pass both weights or none")
-    _check_impl(q, impl)
+    choice.check(OP, q, impl)
     if key is not None:
         if len(_PASSED) >= _PASSED_MAX:
             _PASSED.clear()
@@ -90,12 +90,10 @@ def validated(
 
 def _check_norm(eps: Any, weight_offset: Any, over: Any) -> None:
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= MAX_SCALE:
-            fail(OP, name, "be a finite number of float32", repr(value), f"pass the model's {name}", TypeError)
+        check_number(OP, name, value, f"pass the model's {name}")
     if eps < 0:
         fail(OP, "eps", "be at least 0", eps, "pass the model's rms_norm_eps")
-    if over not in OVERS:
-        fail(OP, "norm", f"be one of {', '.join(OVERS)}", repr(over), "choose one of them")
+    check_one_of(OP, "norm", over, OVERS)
 
 
 def _check_weight(name: str, weight: Any, x: Tensor | None, layout: str, norm: Norm) -> None:
@@ -114,15 +112,3 @@ def _check_weight(name: str, weight: Any, x: Tensor | None, layout: str, norm: N
             OP, name, f'be contiguous, of shape ({features},) = ({width},) for norm="{norm.over}"',
             f"shape {shape_of(weight)} with strides {weight.stride()}", f"pass one entry for each of the {width} features",
         )  # fmt: skip
-
-
-def _check_impl(q: Tensor, impl: Any) -> None:
-    if impl == "auto":
-        return
-    if impl not in IMPLEMENTATIONS:
-        fail(OP, "impl", f"be auto or one of {', '.join(IMPLEMENTATIONS)}", repr(impl), 'use impl="auto"')
-    if torch.compiler.is_compiling():
-        return  # the operator checks the device when it runs; a probe of the machine cannot be traced
-    reason = unavailable(impl, q.device.type, q.dtype)
-    if reason is not None:
-        fail(OP, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')

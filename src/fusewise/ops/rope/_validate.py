@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail
-from ._op import IMPLEMENTATIONS, unavailable
+from .._common import MAX_POSITION, check_number, check_one_of, fail
+from ._op import choice
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
 MAX_HEAD_DIM = 512
-MAX_POSITION = 2**31 - 1
-MAX_SCALE = 3.4028234663852886e38  # of float32
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32, torch.int64)
 
@@ -99,8 +97,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     which the check holds, so that a decode loop is validated once."""
     _check_rotated(op, q, k, a["layout"], a["rotary_dim"] is not None)
     pairing, scale = a["pairing"], a["scale"]
-    if pairing not in PAIRINGS:
-        fail(op, "pairing", f"be one of {', '.join(PAIRINGS)}", repr(pairing), "choose one of them")
+    check_one_of(op, "pairing", pairing, PAIRINGS)
     rotary_dim, start = _check_rotary(op, q.shape[-1], a["rotary_dim"], a["rotary_start"])
     if k is not None:
         _check_rotary(op, k.shape[-1], rotary_dim, a["rotary_start"])
@@ -113,14 +110,13 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     rank, size = _check_context_parallel(op, a["context_parallel"], tokens, a["cu_seqlens"])
     _check_positions(op, q, batch, tokens, a)
     table, duplicated, rows = _check_table(op, q, batch, rotary_dim, a)
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= MAX_SCALE:
-        fail(op, "scale", "be a finite number", repr(scale), "pass the attention scaling of the frequencies", TypeError)
+    check_number(op, "scale", scale, "pass the attention scaling of the frequencies")
     if scale != 1.0 and table in ("cos_sin", "fused"):
         fail(op, "scale", "be 1.0 with a cos and sin table", scale, "scale the table itself")
     max_offset = 0.0 if a["positions"] is not None else float(MAX_POSITION)
     if rows is not None and a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
         max_offset = _check_reach(op, a["offset"], tokens, rank, size, rows)
-    _check_impl(op, q, a["impl"])
+    choice.check(op, q, a["impl"])
     spec = Spec(
         layout=a["layout"],
         pairing=pairing,
@@ -161,8 +157,7 @@ def check_unit_stride(op: str, name: str, x: Tensor) -> None:
 
 
 def _check_rotated(op: str, q: Tensor, k: Tensor | None, layout: str, partial: bool) -> None:
-    if layout not in LAYOUTS:
-        fail(op, "layout", f"be one of {', '.join(LAYOUTS)}", repr(layout), "choose one of them")
+    check_one_of(op, "layout", layout, LAYOUTS)
     rank = 3 if layout == "thd" else 4
     for name, x in (("q", q),) if k is None else (("q", q), ("k", k)):
         check_tensor(op, name, x, FLOATS, None)
@@ -322,10 +317,10 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         or table.shape[-1] not in widths
         or (batched and table.shape[0] not in (1, batch))
     ):
-        form = f"(T, P) or (1 | B, T, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}"
+        form = f"(R, P) or (1 | B, R, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}"
         fix = "pass the half-width table"
         if name == "cos_sin":
-            form = f"(T, 2P) or (1 | B, T, 2P), 2P = {2 * pairs}, B = {batch}"
+            form = f"(R, 2P) or (1 | B, R, 2P), 2P = {2 * pairs}, B = {batch}"
             fix = "pass [cos | sin] side by side"
         if a["rotary_dim"] is None and table.dim() in (2, 3):
             fix += ", and rotary_dim if only a part of the head rotates"
@@ -353,15 +348,3 @@ def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: 
         contract = f"have a row for each of the positions up to {offset + span - 1}"
         fail(op, "the table", contract, f"{rows} rows", "build a longer table or use inv_freq")
     return rows - span
-
-
-def _check_impl(op: str, q: Tensor, impl: Any) -> None:
-    if impl == "auto":
-        return
-    if impl not in IMPLEMENTATIONS:
-        fail(op, "impl", f"be auto or one of {', '.join(IMPLEMENTATIONS)}", repr(impl), 'use impl="auto"')
-    if torch.compiler.is_compiling():
-        return  # the operator checks the device when it runs; a probe of the machine cannot be traced
-    reason = unavailable(impl, q.device.type, q.dtype)
-    if reason is not None:
-        fail(op, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._common import MAX_POSITION, check_count, check_one_of
 
 Frequencies = tuple[Tensor, float]
 
@@ -112,7 +114,9 @@ def yarn(
     if attention_factor is not None:
         scaling = _number("attention_factor", attention_factor, above=0)
     elif mscale and mscale_all_dim:
-        scaling = magnitude(mscale) / magnitude(mscale_all_dim)
+        scaling = magnitude(_number("mscale", mscale, at_least=0)) / magnitude(
+            _number("mscale_all_dim", mscale_all_dim, at_least=0)
+        )
     else:
         scaling = magnitude(1.0)
     return (trained * (1 - ramp) + trained / factor * ramp).float(), scaling
@@ -143,6 +147,8 @@ def longrope(
     original = _count("original_max_position_embeddings", original_max_position_embeddings, least=2)
     lists = {"short_factor": short_factor, "long_factor": long_factor}
     for name, values in lists.items():
+        if not isinstance(values, Sized):
+            raise TypeError(f"rope_tables: {name} must be a sequence of numbers, got {values!r}; pass a list")
         if len(values) != dim // 2:
             raise ValueError(
                 f"rope_tables: {name} must have rotary_dim / 2 = {dim // 2} numbers, got {len(values)}; "
@@ -283,7 +289,7 @@ def arguments_from_config(
         share = 1.0
     return {
         "rope_type": rope_type,
-        "rotary_dim": int(head_dim * _number("partial_rotary_factor", share, above=0)),
+        "rotary_dim": int(_count("head_dim", head_dim) * _number("partial_rotary_factor", share, above=0)),
         "base": 10000.0 if theta is None else theta,
         **{key: value for key, value in given.items() if key in accepted},
     }
@@ -341,6 +347,9 @@ def _cos_sin_float64(
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"rope_tables: dtype must be a floating-point dtype, got {dtype}; use torch.float32")
+    if not isinstance(inv_freq, Tensor):
+        kind = type(inv_freq).__name__
+        raise TypeError(f"rope_tables: inv_freq must be a torch.Tensor, got {kind}; pass a tensor for inv_freq")
     if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
         raise ValueError(
             f"rope_tables: inv_freq must be floating point of shape (P,), got {inv_freq.dtype} {tuple(inv_freq.shape)}; "
@@ -352,7 +361,9 @@ def _cos_sin_float64(
             raise TypeError(f"rope_tables: positions must be int32 or int64, got {positions.dtype}; convert them")
         rows = positions.to(device)
     else:
-        rows = torch.arange(_count("positions", positions, least=0), device=device or inv_freq.device)
+        rows = torch.arange(
+            _count("positions", positions, least=0, most=MAX_POSITION), device=device or inv_freq.device
+        )
     angles = rows.double()[..., None] * inv_freq.to(rows.device, torch.float64)
     return angles.cos() * scaling, angles.sin() * scaling
 
@@ -363,8 +374,7 @@ def _inverse_powers(rotary_dim: int, base: float) -> Tensor:
 
 
 def _builder(rope_type: str) -> Callable[..., Frequencies]:
-    if rope_type not in BUILDERS:
-        raise ValueError(f"rope_tables: rope_type must be one of {', '.join(BUILDERS)}, got {rope_type!r}; choose one")
+    check_one_of("rope_tables", "rope_type", rope_type, BUILDERS)
     return BUILDERS[rope_type]
 
 
@@ -378,18 +388,14 @@ def _context_ratio(rope_type: str, factor: float | None, extended: int | None, o
 
 
 def _rotary_dim(value: int) -> int:
-    dim = _count("rotary_dim", value, least=2)
+    dim = _count("rotary_dim", value, least=2, most=MAX_POSITION)
     if dim % 2:
         raise ValueError(f"rope_tables: rotary_dim must be even, got {dim}; rotate {dim - 1} features")
     return dim
 
 
-def _count(name: str, value: int, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"rope_tables: {name} must be an int, got {value!r}; convert it")
-    if value < least:
-        raise ValueError(f"rope_tables: {name} must be at least {least}, got {value}; raise it")
-    return value
+def _count(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    return check_count("rope_tables", name, value, least, most)
 
 
 def _number(name: str, value: float, *, above: float | None = None, at_least: float | None = None) -> float:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail, transforms_active
+from .._common import check_one_of, fail, transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
-from ..rope._problem import layout_dims
+from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
     DEFAULTS,
     INTS,
@@ -77,6 +77,7 @@ def validated(
         passed = None
     if passed is None:
         _check_kinds(q, k, v, key_cache, value_cache, cache_layout)
+        check_one_of(OP, "layout", options[11], LAYOUTS)
     if cache_layout == "hnd":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     layout = options[11]
@@ -91,7 +92,7 @@ def validated(
         _check_places(q, key_cache, slots, block_table, layout, options)
         if not isinstance(write_k, bool):
             fail(OP, "write_k", "be a bool", repr(write_k), "pass True to rotate k in place, too", TypeError)
-        _check_impl(q, options[-1])
+        choice.check(OP, q, options[-1])
         _check_writable({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, write_k)
         if tracing:
             return tensors, (*call[:-1], options[-1]), reach
@@ -133,8 +134,7 @@ def _check_kinds(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, cache
         if not isinstance(x, Tensor):
             fail(OP, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
         check_tensor(OP, name, x, (x.dtype,), None)  # of which dtype, and where, is said below
-    if cache_layout not in CACHE_LAYOUTS:
-        fail(OP, "cache_layout", f"be one of {', '.join(CACHE_LAYOUTS)}", repr(cache_layout), "choose one of them")
+    check_one_of(OP, "cache_layout", cache_layout, CACHE_LAYOUTS)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dim() != 4:
             form = "(blocks, block_size, heads, D)" if cache_layout == "nhd" else "(blocks, heads, block_size, D)"
@@ -246,18 +246,6 @@ def _check_places(
             OP, "block_table", f"have at most {MOST_SLOTS} slots a sequence", block_table.shape[1] * key_cache.shape[1],
             "cut it to the blocks in use",
         )  # fmt: skip
-
-
-def _check_impl(q: Tensor, impl: Any) -> None:
-    if impl == "auto":
-        return
-    if impl not in choice.names:
-        fail(OP, "impl", f"be auto or one of {', '.join(choice.names)}", repr(impl), 'use impl="auto"')
-    if torch.compiler.is_compiling():
-        return  # the operator checks the device when it runs; a probe of the machine cannot be traced
-    reason = choice.unavailable(impl, q.device.type, q.dtype)
-    if reason is not None:
-        fail(OP, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
 
 
 def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
