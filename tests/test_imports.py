@@ -106,6 +106,25 @@ def test_implementations_import_no_sibling(module: str, path: Path) -> None:
             assert own in ("_triton", "_gluon"), f"{module} imports {name}"
 
 
+# What is built on another operation, beyond what the public functions of that do.
+BUILT_ON = {"qk_norm_rope": {"rope"}, "rope_and_cache": {"rope"}, "rope": set(), "gated_linear": set()}
+
+
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+def test_an_operation_is_built_on_none_but_rope(module: str, path: Path) -> None:
+    """The quick way on the host is one for all that rotates: it asks `rope_and_cache` for its plans."""
+    operation = ".".join(module.split(".")[2:3])
+    if module.split(".")[1:2] != ["ops"] or operation not in BUILT_ON or module == "fusewise.ops.rope._host":
+        return
+    for name in imports(module, path):
+        _, _, other, *inner = [*name.split("."), "", ""] if name.startswith("fusewise.ops.") else [""] * 5
+        if other in BUILT_ON and other != operation:
+            assert other in BUILT_ON[operation], f"{module} imports {name}"
+            assert not inner[1].startswith("_"), (
+                f"{module} imports {name}"
+            )  # a module may be inner, what it has for itself not
+
+
 def fresh(code: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,

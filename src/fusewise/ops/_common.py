@@ -11,6 +11,8 @@ from torch import Tensor
 MAX_POSITION = 2**31 - 1
 MAX_NUMBER = 3.4028234663852886e38  # of float32
 
+traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
+
 
 def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")

@@ -226,7 +226,7 @@ def test_long_offsets_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPa
 
     xs, kwargs = call_of(name, "triton")
     want = fusewise.rope(*xs, **kwargs)
-    monkeypatch.setattr(_triton, "_reach", lambda problem: 2**31)
+    monkeypatch.setattr(_triton, "reach_of", lambda problem: 2**31)
     monkeypatch.setattr(_triton, "_PLANS", {})
     for y, w in zip(fusewise.rope(*xs, **kwargs), want, strict=True):
         assert_bits(y, w)

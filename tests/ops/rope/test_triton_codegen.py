@@ -197,7 +197,7 @@ def test_angles_cost_no_spills(table: str) -> None:
 
 def test_long_offsets_cost_no_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variant for more than 2^31 elements."""
-    monkeypatch.setattr(_triton, "_reach", lambda problem: 2**31)
+    monkeypatch.setattr(_triton, "reach_of", lambda problem: 2**31)
     code = compile_problem(problem(128, torch.bfloat16))
     assert code.stack == 0
     assert set(code.widths("STG")) == {128}
@@ -205,7 +205,7 @@ def test_long_offsets_cost_no_spills(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(divisor=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))
 def test_division_is_exact(divisor: int, n: int) -> None:
-    magic, shift = _triton._division(divisor)
+    magic, shift = _triton.division(divisor)
     assert -(2**31) <= magic < 2**31
     for value in (n, n // divisor * divisor, max(0, n // divisor * divisor - 1)):
         assert (2 * value * (magic % 2**32) >> 32) >> shift == value // divisor
@@ -224,7 +224,7 @@ def test_the_kernel_divides_up_to_the_last_int32(divisor: int) -> None:
     most = 2**31 - 1
     n = torch.tensor([0, divisor - 1, divisor, 2**30, 3 << 29, most // divisor * divisor - 1, most - 1, most])
     to = torch.empty(8, dtype=torch.int32)
-    _quotients[(1,)](n.int(), to, *_triton._division(divisor), COUNT=8)
+    _quotients[(1,)](n.int(), to, *_triton.division(divisor), COUNT=8)
     assert to.tolist() == (n // divisor).tolist()
 
 

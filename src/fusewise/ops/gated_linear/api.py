@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._common import fail, transforms_active
+from .._common import fail, traced, transforms_active
 from . import _autograd, _host, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
 from ._validate import check_tensor, validated
-
-_traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
 
 
 def geglu_linear(
@@ -43,7 +40,7 @@ def geglu_linear(
     if not isinstance(approximate, str) or approximate not in ("tanh", "none"):
         fail("geglu_linear", "approximate", "be tanh or none", repr(approximate), "choose one of them")
     activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
-    if not _traced():
+    if not traced():
         done = _host.gated_linear(x, weight, bias, activation, None, None, "stacked", gate_first, save, impl)
         if done is not None:
             return done
@@ -110,7 +107,7 @@ def gated_linear(
         >>> x, gate, up = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64)
         >>> y = gated_linear(x, up, w_gate=gate, activation="silu")  # SwiGLU, (4, 16, 128)
     """
-    if not _traced():
+    if not traced():
         done = _host.gated_linear(x, weight, bias, activation, w_gate, b_gate, layout, gate_first, save, impl)
         if done is not None:
             return done

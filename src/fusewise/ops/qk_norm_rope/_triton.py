@@ -84,11 +84,11 @@ def arguments(
     q, k = problem.operands[0], problem.operands[-1]
     strides = {"q": q.x_strides, "k": k.x_strides}
     outs = {"q_out": q.y, "k_out": k.y}
-    reach = rope._reach(problem)
+    reach = rope.reach_of(problem)
     if backward:
         bare = Spec(layout=problem.spec.layout, table="inv_freq")  # their strides are all that is asked for
         gradients = Problem.build(dys, dys, (problem.cos, None, None, None, None, 0, bare.encode()))
-        reach = max(reach, rope._reach(gradients))
+        reach = max(reach, rope.reach_of(gradients))
         dq, dk = gradients.operands[0], gradients.operands[-1]
         outs = {"q_out": dq.x, "k_out": dk.x}
         strides |= {"q_out": dq.x_strides, "k_out": dk.x_strides, "dq": q.y_strides, "dk": k.y_strides}
@@ -291,7 +291,7 @@ def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -
     alignment = cos.data_ptr()
     for x in tensors:
         alignment |= x.data_ptr()
-    if alignment & 15 or not rope._direct():
+    if alignment & 15 or not rope.launches_directly():
         return None
     return (
         spec, rest, tensors[0].get_device(), cos.dtype, cos.shape, cos.stride(),

@@ -23,7 +23,7 @@ from ._problem import Spec, transposed_spec
 
 # The arguments after the rotated tensors, the same in every operator: a `Rotation`, and the name of an implementation or
 # "auto".
-_COMMON = (
+ROTATION = (
     "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
 )
 
@@ -130,23 +130,23 @@ def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
 # Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient takes
 # the strides of the tensor it belongs to, not of the gradient that came in.
 _op_rope = register(
-    f"rope(Tensor q, {_COMMON}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope, _vmap_functional("rope", 1)
+    f"rope(Tensor q, {ROTATION}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope, _vmap_functional("rope", 1)
 )
 _op_rope_qk = register(
-    f"rope_qk(Tensor q, Tensor k, {_COMMON}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
+    f"rope_qk(Tensor q, Tensor k, {ROTATION}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
     _rope_qk, _fake_rope_qk, _vmap_functional("rope_qk", 2),
 )  # fmt: skip
 _op_rope_out = register(
-    f"rope_out(Tensor q, {_COMMON}, Tensor(a!) q_out) -> ()", _rope_out, fake_writing("rope", {"out for q": -1})
+    f"rope_out(Tensor q, {ROTATION}, Tensor(a!) q_out) -> ()", _rope_out, fake_writing("rope", {"out for q": -1})
 )
 _op_rope_qk_out = register(
-    f"rope_qk_out(Tensor q, Tensor k, {_COMMON}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
+    f"rope_qk_out(Tensor q, Tensor k, {ROTATION}, Tensor(a!) q_out, Tensor(b!) k_out) -> ()",
     _rope_qk_out,
     fake_writing("rope", {"out for q": -2, "out for k": -1}),
 )
-_op_rope_ = register(f"rope_(Tensor(a!) q, {_COMMON}) -> ()", _rope_, fake_writing("rope_", {"q": 0}))
+_op_rope_ = register(f"rope_(Tensor(a!) q, {ROTATION}) -> ()", _rope_, fake_writing("rope_", {"q": 0}))
 _op_rope_qk_ = register(
-    f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {_COMMON}) -> ()", _rope_qk_, fake_writing("rope_", {"q": 0, "k": 1})
+    f"rope_qk_(Tensor(a!) q, Tensor(b!) k, {ROTATION}) -> ()", _rope_qk_, fake_writing("rope_", {"q": 0, "k": 1})
 )
 
 

@@ -132,10 +132,10 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     group_tiles = sum(group // t.block_t * triton.cdiv(w, t.block_h) for t, w in zip(tiles, widths, strict=True))
 
     batches = max(problem.batch, 1)
-    magic, shift = _division(batches)
+    magic, shift = division(batches)
     bytes_per_token = 2 * itemsize * sum(operand.heads * operand.head_dim for operand in operands)
     stripe = _stripe(problem.batch, problem.tokens, bytes_per_token)
-    stripe_magic, stripe_shift = _division(stripe)
+    stripe_magic, stripe_shift = division(stripe)
     table_unit = math.gcd(16, *problem.table_strides[:2])
     sections = spec.sections or (0, 0, 0)
     sequences = 0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1
@@ -146,8 +146,8 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         offsets_ptr=problem.cos if problem.offsets is None else problem.offsets,
         cu_seqlens_ptr=problem.cos if problem.cu_seqlens is None else problem.cu_seqlens,
         offset=problem.offset,
-        **_strides("q", q.x_strides, access.unit), **_strides("k", k.x_strides, access.unit),
-        **_strides("q_out", q.y_strides, access.unit), **_strides("k_out", k.y_strides, access.unit),
+        **named_strides("q", q.x_strides, access.unit), **named_strides("k", k.x_strides, access.unit),
+        **named_strides("q_out", q.y_strides, access.unit), **named_strides("k_out", k.y_strides, access.unit),
         stride_table_b=problem.table_strides[0] // table_unit, stride_table_r=problem.table_strides[1] // table_unit,
         stride_pos_a=problem.position_strides[0], stride_pos_b=problem.position_strides[1],
         stride_pos_t=problem.position_strides[2],
@@ -167,11 +167,11 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         SECTIONS_INTERLEAVED=spec.sections_interleaved, CP_RANK=spec.cp_rank, CP_SIZE=spec.cp_size,
         IN_PLACE=in_place, X_UNIT=access.unit, TABLE_UNIT=table_unit,
         VECTOR=access.vector, PAIR_VECTOR=access.pair_vector,
-        INDEX=tl.int64 if _reach(problem) > 2**31 - 1 else tl.int32,
+        INDEX=tl.int64 if reach_of(problem) > 2**31 - 1 else tl.int32,
     )  # fmt: skip
 
 
-def _division(divisor: int) -> tuple[int, int]:
+def division(divisor: int) -> tuple[int, int]:
     """(magic, shift) with n // divisor == (2 · n · magic >> 32) >> shift for 0 <= n < 2³¹; magic as an int32's bits."""
     shift = (divisor - 1).bit_length()
     magic = -(-(1 << (31 + shift)) // divisor)
@@ -187,11 +187,11 @@ def _stripe(batch: int, tokens: int, bytes_per_token: int) -> int:
     return tokens // next((n for n in range(stripes, 2 * stripes + 1) if tokens % n == 0), 1)
 
 
-def _strides(name: str, strides: tuple[int, int, int], unit: int) -> dict[str, int]:
+def named_strides(name: str, strides: tuple[int, int, int], unit: int) -> dict[str, int]:
     return {f"stride_{name}_{dim}": stride // unit for dim, stride in zip("bth", strides, strict=True)}
 
 
-def _reach(problem: Problem) -> int:
+def reach_of(problem: Problem) -> int:
     """The largest element offset that the kernel computes from any of its pointers."""
     sizes = (problem.batch - 1, problem.tokens - 1)
 
@@ -226,7 +226,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
     )  # fmt: skip
     device = q.get_device()
     # Vector loads are compiled for pointers that are multiples of 16; the rare others take the long way.
-    if (q_ptr | k_ptr | q_out_ptr | k_out_ptr | cos_ptr) & 15 or not _direct():
+    if (q_ptr | k_ptr | q_out_ptr | k_out_ptr | cos_ptr) & 15 or not launches_directly():
         problem = Problem.build(xs, ys, rotation)
         _launch_unbound(problem)
         return
@@ -263,7 +263,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
             run(*pointers, offset, *bound_arguments, stream=stream)
 
 
-def _direct() -> bool:
+def launches_directly() -> bool:
     """Whether a compiled kernel may be launched past Triton's dispatcher: not interpreted, no profiler hook waiting
     for the arguments by name."""
     runtime = triton.knobs.runtime

@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def quotient(n, magic, shift):
-    """n // divisor for 0 <= n < 2³¹ by a multiplication; see `_triton._division`."""
+    """n // divisor for 0 <= n < 2³¹ by a multiplication; see `_triton.division`."""
     return (tl.umulhi((n * 2).to(tl.uint32), magic.to(tl.uint32)) >> shift).to(tl.int32)  # unsigned until it is shifted
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail
+from .._common import fail, traced
 from . import _host, _op
 from ._problem import Layout, Pairing
 from ._validate import validated_as_far
@@ -15,9 +15,6 @@ from ._written import check_followed, check_out, check_written
 
 # Arguments after k are meant to be given by name, and no `*` says so: for every keyword-only parameter that is not given
 # CPython looks its default up in a dictionary, 0.3 µs for these, of a call that takes one.
-
-# Whether torch.compile looks at the code; of the ways to ask this one costs the least where it does not.
-_traced = torch.compiler.is_dynamo_compiling
 
 
 def rope(
@@ -104,7 +101,7 @@ def rope(
         >>> inv_freq = 10000 ** -(torch.arange(0, 64, 2) / 64)
         >>> q_rotated, k_rotated = fusewise.rope(q, k, inv_freq=inv_freq)
     """
-    if not _traced():
+    if not traced():
         done = _host.rope(
             q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
             context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,
@@ -174,7 +171,7 @@ def rope_(
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.
     """
-    if not _traced():
+    if not traced():
         done = _host.rope_(
             q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
             context_parallel, layout, pairing, rotary_dim, rotary_start, scale, inverse, impl,

@@ -13,8 +13,7 @@ from .._choice import FLOATS, Choice
 from .._register import copies_wrongly, register
 from ..rope import _host
 from ..rope._auto import COMPUTED_ANGLES, table_of
-from ..rope._op import _COMMON as ROTATION
-from ..rope._op import fake_writing, rotate
+from ..rope._op import ROTATION, fake_writing, rotate
 from ..rope._problem import Spec
 from . import _native
 

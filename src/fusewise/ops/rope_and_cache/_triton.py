@@ -11,10 +11,10 @@ import triton
 from ..._shared.gpu import processors_of
 from ..rope._triton import (
     NUM_WARPS,
-    _direct,
-    _division,
-    _strides,
     choose_tiles,
+    division,
+    launches_directly,
+    named_strides,
 )
 from ..rope._triton import unavailable as unavailable
 from ._problem import CacheProblem
@@ -41,9 +41,9 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
     )
     unit = math.gcd(16, *q.x_strides, *k.x_strides, *problem.v_strides, *key_strides, *value_strides)
     table_unit = math.gcd(16, *rotation.table_strides[:2])
-    token_magic, token_shift = _division(max(rotation.tokens, 1))
+    token_magic, token_shift = division(max(rotation.tokens, 1))
     size = max(problem.block_size, 1)
-    size_magic, size_shift = _division(size)
+    size_magic, size_shift = division(size)
     sections = spec.sections or (0, 0, 0)
     sequences = 0 if rotation.cu_seqlens is None else rotation.cu_seqlens.shape[0] - 1
     slots, table = problem.slots, problem.block_table
@@ -56,7 +56,7 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
         offsets_ptr=rotation.cos if rotation.offsets is None else rotation.offsets,
         cu_seqlens_ptr=rotation.cos if rotation.cu_seqlens is None else rotation.cu_seqlens,
         offset=rotation.offset,
-        **_strides("q", q.x_strides, unit), **_strides("k", k.x_strides, unit), **_strides("v", problem.v_strides, unit),
+        **named_strides("q", q.x_strides, unit), **named_strides("k", k.x_strides, unit), **named_strides("v", problem.v_strides, unit),
         **{f"stride_key_{dim}": stride // unit for dim, stride in zip("nsh", key_strides, strict=True)},
         **{f"stride_value_{dim}": stride // unit for dim, stride in zip("nsh", value_strides, strict=True)},
         stride_slot_b=problem.slot_strides[0], stride_slot_t=problem.slot_strides[1],
@@ -117,7 +117,7 @@ def launch(*call: Any) -> None:
     for pointer in pointers:
         bits |= pointer
     # Vector accesses are compiled for pointers that are multiples of 16; the rare others take the long way.
-    if bits & 15 or not _direct():
+    if bits & 15 or not launches_directly():
         _launch_unbound(CacheProblem.build(*call))
         return
     key = (

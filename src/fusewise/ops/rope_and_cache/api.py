@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._common import traced
 from ..rope import _host
 from ..rope._problem import Layout, Pairing
-from ..rope.api import _traced
 from . import _op
 from ._problem import CacheLayout
 from ._validate import validated
@@ -93,7 +93,7 @@ def rope_and_cache_(
         ...     q, k, v, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, positions=positions, inv_freq=inv_freq
         ... )
     """
-    if not _traced() and _host.rope_and_cache_(
+    if not traced() and _host.rope_and_cache_(
         q, k, cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
         None, layout, pairing, rotary_dim, rotary_start, scale, False, impl,
         v, key_cache, value_cache, slot_mapping, block_table, cache_layout, write_k,
