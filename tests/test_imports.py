@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,22 @@ def fresh(code: str, **environment: str) -> str:
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     return done.stdout
+
+
+STARS = {
+    "fusewise": PUBLIC - {"", "__version__"},
+    "fusewise.nn": {"GatedLinear", "GatedMLP", "QKNormRope", "RotaryEmbedding"},
+    "fusewise.distributed": {"register_sharding_rules"},
+    "fusewise.lab": {"Missing", "Problem", "Program", "Provider", "Run", "Target", "Unsupported", "require"},
+}
+
+
+@pytest.mark.parametrize("module", STARS)
+def test_a_star_brings_what_is_offered_and_no_module(module: str) -> None:
+    names: dict[str, Any] = {}
+    exec(f"from {module} import *", names)
+    assert names.keys() - {"__builtins__"} == STARS[module]
+    assert not any(isinstance(value, ModuleType) for value in names.values())
 
 
 EFFECTS = """

@@ -4,17 +4,25 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .ops.dispatch import Dispatch as Dispatch
-from .ops.dispatch import explain_dispatch as explain_dispatch
-from .ops.gated_linear import gated_linear as gated_linear
-from .ops.gated_linear import gated_mlp as gated_mlp
-from .ops.gated_linear import geglu_linear as geglu_linear
-from .ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
-from .ops.rope import rope as rope
-from .ops.rope import rope_ as rope_
-from .ops.rope_and_cache import rope_and_cache_ as rope_and_cache_
+from .ops.dispatch import Dispatch, explain_dispatch
+from .ops.gated_linear import gated_linear, gated_mlp, geglu_linear
+from .ops.qk_norm_rope import qk_norm_rope
+from .ops.rope import rope, rope_
+from .ops.rope_and_cache import rope_and_cache_
 
 __version__ = "0.1.0"
+# Not `study`, which is imported, with all that it needs, when it is asked for by name.
+__all__ = [
+    "Dispatch",
+    "explain_dispatch",
+    "gated_linear",
+    "gated_mlp",
+    "geglu_linear",
+    "qk_norm_rope",
+    "rope",
+    "rope_",
+    "rope_and_cache_",
+]
 
 
 study: Callable[..., Any]  # of `fusewise.lab.api`, which comes, with all that it needs, when it is first asked for

@@ -11,21 +11,24 @@ from ..ops._common import check_count, fail, unit_stride
 from ..ops.rope import rope
 
 
-def check_tensors(op: str, **named: Any) -> None:
-    """Those that a function looks into before `rope` does."""
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
+def check_tensor(op: str, name: str, x: object) -> None:
+    """For one that a function looks into before `rope` does."""
+    if not isinstance(x, Tensor):
+        fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
 
 
 def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tables with the strides of one: themselves, or copies in the rare case that they were not made together."""
-    return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
+    """Both tables with the strides of one: themselves, or copies in the rare case that they were not made together. What is no
+    tensor `rope` names."""
+    try:
+        return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
+    except AttributeError:
+        return cos, sin
 
 
 def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
     """x, of `dims` dimensions and (heads, head_size) or (heads · head_size,), as (…, heads, head_size), a view."""
-    check_tensors(op, **{name: x})
+    check_tensor(op, name, x)
     check_count(op, "head_size", head_size)
     if x.dim() == dims + 2 and x.shape[-1] == head_size:
         return x
@@ -39,7 +42,7 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
 
 def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
     """The tables of complex numbers cos θ + i sin θ, views of them unless they are lazily conjugated."""
-    check_tensors("rope", freqs_cis=freqs_cis)
+    check_tensor("rope", "freqs_cis", freqs_cis)
     freqs_cis = freqs_cis.resolve_conj()
     return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
 
@@ -50,10 +53,8 @@ def pairing(interleaved: bool) -> Any:
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
     """`rope`, always a pair: (q, None) without a k."""
-    check_tensors("rope", q=q)
     if k is None:
         return rope(unit_stride(q), **arguments), None
-    check_tensors("rope", k=k)
     rotated: tuple[Tensor, Tensor] = rope(unit_stride(q), unit_stride(k), **arguments)
     return rotated
 
@@ -66,7 +67,8 @@ def rotate_multimodal(
     The three tables are rows of one: token t of sequence b has row (axis · B + b) · T + t. Those rows are one small
     int32 tensor, a kernel of its own.
     """
-    check_tensors("rope", cos=cos, sin=sin)
+    check_tensor("rope", "cos", cos)
+    check_tensor("rope", "sin", sin)
     if cos.dim() != 4 or cos.shape[0] != 3:
         fail("rope", "cos", "have shape (3, B, T, 2P)", tuple(cos.shape), "pass the tables of the three axes")
     axes, batch, tokens = cos.shape[:3]

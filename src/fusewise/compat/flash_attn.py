@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..ops._common import fail, transforms_active, unit_stride, wants_formula
 from ..ops.rope import _op, rope, rope_
 from ..ops.rope._written import check_followed
-from ._shared import alike, check_tensors, pairing
+from ._shared import alike, check_tensor, pairing
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
 Part = int | tuple[int, int]
@@ -45,7 +45,6 @@ def apply_rotary_emb(
         seqlen_offsets: position of each sequence's first token: an int, or an integer tensor (B,).
         max_seqlen: only held against the rows of the table; the launch does not need it.
     """
-    check_tensors("apply_rotary_emb", x=x)
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
         rotated: Tensor = rope(unit_stride(x), **call)
@@ -58,7 +57,7 @@ apply_rotary_emb_func = apply_rotary_emb
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate x (B, T, H, D) with tables (T, P) or (B, T, P); with float32 or wider arithmetic, unlike theirs."""
-    check_tensors("apply_rotary_emb_torch", x=x, cos=cos, sin=sin)
+    check_tensor("apply_rotary_emb_torch", "cos", cos)
     cos, sin = alike(cos, sin)
     rotated: Tensor = rope(unit_stride(x), cos=cos, sin=sin, pairing=pairing(interleaved), rotary_dim=2 * cos.shape[-1])
     return rotated
@@ -78,7 +77,7 @@ def apply_rotary_emb_qkv_(
 
     With cos_k and sin_k (XPos), k has tables of its own and a launch of its own.
     """
-    check_tensors("apply_rotary_emb_qkv_", qkv=qkv)
+    check_tensor("apply_rotary_emb_qkv_", "qkv", qkv)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             fail(
@@ -115,7 +114,7 @@ def apply_rotary_emb_kv_(
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
     """Rotate k of kv (B, T, 2, H, D) in place."""
-    check_tensors("apply_rotary_emb_kv_", kv=kv)
+    check_tensor("apply_rotary_emb_kv_", "kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         fail("apply_rotary_emb_kv_", "kv", "have shape (B, T, 2, H, D)", tuple(kv.shape), "stack k and v in dim 2")
     return _in_place(kv, (0, None, 1), _call(cos, sin, interleaved, seqlen_offsets), None)
@@ -133,7 +132,6 @@ def apply_rotary(
     conjugate: bool = False,
 ) -> Tensor:
     """The function below `apply_rotary_emb`: `conjugate` rotates by −θ. Differentiable out of place (theirs is not)."""
-    check_tensors("apply_rotary", x=x)
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if inplace:
         rope_(x, **call, inverse=conjugate)
@@ -151,7 +149,7 @@ def _call(
     max_seqlen: int | None = None,
 ) -> dict[str, Any]:
     """The arguments of `rope` that the ones of this library stand for."""
-    check_tensors("apply_rotary_emb", cos=cos, sin=sin)
+    check_tensor("apply_rotary_emb", "cos", cos)
     if cos.dim() != 2:
         fail(
             "apply_rotary_emb",
@@ -177,6 +175,7 @@ def _call(
 
 def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
     """Rotate the parts of x in place; return x, or what carries its gradient."""
+    check_tensor("apply_rotary_emb", "x", x)
     recorded = x.requires_grad and torch.is_grad_enabled()
     if transforms_active() or (recorded and torch.compiler.is_compiling()):
         return _overwritten(x, parts, call, tables_k)

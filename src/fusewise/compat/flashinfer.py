@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops._common import unit_stride
 from ..ops.rope import rope, rope_, tables
-from ._shared import check_tensors, heads, pairing, rotate_pair
+from ._shared import check_tensor, heads, pairing, rotate_pair
 
 
 def apply_rope(
@@ -163,7 +163,6 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
     op = "apply_rope_with_cos_sin_cache"
-    check_tensors(op, query=query, key=key)
     q, k = (heads(op, n, unit_stride(x), 1, head_size) for n, x in (("query", query), ("key", key)))
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
     return q.view(query.shape), k.view(key.shape)
@@ -184,7 +183,8 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str, Any]:
-    check_tensors("rope", positions=positions, cos_sin_cache=cos_sin_cache)
+    check_tensor("rope", "positions", positions)
+    check_tensor("rope", "cos_sin_cache", cos_sin_cache)
     return {
         "cos_sin": cos_sin_cache,
         "positions": positions,
@@ -195,7 +195,8 @@ def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str
 
 
 def _call(inv_freq: Tensor, interleave: bool, **positions: Tensor) -> dict[str, Any]:
-    check_tensors("rope", **positions)
+    for name, x in positions.items():
+        check_tensor("rope", name, x)
     rotary_dim = 2 * inv_freq.shape[0]
     return {
         "inv_freq": inv_freq, "layout": "thd", "pairing": pairing(interleave), "rotary_dim": rotary_dim, **positions
@@ -204,7 +205,7 @@ def _call(inv_freq: Tensor, interleave: bool, **positions: Tensor) -> dict[str, 
 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
-    check_tensors("rope", q=q)
+    check_tensor("rope", "q", q)
     key = (q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _keep_for_tracing(*key))

@@ -22,7 +22,7 @@ from ..ops._common import fail, unit_stride
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._gate import gate, stacked_gate
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._shared import check_tensors, complex_tables, rotate_multimodal, rotate_pair
+from ._shared import check_tensor, complex_tables, rotate_multimodal, rotate_pair
 
 
 def liger_rotary_pos_emb(
@@ -42,7 +42,9 @@ def liger_rotary_pos_emb(
         position_ids: without effect, as there.
         rotary_dim: None: W. Given where the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
     """
-    check_tensors("liger_rotary_pos_emb", q=q, cos=cos, sin=sin)
+    check_tensor("liger_rotary_pos_emb", "q", q)
+    check_tensor("liger_rotary_pos_emb", "cos", cos)
+    check_tensor("liger_rotary_pos_emb", "sin", sin)
     if cos.dim() == 4:
         heads = next((dim for dim in (unsqueeze_dim, 1) if cos.shape[dim] == 1), 2)
         cos, sin = cos.squeeze(heads), sin.squeeze(heads)
@@ -65,13 +67,14 @@ class LigerRopeFunction:
 
 def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate whole heads of q and k (B, H, T, D) with tables (1 | B, T, D / 2) that hold every angle once."""
-    check_tensors("liger_rotary_pos_emb", q=q)
+    check_tensor("liger_rotary_pos_emb", "q", q)
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k (T, H, D) with tables (T, D) that hold every angle twice; in float32, rounded once."""
-    check_tensors("liger_rotary_pos_emb", cos=cos, sin=sin)
+    check_tensor("liger_rotary_pos_emb", "cos", cos)
+    check_tensor("liger_rotary_pos_emb", "sin", sin)
     return rotate_pair(q, k, cos=cos, sin=sin, layout="thd", rotary_dim=cos.shape[-1])
 
 
@@ -102,7 +105,7 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries."""
-    check_tensors("rope", freqs_ci=freqs_ci)
+    check_tensor("rope", "freqs_ci", freqs_ci)
     return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(-1, freqs_ci.shape[-1]))
 
 

@@ -23,7 +23,7 @@ from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import DEFAULTS, validated
-from ._shared import check_tensors, pairing
+from ._shared import check_tensor, pairing
 
 
 def apply_rotary_pos_emb(
@@ -53,7 +53,7 @@ def apply_rotary_pos_emb(
             fail("apply_rotary_pos_emb", "cu_seqlens", "be given for thd", None, "pass the bounds of the sequences")
     else:
         cu_seqlens = None
-    check_tensors("apply_rotary_pos_emb", t=t)
+    check_tensor("apply_rotary_pos_emb", "t", t)
     angles = _angles("apply_rotary_pos_emb", freqs)
     call = {
         "angles": angles,
@@ -104,7 +104,7 @@ def apply_fused_qkv_rotary_pos_emb(
         fail(
             op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb"
         )
-    check_tensors(op, qkv=qkv)
+    check_tensor(op, "qkv", qkv)
     widths = tuple(qkv_split_arg_list)
     if len(widths) != 3 or qkv.dim() != 4 or sum(widths) != qkv.shape[-1] or widths[1] < 1 or widths[0] % widths[1]:
         fail(
@@ -128,7 +128,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
 def _angles(op: str, freqs: Tensor) -> Tensor:
     """(R, 1, 1, W) as the table (R, W), (R, B, 1, W) as (B, R, W)."""
-    check_tensors(op, freqs=freqs)
+    check_tensor(op, "freqs", freqs)
     if freqs.dim() != 4 or freqs.shape[2] != 1:
         fail(
             op,

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from ..ops._common import fail
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._shared import alike, check_tensors, complex_tables, rotate_multimodal, rotate_pair
+from ._shared import alike, check_tensor, complex_tables, rotate_multimodal, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]
 
@@ -57,27 +57,28 @@ def apply_rotary_pos_emb(
         position_ids: (1 | B, T), the rows of tables (R, W); without effect on others, as there. An int here is
             unsqueeze_dim, which has this place in transformers 5.
     """
-    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=_width(cos))
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=1)
 
 
 def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """`apply_rotary_pos_emb` of one tensor."""
-    return _rotate(x, None, cos, sin, None, unsqueeze_dim, rotary_dim=_width(cos))[0]
+    return _rotate(x, None, cos, sin, None, unsqueeze_dim, per_column=1)[0]
 
 
 def apply_rotary_pos_emb_interleaved(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
     """Rotate the first W features, pairs (2i, 2i + 1); tables (1 | B, T, W) `repeat_interleave(f, 2)`, else as above."""
-    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=_width(cos), pairing="interleaved")
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=1, pairing="interleaved")
 
 
 def apply_rotary_pos_emb_glm(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
     """Rotate the first W features, pairs (2i, 2i + 1), with tables (1 | B, T, W) `cat(f, f)`. Else as above."""
-    width = _width(cos)
-    check_tensors("apply_rotary_pos_emb", sin=sin)
+    check_tensor("apply_rotary_pos_emb", "cos", cos)
+    check_tensor("apply_rotary_pos_emb", "sin", sin)
+    width = cos.shape[-1]
     cos, sin = cos.narrow(-1, 0, width // 2), sin.narrow(-1, 0, width // 2)
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=width, pairing="interleaved")
 
@@ -92,7 +93,8 @@ def apply_rotary_pos_emb_interleave(
 
 def apply_rotary_pos_emb_deepseek_v4(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """Rotate the last 2W features of x, pairs (2i, 2i + 1); tables (1 | B, T, W) hold every angle once."""
-    width = 2 * _width(cos)
+    check_tensor("apply_rotary_pos_emb", "cos", cos)
+    width = 2 * cos.shape[-1]
     arguments: dict[str, Any] = {"rotary_dim": width, "rotary_start": -width, "pairing": "interleaved"}
     return _rotate(x, None, cos, sin, None, unsqueeze_dim, **arguments)[0]
 
@@ -101,24 +103,24 @@ def apply_rotary_pos_emb_gpt_oss(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
     """Rotate 2W features, pairs (i, i + W), with tables (1 | B, T, W) that hold every angle once."""
-    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=2 * _width(cos))
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=2)
 
 
 def apply_rotary_pos_emb_gptj(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """Rotate tensor (B, T, H, 2W), pairs (2i, 2i + 1), with tables (1 | B, T, W) that hold every angle once."""
-    return _rotate(tensor, None, cos, sin, None, 2, rotary_dim=2 * _width(cos), pairing="interleaved")[0]
+    return _rotate(tensor, None, cos, sin, None, 2, per_column=2, pairing="interleaved")[0]
 
 
 def apply_rotary_pos_emb_nanochat(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
     """`apply_rotary_pos_emb` by the negative angle."""
-    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=_width(cos), inverse=True)
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=1, inverse=True)
 
 
 def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     """Rotate the first W features of q and k (T, H, D), or (B, T, H, D), with tables (T, W), (B, T, W), `cat(f, f)`."""
-    return _rotate(q, k, cos, sin, None, -2, rotary_dim=_width(cos))
+    return _rotate(q, k, cos, sin, None, -2, per_column=1)
 
 
 def apply_multimodal_rotary_pos_emb(
@@ -128,7 +130,8 @@ def apply_multimodal_rotary_pos_emb(
 
     mrope_section is the number of pairs of each, in this order. One small kernel besides the launch numbers the rows.
     """
-    check_tensors("apply_rotary_pos_emb", q=q, cos=cos)
+    check_tensor("apply_rotary_pos_emb", "q", q)
+    check_tensor("apply_rotary_pos_emb", "cos", cos)
     return rotate_multimodal(q, k, cos, sin, mrope_section, _layout(q, cos.dim() - 1, unsqueeze_dim))
 
 
@@ -140,12 +143,6 @@ def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
 def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
     return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bhsd", pairing="interleaved")
-
-
-def _width(cos: Tensor) -> int:
-    """The columns of a table."""
-    check_tensors("apply_rotary_pos_emb", cos=cos)
-    return cos.shape[-1]
 
 
 def _layout(q: Tensor, table_dims: int, unsqueeze_dim: int) -> str:
@@ -161,9 +158,18 @@ def _layout(q: Tensor, table_dims: int, unsqueeze_dim: int) -> str:
 
 
 def _rotate(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int, **arguments: Any
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Any,
+    unsqueeze_dim: int,
+    per_column: int | None = None,
+    **arguments: Any,
 ) -> Pair:
-    check_tensors("apply_rotary_pos_emb", q=q, cos=cos, sin=sin)
+    """`per_column`: how many features rotate for each column of the tables, where no rotary_dim says how many do."""
+    check_tensor("apply_rotary_pos_emb", "q", q)
+    check_tensor("apply_rotary_pos_emb", "cos", cos)
     if isinstance(position_ids, int):
         unsqueeze_dim = position_ids
     indexed = isinstance(position_ids, Tensor) and cos.dim() == 2
@@ -176,6 +182,8 @@ def _rotate(
             "apply_rotary_pos_emb", "cos", f"have a row for each of the {tokens} tokens", tuple(cos.shape),
             "check unsqueeze_dim, or select the rows of the tokens",
         )  # fmt: skip
+    if per_column is not None:
+        arguments["rotary_dim"] = per_column * cos.shape[-1]
     cos, sin = alike(cos, sin)
     return rotate_pair(q, k, cos=cos, sin=sin, layout=layout, **arguments)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops._common import fail
 from ..ops.rope import rope_
-from ._shared import check_tensors, heads
+from ._shared import check_tensor, heads
 
 
 def rotary_embedding(
@@ -33,7 +33,8 @@ def rotary_embedding(
         rope_dim_offset: first rotated feature of a head.
         inverse: rotate by −θ.
     """
-    check_tensors("rotary_embedding", positions=positions, cos_sin_cache=cos_sin_cache)
+    check_tensor("rotary_embedding", "positions", positions)
+    check_tensor("rotary_embedding", "cos_sin_cache", cos_sin_cache)
     dims = positions.dim()
     if dims not in (1, 2):
         fail(

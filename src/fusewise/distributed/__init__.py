@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from . import gated_linear, rope
 
+__all__ = ["register_sharding_rules"]
+
 
 def register_sharding_rules() -> None:
     """Let the functions of fusewise take DTensors.

@@ -5,11 +5,17 @@
 What a package needs to add a provider or a target of its own is here; everything else is used through `fusewise study`.
 """
 
-from .plugin import Missing as Missing
-from .plugin import Provider as Provider
-from .plugin import Run as Run
-from .plugin import Unsupported as Unsupported
-from .plugin import require as require
-from .problem import Problem as Problem
-from .problem import Program as Program
-from .targets import Target as Target
+from .plugin import Missing, Provider, Run, Unsupported, require
+from .problem import Problem, Program
+from .targets import Target
+
+__all__ = [
+    "Missing",
+    "Problem",
+    "Program",
+    "Provider",
+    "Run",
+    "Target",
+    "Unsupported",
+    "require",
+]

@@ -67,5 +67,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What has no such dimension, or is
+    no tensor, the operation names."""
+    try:
+        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    except (AttributeError, IndexError):
+        return x

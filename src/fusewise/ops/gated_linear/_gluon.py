@@ -287,7 +287,7 @@ def _direct() -> bool:
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
-    """The implementation `impl="gluon"`; these four as in `reference.py`."""
+    """The implementation `impl="gluon"`; this and the gradients as in `reference.py`."""
     if preact is None and 0 < x.shape[0] <= few.MOST_ROWS:
         return _few_rows(x, halves, spec.activation, y)
     _launch(

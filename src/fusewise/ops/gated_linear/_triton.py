@@ -259,7 +259,7 @@ def by_library(x: Tensor) -> bool:
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
-    """The implementation `impl="triton"`; these four as in `reference.py`."""
+    """The implementation `impl="triton"`; this and the gradients as in `reference.py`."""
     if by_library(x):
         return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)

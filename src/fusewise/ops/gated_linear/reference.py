@@ -115,7 +115,7 @@ def exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
 
 
-# The implementation impl="reference". The four functions below are what every implementation offers; see `_op.py`.
+# The implementation impl="reference": the functions that an operation asks of one, in `_op.py`, `_gate.py` or `_products.py`.
 
 
 def unavailable(device_type: str) -> str | None:
