@@ -204,15 +204,7 @@ def _worth(
         return "no", None, "starting anything takes as long; fuse it with its neighbours or capture a CUDA graph"
     if reach >= ENOUGH:
         return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
-    if missed:
-        return (
-            "cannot tell",
-            None,
-            (
-                f"{', '.join(missed)} came out wrong by no more than {NEARLY:g} times what is allowed, and so without a time; of "
-                f"the other compilers {best.provider} is the best, at {percent(reach)} of the limit"
-            ),
-        )
+    untimed = f"{', '.join(missed)} came out wrong by no more than {NEARLY:g} times what is allowed, and so without a time"
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]
@@ -223,7 +215,10 @@ def _worth(
         why = f"{chosen.provider} takes {_interval(ratio)} of the time of {best.provider}"
         if chosen is not better[0]:
             why += f", {better[0].provider} {number(_time(better[0]) / _time(best))}"
-        return "yes", chosen.provider, why
+        return "yes", chosen.provider, f"{why}; {untimed}" if missed else why
+    if missed:
+        rest = f"of the other compilers {best.provider} is the best, at {percent(reach)} of the limit"
+        return "cannot tell", None, f"{untimed}; {rest}"
     if 1 / reach - 1 <= noise:
         return "cannot tell", None, f"what is left is within the noise of this run, {percent(noise)}"
     if any(word == "ambiguous" for _, word in words.values()):
