@@ -204,7 +204,9 @@ def _worth(
         return "no", None, "starting anything takes as long; fuse it with its neighbours or capture a CUDA graph"
     if reach >= ENOUGH:
         return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
-    untimed = f"{', '.join(missed)} came out wrong by no more than {NEARLY:g} times what is allowed, and so without a time"
+    untimed = (
+        f"{', '.join(missed)} came out wrong by no more than {NEARLY:g} times what is allowed, and so without a time"
+    )
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]

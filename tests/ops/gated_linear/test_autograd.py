@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fusewise.ops.gated_linear import _op, gated_linear, geglu_linear
+from fusewise.ops.gated_linear import _autograd, _op, gated_linear, gated_mlp, geglu_linear
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,6 +149,32 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         leaf.grad = None
     checkpoint(geglu_linear, *inputs, use_reentrant=reentrant).backward(dy)
     assert all(torch.equal(a.grad, b) for a, b in zip(inputs, plain, strict=True))
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+def test_what_a_hook_keeps_is_not_overwritten(mlp: bool) -> None:
+    x, weight, bias = leaves()
+    down = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = gated_mlp(x, weight, None, down, activation="gelu") if mlp else geglu_linear(x, weight, bias)
+    before = [t.detach().clone() for t in kept]
+    y.sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+
+
+def test_a_checkpoint_overwrites_what_it_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hooks are torch's own: what it saves it needs once."""
+    inputs, answers = leaves(), []
+    ask = _autograd.may_overwrite
+    monkeypatch.setattr(_autograd, "may_overwrite", lambda *args: answers.append(ask(*args)) or answers[-1])
+    checkpoint(geglu_linear, *inputs, use_reentrant=False).sum().backward()
+    assert answers == [True]
 
 
 def test_saved_tensors_on_the_host() -> None:

@@ -338,6 +338,17 @@ def test_compiled_transforms(transformed: Any) -> None:
     torch.testing.assert_close(found, transformed(q), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_compiled_transforms_do_not_recompile_while_the_sequence_grows(pairing: Any) -> None:
+    counter = CompileCounter()
+    mapped = torch.func.vmap(lambda q: fusewise.rope(q, inv_freq=FREQ, pairing=pairing))
+    f = torch.compile(mapped, fullgraph=True, backend=counter)
+    for tokens in (5, 6, 17, 64):
+        q = torch.randn(3, 2, tokens, 4, 16)
+        torch.testing.assert_close(f(q), mapped(q))
+    assert counter.frame_count <= 2  # one for the first length, one for all
+
+
 def test_compiled_in_place_under_a_transform_is_refused() -> None:
     def changed(q: Tensor) -> Tensor:
         y = q * 1.0

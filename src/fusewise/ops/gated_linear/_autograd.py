@@ -31,10 +31,18 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return wanted and not torch.compiler._is_exporting_flag
 
 
-def may_overwrite(saved: Tensor) -> bool:
-    """Whether a backward may write into what it saved: not if the graph is kept for another, not in a traced graph, where
-    the compiler decides what is reused, and not into a DTensor, whose layout may have to change."""
-    if torch.compiler.is_compiling() or type(saved) is not Tensor:
+def seen_by_hooks() -> bool:
+    """Whether a hook gets what is saved now, and may keep it; torch's own, which checkpoint and offload, keep it for backward."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch.")
+
+
+def may_overwrite(saved: Tensor, seen: bool) -> bool:
+    """Whether a backward may write into what it saved: not if a hook has seen it, not if the graph is kept for another, not
+    in a traced graph, where the compiler decides what is reused, and not into a DTensor, whose layout may have to change."""
+    if seen or torch.compiler.is_compiling() or type(saved) is not Tensor:
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -127,13 +135,13 @@ class GatedLinear(torch.autograd.Function):
         else:
             y, *kept = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
         ctx.save_for_backward(x, *weights, *kept)
-        ctx.rest = text, impl
+        ctx.rest = text, impl, seen_by_hooks()
         return shaped(y, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, weight_gate, bias, bias_gate, *kept = ctx.saved_tensors
-        text, impl = ctx.rest
+        text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):
             halves = Halves.of(spec, weight, weight_gate, bias, bias_gate)
@@ -144,7 +152,7 @@ class GatedLinear(torch.autograd.Function):
         x_MD, dy_MF = rows(x), rows(dy)
         tensors = weight, weight_gate, bias, bias_gate
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        overwrites = len(kept) > 0 and may_overwrite(kept[0])  # Dynamo of torch 2.11 knows no truth of a tuple
+        overwrites = len(kept) > 0 and may_overwrite(kept[0], seen)  # Dynamo of torch 2.11 knows no truth of a tuple
         if len(kept) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(kept) == 2:

@@ -31,7 +31,7 @@ class GatedMLP(torch.autograd.Function):
         else:
             y, preact = _op.op_gated_linear(x_MD, *weights, text, impl), None
         ctx.save_for_backward(x, *weights, w_down, preact)
-        ctx.rest = text, impl
+        ctx.rest = text, impl, _autograd.seen_by_hooks()
         with reference.exact(x):
             z = _products.linear(y, w_down, b_down)
         return _autograd.shaped(z, x)
@@ -39,7 +39,7 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         x, weight, weight_gate, bias, bias_gate, w_down, preact = ctx.saved_tensors
-        text, impl = ctx.rest
+        text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad
         if wants_formula(dz):
@@ -50,7 +50,7 @@ class GatedMLP(torch.autograd.Function):
             preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)[1]
             overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
-            overwrite = _autograd.may_overwrite(preact)
+            overwrite = _autograd.may_overwrite(preact, seen)
         wants_bias = bias is not None and (wants[3] or wants[4])
         if overwrite:
             y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)

@@ -57,7 +57,8 @@ def rotate(problem: Problem) -> list[Tensor]:
             padding = padding_T[None, :, None, None]
             y_a, y_b = torch.where(padding, halves[0], y_a), torch.where(padding, halves[1], y_b)
         y = _pair(y_a, y_b, problem.spec.pairs_out)
-        results.append(_from_bthd(torch.cat((before, y, after), dim=-1), problem.spec))
+        y = y if width == operand.head_dim else torch.cat((before, y, after), dim=-1)
+        results.append(_from_bthd(y, problem.spec))
     return results
 
 
@@ -167,7 +168,5 @@ def _unpair(x: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
 
 
 def _pair(a: Tensor, b: Tensor, pairs: str) -> Tensor:
-    if pairs == "half":
-        return torch.cat((a, b), dim=-1)
-    # Not flatten, for which torch has no rule where it maps the backward over a batch of gradients.
-    return torch.stack((a, b), dim=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
+    # Neither flatten, which torch cannot map over a batch of gradients, nor cat: mapped in a trace, it makes sizes constants.
+    return torch.stack((a, b), dim=-2 if pairs == "half" else -1).reshape(*a.shape[:-1], 2 * a.shape[-1])
