@@ -261,7 +261,12 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
         ("nothing", ("fp32[4]",), "fwd", "must return a tensor, .* got NoneType; return one"),
         ("number", ("fp32[4]",), "fwd", "must return a tensor, .* got float; return one"),
         ("by_keyword", ("fp32[4]",), "fwd", "must take its arguments by position, got width, height by keyword only"),
-        ("rms", ("fp32[4]",), "fwd", "must be given for every parameter without a default, got none for weight; add"),
+        (
+            "rms",
+            ("fp32[4]",),
+            "fwd",
+            "must be given for every parameter without a default, got none for weight; give it, too",
+        ),
         (
             "doubled",
             ("x=fp32[1000000,1000000,1000]",),

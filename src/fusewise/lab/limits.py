@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from fusewise._shared import kept as files
 from . import machine
 from .problem import DTYPES
 from .record import Json
-from .timing import CpuTimer, CudaTimer, Timer, Work
+from .timing import CpuTimer, CudaTimer, Timer, Work, waiting_since
 
 #: Bytes of each vector of copy and triad: many times any cache.
 VECTOR_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -41,8 +42,10 @@ def measure(device: str) -> Json:
     flush = 2 * machine.cache_bytes(device)
     timer: Timer = CudaTimer(where, flush, read_clocks) if kind == "cuda" else CpuTimer(flush)
     generator = torch.Generator(where).manual_seed(0)
+    begun, waited = time.perf_counter_ns(), machine.waited_s()
     copy, triad = _vectors(timer, where, generator)
-    clocks = read_clocks()  # while the device is still at work's temperature
+    # While the device is still at work's temperature.
+    clocks = read_clocks() if kind == "cuda" else waiting_since(begun, waited)
     return {
         "device": machine.device_name(device),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

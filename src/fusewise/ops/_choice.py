@@ -36,7 +36,8 @@ class Choice:
 
     def _implementation(self, impl: str) -> Any:
         """The module of an implementation, imported when it is first needed."""
-        return importlib.import_module(f"{__package__}.{self.op}.{impl if impl == 'reference' else f'_{impl}'}")
+        folder = self.op.rstrip("_")  # of an operation in place, too
+        return importlib.import_module(f"{__package__}.{folder}.{impl if impl == 'reference' else f'_{impl}'}")
 
     def _unavailable(self, impl: str, device_type: str, dtype: torch.dtype) -> str | None:
         """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""
