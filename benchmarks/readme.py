@@ -1,5 +1,5 @@
-"""The figures of the README, made from the published rows: `python benchmarks/readme.py` writes them into README.md, between
-the comments that name them, and draws docs/rope-h200.png. A test compares the README with the rows.
+"""The figures of README.md and docs/results.md, made from the published rows: `python benchmarks/readme.py` writes them
+between the comments that name them, and draws docs/rope-h200.png. A test compares both pages with the rows.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 import math
 import re
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "baselines"
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 
 #: Those marked * work in place.
 GPU = {
@@ -32,6 +32,10 @@ GPU = {
     "vllm": "vLLM*",
     "transformer_engine-fused": "TE",
 }
+# Ours in shades of one colour, which nobody else has.
+COLOURS = dict(
+    zip(GPU, ["#08306b", "#2171b5", "#6baed6", "#c6dbef", *(f"C{i}" for i in (1, 2, 3, 4, 5, 6, 7))], strict=True)
+)
 CPU = {"fusewise-cpu": "fusewise", "torch.compile": "torch.compile", "eager": "eager", "torchscript": "TorchScript"}
 SHOWN = {
     "llama-3-8b-train": "Llama-3-8B training",
@@ -118,6 +122,20 @@ def others(group: Group) -> list[float]:
     return [time(group, p) for p in group if not p.startswith(("fusewise", "floor"))]
 
 
+def against(group: Group) -> float:
+    """The time of the best of ours over that of the best other."""
+    return min(ours(group)) / min(others(group))
+
+
+def published(case: str) -> bool:
+    """Whether it is a case of `rope-models`."""
+    return case.startswith(MODELS) and SERVING not in case
+
+
+def few_rows(case: str) -> bool:
+    return "-decode-" in case or "-batch-" in case
+
+
 def percent(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.0f} %"
 
@@ -168,21 +186,55 @@ def host(found: Groups) -> str:
     )
 
 
-def summary(found: Groups) -> str:
-    """Ours against the best other, over all forward cases of the published models and over all head widths."""
-    forward = {case: group for (case, _, pass_), group in found.items() if pass_ == "fwd" and SERVING not in case}
-    ratio = {case: min(ours(forward[case])) / min(others(forward[case])) for case in forward if case.startswith(MODELS)}
-    small = [ratio[case] for case in ratio if forward[case]["floor-copy"]["bytes_min"] < 64 * 2**20]
+def glance() -> str:
+    """A line an operation and pass: the best of ours against the best other, whichever each is."""
+    lines: tuple[tuple[str, str, Callable[[str], bool], str], ...] = (
+        ("RoPE: training, prefill, decode", "rope", published, "fwd"),
+        ("RoPE: training", "rope", published, "bwd"),
+        ("RoPE in place, as serving engines call it", "rope", lambda case: SERVING in case, "fwd"),
+        ("RoPE and the write to a paged KV cache", "rope_and_cache", lambda _: True, "fwd"),
+        ("RMSNorm of q and k, and RoPE", "qk_norm_rope", lambda _: True, "fwd"),
+        ("RMSNorm of q and k, and RoPE", "qk_norm_rope", lambda _: True, "bwd"),
+        ("linear + GEGLU or SwiGLU: training", "geglu", lambda case: not few_rows(case), "fwd"),
+        ("linear + GEGLU or SwiGLU: training", "geglu", lambda case: not few_rows(case), "fwd+bwd"),
+        ("linear + GEGLU or SwiGLU: 1 to 512 rows", "geglu", few_rows, "fwd"),
+        ("gated MLP: training", "gated_mlp", lambda _: True, "fwd+bwd"),
+    )
+    names = {name: word.rstrip("*") for name, word in {**GPU, **GATED, **MLP}.items()}
+    rows = []
+    for what, op, chosen, pass_ in lines:
+        found = [group for (case, _, of), group in groups("h200", op).items() if of == pass_ and chosen(case)]
+        ratios = [against(group) for group in found]
+        best = [min((p for p in g if not p.startswith(("fusewise", "floor"))), key=lambda p: time(g, p)) for g in found]
+        rivals = ", ".join(name for name, _ in Counter(names[p] for p in best).most_common())
+        mean = f"**{geometric_mean(ratios):.2f}**"
+        rows.append([f"{what}, {pass_}", str(len(found)), mean, span(ratios, ".2f"), rivals])
+    return markdown(["time, fastest other = 1", "cases", "mean", "range", "fastest others"], rows)
+
+
+def slowest(ratio: Mapping[str, float]) -> str:
+    """In how many cases ours is slower by more than 2 %, and in which."""
     slower = sorted(((value, case) for case, value in ratio.items() if value > 1.02), reverse=True)
     names = ": " + ", ".join(f"{case} ({100 * value - 100:.0f} %)" for value, case in slower)
+    return f"{len(slower)}{names if slower else ''}"
+
+
+def summary(found: Groups) -> str:
+    """Ours against the best other, over all cases of the published models and over all head widths."""
+    forward = {case: group for (case, _, pass_), group in found.items() if pass_ == "fwd" and published(case)}
+    ratio = {case: against(group) for case, group in forward.items()}
+    small = [ratio[case] for case in ratio if forward[case]["floor-copy"]["bytes_min"] < 64 * 2**20]
+    backward = {case: against(group) for (case, _, pass_), group in found.items() if pass_ == "bwd" and published(case)}
     wide = [group for (case, _, _), group in found.items() if case.startswith("width-")]
     best = [100 * time(group, "floor-copy") / min(ours(group)) for group in wide]
     faster = sum(min(others(group)) < 0.99 * min(ours(group)) for group in wide)
     return textwrap.fill(
         f"Over the {len(ratio)} forward cases of `rope-models` the best of ours takes {geometric_mean(ratio.values()):.2f} of "
         f"the time of the best other in the geometric mean, {geometric_mean(small):.2f} over the {len(small)} that move less "
-        f"than 64 MiB; it is slower by more than 2 % in {len(slower)}{names if slower else ''}. Forward, at head widths of 64, "
-        f"80, 96, 112, 128, 160, 192 and 256 in bf16, fp16 and fp32, 390 to 775 MiB a call, the best of ours is at "
+        f"than 64 MiB; it is slower by more than 2 % in {slowest(ratio)}. Over the {len(backward)} backward ones it takes "
+        f"{geometric_mean(backward.values()):.2f}, slower by more than 2 % in {slowest(backward)}, where only a part of the "
+        "head rotates and Liger overwrites the incoming gradient. Forward, at head widths of 64, 80, 96, 112, 128, 160, 192 "
+        "and 256 in bf16, fp16 and fp32, 390 to 775 MiB a call, the best of ours is at "
         f"{min(best):.0f} to {max(best):.0f} %, and another provider is faster by more than 1 % in {faster} of {len(wide)} rows.",
         120,
         break_on_hyphens=False,
@@ -196,8 +248,8 @@ def serving(found: Groups) -> str:
     names = {p for group in groups.values() for p in group if not p.startswith(("fusewise", "floor"))}
     rivals = [GPU.get(p, p).rstrip("*") for p in (*GPU, "eager") if p in names]
     return textwrap.fill(
-        f"As serving engines call it, in place with their caches and positions (`rope-serving`, {len(ratio)} cases of "
-        f"{len({case.split(SERVING)[0] for case in ratio})} models from 1 to 8192 tokens), the better of our two takes "
+        f"As serving engines call it, in place with their caches and positions ({len(ratio)} cases of `rope-serving`, "
+        f"{len({case.split(SERVING)[0] for case in ratio})} of its models, 1 to 8192 tokens), the better of our two takes "
         f"{geometric_mean(ratio.values()):.2f} of the time of the best of {', '.join(rivals[:-1])} and {rivals[-1]} "
         f"in the geometric mean, and {max(ratio.values()):.2f} where it is closest ({worst}).",
         120,
@@ -331,9 +383,10 @@ def cpu_gated(found: Groups) -> str:
 
 
 def parts() -> dict[str, str]:
-    """What stands in the README between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    """What stands on the pages between `<!-- NAME -->` and `<!-- /NAME -->`."""
     gpu = groups("h200")
     return {
+        "h200-glance": glance(),
         "h200-forward": shares(gpu, "fwd"),
         "h200-backward": shares(gpu, "bwd"),
         "h200-host": host(gpu),
@@ -351,15 +404,20 @@ def parts() -> dict[str, str]:
     }
 
 
-def filled(text: str) -> str:
-    """The README with its figures made anew."""
+def filled(pages: Mapping[Path, str]) -> dict[Path, str]:
+    """The pages with their figures made anew."""
+    texts = dict(pages)
     for name, part in parts().items():
-        text, count = re.subn(
-            rf"(?s)(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, part=part: m[1] + part + m[2], text
-        )
+        count = 0
+        for page, text in texts.items():
+            texts[page], places = re.subn(
+                rf"(?s)(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, part=part: m[1] + part + m[2], text
+            )
+            count += places
         if count != 1:
-            raise ValueError(f"readme: <!-- {name} --> must stand once in README.md, got {count}; put it back")
-    return text
+            where = " or ".join(str(page.relative_to(ROOT)) for page in pages)
+            raise ValueError(f"readme: <!-- {name} --> must stand once in {where}, got {count}; put it back")
+    return texts
 
 
 def figure(found: Groups) -> None:
@@ -374,10 +432,9 @@ def figure(found: Groups) -> None:
     plot, axes = plt.subplots(figsize=(11, 4.2))
     for i, provider in enumerate(providers):
         places = [x + (i - len(providers) / 2 + 0.5) * width for x in range(len(chosen))]
-        colour = {"fusewise-triton": "#111111", "fusewise-cuda": "#444444", "fusewise-triton-inplace": "#888888"}
         heights = [share(group, provider) for _, group in chosen]
         label = ("fusewise " if provider.startswith("fusewise") else "") + GPU[provider]
-        axes.bar(places, heights, width, label=label, color=colour.get(provider))
+        axes.bar(places, heights, width, label=label, color=COLOURS[provider])
     axes.axhline(100, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(chosen)), [case.removesuffix("-train") for case, _ in chosen], rotation=20, ha="right")
     axes.set_ylabel("% of the rate of a copy")
@@ -389,5 +446,6 @@ def figure(found: Groups) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in filled({page: page.read_text(encoding="utf-8") for page in PAGES}).items():
+        page.write_text(text, encoding="utf-8")
     figure(groups("h200"))

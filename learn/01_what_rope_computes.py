@@ -4,7 +4,7 @@ A head of D features is D / 2 pairs. At position t, pair i is turned by the angl
 
     y_a = x_a cos - x_b sin        y_b = x_b cos + x_a sin        a = i, b = i + D / 2   (the "half" pairing)
 
-Turning q at position t and k at position s and then taking their product leaves only t - s: that is the point of it.
+Rotate q at position t and k at position s, and their product depends on t - s alone: that is the point of it.
 """
 
 import torch
@@ -36,9 +36,9 @@ as_complex = torch.complex(a, b) * torch.complex(cos, sin)[:, None, :]
 assert torch.allclose(rotate(q, cos, sin), torch.cat((as_complex.real, as_complex.imag), dim=-1))
 print("a rotation of pairs is a product of complex numbers")
 
-# 2. Lengths stay.
+# 2. Lengths are preserved.
 assert torch.allclose(rotate(q, cos, sin).norm(dim=-1), q.norm(dim=-1))
-print("it changes no length")
+print("it preserves lengths")
 
 # 3. One q and one k at every position: their product depends on the distance alone.
 same_q, same_k = q[:, :1].expand_as(q), k[:, :1].expand_as(k)
@@ -46,7 +46,7 @@ scores = torch.einsum("bthd,bshd->bhts", rotate(same_q, cos, sin), rotate(same_k
 for distance in (0, 1, 17):
     along = scores.diagonal(-distance, dim1=-2, dim2=-1)
     assert torch.allclose(along, along[..., :1].expand_as(along))
-print("the product of a rotated q and a rotated k knows their distance and nothing else")
+print("the product of a rotated q and a rotated k depends on their distance alone")
 
 # 4. What it costs at least. Llama-3-8B, one sequence of 4096 tokens, bfloat16.
 tokens, q_heads, k_heads, width, itemsize = 4096, 32, 8, 128, 2
@@ -55,6 +55,8 @@ rows = 2 * tokens * (width // 2)  # cos and sin
 must_move = (2 * elements + rows) * itemsize  # read and write every element once, read the table once
 operations = 3 * elements  # for each of the two results of a pair: two products and a sum
 print(f"q and k of Llama-3-8B: {must_move / 2**20:.0f} MiB to move, {operations / 1e6:.0f} M operations")
-print(f"that is {operations / must_move:.2f} operations a byte; a GPU can do hundreds in the time of one byte")
+print(
+    f"that is {operations / must_move:.2f} operations a byte; in the time of one byte a GPU can do ten, with tensor cores over a hundred"
+)
 assert operations / must_move < 1
 # So RoPE is a copy that happens to compute. The best it can do is the time of a copy of the same bytes.

@@ -1,13 +1,15 @@
-"""The README's figures are those of the published rows, and its Python runs."""
+"""The figures of the README and of docs/results.md are those of the published rows, and the README's Python runs."""
 
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+PAGES = {page: page.read_text(encoding="utf-8") for page in (README, RESULTS)}
 
 
 def generator():
@@ -18,26 +20,48 @@ def generator():
 
 
 def test_the_figures_are_those_of_the_rows():
-    assert generator().filled(README) == README, "run python benchmarks/readme.py"
+    assert generator().filled(PAGES) == PAGES, "run python benchmarks/readme.py"
 
 
-def test_a_changed_figure_is_seen():
-    changed = re.sub(r"\| (\d\d) % \|", "| 1 % |", README, count=1)
-    assert changed != README
-    assert generator().filled(changed) == README
+@pytest.mark.parametrize(("page", "figure"), [(README, r"\*\*0\.\d\d\*\*"), (RESULTS, r"\| \d\d % \|")])
+def test_a_changed_figure_is_seen(page, figure):
+    changed = re.sub(figure, "| 1 % |", PAGES[page], count=1)
+    assert changed != PAGES[page]
+    assert generator().filled(PAGES | {page: changed}) == PAGES
 
 
-def test_a_lost_place_is_an_error():
-    with pytest.raises(ValueError, match="<!-- cpu --> must stand once"):
-        generator().filled(README.replace("<!-- cpu -->", ""))
+@pytest.mark.parametrize(("page", "name"), [(README, "h200-glance"), (RESULTS, "cpu")])
+def test_a_lost_place_is_an_error(page, name):
+    with pytest.raises(ValueError, match=f"<!-- {name} --> must stand once in README.md or docs/results.md, got 0"):
+        generator().filled(PAGES | {page: PAGES[page].replace(f"<!-- {name} -->", "")})
+
+
+class MLP(nn.Module):
+    """What `model` in the README stands for: a model of transformers, of which the code asks no more than this."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def test_its_python_runs():
-    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(code) == 3
-    exec(compile("\n".join(code), "README.md", "exec"), {})
+    code = re.findall(r"```python\n(.*?)```", PAGES[README], flags=re.DOTALL)
+    assert len(code) == 4
+    names = {"model": MLP()}
+    exec(compile("\n".join(code), "README.md", "exec"), names)
+    assert [replaced.type for replaced in names["handle"].replaced] == ["MLP"]
 
 
-def test_its_files_are_there():
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_it_links_to_is_there(page):
+    for target, place in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", PAGES[page]):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+            headings = (
+                re.findall(r"^#+ (.*)", (page.parent / target).read_text(encoding="utf-8"), re.M) if place else []
+            )
+            assert not place or place in {re.sub(r"[^\w\s-]", "", h).lower().replace(" ", "-") for h in headings}, place

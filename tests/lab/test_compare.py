@@ -123,7 +123,11 @@ def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
     a, b, c = map(compare.read, files)
     assert words(compare.compare(a, b)) == {"liger": "slower"}
     assert words(compare.compare(a, c)) == {"liger": "ambiguous"}
-    assert "no A/A pair on both sides: the tolerance stands for the noise" in compare.compare(a, b).notes
+    assert "no A/A pair before and after: the tolerance stands for the noise" in compare.compare(a, b).notes
+    measured = compare.side(run({"eager": 50.0, "liger": 23.0}), "measured")
+    told = "no A/A pair before: that of the other side, or the tolerance, stands for the noise"
+    assert told in compare.compare(a, measured).notes
+    assert not any("A/A" in note for note in compare.compare(measured, measured).notes)
 
 
 def test_relative_to_the_floor_a_slower_machine_is_no_regression():
