@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -59,6 +59,15 @@ def wants_formula(dy: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
+
+
+def apply_function(function: Any, *args: Any) -> Any:
+    """`function.apply`, untyped in torch's stubs."""
+    if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view
+        args = tuple(
+            a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
+        )
+    return function.apply(*args)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

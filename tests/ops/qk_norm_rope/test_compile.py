@@ -120,3 +120,16 @@ def test_cuda_graph(norm: str) -> None:
     graph.replay()
     for a, b in zip(captured, step(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
+    x, weight = torch.randn(2, 6, 2, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+
+    def tied(x: Tensor, weight: Tensor) -> Any:
+        return fusewise.qk_norm_rope(x, x, weight, weight, **TABLE)
+
+    found, usual = torch.compile(tied, fullgraph=True, backend="aot_eager")(x, weight), tied(x, weight)
+    dys = torch.randn_like(x), torch.randn_like(x)
+    of_found, of_usual = (torch.autograd.grad(ys, (x, weight), dys) for ys in (found, usual))
+    for a, b in zip((*found, *of_found), (*usual, *of_usual), strict=True):
+        torch.testing.assert_close(a, b)

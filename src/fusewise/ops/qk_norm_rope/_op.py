@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import transforms_active, wants_formula
+from .._common import apply_function, transforms_active, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -130,17 +130,13 @@ def _lists(
     return [x for x in (q, k) if x is not None], [w for w in (q_weight, k_weight) if w is not None]
 
 
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)  # untyped in torch's stubs
-
-
 def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, call: tuple[Any, ...]) -> Any:
     """A validated call, recording a gradient where one is wanted: a tensor, or a pair where there is a k."""
     if transforms_active():
         rotation, norm, _ = _split(call)
         ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight)):
-        return _apply(_QkNormRope, q, k, q_weight, k_weight, *call)
+        return apply_function(_QkNormRope, q, k, q_weight, k_weight, *call)
     else:
         ys = _op(*_lists(q, k, q_weight, k_weight), *call)
     return ys[0] if k is None else (ys[0], ys[1])
