@@ -82,3 +82,8 @@ def unit_stride(x: Tensor) -> Tensor:
         return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     except (AttributeError, IndexError):
         return x
+
+
+def unpacked(saved: Iterable[Any]) -> list[Any]:
+    """What an autograd function saved, with contiguous last dimensions: a hook may bring it back in another order of memory."""
+    return [None if x is None else unit_stride(x) for x in saved]

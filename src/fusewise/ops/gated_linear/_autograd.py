@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, wants_formula
+from .._common import apply_function, unpacked, wants_formula
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -140,7 +140,7 @@ class GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, *kept = ctx.saved_tensors
+        x, weight, weight_gate, bias, bias_gate, *kept = unpacked(ctx.saved_tensors)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):

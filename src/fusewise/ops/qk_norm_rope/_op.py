@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import apply_function, transforms_active, wants_formula
+from .._common import apply_function, transforms_active, unpacked, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -96,8 +96,9 @@ class _QkNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
-        call = (*tensors, *ctx.rest)
+        saved = ctx.saved_tensors
+        q, k, q_weight, k_weight = unpacked(saved[:4])
+        call = (*saved[4:], *ctx.rest)
         given = [i for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)]
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
