@@ -82,6 +82,22 @@ def test_compiled_gives_the_same_bits(name: str, backend: str) -> None:
             assert torch.equal(a.isnan(), b.isnan())
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3)])
+def test_compiled_where_some_gradients_are_wanted(wanted: tuple[int, ...]) -> None:
+    made = build(NormCase(Case(name="some", batch=1, tokens=3, heads=3, kv_heads=2)))
+    tensors = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((*made.xs, *made.weights))]
+    needed = [tensors[i] for i in wanted]
+
+    def gradients(f: Any) -> tuple[Tensor, ...]:
+        ys = f(tuple(tensors[:2]), tuple(tensors[2:]))
+        return torch.autograd.grad(sum(y.square().sum() for y in ys if y.requires_grad), needed)
+
+    call: Any = made.call
+    compiled = torch.compile(lambda xs, ws: call(xs, ws), fullgraph=True, backend="aot_eager")
+    for found, usual in zip(gradients(compiled), gradients(call), strict=True):
+        torch.testing.assert_close(found, usual)
+
+
 def test_one_graph_for_all_lengths() -> None:
     counter = CompileCounter()
     weight = torch.randn(16)

@@ -99,10 +99,11 @@ class _QkNormRope(torch.autograd.Function):
         saved = ctx.saved_tensors
         q, k, q_weight, k_weight = unpacked(saved[:4])
         call = (*saved[4:], *ctx.rest)
-        given = [i for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)]
+        # In a trace what is not wanted has a gradient, too.
+        given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)}
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
-            picked = [readable(dy) for dy in dys if dy is not None]
+            picked = list(given.values())
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
             wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)
