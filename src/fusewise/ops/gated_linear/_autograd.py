@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import wants_formula
+from .._common import apply_function, unpacked, wants_formula
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -140,7 +140,7 @@ class GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, *kept = ctx.saved_tensors
+        x, weight, weight_gate, bias, bias_gate, *kept = unpacked(ctx.saved_tensors)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):
@@ -270,17 +270,9 @@ def backward_products(
 def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
     """A validated call, recording a gradient where one is wanted."""
     if needs_autograd(x, *weights):
-        return apply_function(GatedLinear, x, *weights, text, impl, save)
+        y: Tensor = apply_function(GatedLinear, x, *weights, text, impl, save)
+        return y
     return shaped(_op.op_gated_linear(rows(x), *weights, text, impl), x)
-
-
-def apply_function(function: Any, *args: Any) -> Tensor:
-    if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view
-        args = tuple(
-            a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
-        )
-    y: Tensor = function.apply(*args)  # untyped in torch's stubs
-    return y
 
 
 def shaped(y_MF: Tensor, x: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Spec:
     gate_first: bool = False  # of a stacked or interleaved weight
 
     def encode(self) -> str:
-        return f"{self.activation}/{self.layout}/{'gate_first' if self.gate_first else 'value_first'}"
+        # Joined, not formatted: the name in a str enumeration is formatted as the enumeration's.
+        return "/".join((self.activation, self.layout, "gate_first" if self.gate_first else "value_first"))
 
     @staticmethod
     def decode(text: str) -> Spec:
