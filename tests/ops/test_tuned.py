@@ -156,6 +156,14 @@ def test_a_damaged_file_is_ignored_told_of_and_replaced(text: str, source: Path)
     assert tuned(source).find(-1, KEY) == Tile(64)
 
 
+def test_a_file_that_is_too_large_is_named_with_the_one_fix(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    monkeypatch.setattr(files, "MAX_BYTES", 10)
+    with pytest.raises(files.Refused) as refused:
+        files.read(path)
+    assert str(refused.value) == f"{path} is larger than 10 bytes; remove it"
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 @pytest.mark.parametrize("part", ["file", "folder"])
 def test_what_others_could_have_written_is_refused(part: str, mode: int, source: Path, cache: Path) -> None:

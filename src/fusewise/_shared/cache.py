@@ -115,6 +115,8 @@ def read(path: Path) -> Any:
         if len(text) > MAX_BYTES:
             raise Refused(f"{path} is larger than {MAX_BYTES} bytes; remove it")
         return json.loads(text)
+    except Refused:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{path} cannot be read: {error}; remove it") from None
 
