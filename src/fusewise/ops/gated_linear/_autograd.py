@@ -126,7 +126,9 @@ class GatedLinear(torch.autograd.Function):
         kept: Sequence[Tensor] = ()
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
-        elif _products.pads(x_MD) and hidden % _products.UNIT:  # what is behind their rows makes them aligned
+        elif (
+            _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE
+        ):  # what is behind their rows makes them aligned
             kept = [_products.whole_room(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in kept])
         elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:

@@ -24,7 +24,7 @@ from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import Halves, Preact, Spec, describable, split_preact, unit
+from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
 from ._products import brought, describable_room, each, put
 
 ROWS = 128  # of a tile
@@ -320,7 +320,7 @@ def gate_arguments(
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
-    step = unit(dy, *preact, *dpreact)
+    step = stride_unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
         "M": rows, "F": hidden // step, "rows": config.rows, "stride_preact": preact[0].stride(0) // step,

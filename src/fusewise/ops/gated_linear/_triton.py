@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..._shared.gpu import processors_of
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
-from ._problem import Halves, Preact, Spec, describable, split_preact, unit
+from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
 from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
@@ -184,7 +184,7 @@ def linear_arguments(
     u, g = (None, None) if preact is None else preact
     bias = halves.value_bias is not None and halves.gate_bias is not None
     matrices = [t for t in (x, halves.value, halves.gate, y, u, g, dy) if t is not None]
-    step = 1 if tma else unit(*matrices)
+    step = 1 if tma else stride_unit(*matrices)
     return grid, {
         "x_ptr": matrix(x, (config.block_m, config.block_d)),
         "w_value_ptr": matrix(halves.value, (config.block_f, config.block_d)),
@@ -315,7 +315,7 @@ def down_arguments(
     hidden = w_down.shape[1]
     grid, out = _programs(config, rows, hidden, processors)
     matrix = _matrices(tma)
-    step = 1 if tma else unit(dz, w_down, *preact, y, *dpreact)
+    step = 1 if tma else stride_unit(dz, w_down, *preact, y, *dpreact)
     return grid, {
         "dz_ptr": matrix(dz, (config.block_m, config.block_d)), "w_ptr": matrix(w_down, (config.block_d, config.block_f)),
         "u_ptr": matrix(preact[0], out), "g_ptr": matrix(preact[1], out), "y_ptr": matrix(y, out),

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
-from .._products import UNIT, brought, describable_room, each, put
+from .._products import COLUMN_MULTIPLE, brought, describable_room, each, put
 from . import tiles
 from .tiles import DOWN, GRADIENT, KEPT, PREACT
 
@@ -102,7 +102,7 @@ def _gluon_is_there() -> bool:
 def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
     """Whether a function is that of OTHERWISE for these matrices."""
     if function == "gradient":
-        return x.shape[1] % UNIT != 0 or not all(map(describable, (x, *others)))
+        return x.shape[1] % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
     return function == "down_gradient" and x.shape[1] < DEEP
 
 
