@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fusewise
-from fusewise._shared import build
+from fusewise._shared import build, cuda
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._cuda import tiles
@@ -164,7 +164,7 @@ def packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, in
     seen: list[dict[str, int]] = []
     both = [*names["Plan"], *names["Call"]]
 
-    class Library(_cuda.rope.Library):
+    class Library(cuda.Library):
         def __init__(self) -> None:
             pass
 
