@@ -17,6 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..._shared.gpu import processors_of
+from ..._shared.triton_launch import INTERPRETED
+from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
 from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
@@ -26,7 +28,6 @@ from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
 SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
-INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,6 @@ TUNED: Tuned[Any] = Tuned(
     [Path(__file__).with_name(f"{name}.py") for name in ("_triton", "_triton_gate", "_triton_kernel", "_gate_config")],
     _space,
 )
-
-
-def unavailable(device_type: str) -> str | None:
-    """Why Triton cannot serve tensors of this device type, or None if it can."""
-    if INTERPRETED:
-        return None
-    if device_type == "cpu":
-        return "triton compiles for GPUs; on a CPU it runs only interpreted, with TRITON_INTERPRET=1 set before import"
-    return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
 
 
 @functools.cache
