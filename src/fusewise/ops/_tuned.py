@@ -27,7 +27,7 @@ from torch import Tensor
 from .._shared import cache
 
 VERSION = 1
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 Config = TypeVar("Config")
 
 
@@ -237,9 +237,9 @@ def _key(entry: dict[str, Any]) -> Key | None:
     if not entry["rows"] or not entry["hidden"]:
         return None
     numbers = [entry.get(f.name) for f in fields(Found) if f.name.endswith("us")]
-    if texts[1] not in DTYPES or not all(isinstance(x, float) and x > 0 for x in numbers):
+    if texts[1] not in _DTYPES or not all(isinstance(x, float) and x > 0 for x in numbers):
         return None
-    return Key(entry["kernel"], DTYPES[entry["dtype"]], entry["way"], entry["rows"], entry["inner"], entry["hidden"])
+    return Key(entry["kernel"], _DTYPES[entry["dtype"]], entry["way"], entry["rows"], entry["inner"], entry["hidden"])
 
 
 def _valid(data: Any, identity: dict[str, str]) -> bool:
