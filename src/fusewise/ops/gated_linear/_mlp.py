@@ -75,7 +75,7 @@ def _differentiable(
     weight, _, bias, _ = weights
     halves = Halves.of(spec, *weights)
     with reference.exact(x):
-        y = reference.unit(x, halves, spec.activation)
+        y = reference.formula(x, halves, spec.activation)
         dy = dz @ w_down
         rows_z, rows_y = dz.reshape(-1, dz.shape[-1]), y.reshape(-1, y.shape[-1])
         dw_down, db_down = rows_z.mT @ rows_y, rows_z.sum(0)

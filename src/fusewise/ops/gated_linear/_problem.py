@@ -136,7 +136,7 @@ def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
     return (second, first) if spec.gate_first else (first, second)
 
 
-def unit(*matrices: Tensor) -> int:
+def stride_unit(*matrices: Tensor) -> int:
     """Elements, up to 16 bytes, of which starts, rows and columns of all these matrices are multiples; 1 if a start is not aligned
     to 16 bytes. Kernels are told sizes and strides in it: Triton sees only whether 16 divides a number, and of multiples of 8
     would move an element at a time."""
