@@ -146,6 +146,19 @@ class Net(nn.Module):
         return nn.functional.gelu(self.linear(x))
 
 
+class Tied(nn.Module):
+    """Two layers of one weight, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 4).requires_grad_(False)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
 class Complex(nn.Module):
     """With a parameter and a buffer that are complex."""
 
