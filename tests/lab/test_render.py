@@ -160,6 +160,17 @@ def test_terminal_table_has_a_column_a_provider():
     assert "19.2" in text
 
 
+def test_a_name_is_no_picture(capsys):
+    record = sweep_record()
+    record.request["title"] = "my.py:mask"
+    commands.show(record)
+    with terminal.Live(terminal.console(stderr=True)) as live:
+        live.provider("eager", "failed", "my.py:key: no such key")
+    shown = capsys.readouterr()
+    assert "my.py:mask: microseconds" in shown.out
+    assert "my.py:key: no such key" in shown.err
+
+
 def test_live_progress_off_a_terminal_writes_plain_lines(capsys):
     record = sweep_record()
     console = Console(stderr=True, force_terminal=False, width=60)
