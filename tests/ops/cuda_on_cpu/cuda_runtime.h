@@ -1,26 +1,40 @@
-// CUDA's kernels as plain C++, for a CPU: what the sources of RoPE use of CUDA's language and runtime, and no more.
+// CUDA's kernels as plain C++, for a CPU: what our sources use of CUDA's language and runtime, and no more.
 //
-// Threads of a block are fibers that run one after the other, each to its end or to the next barrier, blocks one after the other.
-// Correct kernels do not depend on the order, so it is a choice: as they are numbered or backwards (`fusewise_backwards`). What
-// one thread writes before another, that should have read it first, has run, is then found in one of the two.
+// Threads are fibers that run one after the other, each until it waits for something that has not happened. Blocks run one after
+// the other, those of a cluster together. Correct kernels do not depend on the order, so it is a choice: as threads and blocks are
+// numbered or backwards (`fusewise_on_cpu`). What one thread writes before another, that should have read it first, has run, is
+// then found in one of the two. What is asynchronous (`hopper.cuh`) is done at once, or as late as it may be.
 
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
+#define __host__
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __shared__ thread_local  // of all fibers, that is; blocks of a cluster have theirs by `on_cpu::Block`
 
+enum cudaError_t {
+  cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719, cudaErrorNotSupported = 801
+};
+using cudaStream_t = void*;
+
+struct float2 { float x, y; };
 struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct dim3 {
@@ -29,6 +43,8 @@ struct dim3 {
 };
 
 using std::fmaf;
+using std::max;
+using std::min;
 using std::rint;
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t(a) * b) >> 32); }
 inline float __int_as_float(int bits) {
@@ -43,64 +59,153 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace on_cpu {
 
-constexpr size_t STACK = 64 << 10;
+constexpr size_t STACK = 64 << 10, SHARED = 256 << 10, WARP = 32;
+constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run that ask for shared memory at their launch
 
-inline bool backwards = false;
+inline bool backwards = false, late = false;
 inline int processors = 132;
+inline std::string failure;  // of the kernel that ran last
+
+using Operation = std::function<void()>;
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool ended;
+  unsigned block;
+  dim3 thread;
+  bool (*over)(const void*);  // whether what it waits for has happened
+  const void* wait;           // null: it waits for nothing
+  std::vector<Operation> stores, products;              // that it began, and that are not in a group yet
+  std::deque<std::vector<Operation>> groups;
 };
-inline std::vector<Fiber> fibers(1024);
+
+// So many threads that wait for each other.
+struct Meeting {
+  size_t arrived = 0, times = 0;
+  void arrive(size_t count) {
+    if (++arrived == count) arrived = 0, ++times;
+  }
+};
+
+struct Warp {
+  Meeting meeting;
+  uint32_t given[WARP];
+};
+
+struct Block {
+  dim3 index;
+  unsigned rank;  // in its cluster
+  size_t left;    // threads that have not ended
+  char* memory = static_cast<char*>(std::aligned_alloc(1024, SHARED));
+  Meeting all, names[16];
+  std::vector<Warp> warps;
+};
+
+inline std::vector<Fiber> fibers;
+inline std::vector<Block> blocks(CLUSTER);
+inline Meeting cluster;
+inline unsigned together;  // blocks that run now
 inline ucontext_t scheduler;
 inline size_t running;
 inline std::function<void()> kernel;
+inline std::vector<Operation> flying;  // what nobody waits for by name
+
+inline Block& block() { return blocks[fibers[running].block]; }
+inline size_t thread_index() { return threadIdx.x + size_t(blockDim.x) * (threadIdx.y + size_t(blockDim.y) * threadIdx.z); }
+inline size_t nth(size_t i, size_t count) { return backwards ? count - 1 - i : i; }
+inline void check(bool right, const char* what) {
+  if (!right && failure.empty()) failure = what;
+}
+
+template <class Test>
+void wait_until(const Test& test) {
+  if (test()) return;
+  Fiber& fiber = fibers[running];
+  fiber.over = [](const void* wait) { return (*static_cast<const Test*>(wait))(); };
+  fiber.wait = &test;
+  swapcontext(&fiber.context, &scheduler);
+}
+inline void meet(Meeting& meeting, size_t count) {
+  const size_t before = meeting.times;
+  meeting.arrive(count);
+  wait_until([&] { return meeting.times != before; });
+}
+inline Warp& warp() { return block().warps[thread_index() / WARP]; }
+inline void meet_warp() { meet(warp().meeting, WARP); }
 
 inline void enter() {
   kernel();
   fibers[running].ended = true;
+  // A barrier is for those that are left.
+  if (--block().left && block().left == block().all.arrived) block().all.arrived = 0, ++block().all.times;
 }
 
-inline size_t nth(size_t i, size_t count) { return backwards ? count - 1 - i : i; }
-
-// All threads of a block, from barrier to barrier.
-inline void run_block(dim3 block) {
-  const size_t count = size_t(block.x) * block.y * block.z;
-  for (size_t i = 0; i < count; ++i) {
-    Fiber& fiber = fibers[i];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = &scheduler;
-    fiber.ended = false;
-    makecontext(&fiber.context, enter, 0);
-  }
-  for (bool any = true; any;) {
-    any = false;
-    for (size_t i = 0; i < count; ++i) {
-      running = nth(i, count);
-      if (fibers[running].ended) continue;
-      threadIdx = dim3(running % block.x, running / block.x % block.y, running / (size_t(block.x) * block.y));
-      swapcontext(&scheduler, &fibers[running].context);
-      any = true;
+// All threads of the blocks in `blocks`, to their end.
+inline void run(unsigned count) {
+  const size_t threads = size_t(blockDim.x) * blockDim.y * blockDim.z;
+  together = count;
+  cluster = {};
+  if (fibers.size() < count * threads) fibers = std::vector<Fiber>(count * threads);
+  for (unsigned b = 0; b < count; ++b) {
+    blocks[b].all = {}, blocks[b].left = threads, blocks[b].warps.assign((threads + WARP - 1) / WARP, {});
+    std::fill(std::begin(blocks[b].names), std::end(blocks[b].names), Meeting());
+    if (count > 1) std::memset(blocks[b].memory, 0xff, SHARED);  // NaN
+    for (size_t i = 0; i < threads; ++i) {
+      Fiber& fiber = fibers[b * threads + i];
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK;
+      fiber.context.uc_link = &scheduler;
+      fiber.ended = false, fiber.wait = nullptr, fiber.block = b;
+      fiber.thread = dim3(i % blockDim.x, i / blockDim.x % blockDim.y, i / (size_t(blockDim.x) * blockDim.y));
+      fiber.stores.clear(), fiber.products.clear(), fiber.groups.clear();
+      makecontext(&fiber.context, enter, 0);
     }
   }
+  flying.clear();
+  for (bool any = true, left = true; left && failure.empty();) {
+    any = left = false;
+    for (size_t i = 0; i < count * threads && failure.empty(); ++i) {
+      running = nth(i, count * threads);
+      Fiber& fiber = fibers[running];
+      if (fiber.ended) continue;
+      left = true;
+      if (fiber.wait != nullptr && !fiber.over(fiber.wait)) continue;
+      fiber.wait = nullptr;
+      threadIdx = fiber.thread, blockIdx = blocks[fiber.block].index;
+      swapcontext(&scheduler, &fiber.context);
+      any = true;
+    }
+    if (any || !left) continue;
+    check(!flying.empty(), "all threads wait for each other");
+    if (flying.empty()) continue;
+    const size_t next = nth(0, flying.size());
+    const Operation operation = std::move(flying[next]);
+    flying.erase(flying.begin() + next);
+    operation();
+  }
 }
+
+template <class... P, class... A>
+cudaError_t launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments);
 
 }  // namespace on_cpu
 
-inline void __syncthreads() {
-  const dim3 thread = threadIdx;
-  const size_t index = on_cpu::running;
-  swapcontext(&on_cpu::fibers[index].context, &on_cpu::scheduler);
-  threadIdx = thread;
+inline void __syncthreads() { on_cpu::meet(on_cpu::block().all, on_cpu::block().left); }
+inline void __syncwarp() { on_cpu::meet_warp(); }
+inline float __shfl_xor_sync(uint32_t, float mine, int mask) {
+  on_cpu::Warp& warp = on_cpu::warp();
+  const size_t lane = on_cpu::thread_index() % on_cpu::WARP;
+  std::memcpy(&warp.given[lane], &mine, sizeof mine);
+  on_cpu::meet_warp();
+  float other;
+  std::memcpy(&other, &warp.given[lane ^ mask], sizeof other);
+  on_cpu::meet_warp();
+  return other;
 }
 
 // --- The runtime -----------------------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
-using cudaStream_t = void*;
 struct cudaFuncAttributes {};
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
@@ -116,7 +221,11 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid configuration"; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : error == cudaErrorLaunchFailure ? on_cpu::failure.c_str() : "invalid value or configuration";
+}
+inline cudaError_t last_error = cudaSuccess;
+inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? on_cpu::processors : 9;
@@ -125,22 +234,39 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) { return cudaSuccess; }
 
-template <class Params>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params), const Params& params) {
-  gridDim = config->gridDim, blockDim = config->blockDim;
-  const size_t threads = size_t(blockDim.x) * blockDim.y * blockDim.z, blocks = size_t(gridDim.x) * gridDim.y * gridDim.z;
-  if (!blocks || !threads || threads > 1024 || blockDim.z > 64 || gridDim.x > INT32_MAX || gridDim.y > 65535 || gridDim.z > 65535)
-    return cudaErrorInvalidConfiguration;
-  on_cpu::kernel = [&] { kernel(params); };
-  for (size_t i = 0; i < blocks; ++i) {
-    const size_t block = on_cpu::nth(i, blocks);
-    blockIdx = dim3(block % gridDim.x, block / gridDim.x % gridDim.y, block / (size_t(gridDim.x) * gridDim.y));
-    on_cpu::run_block(blockDim);
-  }
-  return cudaSuccess;
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// What the tests choose: the order of threads and blocks, and how many multiprocessors the device says it has.
-extern "C" __attribute__((visibility("default"))) void fusewise_on_cpu(bool backwards, int processors) {
-  on_cpu::backwards = backwards, on_cpu::processors = processors;
+template <class... P, class... A>
+cudaError_t on_cpu::launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments) {
+  gridDim = grid, blockDim = block;
+  const size_t threads = size_t(block.x) * block.y * block.z, count = size_t(grid.x) * grid.y * grid.z;
+  const unsigned width = bytes ? CLUSTER : 1;
+  if (!count || !threads || threads > 1024 || block.z > 64 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || grid.x % width)
+    return last_error = cudaErrorInvalidConfiguration;
+  kernel = [&] { function(arguments...); };
+  failure.clear();
+  for (size_t i = 0; i < count / width && failure.empty(); ++i) {
+    for (unsigned rank = 0; rank < width; ++rank) {
+      const size_t number = nth(i, count / width) * width + rank;
+      blocks[rank].index = dim3(number % grid.x, number / grid.x % grid.y, number / (size_t(grid.x) * grid.y));
+      blocks[rank].rank = rank;
+    }
+    run(width);
+  }
+  return last_error = failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+template <class Params>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params), const Params& params) {
+  return on_cpu::launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, params);
+}
+
+// What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, and whether what is
+// asynchronous is done as late as it may be.
+extern "C" __attribute__((visibility("default"))) void fusewise_on_cpu(bool backwards, int processors, bool late) {
+  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late;
 }

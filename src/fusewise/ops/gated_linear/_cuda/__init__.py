@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / name
     for name in (
-        "gated_linear.cu", "epilogues.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "plan.h", "sums.cuh", "tiles.cuh"
+        "gated_linear.cu", "epilogues.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "instructions.cuh", "plan.h", "sums.cuh", "tiles.cuh"
     )
 )  # fmt: skip
 CAPABILITY = cuda.HOPPER

@@ -1,26 +1,12 @@
-// The activations of the gate and how bits are packed: the formulas of `_gluon_gate.py`, so that both give the same bits.
+// The activations of the gate: the formulas of `_gluon_gate.py`, so that both give the same bits.
 
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
+#include "instructions.cuh"
 
 namespace {
 
 enum Activation { GELU_TANH, GELU, SILU, RELU, SIGMOID, IDENTITY };
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 struct Gate {
   float value, slope;  // act(g), act'(g); what is not used is not computed
@@ -65,27 +51,6 @@ __device__ inline Gradient gate_gradient(float dy, float u, float g) {
   if constexpr (ACTIVATION == RELU) return {dy * a.value, g <= 0.0f ? 0.0f : dy * u, a.value};
   else if constexpr (ACTIVATION == IDENTITY) return {dy * a.value, dy * u, a.value};
   else return {dy * a.value, dy * u * a.slope, a.value};
-}
-
-// Two values, the first in the lower half.
-template <bool BFLOAT16>
-__device__ inline uint32_t packed(float a, float b) {
-  uint32_t bits;
-  if constexpr (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(b), "f"(a));
-  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(b), "f"(a));
-  return bits;
-}
-
-template <bool BFLOAT16>
-__device__ inline float2 unpacked(uint32_t bits) {
-  if constexpr (BFLOAT16) return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000)};
-  else return __half22float2(*reinterpret_cast<const __half2*>(&bits));
-}
-
-template <bool BFLOAT16>
-__device__ inline float widened(const void* from, int64_t index) {
-  const auto bits = static_cast<const uint16_t*>(from)[index];
-  return BFLOAT16 ? __uint_as_float(uint32_t(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
 }  // namespace

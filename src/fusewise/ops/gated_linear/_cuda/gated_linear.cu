@@ -157,8 +157,7 @@ __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(3 * GROUP, 1)
 gated_linear_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using A = Of<EPILOGUE>;
-  extern __shared__ __align__(1024) char memory[];
-  Shared<EPILOGUE>& shared = *reinterpret_cast<Shared<EPILOGUE>*>(memory);
+  auto& shared = shared_memory<Shared<EPILOGUE>>();
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < A::STAGES; ++i) {
@@ -173,11 +172,11 @@ gated_linear_kernel(const __grid_constant__ Params p) {
   }
   cluster_wait();
   if (threadIdx.x / GROUP == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    fewer_registers<24>();
     if (threadIdx.x == 2 * GROUP) bring_operands(p, shared, rank);
     if (A::READS > 0 && threadIdx.x == 2 * GROUP + 32) bring_pieces(p, shared, rank);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    more_registers<240>();
     consume<BFLOAT16, EPILOGUE, ACTIVATION>(p, shared, rank, threadIdx.x / GROUP);
   }
   __syncwarp();

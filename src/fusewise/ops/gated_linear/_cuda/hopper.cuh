@@ -1,5 +1,5 @@
-// Hopper's asynchronous machinery as functions: barriers in shared memory, TMA, wgmma, clusters. Each is one instruction;
-// the PTX manual has their rules, chapter and name as in the instruction.
+// Hopper's machinery as functions: shared memory and barriers in it, TMA, wgmma, clusters. Nearly each is one instruction; the PTX
+// manual has their rules, chapter and name as in the instruction.
 
 #pragma once
 
@@ -9,7 +9,23 @@
 
 namespace {
 
+// The shared memory that the launch gives a block.
+template <class T>
+__device__ inline T& shared_memory() {
+  extern __shared__ __align__(1024) char memory[];
+  return *reinterpret_cast<T*>(memory);
+}
 __device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// Registers of each thread from here on: what some warps give up, others may have.
+template <int COUNT>
+__device__ inline void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ inline void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // mbarrier: a phase ends when all arrivals and all bytes that were announced have come.
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {

@@ -1,0 +1,189 @@
+// In place of ops/gated_linear/_cuda/hopper.cuh: Hopper's machinery on a CPU, with the rules of the PTX manual.
+//
+// Loads, stores and products are done at once, or, `late`, when all threads wait for something, when their thread waits for its
+// stores, and when it waits for its products: shared memory that is written again too early has then been changed.
+
+#pragma once
+
+#include <cuda.h>
+
+#include "instructions.cuh"
+
+namespace {
+
+using on_cpu::check;
+using on_cpu::Operation;
+
+template <class T>
+inline T& shared_memory() {
+  static_assert(sizeof(T) <= on_cpu::SHARED);
+  return *reinterpret_cast<T*>(on_cpu::block().memory);
+}
+inline uint32_t shared_address(const void* pointer) {
+  const auto address = static_cast<const char*>(pointer) - on_cpu::block().memory;
+  check(address >= 0 && address < int64_t(on_cpu::SHARED), "an address is not in shared memory");
+  return uint32_t(address);
+}
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
+
+// mbarrier
+struct Barrier {
+  int32_t bytes;       // announced, less those that have come
+  int16_t missing;     // arrivals
+  uint16_t count : 15, phase : 1;
+  void over() {
+    if (missing == 0 && bytes == 0) phase ^= 1, missing = int16_t(count);
+  }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+inline Barrier& barrier_of(unsigned rank, uint32_t barrier) {
+  return *reinterpret_cast<Barrier*>(on_cpu::blocks[rank].memory + barrier);
+}
+inline Barrier& barrier_here(uint32_t barrier) { return barrier_of(on_cpu::block().rank, barrier); }
+inline void barrier_init(uint32_t barrier, int arrivals) { barrier_here(barrier) = {0, int16_t(arrivals), uint16_t(arrivals), 0}; }
+inline void barrier_arrive_at(uint32_t barrier, int rank) {
+  Barrier& there = barrier_of(rank, barrier);
+  check(there.missing > 0, "more threads arrive at a barrier than it waits for");
+  --there.missing, there.over();
+}
+inline void barrier_arrive(uint32_t barrier) { barrier_arrive_at(barrier, on_cpu::block().rank); }
+inline void barrier_expect(uint32_t barrier, int bytes) { barrier_here(barrier).bytes += bytes, barrier_arrive(barrier); }
+inline void barrier_wait(uint32_t barrier, int parity) {
+  const Barrier& here = barrier_here(barrier);
+  on_cpu::wait_until([&] { return here.phase != parity; });
+}
+
+inline void warps_wait(int name, int count) { on_cpu::meet(on_cpu::block().names[name], count); }
+inline void warps_arrive(int name, int count) { on_cpu::block().names[name].arrive(count); }
+
+inline int cluster_rank() { return on_cpu::block().rank; }
+inline void cluster_wait() { on_cpu::meet(on_cpu::cluster, on_cpu::together * blockDim.x); }
+inline void barriers_are_there() {}
+
+// TMA. Chunks of 16 bytes are swizzled by the address of their row.
+inline uint32_t swizzled(uint32_t address, int span) { return address ^ (address >> 3 & (span == 128 ? 0x70 : 0x30)); }
+
+template <class Move>
+inline void each_element(const CUtensorMap& map, int column, int row, uint32_t at, const Move& move) {
+  for (int r = 0; r < map.box_rows; ++r)
+    for (int c = 0; c < map.box_columns; ++c) {
+      const bool inside = row + r >= 0 && row + r < map.rows && column + c >= 0 && column + c < map.columns;
+      move(swizzled(at + 2 * (r * map.box_columns + c), map.swizzle), inside ? map.matrix + (row + r) * map.stride + 2 * (column + c) : nullptr);
+    }
+}
+inline void load_for(uint16_t ranks, const CUtensorMap* of, int column, int row, uint32_t to, uint32_t barrier) {
+  const CUtensorMap map = *of;
+  check(to % 128 == 0, "TMA writes to an address that is not aligned");
+  const Operation operation = [=] {
+    for (unsigned rank = 0; rank < on_cpu::together; ++rank) {
+      if (!(ranks >> rank & 1)) continue;
+      char* const memory = on_cpu::blocks[rank].memory;
+      each_element(map, column, row, to, [&](uint32_t address, const char* from) {
+        const char zeros[2] = {};
+        std::memcpy(memory + address, from ? from : zeros, 2);
+      });
+      Barrier& there = barrier_of(rank, barrier);
+      there.bytes -= 2 * map.box_rows * map.box_columns, there.over();
+    }
+  };
+  if (on_cpu::late) on_cpu::flying.push_back(operation);
+  else operation();
+}
+inline void load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
+  load_for(uint16_t(1 << on_cpu::block().rank), map, column, row, to, barrier);
+}
+inline void store(const CUtensorMap* of, int column, int row, uint32_t from) {
+  const CUtensorMap map = *of;
+  const char* const memory = on_cpu::block().memory;
+  check(from % 128 == 0, "TMA reads from an address that is not aligned");
+  const Operation operation = [=] {
+    each_element(map, column, row, from, [&](uint32_t address, char* to) {
+      if (to) std::memcpy(to, memory + address, 2);
+    });
+  };
+  if (on_cpu::late) on_cpu::fibers[on_cpu::running].stores.push_back(operation);
+  else operation();
+}
+inline void stores_commit() {}
+inline void stores_have_read() {
+  for (const Operation& operation : std::exchange(on_cpu::fibers[on_cpu::running].stores, {})) operation();
+}
+inline void written_for_tma() {}
+
+// wgmma. As there, what describes an operand counts in 16 bytes.
+inline uint64_t described(uint32_t address, int next = 16) { return uint64_t(next) << 32 | address >> 4; }
+inline void products_begin() {}
+inline void products_commit() {
+  auto& fiber = on_cpu::fibers[on_cpu::running];
+  fiber.groups.push_back(std::exchange(fiber.products, {}));
+}
+template <int PENDING>
+inline void products_wait() {
+  auto& groups = on_cpu::fibers[on_cpu::running].groups;
+  for (; groups.size() > PENDING; groups.pop_front())
+    for (const Operation& operation : groups.front()) operation();
+}
+template <bool BFLOAT16, bool TRANSPOSED, int REGISTERS>
+inline void product(float (&c)[REGISTERS], uint64_t a, uint64_t b, int add) {
+  const char* const memory = on_cpu::block().memory;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  float* const sums = c;
+  const Operation operation = [=] {
+    const uint32_t from_a = uint32_t(a) << 4, from_b = uint32_t(b) << 4, next = uint32_t(b >> 32);
+    const auto at = [&](uint32_t address) { return widened<BFLOAT16>(memory + swizzled(address, 128), 0); };
+    for (int i = 0; i < REGISTERS; ++i) {
+      const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      float sum = add ? sums[i] : 0.0f;
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t of_b = TRANSPOSED ? column / 64 * next + k / 8 * 1024 + k % 8 * 128 + column % 64 * 2
+                                         : column / 8 * 1024 + column % 8 * 128 + k * 2;
+        sum += at(from_a + row / 8 * 1024 + row % 8 * 128 + k * 2) * at(from_b + of_b);
+      }
+      sums[i] = sum;
+    }
+  };
+  if (on_cpu::late) on_cpu::fibers[on_cpu::running].products.push_back(operation);
+  else operation();
+}
+template <int N>
+inline void products_are_there(float (&)[N]) {
+  check(on_cpu::fibers[on_cpu::running].groups.empty(), "sums are read before their products are waited for");
+}
+
+// stmatrix and ldmatrix. `place` gives the shared address of two bytes, and the halves of registers that lie there.
+template <class Place>
+inline void each_half(uint32_t mine, const Place& place) {
+  on_cpu::Warp& warp = on_cpu::warp();
+  warp.given[threadIdx.x % 32] = mine;
+  on_cpu::meet_warp();
+  for (int matrix = 0; matrix < 4; ++matrix)
+    for (int half = 0; half < 2; ++half) place(matrix, half, warp.given + 8 * matrix, on_cpu::block().memory);
+  on_cpu::meet_warp();
+}
+inline void store_matrices(uint32_t to, const uint32_t (&a)[4]) {
+  const int lane = threadIdx.x % 32;
+  each_half(to, [&](int matrix, int half, const uint32_t* rows, char* memory) {
+    const auto bits = uint16_t(a[matrix] >> 16 * half);
+    std::memcpy(memory + rows[lane / 4] + lane % 4 * 4 + half * 2, &bits, 2);
+  });
+}
+inline void store_transposed(uint32_t to, const uint32_t (&a)[4]) {
+  const int lane = threadIdx.x % 32;
+  each_half(to, [&](int matrix, int half, const uint32_t* rows, char* memory) {
+    const auto bits = uint16_t(a[matrix] >> 16 * half);
+    std::memcpy(memory + rows[lane % 4 * 2 + half] + lane / 4 * 2, &bits, 2);
+  });
+}
+inline void load_matrices(uint32_t from, uint32_t (&a)[4]) {
+  const int lane = threadIdx.x % 32;
+  each_half(from, [&](int matrix, int half, const uint32_t* rows, const char* memory) {
+    uint16_t bits;
+    std::memcpy(&bits, memory + rows[lane / 4] + lane % 4 * 4 + half * 2, 2);
+    a[matrix] = half ? a[matrix] | uint32_t(bits) << 16 : bits;
+  });
+}
+
+}  // namespace

@@ -1,0 +1,133 @@
+"""The CUDA kernels' own source against the reference, without a GPU: on a machine that does what is asynchronous at once, or as late
+as it may. How a tensor core rounds a sum is not modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewise.ops.gated_linear import _cuda, reference
+from fusewise.ops.gated_linear._cuda import tiles
+from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
+
+from .. import cuda_on_cpu
+
+KINDS = [(torch.bfloat16, "gelu_tanh"), (torch.float16, "silu")]
+# (M, D, F): less than a tile and less than a step of the depth; ragged each way, with several turns of the ring and of both groups of
+# warps; a row more than two tiles.
+SHAPES = [(1, 8, 8), (150, 456, 296), (257, 64, 104)]
+TIMES = [{"late": False}, {"late": True}, {"late": True, "backwards": True}]
+Play = Callable[..., None]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind[1])
+def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def play(kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> Play:
+    """The kernels serve tensors of a CPU; calling it chooses how. Of two multiprocessors there is one cluster, which has all tiles."""
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind))
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
+    monkeypatch.setattr(_cuda, "processors_of", lambda _: 2)
+    return lambda **how: kernels.plays(processors=2, **how)
+
+
+class Operands:
+    """Views of larger matrices, which are held to be left alone, and what the reference makes of them."""
+
+    def __init__(self, shape: tuple[int, int, int], kind: tuple[torch.dtype, str], bias: bool = True) -> None:
+        rows, features, hidden = shape
+        dtype, activation = kind
+        self.spec = Spec(activation, "stacked")
+        self.x = torch.randn(rows, features + 8, dtype=dtype)[:, :features]
+        weight = (torch.randn(2 * hidden, features) / features**0.5).to(dtype)
+        self.halves = Halves.of(self.spec, weight, None, torch.randn(2 * hidden, dtype=dtype) if bias else None)
+        self.dy = torch.randn(rows, hidden, dtype=dtype)
+        self.preact = torch.randn_like(new_preact(self.x, hidden, self.spec))
+        self.w_down = (torch.randn(features, hidden) / features**0.5).to(dtype)
+        self.around = torch.full((rows + 2, hidden), 7.0, dtype=dtype)
+        self.y = self.around[1:-1].fill_(torch.nan)
+        self.made = torch.full_like(self.preact, torch.nan)
+        self.dbias = torch.full((2, hidden), torch.nan)
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(self.dy), torch.empty_like(self.preact), torch.empty_like(self.dbias)
+
+    def check(self, y: Tensor | None, made: Tensor | None, dbias: Tensor | None) -> None:
+        assert bool((self.around[0] == 7.0).all() and (self.around[-1] == 7.0).all())
+        if y is not None:
+            torch.testing.assert_close(self.y, y, rtol=1e-2, atol=1e-2)
+        if made is not None:
+            torch.testing.assert_close(self.made, made, rtol=1e-2, atol=1e-2)
+        if dbias is not None:
+            # Sums of what is rounded later: each term is off by half a unit in its last place at most.
+            terms = torch.stack([part.float().abs().sum(0) for part in split_preact(self.made, self.spec)])
+            assert ((self.dbias - dbias).abs() <= 2**-8 * terms + 1e-5).all()
+
+
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+times = pytest.mark.parametrize("how", TIMES, ids=lambda how: "-".join(name for name, on in how.items() if on) or "at once")
+
+
+@shapes
+@times
+@pytest.mark.parametrize("made", ["y", "preact", "gradient", "down"])
+def test_every_epilogue(
+    made: str, shape: tuple[int, int, int], how: dict[str, bool], kind: tuple[torch.dtype, str], play: Play
+) -> None:
+    play(**how)
+    of = Operands(shape, kind)
+    y, preact, dbias = of.expected()
+    if made == "y":
+        _cuda._run(tiles.Y, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y)
+        reference.forward(of.x, of.halves, of.spec, y, None)
+        of.check(y, None, None)
+    elif made == "preact":
+        _cuda.forward(of.x, of.halves, of.spec, of.y, of.made)
+        reference.forward(of.x, of.halves, of.spec, y, preact)
+        of.check(y, preact, None)
+    elif made == "gradient":
+        _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
+        reference.recompute_gradient(of.dy, of.x, of.halves, preact, of.spec, dbias)
+        of.check(None, preact, dbias)
+    else:
+        _cuda.down_gradient(of.x, of.w_down, of.preact, of.y, of.made, of.spec, of.dbias)
+        reference.down_gradient(of.x, of.w_down, of.preact, y, preact, of.spec, dbias)
+        of.check(y, preact, dbias)
+
+
+@shapes
+@times
+@pytest.mark.parametrize("on_side", tiles.SIDEWAYS, ids=lambda on_side: str(on_side.rows))
+def test_tiles_on_their_side(
+    on_side: Any, shape: tuple[int, int, int], how: dict[str, bool], kind: tuple[torch.dtype, str], play: Play
+) -> None:
+    play(**how)
+    of = Operands(shape, kind)
+    y, *_ = of.expected()
+    _cuda._run(on_side.epilogue, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y)
+    reference.forward(of.x, of.halves, of.spec, y, None)
+    of.check(y, None, None)
+
+
+@pytest.mark.parametrize("how", [{"backwards": False}, {"backwards": True}], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("rows", [1, 70, 300])
+def test_gradient_of_the_gate_alone(
+    rows: int, sums: bool, in_place: bool, how: dict[str, bool], kind: tuple[torch.dtype, str], play: Play
+) -> None:
+    play(**how)
+    of = Operands((rows, 8, 296), kind)
+    _, preact, dbias = of.expected()
+    reference.gradient(of.dy, of.preact, preact, of.spec, dbias)
+    if in_place:
+        of.made.copy_(of.preact)
+    _cuda.gradient(of.dy, of.made if in_place else of.preact, of.made, of.spec, of.dbias if sums else None)
+    of.check(None, preact, dbias if sums else None)
