@@ -56,6 +56,9 @@ def test_parameters() -> None:
         ({"norm": "token"}, "norm must be one of head, all, got 'token'"),
         ({"norm": "all"}, r'heads must be \(heads of q, heads of k\) for norm="all", got None'),
         ({"heads": (4, 2)}, r'heads must be None for norm="head", got \(4, 2\)'),
+        ({"norm": "all", "heads": 4}, r"heads must be \(heads of q, heads of k\) .*, got 4"),
+        ({"norm": "all", "heads": (4, 2, 1)}, r"heads must be \(heads of q, heads of k\) .*, got \(4, 2, 1\)"),
+        ({"norm": "all", "heads": (4, -1)}, "heads must be at least 1, got -1"),
     ],
 )
 def test_mistakes(options: dict[str, Any], words: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_one_of
+from ..ops._common import check_count, check_one_of
 from ..ops.gated_linear import gated_linear
 from ..ops.gated_linear._problem import ACTIVATIONS, Activation, Save
 from ..ops.gated_linear.projections import mlp
@@ -47,7 +47,8 @@ class GatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("GatedLinear", "activation", activation, ACTIVATIONS)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = check_count("GatedLinear", "in_features", in_features)
+        self.out_features = check_count("GatedLinear", "out_features", out_features)
         self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
         linear = nn.Linear(in_features, 2 * out_features, bias, device, dtype)
         self.weight = linear.weight
@@ -99,6 +100,8 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("GatedMLP", "activation", activation, ACTIVATIONS)
+        for name, count in (("features", features), ("hidden", hidden)):
+            check_count("GatedMLP", name, count)
         self.activation, self.save, self.impl = activation, save, impl
         self.gate_proj = nn.Linear(features, hidden, bias, device, dtype)
         self.up_proj = nn.Linear(features, hidden, bias, device, dtype)

@@ -137,3 +137,13 @@ def test_an_unknown_activation_is_refused_at_construction() -> None:
     for build in (lambda: GatedLinear(8, 8, activation="swish"), lambda: GatedMLP(8, 8, activation="swish")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"activation must be one of gelu_tanh, .*, got 'swish'"):
             build()
+
+
+@pytest.mark.parametrize(
+    ("build", "names"), [(GatedLinear, ("in_features", "out_features")), (GatedMLP, ("features", "hidden"))]
+)
+def test_sizes_are_checked_at_construction(build: Any, names: tuple[str, str]) -> None:
+    for name in names:
+        for value, words in ((0, "be at least 1, got 0"), (8.0, "be an int, got 8.0"), (None, "be an int, got None")):
+            with pytest.raises((TypeError, ValueError), match=f"^{build.__name__}: {name} must {words}; "):
+                build(**{**dict.fromkeys(names, 8), name: value}, activation="silu")

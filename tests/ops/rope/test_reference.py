@@ -241,3 +241,23 @@ def test_of_a_call_made_from_its_parts() -> None:
     assert not torch.equal(running, reference.rope(Q, cos=COS, sin=SIN))
     (want,) = expected(Call((Q,), {"cos": COS, "sin": SIN, "offset": 9}))
     close(running, want.exact)
+
+
+@pytest.mark.parametrize(
+    "positions", [{"positions": torch.zeros(0, 6, dtype=torch.int64)}, {"offset": torch.zeros(0, dtype=torch.int64)}]
+)
+def test_no_batch_entries_with_a_table(positions: dict[str, Tensor]) -> None:
+    """As a part of a formula that goes on, for gradients."""
+    q = Q[:0].detach().requires_grad_()
+    y, z = fusewise.qk_norm_rope(q, K[:0], None, cos=COS, sin=SIN, **positions, impl="reference")
+    assert (y.shape, z.shape) == (q.shape, K[:0].shape)
+    assert torch.autograd.grad(y.sum(), q)[0].shape == q.shape
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sections_whatever_the_default_device(interleaved: bool) -> None:
+    positions = torch.randint(0, 64, (3, 2, 6))
+    call = {"cos": COS, "sin": SIN, "positions": positions, "sections": (3, 3, 2), "sections_interleaved": interleaved}
+    expected = reference.rope(Q, **call)
+    with torch.device("meta"):
+        assert_bits(reference.rope(Q, **call), expected)

@@ -282,6 +282,7 @@ _F = tables.default(rotary_dim=8)[0]
         (lambda: tables.inv_freq(rotary_dim=0), ValueError, r"rotary_dim must be at least 2, got 0; "),
         (lambda: tables.inv_freq(rotary_dim=8.0), TypeError, r"rotary_dim must be an int, got 8.0; "),
         (lambda: tables.inv_freq(rotary_dim=8, base=1.0), ValueError, r"base must be finite and above 1, got 1.0; "),
+        (lambda: tables.inv_freq(rotary_dim=8, base=10**400), ValueError, r"base must be finite and above 1, got 1000"),
         (lambda: tables.inv_freq(rotary_dim=8, base=math.nan), ValueError, r"base must be finite and above 1, got nan; "),
         (lambda: tables.inv_freq(rotary_dim=8, base="1e4"), TypeError, r"base must be a number, got '1e4'; "),
         (lambda: tables.inv_freq(rotary_dim=8, factor=2.0), TypeError, r"must be among rotary_dim, base, got 'factor'; "),

@@ -86,7 +86,7 @@ def _gather(table: Tensor, rows_BTP: Tensor) -> Tensor:
     if table.shape[-2] == 0:
         return table.new_zeros(rows_BTP.shape)
     table_BRP = table if table.dim() == 3 else table[None]
-    batch = max(table_BRP.shape[0], rows_BTP.shape[0])
+    batch = rows_BTP.shape[0] if table_BRP.shape[0] == 1 else table_BRP.shape[0]  # which may be 0
     return table_BRP.expand(batch, -1, -1).gather(1, rows_BTP.expand(batch, -1, -1))
 
 
@@ -132,14 +132,14 @@ def _chunk_map(token: Tensor, length: Any, spec: Spec) -> Tensor:
 
 
 def section_axes(spec: Spec) -> Tensor:
-    """The position axis (0 t, 1 h, 2 w) of each pair, int64 (P,)."""
+    """The position axis (0 t, 1 h, 2 w) of each pair, int64 (P,), on the CPU, whatever the default device."""
     assert spec.sections is not None
     t, h, w = spec.sections
     if not spec.sections_interleaved:
-        return torch.repeat_interleave(torch.arange(3), torch.tensor([t, h, w]))
-    pair = torch.arange(t + h + w)
+        return torch.arange(3, device="cpu").repeat_interleave(torch.tensor([t, h, w], device="cpu"))
+    pair = torch.arange(t + h + w, device="cpu")
     axis = pair % 3
-    return torch.where(pair < 3 * torch.tensor([t, h, w])[axis], axis, 0)
+    return torch.where(pair < 3 * torch.tensor([t, h, w], device="cpu")[axis], axis, 0)
 
 
 def _to_bthd(x: Tensor, spec: Spec) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
@@ -402,7 +403,7 @@ def _number(name: str, value: float, *, above: float | None = None, at_least: fl
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"rope_tables: {name} must be a number, got {value!r}; convert it")
     too_small = (above is not None and value <= above) or (at_least is not None and value < at_least)
-    if too_small or not math.isfinite(value):
+    if too_small or not abs(value) <= sys.float_info.max:
         bound = f"above {above:g}" if above is not None else f"at least {at_least:g}"
         raise ValueError(f"rope_tables: {name} must be finite and {bound}, got {value}; correct it")
     return float(value)
