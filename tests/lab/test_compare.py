@@ -112,7 +112,10 @@ def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
     a, b, c = map(compare.read, files)
     assert words(compare.compare(a, b)) == {"liger": "slower"}
     assert words(compare.compare(a, c)) == {"liger": "ambiguous"}
-    assert "no A/A pair on both sides: the tolerance stands for the noise" in compare.compare(a, b).notes
+    note = "the tolerance stands for the noise there"
+    assert f"no A/A pair before or after: {note}" in compare.compare(a, b).notes
+    paired = dataclasses.replace(a, noise={("rope", "cube-8", "fp32", "fwd"): 0.1})
+    assert f"no A/A pair after: {note}" in compare.compare(paired, b).notes
 
 
 def test_relative_to_the_floor_a_slower_machine_is_no_regression():

@@ -202,8 +202,8 @@ def _notes(shared: Sequence[Key], before: Side, after: Side) -> list[str]:
     ]
     if floors and abs(float(np.median(floors)) - 1) > TOLERANCE:
         found.append(f"the machine itself changed: copying takes {np.median(floors):.3f} times as long (median)")
-    if not before.noise or not after.noise:
-        found.append("no A/A pair on both sides: the tolerance stands for the noise")
+    if without := [word for word, one in (("before", before), ("after", after)) if not one.noise]:
+        found.append(f"no A/A pair {' or '.join(without)}: the tolerance stands for the noise there")
     return found
 
 
