@@ -1,5 +1,7 @@
 """Constructed records with known answers: each rule of docs/report.md once, and where it must stay silent."""
 
+import dataclasses
+
 import pytest
 from builders import measurement, row, study_record
 
@@ -96,6 +98,14 @@ def test_not_worth_it_worth_trying_or_not_to_be_told(times, noise, worth, words)
     found = only(record(times, noise=noise))
     assert (found.worth, words in found.why) == (worth, True), found.why
     assert found.kernel is None
+
+
+def test_products_without_a_time_are_not_called_memory_bound():
+    found = record({"eager": 30.0})
+    found.rows = [dataclasses.replace(r, flops_min=100 * r.bytes_min) for r in found.rows]
+    judged = only(found)
+    assert (judged.bound, judged.worth) == ("cannot tell", "cannot tell")
+    assert judged.why == "no limit is known, since its products have no time; run `fusewise limits`"
 
 
 def test_without_a_compiler_nothing_is_said_of_a_kernel():
