@@ -128,6 +128,17 @@ def test_the_binding_limit_is_the_slower_floor():
     assert analysis.limits({"floor-copy": 10.0, "floor-triton-launch": 12.0}) == ("copy", 10.0)
 
 
+def test_what_binds_products_is_not_told_without_their_time():
+    floors = {"floor-copy": 10.0, "floor-launch": 2.0}
+    assert analysis.limits(floors, intensity=100.0) is None
+    assert analysis.limits(floors, {"matmul": 30.0}, intensity=100.0) == ("matmul", 30.0)
+    assert analysis.limits(floors, {"matmul": 3.0}, intensity=100.0) == ("copy", 10.0)
+    product = {"bytes_min": 3 * 512 * 512 * 4, "flops_min": 2 * 512**3}
+    times = [measurement("floor-copy", [[10.0]] * 4), measurement("eager", [[500.0]] * 4)]
+    rows, _ = analysis.group_rows([row("floor-copy", error=None, **product), row("eager", **product)], times)
+    assert [r.limit for r in rows] == [None, None]
+
+
 def test_group_rows_fill_times_shares_and_clocks():
     eager = measurement("eager", [[20.0, 22.0, 24.0]] * 4)
     for i, turn in enumerate(eager.rounds):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +12,7 @@ from lab_code_fakes import Shown
 
 import fusewise
 from fusewise.lab import targets
-from fusewise.lab.code import disassembly, graphs, inductor, locations, python, relax, triton_kernels, xla
+from fusewise.lab.code import disassembly, graphs, inductor, locations, python, relax, thunder, triton_kernels, xla
 from fusewise.lab.code.stage import Stage, foreign, short, tidy
 from fusewise.lab.code.worker import Server
 from fusewise.lab.ledger import Kernel
@@ -347,6 +349,27 @@ def test_relax_calls() -> None:
     assert found == [
         ("cast", 4 * size, 2 * size), ("multiply", 2 * size, 2 * size), ("add", 4 * size, 2 * size), ("argsort", 2 * size, 8 * size),
     ]  # fmt: skip
+
+
+def test_thunder_views() -> None:
+    """A kernel that reads an expanded tensor, or one that `to` gave back as it was, reads what there is of it."""
+    dtype = SimpleNamespace(bytes=4)
+    one, wide, kept, total = (SimpleNamespace(name=n, shape=s, dtype=dtype) for n, s in (("one", ()), ("wide", (8, 8)), ("kept", (8, 8)), ("total", (8, 8))))  # fmt: skip
+
+    def bound(name: str, arguments: list[Any], result: Any, *within: Any) -> Any:
+        return SimpleNamespace(
+            sym=SimpleNamespace(name=name), flat_args=arguments, flat_outs=[result], subsymbols=within
+        )
+
+    symbols = [
+        bound("expand", [one], wide),
+        bound("to", [wide], kept, bound("to", [wide], kept, bound("shallow_copy", [wide], kept))),
+        bound("add", [wide, kept], total),
+        bound("to", [total], one, bound("convert_element_type", [total], one)),
+    ]
+    held: dict[str, int] = {}
+    kernels = [kernel for symbol in symbols if (kernel := thunder._kernel(symbol, held))]
+    assert [(k.name, k.read, k.written) for k in kernels] == [("add", 8, 256), ("to", 256, 4)]
 
 
 def test_a_missing_tool_says_what_brings_it(tmp_path: Path) -> None:

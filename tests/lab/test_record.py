@@ -268,7 +268,9 @@ def test_rows_are_read_from_records_and_from_published_files(tmp_path):
     assert record.read_rows(tmp_path) == record.read_rows(published) == made.rows
     for text in ('{"op": 1}', "[]", json.dumps({**made.rows[0].to_json(), "versions": 3})):
         published.write_text(f"{text}\n")
-        with pytest.raises(ValueError, match=r"^record: line 1 of .* must be a row, got .*; "):
+        with pytest.raises(
+            ValueError, match=r"^record: line 1 of .* must be a row, got this fault: [^;]*; mend the file$"
+        ):
             record.read_rows(published)
     published.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"^record: .*cpu.jsonl must be a file of rows, got .*; "):

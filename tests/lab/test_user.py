@@ -317,6 +317,14 @@ def test_what_cannot_be_studied_says_why(name, texts, pass_, words):
         problem(name, *texts, pass_=pass_)
 
 
+def test_what_follows_from_the_dtype_is_something_else_in_the_truth():
+    p = problem("masked", "fp32[4,8]")
+    assert (
+        "eager's counting as 0.1 at most: the same code gives something else in float64"
+        in truth.check(p, eager(p)).reason
+    )
+
+
 def test_a_function_of_bits_has_no_truth():
     p = problem("magnitude_of_bits", "fp32[4]")
     with pytest.raises(

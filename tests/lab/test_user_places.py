@@ -18,7 +18,7 @@ from fusewise.lab.api import Result, place, study, written
 from fusewise.lab.nursery import WORKER
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.functions import load
-from fusewise.lab.targets.user import User
+from fusewise.lab.targets.user import User, UserProblem
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
 RMS = ("x=bf16[8,16]", "weight=bf16[16]")
@@ -114,6 +114,14 @@ def test_a_module_is_searched_for_where_the_study_was_started(tmp_path):
     with pytest.raises(ModuleNotFoundError):
         load("my_own_module_of_functions:f")
     assert load("my_own_module_of_functions:f", path=[str(tmp_path)])(1) == 2
+
+
+def test_what_a_module_holds_is_its_own_in_each_dtype(tmp_path):
+    (tmp_path / "my_own_module_of_layers.py").write_text("import torch\nlayer = torch.nn.Linear(8, 8)\n")
+    place = {"place": "my_own_module_of_layers:layer", "inputs": ["fp32[4,8]"], "path": [str(tmp_path)]}
+    made = [UserProblem(Task("layer", "x", dtype, "fwd", "cpu", 0, place)) for dtype in ("bf16", "fp32")]
+    assert [p.parameters[0].dtype for p in made] == [torch.bfloat16, torch.float32]
+    assert torch.equal(made[0].parameters[0], made[1].parameters[0].bfloat16())
 
 
 def test_a_file_of_a_package_may_import_its_neighbours(tmp_path):

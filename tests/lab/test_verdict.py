@@ -100,6 +100,14 @@ def test_not_worth_it_worth_trying_or_not_to_be_told(times, noise, worth, words)
     assert found.kernel is None
 
 
+def test_products_without_a_time_are_not_called_memory_bound():
+    found = record({"eager": 30.0})
+    found.rows = [dataclasses.replace(r, flops_min=100 * r.bytes_min) for r in found.rows]
+    judged = only(found)
+    assert (judged.bound, judged.worth) == ("cannot tell", "cannot tell")
+    assert judged.why == "no limit is known, since its products have no time; run `fusewise limits`"
+
+
 def test_without_a_compiler_nothing_is_said_of_a_kernel():
     found = only(record({"floor-copy": 10.0, "liger": 20.0}, pair="liger"))
     assert (found.worth, found.why) == ("cannot tell", "no compiler was measured beside")

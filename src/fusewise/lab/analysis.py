@@ -112,14 +112,26 @@ def best_other(provider: str, times: Mapping[str, float]) -> str | None:
 LIMITS = ("copy", "matmul", "launch")
 
 
-def limits(times: Mapping[str, float], known: Mapping[str, float] | None = None) -> tuple[str, float] | None:
+#: From so many operations a byte on products may take longer than moving the bytes: every machine does some ten in float32.
+INTENSE = 8.0
+
+
+def limits(
+    times: Mapping[str, float], known: Mapping[str, float] | None = None, intensity: float = 0.0
+) -> tuple[str, float] | None:
     """The limit that binds: moving the bytes, the products, or starting anything at all. Those measured beside the
-    group count; `known` ones, of this machine at another time, where the group has none of their kind."""
+    group count; `known` ones, of this machine at another time, where the group has none of their kind. None where it cannot be
+    told, as where there are many operations a byte (`intensity`) and the products have no time."""
     measured = {**(known or {}), **{kind: times[f"floor-{kind}"] for kind in LIMITS if f"floor-{kind}" in times}}
-    if not measured:
+    if not measured or ("matmul" not in measured and intensity > INTENSE):
         return None
     name = max(measured, key=lambda n: measured[n])
     return name, measured[name]
+
+
+def intensity(row: Row) -> float:
+    """Operations a byte that the mathematics needs."""
+    return (row.flops_min or 0) / row.bytes_min if row.bytes_min else 0.0
 
 
 def known_limits(found: Json | None, row: Row) -> dict[str, float]:
@@ -182,7 +194,7 @@ def group_rows(
         if same is not None:
             comparisons.append(compared(twin, original, same, None))
     times = {name: time for name, time in times.items() if name not in twins}
-    limit = limits(times, known_limits(machine, rows[0]) if rows else None)
+    limit = limits(times, known_limits(machine, rows[0]), intensity(rows[0])) if rows else None
     by_name = {m.provider: m for m in measurements}
     finished = []
     for row in rows:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .schema import check, loads
+from .schema import check, fault, loads
 
 #: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`; see MIGRATIONS.
 SCHEMA_VERSION = 4
@@ -255,8 +255,10 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(text.split("\n") if text else (), start=1):  # a text within a row may have U+2028
         try:
             data = loads(line)
-            check(data, "row")
-            rows.append(Row.from_json(data))
+            found = fault(data, "row")
         except ValueError as error:
-            raise ValueError(f"record: line {number} of {path} must be a row, got {error}; mend the file") from None
+            found = str(error)
+        if found:
+            raise ValueError(f"record: line {number} of {path} must be a row, got this fault: {found}; mend the file")
+        rows.append(Row.from_json(data))
     return rows

@@ -39,9 +39,13 @@ def schema() -> Json:
 
 def check(value: Any, part: str = "", fix: str = "name another file") -> None:
     """ValueError where `value` does not follow the schema, or that of its `part` (row). The message names the place."""
-    found = _depth(value) or _fault(value, schema()["$defs"][part] if part else schema())
-    if found:
-        raise ValueError(f"record: it must follow record.schema.json, got this fault: {found.lstrip('.')}; {fix}")
+    if found := fault(value, part):
+        raise ValueError(f"record: it must follow record.schema.json, got this fault: {found}; {fix}")
+
+
+def fault(value: Any, part: str = "") -> str:
+    """What keeps `value` from following the schema, or that of its `part`, beginning with the place; "" if nothing does."""
+    return (_depth(value) or _fault(value, schema()["$defs"][part] if part else schema())).lstrip(".")
 
 
 def loads(text: str) -> Any:

@@ -32,6 +32,10 @@ PIECE_BYTES = 2**28
 NOTHING = 2**-40
 #: The largest error of eager code that others may be judged by.
 LOOSEST = 0.1
+#: Why eager code may be off by more.
+ANOTHER = (
+    "the same code gives something else in float64, as where a value overflows, follows from the dtype or is random"
+)
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,7 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
         reason = (
             f"error {measured.max:.3g} (rms {measured.rms:.3g}) is more than twice eager's {eager.max:.3g} "
             f"(rms {eager.rms:.3g}) plus the rounding band {band(problem.dtype):.3g}"
-            + (f", eager's counting as {LOOSEST} at most" if max(eager.max, eager.rms) > LOOSEST else "")
+            + (f", eager's counting as {LOOSEST} at most: {ANOTHER}" if max(eager.max, eager.rms) > LOOSEST else "")
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
     elif changed and not (run.in_place or problem.overwrites):

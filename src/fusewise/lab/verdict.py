@@ -40,7 +40,7 @@ DOING: dict[Bound, str] = {
     "memory": "memory-bound: moving its bytes takes longer than computing on them",
     "compute": "compute-bound: its products take longer than moving its bytes",
     "launch": "launch-bound: starting any kernel takes longer than its bytes or its products",
-    "cannot tell": "bound by what cannot be told: no floor was measured, and the record has no limits of this machine",
+    "cannot tell": "bound by what cannot be told: a floor is missing, and the record has no limits of this machine",
 }
 
 
@@ -188,6 +188,8 @@ def _worth(
     if not timed:
         return "cannot tell", None, "no provider was right and has a time"
     if minimum is None:
+        if analysis.intensity(timed[0]) > analysis.INTENSE:
+            return "cannot tell", None, "no limit is known, since its products have no time; run `fusewise limits`"
         return "cannot tell", None, "no limit is known; add floor-copy to the providers, or run `fusewise limits`"
     noise = next(
         (c["noise"] for c in record.comparisons if _belongs(c, key) and c["provider"].endswith(TWIN)),

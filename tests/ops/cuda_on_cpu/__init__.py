@@ -5,6 +5,7 @@ compile to is tested beside this, without a GPU, too, and how they do on one the
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import tempfile
@@ -16,11 +17,10 @@ from typing import Any
 
 import pytest
 
-from fusewise import ops
 from fusewise._shared import build, cuda
 from fusewise.ops._choice import Choice
 
-FOLDER, OPS = Path(__file__).parent, Path(ops.__file__).resolve().parent
+FOLDER = Path(__file__).parent
 HEADERS = tuple(sorted(path for path in FOLDER.iterdir() if path.suffix in (".h", ".cuh")))
 # Products and sums are fused where the source says so. nvcc fuses more, in angles that are computed.
 FLAGS = (
@@ -50,13 +50,16 @@ class Library(cuda.Library):
 
 @functools.cache
 def _library(sources: tuple[Path, ...], name: str, flags: tuple[str, ...]) -> Library:
+    root = os.path.commonpath([source.parent for source in sources])
     with tempfile.TemporaryDirectory() as folder:
-        return Library(tuple(_copied(source, Path(folder)) for source in sources), name, flags)
+        return Library(
+            tuple(_copied(source, Path(folder) / source.relative_to(root)) for source in sources), name, flags
+        )
 
 
-def _copied(source: Path, folder: Path) -> Path:
+def _copied(source: Path, copy: Path) -> Path:
     """A source, or what stands for it here, with launches that are C++."""
-    copy, instead = folder / source.relative_to(OPS), FOLDER / source.name
+    instead = FOLDER / source.name
     copy.parent.mkdir(parents=True, exist_ok=True)
     text = (instead if instead.exists() else source).read_text()
     copy.write_text(re.sub(r"([\w.]+)<<<(.*)>>>\(", r"on_cpu::launch(\1, \2, ", text))

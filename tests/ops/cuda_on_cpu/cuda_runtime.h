@@ -222,7 +222,8 @@ struct cudaLaunchConfig_t {
 };
 
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : error == cudaErrorLaunchFailure ? on_cpu::failure.c_str() : "invalid value or configuration";
+  return error == cudaSuccess ? "no error" : error == cudaErrorLaunchFailure ? on_cpu::failure.c_str()
+         : error == cudaErrorInvalidConfiguration ? "invalid configuration" : "invalid value";
 }
 inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }

@@ -4,6 +4,7 @@ as it may. How a tensor core rounds a sum is not modelled."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +73,9 @@ class Operands:
 
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-times = pytest.mark.parametrize("how", TIMES, ids=lambda how: "-".join(name for name, on in how.items() if on) or "at once")
+times = pytest.mark.parametrize(
+    "how", TIMES, ids=lambda how: "-".join(name for name, on in how.items() if on) or "at once"
+)
 
 
 @shapes
@@ -114,6 +117,37 @@ def test_tiles_on_their_side(
     _cuda._run(on_side.epilogue, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y)
     reference.forward(of.x, of.halves, of.spec, y, None)
     of.check(y, None, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # what a product still reads may be written
+        ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # so may what a store still reads
+        ("gated_linear.cu", "barrier_expect(ready, x_bytes", "barrier_expect(ready, 2 * x_bytes"),
+    ],
+)
+def test_the_machine_finds_what_is_not_waited_for(
+    file: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind = KINDS[0]
+    for source in _cuda.SOURCES:
+        text = source.read_text()
+        assert source.name != file or right in text
+        (tmp_path / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
+    monkeypatch.setattr(_cuda, "SOURCES", tuple(tmp_path / source.name for source in _cuda.SOURCES))
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind)).plays(processors=2, late=True)
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
+    of = Operands((150, 456, 296), kind)
+    _, preact, dbias = of.expected()
+    reference.recompute_gradient(of.dy, of.x, of.halves, preact, of.spec, dbias)
+
+    def held() -> None:
+        _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
+        of.check(None, preact, dbias)
+
+    with pytest.raises(AssertionError, match=r"Tensor-likes are not close|all threads wait for each other"):
+        held()
 
 
 @pytest.mark.parametrize("how", [{"backwards": False}, {"backwards": True}], ids=str)

@@ -208,7 +208,7 @@ def test_who_watches_sees_the_operator() -> None:
 
 def test_an_error_of_the_launch_is_an_error(simulated: cuda_on_cpu.Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """By way of Python, of the quick way and of the operator: the machine takes blocks of one dimension only."""
-    failing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 1)
+    failing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 9)
     made = make(CASE)
     called(made)
     operator, arguments = operation(made)

@@ -62,10 +62,11 @@ def traffic(problem: Problem, run: Run) -> list[Kernel]:
     if problem.task.pass_ != "fwd":
         traces["bwd"] = thunder.last_backward_traces(run.call)
     compiled = iter(generated)  # in the order of the regions
-    found = []
+    found: list[Kernel] = []
+    held: dict[str, int] = {}
     for pass_, steps in traces.items():
         for symbol in steps[-1].bound_symbols:
-            kernel = _kernel(symbol)
+            kernel = _kernel(symbol, held)
             if kernel is None:
                 continue
             region = next(compiled, None) if symbol.sym.name.startswith("TorchCompile") else None
@@ -78,14 +79,25 @@ def _counts(symbol: Any) -> bool:
     return not symbol.sym.name.startswith(("python_", "unpack_", "check_", "comment", "start_", "clear_"))
 
 
-def _kernel(symbol: Any) -> Kernel | None:
-    """A bound symbol's tensors; None for what moves nothing."""
+def _kernel(symbol: Any, held: dict[str, int]) -> Kernel | None:
+    """A bound symbol's tensors; None for what moves nothing. `held`: bytes of the views so far, which may repeat elements."""
     inputs, outputs = _tensors(symbol.flat_args), _tensors(symbol.flat_outs)
     known = {proxy.name for proxy in inputs}
     outputs = [proxy for proxy in outputs if proxy.name not in known]
-    if not _counts(symbol) or symbol.sym.name in VIEWS or not outputs:
+    if not _counts(symbol) or not outputs:
         return None
-    return Kernel(name=symbol.sym.name, read=_bytes(inputs), written=_bytes(outputs))
+    read = sum(held.get(proxy.name, _bytes(proxy)) for proxy in inputs)
+    if _is_view(symbol):
+        held |= {proxy.name: min(_bytes(proxy), read) for proxy in outputs}
+        return None
+    return Kernel(name=symbol.sym.name, read=read, written=sum(map(_bytes, outputs)))
+
+
+def _is_view(symbol: Any) -> bool:
+    """Whether it makes another view; `to` does where the dtype is the tensor's own."""
+    while symbol.sym.name == "to" and len(symbol.subsymbols) == 1:
+        (symbol,) = symbol.subsymbols
+    return symbol.sym.name in VIEWS
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
@@ -94,5 +106,5 @@ def _tensors(values: Sequence[Any]) -> list[Any]:
     return list(proxies.values())
 
 
-def _bytes(proxies: Sequence[Any]) -> int:
-    return sum(math.prod(map(int, p.shape)) * int(p.dtype.bytes) for p in proxies)
+def _bytes(proxy: Any) -> int:
+    return math.prod(map(int, proxy.shape)) * int(proxy.dtype.bytes)

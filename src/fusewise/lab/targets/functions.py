@@ -4,6 +4,7 @@ bound to its parameters. A class of modules is made without arguments, under one
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -63,7 +64,9 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
         fix = nearest(attribute, [name for name in vars(module) if not name.startswith("_")], "check its name")
         raise ValueError(f"study: {attribute} must be defined at the top of {where}, got no such name; {fix}") from None
     made: Any = found
-    if isinstance(found, type) and issubclass(found, nn.Module):
+    if isinstance(found, nn.Module):
+        made = copy.deepcopy(found)  # a study casts and calls it, and what is imported is there for the next dtype, too
+    elif isinstance(found, type) and issubclass(found, nn.Module):
         try:
             made = found()
         except TypeError as error:
