@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fusewise._shared import build, host, kept
+from fusewise._shared import build, host
+from fusewise._shared.cache import Refused, folder
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
 
@@ -175,8 +176,8 @@ def test_a_user_without_a_home_is_told_what_to_set(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(build.BuildError, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
         make(source)
-    with pytest.raises(kept.Refused, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
-        kept.folder("limits")
+    with pytest.raises(Refused, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
+        folder("limits")
     forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert make(source) == 42
@@ -251,7 +252,7 @@ def run(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 BUILD = """
     from pathlib import Path
-    from fusewise._shared import build, kept
+    from fusewise._shared import build
     print(build.library("answer", [Path({source!r})], build.cxx(), {flags!r}).answer())
 """
 

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 from statistics import median
@@ -141,6 +142,15 @@ def test_group_rows_fill_times_shares_and_clocks():
     assert timed.device_us_iqr == pytest.approx(4.0)
     assert timed.clocks == {"sm_mhz": 1001.5, "throttle": 15}
     assert (missing.device_us, missing.status, missing.reason) == (None, "missing", "because")
+
+
+def test_a_cpu_has_no_throttle_reasons():
+    rounds = [{"clocks": {"waiting_threads": value}} for value in (0.5, 0.1, 0.2)]
+    assert analysis.summarise_clocks(rounds) == {"waiting_threads": 0.2}
+    timed = [
+        dataclasses.replace(row("eager"), clocks=c) for c in (None, {"waiting_threads": 0.2}, {"waiting_threads": 0.02})
+    ]
+    assert [analysis.disturbed(r) for r in timed] == [None, 0.2, None]
 
 
 def test_the_aa_pair_is_no_row_and_no_rival():

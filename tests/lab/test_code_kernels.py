@@ -131,8 +131,8 @@ def test_the_gated_units_cuda_kernels_from_source_to_machine_code() -> None:
     sideways = [f"y of {rows} rows sideways" for rows in (192, 160, 128)]
     epilogues = {f"gated_linear_kernel {name}" for name in ("y", "preact", "gradient", "down", *sideways)}
     for name in ("ptx", "sass"):
-        assert {s.part for s in found if s.stage == name} == {*epilogues, "kept_gradient_kernel"}
-    assert {"gated_linear.cu", "kept.cuh"} <= {s.part for s in found if s.stage == "source"}
+        assert {s.part for s in found if s.stage == name} == {*epilogues, "gate_gradient_kernel"}
+    assert {"gated_linear.cu", "gate_gradient.cuh"} <= {s.part for s in found if s.stage == "source"}
 
 
 def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:

@@ -12,7 +12,7 @@ from fusewise.cli import cli
 from fusewise.lab import analysis, compare, record
 
 
-def run(times, noise=0.001, seed=0, spread=0.002, missing=(), broken=(), clocks=None, **fields):
+def run(times, noise=0.001, seed=0, spread=0.002, missing=(), broken=(), clocks=None, waiting=None, **fields):
     generator = random.Random(seed)
     times = {"floor-copy": 10.0, **times, "eager#2": times["eager"] * (1 + noise)}
     measurements = [
@@ -22,6 +22,7 @@ def run(times, noise=0.001, seed=0, spread=0.002, missing=(), broken=(), clocks=
     for m in measurements:
         for turn in m.rounds:
             turn["clocks"] = None if clocks is None else {"sm_mhz": clocks, "throttle": 0}
+            turn["clocks"] = turn["clocks"] if waiting is None else {"waiting_threads": waiting}
     rows = [row(name, **fields) for name in times if "#" not in name]
     rows += [row(name, "missing", **fields) for name in missing] + [row(name, "failed", **fields) for name in broken]
     rows, comparisons = analysis.group_rows(rows, measurements)
@@ -87,6 +88,16 @@ def test_a_difference_that_the_clock_explains_is_ambiguous():
     assert words(found) == {"eager": "ambiguous"}
     assert found.changes[0].note == "the clock was 1900 MHz, then 1583; in cycles it is not slower"
     assert words(compared(run({"eager": 50.0}, clocks=1900), run({"eager": 60.0}, clocks=1890))) == {"eager": "slower"}
+
+
+def test_a_difference_beside_threads_that_waited_for_a_core_is_ambiguous():
+    idle, busy = run({"eager": 50.0}, waiting=0.01), run({"eager": 60.0}, waiting=1.5)
+    found = compared(idle, busy)
+    assert words(found) == {"eager": "ambiguous"}
+    assert found.changes[0].note == "the machine was busy: 1.50 of its threads waited for a core, on average"
+    assert words(compared(busy, idle)) == {"eager": "ambiguous"}
+    slower_still = run({"eager": 70.0}, waiting=0.01)
+    assert words(compared(busy, slower_still)) == {"eager": "slower"}  # and not for what the one before it had to wait
 
 
 def test_notes_say_what_else_changed():

@@ -92,15 +92,18 @@ def test_a_compiler_is_right_or_says_that_it_cannot(rows, provider, task):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not here("jax") or not BRIDGE or sys.version_info < (3, 11), reason="no JAX, or no bridge to it")
-def test_complex_gradients_of_jax_are_turned_into_those_of_pytorch(tmp_path):
-    names = {"conjugated": ("z=c64[4,8]", "x=fp32[4,8]"), "turned": ("x=bf16[4,8]",), "Complex": ("x=fp32[3,4]",)}
+def test_gradients_of_jax_are_those_of_pytorch(tmp_path):
+    """Of complex numbers, which are conjugates there, and of a module's parameters that have two names or want none."""
+    names = {
+        "conjugated": ("z=c64[4,8]", "x=fp32[4,8]"), "turned": ("x=bf16[4,8]",), "Complex": ("x=fp32[3,4]",), "Tied": ("fp32[3,6]",),
+    }  # fmt: skip
     options = Options(
         op="all", tasks=[user_task(name, pass_, *texts) for name, texts in names.items() for pass_ in ("bwd", "fwd+bwd")],
         providers=plugin.select(["jax"], "my.py:f", "cpu"), device="cpu", out=tmp_path, warm=True, min_rounds=3, max_rounds=3,
         twin=False,
     )  # fmt: skip
     made = study.Study(options, Silent()).run()
-    assert [(row.status, row.reason) for row in made.rows] == [("ok", "")] * 6
+    assert [(row.status, row.reason) for row in made.rows] == [("ok", "")] * 8
 
 
 @pytest.mark.slow

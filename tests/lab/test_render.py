@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 import pytest
@@ -54,6 +55,16 @@ def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
     report = markdown.report(record)
     assert "cut short" in report
     assert "not idle when the study began (load 3.0 on 2 cores)" in report
+
+
+def test_report_says_where_most_threads_waited():
+    record = sweep_record()
+    record.rows = [dataclasses.replace(r, clocks={"waiting_threads": 0.5}) for r in record.rows]
+    timed = sum(r.device_us is not None for r in record.rows)
+    assert (
+        f"not idle: in {timed} of {timed} rows up to 0.500 threads of a provider waited for a core on average"
+        in markdown.report(record)
+    )
 
 
 def test_text_from_a_record_cannot_break_out_of_its_cell():
@@ -147,6 +158,17 @@ def test_terminal_table_has_a_column_a_provider():
     assert "fusewise-cpu" in text
     assert "cube-16 fp32 fwd" in text
     assert "19.2" in text
+
+
+def test_a_name_is_no_picture(capsys):
+    record = sweep_record()
+    record.request["title"] = "my.py:mask"
+    commands.show(record)
+    with terminal.Live(terminal.console(stderr=True)) as live:
+        live.provider("eager", "failed", "my.py:key: no such key")
+    shown = capsys.readouterr()
+    assert "my.py:mask: microseconds" in shown.out
+    assert "my.py:key: no such key" in shown.err
 
 
 def test_live_progress_off_a_terminal_writes_plain_lines(capsys):

@@ -1,11 +1,13 @@
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
-from fusewise.lab import memory, timing
+from fusewise.lab import machine, memory, timing
 from fusewise.lab.timing import CpuTimer, CudaTimer, Work, calls_per_sample
 
 
@@ -43,6 +45,33 @@ def test_a_sample_of_several_calls_is_a_time_a_call(clock):
 def test_a_real_clock_is_read():
     turn = CpuTimer(0).turn(Work(lambda i: i, lambda _: time.sleep(0.01)), samples=2, calls=1)
     assert min(turn.device_us) >= 10_000
+
+
+def test_a_turn_tells_how_many_threads_waited_for_a_core(clock, monkeypatch):
+    waited = iter([1.0, 1.3, 5.0, 4.0, None, None])
+    monkeypatch.setattr(timing.machine, "waited_s", lambda: next(waited))
+    work = Work(lambda i: i, lambda _: clock.sleep(0.1))
+    assert CpuTimer(0).turn(work, samples=2, calls=1).clocks == {"waiting_threads": 1.5}
+    assert CpuTimer(0).turn(work, samples=2, calls=1).clocks == {"waiting_threads": 0.0}  # a thread ended
+    assert CpuTimer(0).turn(work, samples=2, calls=1).clocks is None  # not told here
+
+
+@pytest.mark.skipif(machine.waited_s() is None, reason="this system does not tell how long threads wait")
+def test_threads_of_one_core_wait_for_each_other():
+    """Two processes on the first core that is ours: either has it half of the time."""
+    program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    burn = subprocess.Popen([sys.executable, "-c", program + "while True: pass"])
+    try:
+        code = program + (
+            "import time; from fusewise.lab import machine, timing\n"
+            "work = timing.Work(lambda i: i, lambda _: [i * i for i in range(3_000_000)])\n"
+            "print(timing.CpuTimer(0).turn(work, samples=1, calls=1).clocks['waiting_threads'])"
+        )
+        told = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    finally:
+        burn.kill()
+        burn.wait()
+    assert told > 0.2
 
 
 def test_beginnings_are_not_timed_and_every_call_has_its_own(clock):

@@ -31,7 +31,10 @@ SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
-@pytest.mark.parametrize(("name", "texts"), [("rms", RMS), ("several", SEVERAL), ("Net", ("fp32[3,6]",))])
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [("rms", RMS), ("several", SEVERAL), ("Net", ("fp32[3,6]",)), ("Lazy", ("fp32[3,6]",)), ("Lazy", ("bf16[3,6]",))],
+)
 def test_a_function_agrees_with_itself_in_float64(name, texts, pass_):
     p = problem(name, *texts, dtype=texts[0].split("[")[0].removeprefix("x="), pass_=pass_)
     verdict = truth.check(p, eager(p))
@@ -84,6 +87,28 @@ def test_bytes_and_flops():
     p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
     assert p.flops_min() == 3 * 2 * 3 * 6 * 4
     assert p.shape() == "x=fp32[3,6] parameters[28]"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("largest", "x=fp32[8,16]", True),  # which elements have one is known from x
+        ("above", "x=fp32[8,16]", True),  # and here how many gradients there are
+        ("entropy", "p=fp32[8,16] uniform(0.1,0.9)", True),  # takes nothing but probabilities
+        ("doubled", "x=fp32[8,16] strides(0,1)", False),
+        ("doubled", "x=fp32[]", False),
+    ],
+)
+def test_whether_a_gradient_reads_the_inputs(name, text, read):
+    assert problem(name, text, pass_="bwd").reads_inputs == read
+
+
+def test_products_of_a_backward_are_those_that_it_needs():
+    assert problem("attention", *["fp32[1,2,8,4]"] * 3).flops_min() == 2 * (2 * 2 * 8 * 8 * 4)
+    assert problem("attention", *["fp32[1,2,8,4]"] * 3, pass_="bwd").flops_min() == 4 * (2 * 2 * 8 * 8 * 4)
+    product = 2 * 3 * 6 * 4
+    assert problem("Net", "fp32[3,6] fixed", pass_="bwd").flops_min() == product  # the weight's gradient alone
+    assert problem("remembering_less", "fp32[3,6]", "fp32[6,4]", pass_="bwd").flops_min() == 2 * product
 
 
 @pytest.mark.parametrize("name", ["twice", "partly_detached"])
@@ -258,10 +283,12 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
     ("name", "texts", "pass_", "words"),
     [
         ("noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
+        ("faintly_noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
+        ("of_random_size", ("fp32[1000]",), "fwd", "must give the same result when called again"),
         ("nothing", ("fp32[4]",), "fwd", "must return a tensor, .* got NoneType; return one"),
         ("number", ("fp32[4]",), "fwd", "must return a tensor, .* got float; return one"),
         ("by_keyword", ("fp32[4]",), "fwd", "must take its arguments by position, got width, height by keyword only"),
-        ("rms", ("fp32[4]",), "fwd", "must be given for every parameter without a default, got none for weight; add"),
+        ("rms", ("fp32[4]",), "fwd", "must be given for every parameter without a default, got none for weight; give"),
         (
             "doubled",
             ("x=fp32[1000000,1000000,1000]",),
@@ -288,6 +315,14 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
 def test_what_cannot_be_studied_says_why(name, texts, pass_, words):
     with pytest.raises(ValueError, match=words):
         problem(name, *texts, pass_=pass_)
+
+
+def test_a_function_of_bits_has_no_truth():
+    p = problem("magnitude_of_bits", "fp32[4]")
+    with pytest.raises(
+        ValueError, match=r"must give results of the same shapes in float64, .* got \(\(8,\),\) for \(\(4,\),\)"
+    ):
+        truth.check(p, eager(p))
 
 
 def test_a_function_that_refuses_float64_has_no_truth():

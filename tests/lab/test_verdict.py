@@ -1,5 +1,7 @@
 """Constructed records with known answers: each rule of docs/report.md once, and where it must stay silent."""
 
+import dataclasses
+
 import pytest
 from builders import measurement, row, study_record
 
@@ -166,6 +168,22 @@ def test_many_launches_starved_queues_and_low_clocks_are_causes():
         "its clock was lower: 1,000 MHz",
     )
     assert causes["thunder"] == ("cannot tell: no ledger of its traffic",)
+
+
+@pytest.mark.parametrize(("busy", "worth"), [(("liger",), "yes"), (("liger", "eager"), "cannot tell")])
+def test_times_of_a_busy_machine_carry_no_verdict(busy, worth):
+    """One provider whose threads wait may have too many of them; if most do, somebody else has the cores."""
+    found = record({"floor-copy": 10.0, "eager": 40.0, "torch.compile": 30.0, "liger": 20.0})
+    found.rows = [
+        dataclasses.replace(r, clocks={"waiting_threads": 1.5 if r.provider in busy else 0.02}) for r in found.rows
+    ]
+    judged = only(found)
+    assert judged.worth == worth
+    if worth == "cannot tell":
+        assert judged.why == "up to 1.50 threads of a provider waited for a core; run it again on an idle machine"
+    causes = {gap.provider: gap.causes for gap in judged.gaps}
+    assert causes["liger"] == ("1.50 of its threads waited for a core, on average",)
+    assert causes["torch.compile"] == ("cannot tell: no ledger of its traffic",)
 
 
 def test_a_record_read_back_without_samples_gives_no_false_certainty():

@@ -38,6 +38,38 @@ def by_keyword(x, *, width, height, depth=1):
     return x * width * height * depth
 
 
+def faintly_noisy(x):
+    return 1e-3 * torch.randn_like(x)
+
+
+def of_random_size(x):
+    return x[: int(torch.randint(1, len(x), ()))]
+
+
+def largest(x):
+    return x.topk(2).values
+
+
+def above(x):
+    return x[x > 0.5] * 2
+
+
+def entropy(p):
+    return nn.functional.binary_cross_entropy(p, p.detach().round())
+
+
+def attention(q, k, v):
+    return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def remembering_less(x, weight):
+    return torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=False)
+
+
+def magnitude_of_bits(x):
+    return (x.view(torch.int32) & 0x7FFFFFFF).view(torch.float32)
+
+
 def crashes(x):
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -144,6 +176,32 @@ class Net(nn.Module):
 
     def forward(self, x):
         return nn.functional.gelu(self.linear(x))
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 4).requires_grad_(False)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
+class Lazy(nn.Module):
+    """Its parameters are made when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LazyLinear(8)
+
+    def forward(self, x):
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(8, 8, dtype=x.dtype)
+        return self.second(self.first(x))
 
 
 class Complex(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusewise
-from fusewise._shared import kept
+from fusewise._shared import cache as files
 from fusewise.ops._tuned import Found, Key, Tuned, Watch
 
 FOUND = Found(10.0, 12.5, 7, "2026-01-01T00:00:00+00:00")
@@ -71,8 +71,8 @@ def test_a_later_result_replaces_an_earlier_one_and_no_other(source: Path) -> No
 
 def test_one_read_a_process_and_none_before_a_call(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(source).keep(-1, KEY, Tile(128), FOUND)
-    reads, read = [], kept.read
-    monkeypatch.setattr(kept, "read", lambda path: reads.append(path) or read(path))
+    reads, read = [], files.read
+    monkeypatch.setattr(files, "read", lambda path: reads.append(path) or read(path))
     later = tuned(source)
     assert not reads
     for rows in range(1, 50):
@@ -156,6 +156,14 @@ def test_a_damaged_file_is_ignored_told_of_and_replaced(text: str, source: Path)
     assert tuned(source).find(-1, KEY) == Tile(64)
 
 
+def test_a_file_that_is_too_large_is_named_with_the_one_fix(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tuned(source).keep(-1, KEY, Tile(128), FOUND)
+    monkeypatch.setattr(files, "MAX_BYTES", 10)
+    with pytest.raises(files.Refused) as refused:
+        files.read(path)
+    assert str(refused.value) == f"{path} is larger than 10 bytes; remove it"
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 @pytest.mark.parametrize("part", ["file", "folder"])
 def test_what_others_could_have_written_is_refused(part: str, mode: int, source: Path, cache: Path) -> None:
@@ -164,7 +172,7 @@ def test_what_others_could_have_written_is_refused(part: str, mode: int, source:
     later = tuned(source)
     assert later.find(-1, KEY) is None and "writable by others" in later.problems[-1]
     if part == "folder":
-        with pytest.raises(kept.Refused, match="writable by others"):
+        with pytest.raises(files.Refused, match="writable by others"):
             later.keep(-1, KEY, Tile(64), FOUND)
     cache.chmod(0o700)
 
@@ -175,7 +183,7 @@ def test_files_of_another_user_are_refused(source: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     later = tuned(source)
     assert later.find(-1, KEY) is None and f"belongs to user {user}" in later.problems[-1]
-    with pytest.raises(kept.Refused, match="belongs to user"):
+    with pytest.raises(files.Refused, match="belongs to user"):
         later.keep(-1, KEY, Tile(64), FOUND)
 
 
@@ -187,7 +195,7 @@ def test_a_symbolic_link_is_neither_read_nor_written_through(source: Path, tmp_p
     before = target.read_bytes()
     later = tuned(source)
     assert later.find(-1, KEY) is None and later.problems
-    with pytest.raises(kept.Refused):
+    with pytest.raises(files.Refused):
         later.keep(-1, KEY, Tile(64), FOUND)
     assert target.read_bytes() == before
 
@@ -209,7 +217,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(source: Path, tmp_path:
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(file / "below"))
-    with pytest.raises(kept.Refused, match="FUSEWISE_CACHE_DIR"):
+    with pytest.raises(files.Refused, match="FUSEWISE_CACHE_DIR"):
         tuned(source).keep(-1, KEY, Tile(128), FOUND)
     assert tuned(source).find(-1, KEY) is None
 

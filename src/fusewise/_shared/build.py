@@ -1,4 +1,4 @@
-"""Native code compiled on first use with the user's compiler, and the cache that keeps it.
+"""Native code: compiled on first use with the user's compiler, kept in the user's cache folder (`cache.py`), and loaded.
 
     library = build.library("rope", [folder / "rope.cpp"], build.cxx(), build.NATIVE_FLAGS)   -> ctypes.CDLL
 
@@ -8,22 +8,20 @@ unlike machines. It is a folder with the library and its SHA-256, made complete 
 a process killed at any moment leaves no half entry; a library that does not have its recorded digest is built again.
 Processes that want the same entry at once wait for one to build it.
 
-Loading a library runs it, so what others could have written is refused: the cache folder must belong to the user and be
-writable by nobody else. A failed build is remembered for the life of the process.
+Loading a library runs it, so one that others could have written is refused. A failed build is remembered for the life of
+the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -31,6 +29,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from . import cache
 
 TIMEOUT_S = 600
 ERROR_LINES = 12
@@ -110,18 +110,15 @@ def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Seque
     Raises:
         BuildError: the cache folder is not safe, or the compiler fails; also at every later call in this process.
     """
-    try:
+    with _as_build_error(name):
         key = _key(sources, compiler, flags)
-    except OSError as error:
-        raise BuildError(f"what the library of {name} is made from cannot be read: {error}") from error
     with _LOCK:
         if key not in _LOADED:
             try:
-                _LOADED[key] = ctypes.CDLL(str(_entry(name, key, sources, compiler, flags)))
+                with _as_build_error(name):
+                    _LOADED[key] = ctypes.CDLL(str(_entry(name, key, sources, compiler, flags)))
             except BuildError as error:
                 _LOADED[key] = error
-            except OSError as error:
-                _LOADED[key] = BuildError(f"the library of {name} cannot be loaded or kept: {error}")
         loaded = _LOADED[key]
     if isinstance(loaded, BuildError):
         raise BuildError(*loaded.args)
@@ -134,10 +131,8 @@ def prepared(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequ
     Raises:
         BuildError: as `library`.
     """
-    try:
+    with _as_build_error(name):
         return _entry(name, _key(sources, compiler, flags), sources, compiler, flags)
-    except OSError as error:
-        raise BuildError(f"the library of {name} cannot be made or kept: {error}") from error
 
 
 def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> bool:
@@ -146,10 +141,8 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
     Raises:
         BuildError: as `library`, if what is there is not safe.
     """
-    try:
-        return _intact(cache_folder() / f"{name}-{_key(sources, compiler, flags)}")
-    except OSError as error:
-        raise BuildError(f"what the library of {name} is made from cannot be read: {error}") from error
+    with _as_build_error(name):
+        return _intact(cache.folder("native") / f"{name}-{_key(sources, compiler, flags)}")
 
 
 def loads() -> int:
@@ -157,21 +150,15 @@ def loads() -> int:
     return len(_LOADED)
 
 
-def cache_folder() -> Path:
-    """Where native code is kept: $FUSEWISE_CACHE_DIR, or `fusewise` in the user's cache folder.
-
-    Raises:
-        BuildError: neither is set, and the user has no home (a container's user of a number alone, say).
-    """
-    chosen, caches = os.environ.get("FUSEWISE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+@contextlib.contextmanager
+def _as_build_error(name: str) -> Iterator[None]:
+    """Inside, what goes wrong with files or the cache folder is a BuildError."""
     try:
-        if chosen:
-            return Path(chosen).expanduser().absolute() / "native"
-        if sys.platform == "darwin":
-            caches = "~/Library/Caches"
-        return Path(caches or "~/.cache").expanduser().absolute() / "fusewise" / "native"
-    except RuntimeError as error:
-        raise BuildError(f"there is no cache folder: {error} Set FUSEWISE_CACHE_DIR") from None
+        yield
+    except cache.Refused as error:
+        raise BuildError(str(error)) from None
+    except OSError as error:
+        raise BuildError(f"the library of {name} cannot be made, kept or loaded: {error}") from error
 
 
 def _key(sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> str:
@@ -196,13 +183,13 @@ def _cpu_features() -> str:
 
 def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> Path:
     """The verified library of an entry, built or built anew if it is not there."""
-    folder = cache_folder()
-    _private(folder)
+    folder = cache.folder("native")
+    cache.make_private(folder)
     entry = folder / f"{name}-{key}"
     path = entry / "library.so"
     if _intact(entry):
         return path
-    with _locked(folder / f"{name}-{key}.lock") as alone:
+    with cache.locked(folder / f"{name}-{key}.lock") as alone:
         if not _intact(entry):
             for left in folder.glob(f"{name}-{key}.*.tmp") if alone else ():  # of builds that were killed
                 shutil.rmtree(left, ignore_errors=True)
@@ -250,50 +237,10 @@ def _intact(entry: Path) -> bool:
     path, digest = entry / "library.so", entry / "sha256"
     try:
         for part in (entry, path, digest):
-            _check_private(part, part.lstat())
+            cache.check_private(part, part.lstat())
         return digest.read_bytes() == _digest(path).encode()
     except FileNotFoundError:
         return False
-
-
-def _private(folder: Path) -> None:
-    """Create the cache folder, and check that only the user writes to it, whatever its state."""
-    try:
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        for part in (folder.parent, folder):
-            part.mkdir(mode=0o700, exist_ok=True)
-            _check_private(part, part.stat())
-        for part in folder.resolve().parents:
-            status = part.stat()
-            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-                raise BuildError(
-                    f"{part}, which holds the cache folder, is writable by everybody; set FUSEWISE_CACHE_DIR"
-                )
-    except OSError as error:
-        raise BuildError(f"the cache folder {folder} cannot be used: {error}; set FUSEWISE_CACHE_DIR") from error
-
-
-def _check_private(path: Path, status: os.stat_result) -> None:
-    if stat.S_ISLNK(status.st_mode):
-        raise BuildError(f"{path} in the cache folder is a symbolic link; remove it")
-    if status.st_uid != os.getuid():
-        raise BuildError(f"{path} belongs to user {status.st_uid}, not to user {os.getuid()}; set FUSEWISE_CACHE_DIR")
-    if status.st_mode & 0o022:
-        mode = stat.S_IMODE(status.st_mode)
-        raise BuildError(f"{path} is writable by others (mode {mode:o}); chmod go-w it if you trust it, or remove it")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file, which the system releases should the process die; yields whether that worked. Without locks
-    (some network file systems) processes may build the same entry twice; the last one stays."""
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
 
 
 def _digest(path: Path) -> str:

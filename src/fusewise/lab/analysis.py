@@ -8,7 +8,9 @@ out when nothing differs.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles, stdev
@@ -22,6 +24,8 @@ from .record import Json, Measurement, Row
 SAME = 0.02
 #: And no ratio farther off than this is, however noisy.
 NEVER_SAME = 0.10
+#: So many threads that waited for a core, on average while a provider was timed, say that something else had it.
+DISTURBED = 0.1
 #: Suffix of the second of the A/A pair.
 TWIN = "#2"
 BOOTSTRAP_DRAWS = 2000
@@ -133,17 +137,22 @@ def known_limits(found: Json | None, row: Row) -> dict[str, float]:
 
 
 def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:
-    """Medians of what NVML said during the rounds; throttle reasons are united."""
+    """Medians of what was read during the rounds; throttle reasons are united."""
     readings = [r["clocks"] for r in rounds if r.get("clocks")]
     if not readings:
         return None
     found: dict[str, Any] = {
         name: median(reading[name] for reading in readings) for name in readings[0] if name != "throttle"
     }
-    found["throttle"] = 0
-    for reading in readings:
-        found["throttle"] |= reading["throttle"]
+    if "throttle" in readings[0]:
+        found["throttle"] = functools.reduce(operator.or_, (reading["throttle"] for reading in readings))
     return found
+
+
+def disturbed(row: Row) -> float | None:
+    """How many threads waited for a core while a row was timed, if that is enough to have lengthened its time."""
+    waiting = (row.clocks or {}).get("waiting_threads", 0.0)
+    return waiting if waiting >= DISTURBED else None
 
 
 def group_rows(

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from . import analysis, folder, inside, plugin, record, targets, verdict
 from .compare import Comparison
 from .interruption import interruptible
@@ -31,7 +29,7 @@ def run(
     _check_appendable(append_rows)
     with folder.claimed(options.out, resume), interruptible():
         before = folder.interrupted(options.out, resume)
-        with terminal.Live(Console(stderr=True)) as live:
+        with terminal.Live(terminal.console(stderr=True)) as live:
             study = Study(options, live, before)
             try:
                 study.run()
@@ -103,15 +101,9 @@ def render(found: Record, directory: Path) -> Path:
     return path
 
 
-def _standard_output() -> Console:
-    """For tables as wide as they need to be where no terminal limits them."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
-
-
 def show(found: Record) -> None:
     """The tables of times and verdicts on standard output."""
-    console = _standard_output()
+    console = terminal.console()
     judged = verdict.verdicts(found)
     console.print(terminal.summary(found))
     console.print(terminal.verdict_table(judged))
@@ -135,14 +127,14 @@ def as_json(found: Record) -> list[dict[str, Any]]:
 
 def show_comparison(found: Comparison) -> None:
     """What changed between two runs, on standard output."""
-    console = _standard_output()
+    console = terminal.console()
     console.print(terminal.comparison_table(found))
     for line in terminal.comparison_summary(found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_limits(found: Json) -> None:
-    _standard_output().print(terminal.limits_table(found))
+    terminal.console().print(terminal.limits_table(found))
 
 
 def case_listing(target: str, inputs: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -205,4 +197,4 @@ def show_providers(found: list[dict[str, Any]]) -> None:
         )
         for e in found
     ]
-    _standard_output().print(terminal.provider_table(lines))
+    terminal.console().print(terminal.provider_table(lines))

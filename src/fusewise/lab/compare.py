@@ -3,7 +3,7 @@
 Rows meet by op, case, dtype, pass and provider. Runs are made at different times, so rounds cannot be paired: the
 interval of a ratio comes from resampling the rounds of each side by itself, or, where a file has rows without samples,
 from their interquartile ranges. The noise is the larger of the two runs' A/A pairs and the tolerance. A difference that
-the clocks explain is ambiguous. Relative: each time over that of the group's binding floor, measured in the same rounds,
+the clocks or a busy machine explain is ambiguous. Relative: each time over that of the group's binding floor, measured in the same rounds,
 so that a machine that became slower as a whole is no regression.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 from . import analysis, record
 from .analysis import BOOTSTRAP_DRAWS, CONFIDENCE, TWIN, Ratio, is_floor
 from .record import Measurement, Record, Row
+from .render import number
 
 #: Two runs of one program differ by this much for reasons that no A/A pair sees: memory placement, temperature.
 TOLERANCE = 0.02
@@ -164,6 +165,12 @@ def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | N
                 "ambiguous",
                 f"the clock was {clocks[0]:.0f} MHz, then {clocks[1]:.0f}; in cycles it is not {word}",
             )
+    disturbed = {"slower": analysis.disturbed(new), "faster": analysis.disturbed(old)}.get(word)
+    if disturbed is not None:
+        word, note = (
+            "ambiguous",
+            f"the machine was busy: {number(disturbed)} of its threads waited for a core, on average",
+        )
     return Change(*key, old.device_us, new.device_us, ratio.value, ratio.low, ratio.high, noise, word, note)
 
 

@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -17,12 +18,12 @@ from typing import Any
 
 import torch
 
-from fusewise._shared import kept as files
+from fusewise._shared import cache
 
 from . import machine
 from .problem import DTYPES
 from .record import Json
-from .timing import CpuTimer, CudaTimer, Timer, Work
+from .timing import CpuTimer, CudaTimer, Timer, Work, waiting_since
 
 #: Bytes of each vector of copy and triad: many times any cache.
 VECTOR_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -41,8 +42,10 @@ def measure(device: str) -> Json:
     flush = 2 * machine.cache_bytes(device)
     timer: Timer = CudaTimer(where, flush, read_clocks) if kind == "cuda" else CpuTimer(flush)
     generator = torch.Generator(where).manual_seed(0)
+    begun, waited = time.perf_counter_ns(), machine.waited_s()
     copy, triad = _vectors(timer, where, generator)
-    clocks = read_clocks()  # while the device is still at work's temperature
+    # While the device is still at work's temperature.
+    clocks = read_clocks() if kind == "cuda" else waiting_since(begun, waited)
     return {
         "device": machine.device_name(device),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -94,23 +97,23 @@ def path(device: str) -> Path:
     """Where the limits of `device` are kept: by its name, the driver, the cores in use and the build of torch.
 
     Raises:
-        kept.Refused: there is no cache folder.
+        cache.Refused: there is no cache folder.
     """
     environment = machine.environment(device)
     identity = [environment[name] for name in ("device_name", "cpu", "cores", "torch_threads", "cuda")]
     identity += [environment.get("driver"), environment["versions"]["torch"]]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    return files.folder("limits") / f"{digest}.json"
+    return cache.folder("limits") / f"{digest}.json"
 
 
 def keep(found: Json, device: str) -> Path:
     """Write the limits where `kept` finds them, readable by the user alone.
 
     Raises:
-        kept.Refused: the file cannot be written, or not safely.
+        cache.Refused: the file cannot be written, or not safely.
     """
     file = path(device)
-    files.change(file, lambda _: found)
+    cache.change(file, lambda _: found)
     return file
 
 
@@ -118,8 +121,8 @@ def kept(device: str) -> Json | None:
     """The limits measured earlier on this device; None where there are none, and for a file that others could have
     written or that does not hold what `measure` gives."""
     try:
-        found = files.read(path(device))
-    except files.Refused:
+        found = cache.read(path(device))
+    except cache.Refused:
         return None
     return found if _complete(found) else None
 

@@ -109,6 +109,20 @@ def resident_bytes(pid: int) -> int | None:
         return None
 
 
+def waited_s() -> float | None:
+    """Seconds that the threads of this process, those there are now, were ready to run and had no core; None where /proc does
+    not say."""
+    try:
+        files = [task / "schedstat" for task in Path("/proc/self/task").iterdir()]
+    except OSError:
+        return None
+    waited = []
+    for file in files:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+            waited.append(int(file.read_text().split()[1]))
+    return sum(waited) / 1e9 if waited else None
+
+
 def _load() -> float | None:
     """Runnable processes over the last minute, before the study began."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

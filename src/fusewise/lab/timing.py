@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from . import machine
+
 #: Calls queued behind one hold. The driver's queue takes about a thousand launches; eager code launches a dozen a call.
 CALLS_PER_HOLD = 32
 #: Calls in the unsynchronised loop that measures the host.
@@ -45,7 +47,7 @@ class Turn:
     device_us: list[float]
     host_us: float | None = None
     held: bool | None = None  # CUDA: every sample was queued before the first began
-    clocks: dict[str, Any] | None = None
+    clocks: dict[str, Any] | None = None  # on a CPU: how many threads waited for a core, on average
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"device_us": [round(t, 3) for t in self.device_us]}  # whole nanoseconds
@@ -92,6 +94,7 @@ class CpuTimer:
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
         times = []
         with no_collection():
+            begun, waited = time.perf_counter_ns(), machine.waited_s()
             for _ in range(samples):
                 states = [work.begin(i) for i in range(calls)]
                 results = []  # kept until the clock stops: freeing memory is not the provider's work
@@ -103,7 +106,17 @@ class CpuTimer:
                 stop = time.perf_counter_ns()
                 times.append((stop - start) / 1e3 / calls)
                 del states, results
-        return Turn(times)
+            clocks = waiting_since(begun, waited)
+        return Turn(times, clocks=clocks)
+
+
+def waiting_since(begun_ns: int, waited_s: float | None) -> dict[str, Any] | None:
+    """How many threads of this process waited for a core since then, on average, because something else had it. Of a turn this
+    is the whole, flushes included: a call by itself may be too short to tell."""
+    passed, now = (time.perf_counter_ns() - begun_ns) / 1e9, machine.waited_s()
+    if waited_s is None or now is None or passed <= 0:
+        return None
+    return {"waiting_threads": round(max(0.0, now - waited_s) / passed, 3)}  # a thread that ended takes its time along
 
 
 class CudaTimer:

@@ -162,7 +162,7 @@ def tune(jobs: Iterator[Job], time_limit: float, seed: int, told: Callable[[str]
 
     Raises:
         Unable: no candidate of a kernel is right, or no implementation has configurations for it.
-        kept.Refused: the result cannot be written.
+        cache.Refused: the result cannot be written.
     """
     for job in jobs:
         cuda = job.device.type == "cuda"

@@ -154,6 +154,8 @@ def _causes(
     clocks = {r.provider: r.clocks["sm_mhz"] for r in timed if r.clocks and "sm_mhz" in r.clocks}
     if row.provider in clocks and clocks[row.provider] < (1 - NOTICEABLE) * max(clocks.values()):
         causes.append(f"its clock was lower: {number(clocks[row.provider], 4)} MHz")
+    if (waiting := analysis.disturbed(row)) is not None:
+        causes.append(f"{number(waiting)} of its threads waited for a core, on average")
     if factor is not None and factor <= 1 / ENOUGH:
         return causes or ["at the limit"]
     if row.device_us is not None and row.device_us < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
@@ -196,6 +198,14 @@ def _worth(
     compilers = [row for row in timed if is_compiler(row.provider)]
     if not compilers:
         return "cannot tell", None, "no compiler was measured beside"
+    waiting = [value for row in timed if (value := analysis.disturbed(row)) is not None]
+    if 2 * len(waiting) > len(timed):
+        threads = number(max(waiting))
+        return (
+            "cannot tell",
+            None,
+            f"up to {threads} threads of a provider waited for a core; run it again on an idle machine",
+        )
     best = compilers[0]
     reach = minimum / _time(best)
     if reach > BEYOND:

@@ -36,7 +36,11 @@ class Choice:
 
     def _implementation(self, impl: str) -> Any:
         """The module of an implementation, imported when it is first needed."""
-        return importlib.import_module(f"{__package__}.{self.op}.{impl if impl == 'reference' else f'_{impl}'}")
+        folder = self.op.rstrip("_")  # of an operation in place, too
+        # Added, not formatted: a name in a str enumeration is formatted as the enumeration's.
+        return importlib.import_module(
+            ".".join((__package__, folder, "reference" if impl == "reference" else "_" + impl))
+        )
 
     def _unavailable(self, impl: str, device_type: str, dtype: torch.dtype) -> str | None:
         """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ def wants_formula(dy: Tensor) -> bool:
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
 
 
+def apply_function(function: Any, *args: Any) -> Any:
+    """`function.apply`, untyped in torch's stubs."""
+    if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view
+        args = tuple(
+            a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
+        )
+    return function.apply(*args)
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of all arithmetic: float32, or float64 for float64 tensors."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -73,3 +82,8 @@ def unit_stride(x: Tensor) -> Tensor:
         return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     except (AttributeError, IndexError):
         return x
+
+
+def unpacked(saved: Iterable[Any]) -> list[Any]:
+    """What an autograd function saved, with contiguous last dimensions: a hook may bring it back in another order of memory."""
+    return [None if x is None else unit_stride(x) for x in saved]

@@ -24,10 +24,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._shared import kept
+from .._shared import cache
 
 VERSION = 1
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 Config = TypeVar("Config")
 
 
@@ -150,7 +150,7 @@ class Tuned(Generic[Config]):
         """Write a result into the file of this device; it replaces an earlier one for the same key.
 
         Raises:
-            kept.Refused: the file cannot be written, or not safely.
+            cache.Refused: the file cannot be written, or not safely.
         """
         identity, path = self.identity(device), self.path(device)
         entry = {**_to_json(key), "config": asdict(config), **asdict(found)}  # type: ignore[call-overload]
@@ -160,14 +160,14 @@ class Tuned(Generic[Config]):
             same = [e for e in before["entries"] if isinstance(e, dict) and _key(e) not in (None, key)] if valid else []
             return {"version": VERSION, "identity": identity, "entries": [*same, entry]}
 
-        kept.change(path, edit)
+        cache.change(path, edit)
         self.forget()
         return path
 
     def path(self, device: int) -> Path:
         """The file of the results on this device."""
         digest = hashlib.sha256(json.dumps(self.identity(device), sort_keys=True).encode()).hexdigest()[:16]
-        return kept.folder("tuned") / f"{self.op}-{self.impl}-{digest}.json"
+        return cache.folder("tuned") / f"{self.op}-{self.impl}-{digest}.json"
 
     def identity(self, device: int) -> dict[str, str]:
         """All that results on this device depend on."""
@@ -193,8 +193,8 @@ class Tuned(Generic[Config]):
             return {}
         try:
             identity = self.identity(device)
-            data = kept.read(self.path(device))
-        except (kept.Refused, OSError) as error:
+            data = cache.read(self.path(device))
+        except (cache.Refused, OSError) as error:
             self.problems[device] = str(error)
             return {}
         if data is None:
@@ -237,9 +237,9 @@ def _key(entry: dict[str, Any]) -> Key | None:
     if not entry["rows"] or not entry["hidden"]:
         return None
     numbers = [entry.get(f.name) for f in fields(Found) if f.name.endswith("us")]
-    if texts[1] not in DTYPES or not all(isinstance(x, float) and x > 0 for x in numbers):
+    if texts[1] not in _DTYPES or not all(isinstance(x, float) and x > 0 for x in numbers):
         return None
-    return Key(entry["kernel"], DTYPES[entry["dtype"]], entry["way"], entry["rows"], entry["inner"], entry["hidden"])
+    return Key(entry["kernel"], _DTYPES[entry["dtype"]], entry["way"], entry["rows"], entry["inner"], entry["hidden"])
 
 
 def _valid(data: Any, identity: dict[str, str]) -> bool:

@@ -168,6 +168,25 @@ def test_what_a_hook_keeps_is_not_overwritten(mlp: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
 
 
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("save", SAVES)
+def test_a_hook_may_bring_back_other_strides(mlp: bool, save: Any) -> None:
+    x, weight, bias = leaves()
+    down = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    inputs = (x, weight, down) if mlp else (x, weight, bias)
+
+    def call() -> Tensor:
+        return (
+            gated_mlp(x, weight, None, down, activation="gelu", save=save) if mlp else geglu_linear(*inputs, save=save)
+        )
+
+    expected = torch.autograd.grad(call().square().sum(), inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: torch.stack((t, t), -1), lambda t: t[..., 0]):
+        y = call()
+    for found, gradient in zip(torch.autograd.grad(y.square().sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(found, gradient)
+
+
 def test_a_checkpoint_overwrites_what_it_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hooks are torch's own: what it saves it needs once."""
     inputs, answers = leaves(), []

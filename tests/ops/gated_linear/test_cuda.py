@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fusewise
-from fusewise._shared import build
+from fusewise._shared import build, cuda
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._cuda import tiles
@@ -26,7 +26,7 @@ from .. import cuda_codegen
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == _cuda.CAPABILITY
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="no Hopper GPU")]
 STACKED = Spec("gelu_tanh", "stacked")
-EPILOGUES = ("y", "preact", "gradient", "down", "kept")
+EPILOGUES = ("y", "preact", "gradient", "down", "gate")
 
 
 def halves(x: Tensor, weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> Halves:
@@ -164,7 +164,7 @@ def packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, in
     seen: list[dict[str, int]] = []
     both = [*names["Plan"], *names["Call"]]
 
-    class Library(_cuda.rope.Library):
+    class Library(cuda.Library):
         def __init__(self) -> None:
             pass
 
@@ -265,9 +265,9 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
     }
     assert set(kernels) == {"0", "1", "2", "3", "4", "5", "6"}  # the last three: y by tiles on their side
-    (kept,) = (body for body in bodies if "kept_gradient_kernel" in body.splitlines()[0])
-    assert not re.search(r"\b(LDL|STL)\b", kept)
-    assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", kept)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # the last: sums
+    (gate,) = (body for body in bodies if "gate_gradient_kernel" in body.splitlines()[0])
+    assert not re.search(r"\b(LDL|STL)\b", gate)
+    assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", gate)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # the last: sums
     for epilogue, body in kernels.items():
         code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
         columns = {"5": 160, "6": 128}.get(epilogue, 192)
@@ -298,12 +298,12 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
     if epilogue == "preact":
         module.forward(x, of, spec, y, preact)
         return [y, *split_preact(preact, spec)]
-    if epilogue in ("down", "kept"):  # of pre-activations from elsewhere, in place
+    if epilogue in ("down", "gate"):  # of pre-activations from elsewhere, in place
         for half, kept in zip(split_preact(preact, spec), (dy.roll(1, 1), dy.flip(0)), strict=True):
             half.copy_(kept)
     if epilogue == "down":
         module.down_gradient(x, of.value.mT.contiguous(), preact, y, preact, spec, dbias)
-    elif epilogue == "kept":
+    elif epilogue == "gate":
         _op.having("gradient", module, dy, *split_preact(preact, spec)).gradient(dy, preact, preact, spec, dbias)
     else:
         module.recompute_gradient(dy, x, of, preact, spec, dbias)

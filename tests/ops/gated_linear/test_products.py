@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _autograd, _op, _products, gated_linear, gated_mlp
-from fusewise.ops.gated_linear._problem import SAVES, unit
+from fusewise.ops.gated_linear._problem import SAVES, stride_unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -90,8 +90,13 @@ def test_the_operator_says_what_it_writes() -> None:
 
 def test_units() -> None:
     x = torch.empty(4, 4096, dtype=torch.bfloat16)
-    assert unit(x) == 8 and unit(x[:, :100]) == 4 and unit(x, x[:, :6]) == 2 and unit(x[:, :8], x[:, :7]) == 1
-    assert unit(x[:, 8:16]) == 8 and unit(x[:, 4:12]) == 1 and unit(x.float()) == 4
+    assert (
+        stride_unit(x) == 8
+        and stride_unit(x[:, :100]) == 4
+        and stride_unit(x, x[:, :6]) == 2
+        and stride_unit(x[:, :8], x[:, :7]) == 1
+    )
+    assert stride_unit(x[:, 8:16]) == 8 and stride_unit(x[:, 4:12]) == 1 and stride_unit(x.float()) == 4
 
 
 class Products(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Any
 
@@ -104,3 +105,19 @@ def test_a_mistake_is_found_again_after_a_right_call() -> None:
         expect(TypeError, "gate_first must be a bool, got 1", geglu_linear, X, W, B, gate_first=1)
         expect(ValueError, "bias must be contiguous", geglu_linear, X, W, B[:-1])
         expect(TypeError, "bias must have the dtype", geglu_linear, X, W, B.double())
+
+
+def test_names_may_be_of_a_str_enumeration() -> None:
+    """And the plain ones, which are equal to them, are right before and after."""
+
+    class Name(str, enum.Enum):
+        SILU, INTERLEAVED, INPUT, REFERENCE = "silu", "interleaved", "input", "reference"
+
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(14, 8)
+
+    def call(activation: Any, layout: Any, save: Any, impl: Any) -> torch.Tensor:
+        return gated_linear(x, weight, activation=activation, layout=layout, save=save, impl=impl)
+
+    value, gate = (x @ weight.T).view(5, 7, 2).unbind(-1)
+    for names in (tuple(Name), tuple(name.value for name in Name), tuple(Name)):
+        torch.testing.assert_close(call(*names), value * torch.nn.functional.silu(gate))

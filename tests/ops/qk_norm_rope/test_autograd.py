@@ -84,6 +84,16 @@ def test_expanded_gradient(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", places())
+def test_a_hook_may_bring_back_other_strides(place: Place) -> None:
+    made = build(NormCase(Case(name="hook", batch=1, tokens=3, heads=2, kv_heads=1)), place.device)
+    tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: torch.stack((t, t), -1), lambda t: t[..., 0]):
+        ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
+    for got, exact in zip(torch.autograd.grad(ys, tensors, made.dys), made.run(place.impl)[1], strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize("place", places())
 def test_gradient_without_memory(place: Place) -> None:
     """torch gives zeros of no memory for the gradient of sgn."""
     made = build(NormCase(Case(name="sgn", tokens=2)), place.device)

@@ -82,6 +82,22 @@ def test_compiled_gives_the_same_bits(name: str, backend: str) -> None:
             assert torch.equal(a.isnan(), b.isnan())
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3)])
+def test_compiled_where_some_gradients_are_wanted(wanted: tuple[int, ...]) -> None:
+    made = build(NormCase(Case(name="some", batch=1, tokens=3, heads=3, kv_heads=2)))
+    tensors = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((*made.xs, *made.weights))]
+    needed = [tensors[i] for i in wanted]
+
+    def gradients(f: Any) -> tuple[Tensor, ...]:
+        ys = f(tuple(tensors[:2]), tuple(tensors[2:]))
+        return torch.autograd.grad(sum(y.square().sum() for y in ys if y.requires_grad), needed)
+
+    call: Any = made.call
+    compiled = torch.compile(lambda xs, ws: call(xs, ws), fullgraph=True, backend="aot_eager")
+    for found, usual in zip(gradients(compiled), gradients(call), strict=True):
+        torch.testing.assert_close(found, usual)
+
+
 def test_one_graph_for_all_lengths() -> None:
     counter = CompileCounter()
     weight = torch.randn(16)
@@ -120,3 +136,16 @@ def test_cuda_graph(norm: str) -> None:
     graph.replay()
     for a, b in zip(captured, step(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
+    x, weight = torch.randn(2, 6, 2, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+
+    def tied(x: Tensor, weight: Tensor) -> Any:
+        return fusewise.qk_norm_rope(x, x, weight, weight, **TABLE)
+
+    found, usual = torch.compile(tied, fullgraph=True, backend="aot_eager")(x, weight), tied(x, weight)
+    dys = torch.randn_like(x), torch.randn_like(x)
+    of_found, of_usual = (torch.autograd.grad(ys, (x, weight), dys) for ys in (found, usual))
+    for a, b in zip((*found, *of_found), (*usual, *of_usual), strict=True):
+        torch.testing.assert_close(a, b)

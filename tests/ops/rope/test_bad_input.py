@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Any
 
@@ -256,3 +257,16 @@ def test_positions_that_cannot_be_known_are_nan_not_errors() -> None:
     y = fusewise.rope(Q, **TABLE, positions=torch.tensor([0, 64, -1, 63, 2**40, 5]))
     assert y[:, [1, 2, 4]].isnan().all()
     assert y[:, [0, 3, 5]].isfinite().all()
+
+
+def test_names_may_be_of_a_str_enumeration() -> None:
+    """Whose members are equal to their texts but are not formatted as these."""
+
+    class Name(str, enum.Enum):
+        BHSD, INTERLEAVED, REFERENCE = "bhsd", "interleaved", "reference"
+
+    q = torch.randn(2, 3, 5, 16)
+    expected = fusewise.rope(q.transpose(1, 2), inv_freq=FREQ, pairing="interleaved").transpose(1, 2)
+    for layout, pairing, impl in (tuple(Name), tuple(name.value for name in Name)):
+        y = fusewise.rope(q, inv_freq=FREQ, layout=layout, pairing=pairing, impl=impl)
+        torch.testing.assert_close(y, expected)

@@ -452,3 +452,17 @@ def test_compiled_writes_into_parts_of_one_tensor(into: str) -> None:
         torch.compile(write, fullgraph=True)(both[0], both[1])
     for y, z in zip(both, fusewise.rope(q, k, **TABLE), strict=True):
         torch.testing.assert_close(y, z, rtol=0, atol=0)
+
+
+def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
+    q = tensors(requires_grad=True)[0]
+
+    def tied(q: Tensor) -> Any:
+        return fusewise.rope(q, q, cos=COS, sin=COS)
+
+    found, usual = torch.compile(tied, fullgraph=True, backend="aot_eager")(q), tied(q)
+    dys = torch.randn_like(q), torch.randn_like(q)
+    for a, b in zip(
+        (*found, *torch.autograd.grad(found, q, dys)), (*usual, *torch.autograd.grad(usual, q, dys)), strict=True
+    ):
+        torch.testing.assert_close(a, b)

@@ -205,10 +205,10 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 def _cuda_part(problem: Problem, name: str) -> str:
     """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, interleaved, vector, heads>`,
-    `gated_linear_kernel<…, epilogue, …>` or `kept_gradient_kernel<…>` if it is for this problem, else nothing."""
+    `gated_linear_kernel<…, epilogue, …>` or `gate_gradient_kernel<…>` if it is for this problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
-        if "kept_gradient_kernel" in name:
-            return "kept_gradient_kernel"
+        if "gate_gradient_kernel" in name:
+            return "gate_gradient_kernel"
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
         kinds = ("y", "preact", "gradient", "down", *(f"y of {rows} rows sideways" for rows in (192, 160, 128)))
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""

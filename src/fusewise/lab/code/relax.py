@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from typing import Any
+
+import torch
 
 from ..ledger import Kernel
 from ..plugin import Unsupported, require
 from ..problem import Problem
 from . import disassembly, triton_kernels
 from .stage import Stage, tidy
-
-_ITEMSIZE = {"bool": 1, "bfloat16": 2}
 
 
 def stages(problem: Problem, target: str) -> list[Stage]:
@@ -59,7 +58,7 @@ def traffic(problem: Problem, target: str) -> list[Kernel]:
     """The primitive functions that the scheduled program calls on the device at hand, with the tensors of each."""
     tvm, relax, module = _imported(problem)
     where = "cpu" if problem.device.type == "cpu" else target
-    return calls(schedule(module, tvm_target(tvm, where), relax).script())
+    return calls(schedule(module, tvm_target(tvm, where), relax), relax)
 
 
 def tvm_target(tvm: Any, target: str) -> Any:
@@ -97,33 +96,41 @@ def _imports(module: Any) -> list[Any]:
     return [part for child in module.imports for part in (child, *_imports(child))]
 
 
-_TENSOR = r'R\.Tensor\(\(([\d, ]*)\), dtype="(\w+)"'
+def calls(module: Any, relax: Any) -> list[Kernel]:
+    """The calls in a module's main function: of primitive functions, and of what a library computes, with their tensors."""
+    # Compiling begins with this pass: what is a view is no call then.
+    module = relax.transform.RewriteDataflowReshape()(module)
+    bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
+    return [_kernel(b.value, _bytes(b.var.ty, relax), relax) for b in bindings if _moves(b.value, relax)]
 
 
-def calls(script: str) -> list[Kernel]:
-    """The calls of primitive functions in a module's script, by the types that it writes beside its variables."""
-    sizes = {
-        name: _size(shape, dtype) for name, shape, dtype in re.findall(rf"(\w+): {_TENSOR}", script)
-    }  # arguments of the function and variables
-    kernels = []
-    for line in script.splitlines():
-        match = re.search(r"R\.call_tir(?:_inplace)?\(cls\.(\w+), \(([^)]*)\),? ?(.*)$", line)
-        if match is None:
-            continue
-        name, arguments, results = match.groups()
-        operands = dict.fromkeys(a.strip() for a in arguments.split(",") if a.strip())
-        outputs = re.findall(_TENSOR, results)
-        kernels.append(
-            Kernel(
-                name=name,
-                read=sum(sizes.get(a, 0) for a in operands),
-                written=sum(_size(shape, dtype) for shape, dtype in outputs),
-            )
-        )
-    return kernels
+def _moves(value: Any, relax: Any) -> bool:
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") != "relax.reshape"
 
 
-def _size(shape: str, dtype: str) -> int:
-    digits = re.search(r"\d+$", dtype)
-    itemsize = _ITEMSIZE.get(dtype, int(digits[0]) // 8 if digits else 4)
-    return math.prod(int(d) for d in shape.split(",") if d.strip()) * itemsize
+def _kernel(call: Any, written: int, relax: Any) -> Kernel:
+    callee, arguments = call.op, list(call.args)
+    if getattr(callee, "name", "").startswith("relax.call_"):  # its first argument is what it calls
+        callee = arguments.pop(0)
+    operands = [
+        a for argument in arguments for a in (argument.fields if isinstance(argument, relax.Tuple) else [argument])
+    ]
+    distinct = [a for i, a in enumerate(operands) if not any(a.same_as(b) for b in operands[:i])]
+    return Kernel(name=_named(callee), read=sum(_bytes(a.ty, relax) for a in distinct), written=written)
+
+
+def _named(callee: Any) -> str:
+    """The name of a function of the module, of one elsewhere, or of an operator."""
+    found = next(filter(None, (getattr(callee, key, "") for key in ("name_hint", "global_symbol", "name"))))
+    return str(found).removeprefix("relax.")
+
+
+def _bytes(kind: Any, relax: Any) -> int:
+    """Those of a tensor, or of all in a tuple, by its type; of anything else none."""
+    if isinstance(kind, relax.TensorType):
+        return math.prod(int(size) for size in kind.shape.values) * _itemsize(str(kind.dtype))
+    return sum(_bytes(field, relax) for field in getattr(kind, "fields", ()))
+
+
+def _itemsize(dtype: str) -> int:
+    return torch.empty((), dtype=getattr(torch, dtype)).element_size()

@@ -49,6 +49,7 @@ class Jax(Provider):
         moving = [i for i, a in enumerate(example) if isinstance(a, Tensor) and a.requires_grad]
         own = problem.jax()
         held: tuple[Any, ...] = ()  # parameters, which are arguments here
+        names: list[str] = []
         if own is None:
             function, held, names = _bridged(problem, example)
         else:
@@ -58,13 +59,14 @@ class Jax(Provider):
 
         def gradients(arrays: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
             """Results and the function of upstream gradients that gives those of moving arguments and parameters."""
-            rest = [a for i, a in zip(tensors, arrays, strict=True) if i not in moving]
+            rest, frozen = [a for i, a in zip(tensors, arrays, strict=True) if i not in moving], held[len(names) :]
 
             def of_moving(wanted: Sequence[Any], held: Sequence[Any]) -> Any:
                 mine, others = iter(wanted), iter(rest)
-                return function(tuple(next(mine if i in moving else others) for i in tensors), tuple(held))
+                return function(tuple(next(mine if i in moving else others) for i in tensors), (*held, *frozen))
 
-            return jax.vjp(of_moving, [a for i, a in zip(tensors, arrays, strict=True) if i in moving], list(held))
+            wanted = [a for i, a in zip(tensors, arrays, strict=True) if i in moving]
+            return jax.vjp(of_moving, wanted, list(held[: len(names)]))
 
         def both(arrays: tuple[Any, ...], held: tuple[Any, ...], upstream: Any) -> Any:
             results, backward = gradients(arrays, held)
@@ -162,7 +164,8 @@ def _over_arrays(function: Callable[..., Any], constants: dict[int, Any], tensor
 
 
 def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...], list[str]]:
-    """The program through torch.export and torchax: a function of arrays and parameters, those, and their names."""
+    """The program through torch.export and torchax: a function of arrays and parameters, those, and the names of
+    the first of them, which are differentiated."""
     with _named_tensor_overloads():
         bridge = require("torchax.export", INSTALL if sys.version_info >= (3, 11) else "torchax needs Python 3.11")
     if any(g is None for g in problem.upstream):
@@ -174,9 +177,14 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
         weights, function = bridge.exported_program_to_jax(exported)
     except Exception as error:  # exporters raise anything
         raise Unsupported(f"torch.export or torchax cannot take it: {reason(error)}") from error
-    names = [n.removeprefix("function.") for n in (*exported.graph_signature.parameters,)]
-    held, rest = tuple(weights[: len(names)]), list(weights[len(names) :])
-    return (lambda arrays, held: function([*held, *rest], arrays)), held, names
+    # One array for each parameter, by whatever names the export knows it; those that are differentiated come first.
+    known = dict(module.named_parameters(remove_duplicate=False))
+    own = sorted(module.named_parameters(), key=lambda named: not named[1].requires_grad)
+    slots = {id(p): slot for slot, (_, p) in enumerate(own)}
+    filled = [slots[id(known[name])] for name in exported.graph_signature.parameters]
+    held, rest = tuple(weights[filled.index(slot)] for slot in range(len(own))), list(weights[len(filled) :])
+    names = [n.removeprefix("function.") for n, p in own if p.requires_grad]
+    return (lambda arrays, held: function([*(held[slot] for slot in filled), *rest], arrays)), held, names
 
 
 @contextmanager

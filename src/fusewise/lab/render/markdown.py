@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..analysis import TWIN, is_floor
+from ..analysis import TWIN, disturbed, is_floor
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
@@ -261,7 +261,14 @@ def environment(record: Record) -> str:
 
 
 def idleness(record: Record) -> list[str]:
-    """A warning where the machine had other work before the study began."""
+    """A warning where the machine had other work during the study, or before it began."""
+    timed = [row for row in record.rows if row.device_us is not None]
+    waiting = [threads for row in timed if (threads := disturbed(row)) is not None]
+    if 2 * len(waiting) > len(timed):
+        return [
+            f"**The machine was not idle: in {len(waiting)} of {len(timed)} rows up to {number(max(waiting))} threads of a provider "
+            "waited for a core on average. Their times are too long.**"
+        ]
     load, cores = record.environment.get("load_average"), record.environment.get("cores")
     if load is None or cores is None or load < BUSY * cores:
         return []

@@ -22,6 +22,13 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
+def console(stderr: bool = False) -> Console:
+    """A console for the functions below, in which `my.py:mask:` is no picture of a mask: with tables as wide as they need to be
+    where no terminal limits them."""
+    made = Console(stderr=stderr, emoji=False)
+    return made if made.is_terminal else Console(stderr=stderr, emoji=False, width=200)
+
+
 class Live:
     """Follows a study. Off a terminal it writes one plain line a group."""
 

@@ -16,7 +16,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ..names import nearest
 from ..problem import Pass, Problem, Task
@@ -95,6 +95,30 @@ class Target:
         every = [found.name for cases in self.presets().values() for found in cases]
         fix = nearest(name, every, f"`fusewise study {self.name} --list` has them")
         raise ValueError(f"study: name must be that of a case in a preset, got {name!r}; {fix}")
+
+
+class Counted(Case, Protocol):
+    """A case that knows its operations, too."""
+
+    def flops_min(self, direction: Pass, /) -> int: ...
+
+
+Of = TypeVar("Of", bound=Counted)
+
+
+class CaseProblem(Problem, Generic[Of]):
+    """A problem whose shape and least bytes and operations are those of its case."""
+
+    case: Of
+
+    def shape(self) -> str:
+        return self.case.shape
+
+    def bytes_min(self) -> int:
+        return self.case.bytes_min(self.task.pass_, self.task.dtype)
+
+    def flops_min(self) -> int:
+        return self.case.flops_min(self.task.pass_)
 
 
 def names() -> list[str]:

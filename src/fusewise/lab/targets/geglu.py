@@ -16,7 +16,7 @@ from fusewise.ops.gated_linear.api import gated_linear
 from fusewise.ops.gated_linear.cases import PRESETS, GatedCase, case
 
 from ..problem import Problem, Program, Task
-from . import Case, Target
+from . import Case, CaseProblem, Target
 
 #: What a forward holds for its backward beside inputs and y, in units of y, by the way it is computed: the product with
 #: both halves is two, the activated gate one.
@@ -43,12 +43,12 @@ class Geglu(Target):
         return GatedProblem(task)
 
 
-class GatedProblem(Problem):
+class GatedProblem(CaseProblem[GatedCase]):
     by_rows = frozenset({0})  # x
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.case: GatedCase = case(task.case)
+        self.case = case(task.case)
         inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
         self.kwargs = inputs.kwargs  # of fusewise's own function
         self.tensors = inputs.operands  # x, weight, and bias where there is one
@@ -67,15 +67,6 @@ class GatedProblem(Problem):
 
     def jax(self) -> Callable[..., Any]:
         return jax_unit(self.case.activation, self.case.gate_first)
-
-    def shape(self) -> str:
-        return self.case.shape
-
-    def bytes_min(self) -> int:
-        return self.case.bytes_min(self.task.pass_, self.task.dtype)
-
-    def flops_min(self) -> int:
-        return self.case.flops_min(self.task.pass_)
 
     def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
         """x Wᵀ in forward; dz W and dzᵀ x of a random dz (M, 2F) in backward."""

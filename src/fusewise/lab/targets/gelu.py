@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..problem import DTYPES, Pass, Problem, Program, Task
-from . import Case, Target
+from . import Case, CaseProblem, Target
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Gelu(Target):
         return GeluProblem(task)
 
 
-class GeluProblem(Problem):
+class GeluProblem(CaseProblem[GeluCase]):
     by_rows = frozenset({0})
 
     def __init__(self, task: Task) -> None:
@@ -107,12 +107,3 @@ class GeluProblem(Problem):
 
     def jax(self) -> Callable[..., Any]:
         return jax_gelu()
-
-    def shape(self) -> str:
-        return self.case.shape
-
-    def bytes_min(self) -> int:
-        return self.case.bytes_min(self.task.pass_, self.task.dtype)
-
-    def flops_min(self) -> int:
-        return self.case.flops_min(self.task.pass_)

@@ -19,7 +19,7 @@ import fusewise
 from fusewise.ops.rope.cases import RopeCase
 
 from ..problem import DTYPES, Pass, Problem, Program, Task
-from . import Case, Target
+from . import Case, CaseProblem, Target
 from .rope import half, repeated
 
 
@@ -127,7 +127,7 @@ class QkNormRope(Target):
         return QkNormProblem(task)
 
 
-class QkNormProblem(Problem):
+class QkNormProblem(CaseProblem[NormCase]):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.case = next(c for cases in PRESETS.values() for c in cases if c.name == task.case)
@@ -156,15 +156,6 @@ class QkNormProblem(Problem):
             by_head if self.case.norm == "head" else over_token,
             lambda *xs: (*xs, cos, sin, self.case.eps, self.case.weight_offset),
         )
-
-    def shape(self) -> str:
-        return self.case.shape
-
-    def bytes_min(self) -> int:
-        return self.case.bytes_min(self.task.pass_, self.task.dtype)
-
-    def flops_min(self) -> int:
-        return self.case.flops_min(self.task.pass_)
 
 
 # The eager forms, for TorchScript too.

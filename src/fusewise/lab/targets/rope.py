@@ -15,7 +15,7 @@ import fusewise
 from fusewise.ops.rope.cases import PRESETS, RopeCase, RopeInputs, case
 
 from ..problem import Problem, Program, Task, as_tuple
-from . import Case, Target
+from . import Case, CaseProblem, Target
 
 
 class Rope(Target):
@@ -46,10 +46,10 @@ class Rope(Target):
         return RopeProblem(task)
 
 
-class RopeProblem(Problem):
+class RopeProblem(CaseProblem[RopeCase]):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.case: RopeCase = case(task.case)
+        self.case = case(task.case)
         self.inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
         self.tensors = self.inputs.operands
         self.upstream = self.inputs.gradients
@@ -83,15 +83,6 @@ class RopeProblem(Problem):
 
     def jax(self) -> Callable[..., Any]:
         return jax_rope(self.case.pairing, len(self.tensors))
-
-    def shape(self) -> str:
-        return self.case.shape
-
-    def bytes_min(self) -> int:
-        return self.case.bytes_min(self.task.pass_, self.task.dtype)
-
-    def flops_min(self) -> int:
-        return self.case.flops_min(self.task.pass_)
 
     def start(self, x: Tensor) -> int:
         """First rotated feature of `x`, counted from the front."""

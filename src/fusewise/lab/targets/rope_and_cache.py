@@ -20,7 +20,7 @@ from fusewise.ops.rope.cases import RopeCase
 from fusewise.ops.rope.cases import case as rope_case
 
 from ..problem import DTYPES, Pass, Problem, Program, Task
-from . import Case, Target
+from . import Case, CaseProblem, Target
 from .rope import passing_bytes
 from .rope_serving import half_heads, interleaved_heads
 
@@ -100,7 +100,7 @@ class RopeAndCache(Target):
         return CacheWriteProblem(task)
 
 
-class CacheWriteProblem(Problem):
+class CacheWriteProblem(CaseProblem[CacheCase]):
     """Tensors: q (N, H · D), k and v (N, G · D), and the two caches, which hold random numbers before."""
 
     overwrites = True
@@ -167,15 +167,6 @@ class CacheWriteProblem(Problem):
         rotate = {"half": write_half, "interleaved": write_interleaved}[self.case.rope.pairing]
         numbers = (self.case.rope.head_dim, self.case.rope.rotated)
         return Program(rotate, lambda *xs: (*xs, self.inputs.kwargs["positions"], table, self.slots, *numbers))
-
-    def shape(self) -> str:
-        return self.case.shape
-
-    def bytes_min(self) -> int:
-        return self.case.bytes_min(self.task.pass_, self.task.dtype)
-
-    def flops_min(self) -> int:
-        return self.case.flops_min(self.task.pass_)
 
 
 # The eager forms, for TorchScript too.

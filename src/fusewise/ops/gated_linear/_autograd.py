@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import wants_formula
+from .._common import apply_function, unpacked, wants_formula
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -123,24 +123,25 @@ class GatedLinear(torch.autograd.Function):
         *weights, text, impl, save = rest
         x_MD = rows(x)
         hidden = features_out(weights[0], weights[1])
-        kept: Sequence[Tensor] = ()
+        saved: Sequence[Tensor] = ()
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
-        elif _products.pads(x_MD) and hidden % _products.UNIT:  # what is behind their rows makes them aligned
-            kept = [_products.whole_room(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
-            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in kept])
+        elif _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE:
+            # Two matrices whose rows end in zeros up to an aligned length: the products of the backward need no copies of them.
+            saved = [_products.whole_room(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
+            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
         elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:
-            kept = x_MD.new_empty((x_MD.shape[0], hidden)), x_MD.new_empty((x_MD.shape[0], hidden))
-            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *kept)
+            saved = x_MD.new_empty((x_MD.shape[0], hidden)), x_MD.new_empty((x_MD.shape[0], hidden))
+            y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *saved)
         else:
-            y, *kept = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
-        ctx.save_for_backward(x, *weights, *kept)
+            y, *saved = _op.op_gated_linear_preact(x_MD, *weights, text, impl)
+        ctx.save_for_backward(x, *weights, *saved)
         ctx.rest = text, impl, seen_by_hooks()
         return shaped(y, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, *kept = ctx.saved_tensors
+        x, weight, weight_gate, bias, bias_gate, *saved = unpacked(ctx.saved_tensors)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         if wants_formula(dy):
@@ -152,23 +153,23 @@ class GatedLinear(torch.autograd.Function):
         x_MD, dy_MF = rows(x), rows(dy)
         tensors = weight, weight_gate, bias, bias_gate
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        overwrites = len(kept) > 0 and may_overwrite(kept[0], seen)  # Dynamo of torch 2.11 knows no truth of a tuple
-        if len(kept) == 0 and large(x_MD, dy_MF.shape[1]):
+        overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)  # Dynamo of torch 2.11 knows no truth of a tuple
+        if len(saved) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
-        if len(kept) == 2:
-            parts = list(kept) if overwrites else [part.clone() for part in kept]
+        if len(saved) == 2:
+            parts = list(saved) if overwrites else [part.clone() for part in saved]
             if not _products.pads(x_MD):
                 parts = [part[:, : dy_MF.shape[1]] for part in parts]
             dbias = _op.op_grad_(dy_MF, *[part[:, : dy_MF.shape[1]] for part in parts], text, impl, wants_bias)
-            del kept
+            del saved
             return *_products_apart(ctx, x, x_MD, weight, weight_gate, bias, parts, dbias, spec), None, None, None
-        if len(kept) == 0:
+        if len(saved) == 0:
             dpreact, dbias = _op.op_recompute_grad(dy_MF, x_MD, *tensors, text, impl, wants_bias)
         elif overwrites:
-            dpreact = kept[0]
+            dpreact = saved[0]
             dbias = _op.op_grad_(dy_MF, *split_preact(dpreact, spec), text, impl, wants_bias)
         else:
-            dpreact, dbias = _op.op_grad(dy_MF, kept[0], text, impl, wants_bias)
+            dpreact, dbias = _op.op_grad(dy_MF, saved[0], text, impl, wants_bias)
         return *backward_products(ctx, x, x_MD, weight, weight_gate, bias, dpreact, dbias, spec), None, None, None
 
 
@@ -270,17 +271,9 @@ def backward_products(
 def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
     """A validated call, recording a gradient where one is wanted."""
     if needs_autograd(x, *weights):
-        return apply_function(GatedLinear, x, *weights, text, impl, save)
+        y: Tensor = apply_function(GatedLinear, x, *weights, text, impl, save)
+        return y
     return shaped(_op.op_gated_linear(rows(x), *weights, text, impl), x)
-
-
-def apply_function(function: Any, *args: Any) -> Tensor:
-    if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view
-        args = tuple(
-            a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
-        )
-    y: Tensor = function.apply(*args)  # untyped in torch's stubs
-    return y
 
 
 def shaped(y_MF: Tensor, x: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ._problem import Halves, Preact, Spec, new_preact, split_preact
 
-#: Chunks are multiples of so many rows.
-UNIT = 32
+#: Chunks are multiples of so many rows: the CPU kernel adds up the bias gradient by so many.
+ROW_MULTIPLE = 32
 #: Both pre-activations of a chunk are about this size: what the gate reads is still in the cache.
 CHUNK_BYTES = 16 << 20
 #: Rows that a chunk has at least: below that the product reads the weight too often.
@@ -26,7 +26,7 @@ FEW_ROWS = 64
 
 def rows_of(row_bytes: int) -> int:
     """Rows of a chunk, from the bytes that a row of both pre-activations takes."""
-    return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // UNIT * UNIT)
+    return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True) -> int:
@@ -38,7 +38,7 @@ def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True) -> 
 
 
 def slices(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of the rows, all but the last a multiple of UNIT."""
+    """Slices of the rows, all but the last a multiple of ROW_MULTIPLE."""
     size = rows_of(row_bytes)
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))

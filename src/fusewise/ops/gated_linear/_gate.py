@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import check_one_of, compute_dtype, fail, transforms_active, wants_formula
+from .._common import apply_function, check_one_of, compute_dtype, fail, transforms_active, wants_formula
 from .._register import register
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, rows, split_preact
@@ -74,7 +74,8 @@ def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tenso
         return _formula(u, g, spec)
     text = spec.encode()
     if _autograd.needs_autograd(first, second):
-        return _autograd.apply_function(_Gate, first, second, text, impl)
+        y: Tensor = apply_function(_Gate, first, second, text, impl)
+        return y
     return _shaped(op_gate(rows(first), _rows(second), text, impl), first)
 
 

@@ -18,13 +18,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..._shared import cuda
 from ..._shared.gpu import processors_of
+from ..._shared.triton_launch import INTERPRETED, launches_directly
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
 from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import Halves, Preact, Spec, describable, split_preact, unit
+from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
 from ._products import brought, describable_room, each, put
 
 ROWS = 128  # of a tile
@@ -106,7 +107,7 @@ def unavailable(device_type: str) -> str | None:
     """Why Gluon cannot serve tensors of this device type, or None if it can."""
     if device_type != "cuda" or torch.version.hip is not None:
         return "gluon has kernels for NVIDIA's Hopper only"
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         return "gluon has no interpreter of its asynchronous products, and TRITON_INTERPRET=1 is set"
     return cuda.not_hopper("gluon")
 
@@ -231,7 +232,7 @@ def _start(
     them. Triton's own launch specialises all anew at each call; a repeated call finds them bound by its key, which leaves
     the addresses and the stream."""
     with torch.cuda.device(device):
-        plan = _PLANS.get(key) if _direct() else None
+        plan = _PLANS.get(key) if launches_directly() else None
         if plan is not None:
             run, maps, rest = plan
             bound = []
@@ -280,12 +281,6 @@ def _add_up(sums: Tensor, dbias: Tensor) -> None:
         add_up_kernel[(triton.cdiv(width, 64),)](sums, dbias, sums.shape[0], width, BLOCK_R=32, num_warps=NUM_WARPS)
 
 
-def _direct() -> bool:
-    """Whether a compiled kernel may be launched past Triton's dispatcher: no profiler hook waits for its arguments."""
-    runtime = triton.knobs.runtime
-    return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
-
-
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="gluon"`; this and the gradients as in `reference.py`."""
     if preact is None and 0 < x.shape[0] <= few.MOST_ROWS:
@@ -320,7 +315,7 @@ def gate_arguments(
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
-    step = unit(dy, *preact, *dpreact)
+    step = stride_unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1], "dbias_ptr": sums,
         "M": rows, "F": hidden // step, "rows": config.rows, "stride_preact": preact[0].stride(0) // step,

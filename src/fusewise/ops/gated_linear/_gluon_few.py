@@ -82,14 +82,14 @@ def arguments(
     """The grid size and all arguments of `few_rows_kernel`; `block` makes a TMA descriptor of a matrix in blocks."""
     rows, features = x.shape
     hidden = value.shape[0]
-    unit = min(128, config.width & -config.width)
+    block_w = min(128, config.width & -config.width)
     n, x_rows = columns(rows), read_rows(rows)
-    x_unit = x_rows & -x_rows
+    block_x = x_rows & -x_rows
     return min(-(-hidden // config.width), processors), {
-        "x_map": block(x, (x_unit, 64)), "value_map": block(value, (unit, 64)), "gate_map": block(gate, (unit, 64)),
+        "x_map": block(x, (block_x, 64)), "value_map": block(value, (block_w, 64)), "gate_map": block(gate, (block_w, 64)),
         "b_value_ptr": bias[0], "b_gate_ptr": bias[1], "y_ptr": y, "M": rows, "F": hidden, "D": features,
         "stride_y": y.stride(0), "stride_b_value": 0 if bias[0] is None else bias[0].stride(0),
         "stride_b_gate": 0 if bias[1] is None else bias[1].stride(0),
-        "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "WIDTH": config.width, "UNIT": unit,
-        "HALF": config.half, "N": n, "X_ROWS": x_rows, "X_UNIT": x_unit, "CHUNKS": config.chunks, "STAGES": config.stages,
+        "ACTIVATION": activation, "HAS_BIAS": bias[0] is not None, "WIDTH": config.width, "BLOCK_W": block_w,
+        "HALF": config.half, "N": n, "X_ROWS": x_rows, "BLOCK_X": block_x, "CHUNKS": config.chunks, "STAGES": config.stages,
     }  # fmt: skip

@@ -32,7 +32,7 @@ from ._gluon_kernel import _load, _next
 
 @gluon.jit
 def _stream(
-    maps, memory, ready, free, sizes, WIDTH: gl.constexpr, UNIT: gl.constexpr, X_ROWS: gl.constexpr, X_UNIT: gl.constexpr,
+    maps, memory, ready, free, sizes, WIDTH: gl.constexpr, BLOCK_W: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_X: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, tile after tile, as far ahead of the consumer as it is long."""
@@ -48,16 +48,16 @@ def _stream(
             mbarrier.wait(free.index(slot), phase)
             full = ready.index(slot)
             mbarrier.expect(full, BYTES)
-            for i in gl.static_range(WIDTH // UNIT):
-                row = tile * WIDTH + i * UNIT
+            for i in gl.static_range(WIDTH // BLOCK_W):
+                row = tile * WIDTH + i * BLOCK_W
                 for c in gl.static_range(CHUNKS):
                     to = w_ring.index(slot * CHUNKS + c)
-                    _load(value_map, [row, d + c * 64], full, to.slice(i * UNIT, UNIT, 0))
-                    _load(gate_map, [row, d + c * 64], full, to.slice(HALF + i * UNIT, UNIT, 0))
-            for i in gl.static_range(X_ROWS // X_UNIT):
+                    _load(value_map, [row, d + c * 64], full, to.slice(i * BLOCK_W, BLOCK_W, 0))
+                    _load(gate_map, [row, d + c * 64], full, to.slice(HALF + i * BLOCK_W, BLOCK_W, 0))
+            for i in gl.static_range(X_ROWS // BLOCK_X):
                 for c in gl.static_range(CHUNKS):
                     to = x_ring.index(slot * CHUNKS + c)
-                    _load(x_map, [i * X_UNIT, d + c * 64], full, to.slice(i * X_UNIT, X_UNIT, 0))
+                    _load(x_map, [i * BLOCK_X, d + c * 64], full, to.slice(i * BLOCK_X, BLOCK_X, 0))
             slot, phase = _next(slot, phase, STAGES)
 
 
@@ -119,10 +119,10 @@ def _name(proxy: Any) -> str:
 @gluon.jit(repr=_name, do_not_specialize=["M", "D"])
 def few_rows_kernel(
     x_map, value_map, gate_map, b_value_ptr, b_gate_ptr, y_ptr, M, F, D, stride_y, stride_b_value, stride_b_gate,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr, UNIT: gl.constexpr, HALF: gl.constexpr,
-    N: gl.constexpr, X_ROWS: gl.constexpr, X_UNIT: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_W: gl.constexpr, HALF: gl.constexpr,
+    N: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_X: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Maps are TMA descriptors of blocks of 64 columns: of X_UNIT of the X_ROWS rows of x that are read, and of UNIT rows of
+    """Maps are TMA descriptors of blocks of 64 columns: of BLOCK_X of the X_ROWS rows of x that are read, and of BLOCK_W rows of
     a weight."""
     x_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, N, 64], x_map.layout)
     w_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, 2 * HALF, 64], value_map.layout)
@@ -137,7 +137,7 @@ def few_rows_kernel(
     gl.warp_specialize(
         [
             (_finish, (y_ptr, bias, memory, ready, free, (M, F, D, stride_y), ACTIVATION, HAS_BIAS, WIDTH, CHUNKS, STAGES)),
-            (_stream, ((x_map, value_map, gate_map), memory, ready, free, (F, D), WIDTH, UNIT, X_ROWS, X_UNIT, CHUNKS, STAGES)),
+            (_stream, ((x_map, value_map, gate_map), memory, ready, free, (F, D), WIDTH, BLOCK_W, X_ROWS, BLOCK_X, CHUNKS, STAGES)),
         ],
         [1],
         [40],

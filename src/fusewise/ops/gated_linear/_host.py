@@ -23,7 +23,7 @@ gated_linear: Callable[..., Tensor | None] = host.not_loaded
 
 def recipe() -> build.Recipe:
     """What the extension is built from."""
-    names = ("FEW_ROWS", "CHUNK_ROWS", "CHUNK_BYTES", "UNIT")
+    names = ("FEW_ROWS", "CHUNK_ROWS", "CHUNK_BYTES", "ROW_MULTIPLE")
     sizes = tuple(f"-D{name}={getattr(_chunks, name)}" for name in names)
     return "gated-host", SOURCES, build.cxx(), (*host.flags(), *sizes)
 

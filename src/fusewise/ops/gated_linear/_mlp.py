@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import wants_formula
+from .._common import apply_function, unpacked, wants_formula
 from . import _autograd, _op, _products, reference
 from ._problem import Halves, Spec, rows
 
@@ -38,7 +38,7 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-        x, weight, weight_gate, bias, bias_gate, w_down, preact = ctx.saved_tensors
+        x, weight, weight_gate, bias, bias_gate, w_down, preact = unpacked(ctx.saved_tensors)
         text, impl, seen = ctx.rest
         spec = Spec.decode(text)
         wants = ctx.needs_input_grad
@@ -75,7 +75,7 @@ def _differentiable(
     weight, _, bias, _ = weights
     halves = Halves.of(spec, *weights)
     with reference.exact(x):
-        y = reference.unit(x, halves, spec.activation)
+        y = reference.formula(x, halves, spec.activation)
         dy = dz @ w_down
         rows_z, rows_y = dz.reshape(-1, dz.shape[-1]), y.reshape(-1, y.shape[-1])
         dw_down, db_down = rows_z.mT @ rows_y, rows_z.sum(0)
@@ -88,7 +88,8 @@ def _differentiable(
 def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
     """A validated call, recording a gradient where one is wanted."""
     if _autograd.needs_autograd(x, *weights, *down):
-        return _autograd.apply_function(GatedMLP, x, *weights, *down, text, impl, save)
+        z: Tensor = apply_function(GatedMLP, x, *weights, *down, text, impl, save)
+        return z
     y = _op.op_gated_linear(rows(x), *weights, text, impl)
     with reference.exact(x):
         return _autograd.shaped(_products.linear(y, *down), x)

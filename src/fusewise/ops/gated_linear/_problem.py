@@ -38,7 +38,8 @@ class Spec:
     gate_first: bool = False  # of a stacked or interleaved weight
 
     def encode(self) -> str:
-        return f"{self.activation}/{self.layout}/{'gate_first' if self.gate_first else 'value_first'}"
+        # Joined, not formatted: the name in a str enumeration is formatted as the enumeration's.
+        return "/".join((self.activation, self.layout, "gate_first" if self.gate_first else "value_first"))
 
     @staticmethod
     def decode(text: str) -> Spec:
@@ -135,7 +136,7 @@ def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
     return (second, first) if spec.gate_first else (first, second)
 
 
-def unit(*matrices: Tensor) -> int:
+def stride_unit(*matrices: Tensor) -> int:
     """Elements, up to 16 bytes, of which starts, rows and columns of all these matrices are multiples; 1 if a start is not aligned
     to 16 bytes. Kernels are told sizes and strides in it: Triton sees only whether 16 divides a number, and of multiples of 8
     would move an element at a time."""

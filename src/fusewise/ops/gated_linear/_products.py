@@ -19,8 +19,8 @@ from .._choice import Choice
 from .._register import register
 from ._problem import describable
 
-UNIT = 8  # columns: 16 bytes
-LINE = 64  # columns: a line of the cache, at which rows begin, so that what TMA moves of one touches no other
+COLUMN_MULTIPLE = 8  # to which rows are padded: 16 bytes
+LINE = 64  # columns in a line of the cache: each row begins one, so that what TMA moves of a row touches no other
 #: From so many rows on copies pay: a product of fewer is little more than reading its weight.
 ROWS = 512
 DEVICES = ("cuda",)
@@ -67,9 +67,9 @@ def each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor 
 def padded(x: Tensor, rows: int | None = None) -> Tensor:
     """x, or a copy of it with aligned rows and zeros to the next multiple of eight columns, and to so many rows."""
     rows = x.shape[0] if rows is None else rows
-    if rows == x.shape[0] and x.shape[1] % UNIT == 0 and describable(x):
+    if rows == x.shape[0] and x.shape[1] % COLUMN_MULTIPLE == 0 and describable(x):
         return x
-    to = room(x, rows, -(-x.shape[1] // UNIT) * UNIT)
+    to = room(x, rows, -(-x.shape[1] // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
     op_copy_(x, to)
     return to
 
@@ -101,7 +101,7 @@ def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`functional.linear`."""
     if not pads(y_MF):
         return functional.linear(y_MF, weight, bias)
-    missing = -weight.shape[0] % UNIT
+    missing = -weight.shape[0] % COLUMN_MULTIPLE
     made = functional.linear(
         padded(y_MF), padded(weight, weight.shape[0] + missing),
         functional.pad(bias, (0, missing)) if bias is not None and missing else bias,

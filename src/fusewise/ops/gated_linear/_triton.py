@@ -17,16 +17,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..._shared.gpu import processors_of
+from ..._shared.triton_launch import INTERPRETED
+from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
-from ._problem import Halves, Preact, Spec, describable, split_preact, unit
+from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
 from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
 SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
-INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,6 @@ TUNED: Tuned[Any] = Tuned(
 )
 
 
-def unavailable(device_type: str) -> str | None:
-    """Why Triton cannot serve tensors of this device type, or None if it can."""
-    if INTERPRETED:
-        return None
-    if device_type == "cpu":
-        return "triton compiles for GPUs; on a CPU it runs only interpreted, with TRITON_INTERPRET=1 set before import"
-    return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
-
-
 @functools.cache
 def _has_tma(device: int) -> bool:
     return device < 0 or torch.cuda.get_device_capability(device)[0] >= 9
@@ -184,7 +176,7 @@ def linear_arguments(
     u, g = (None, None) if preact is None else preact
     bias = halves.value_bias is not None and halves.gate_bias is not None
     matrices = [t for t in (x, halves.value, halves.gate, y, u, g, dy) if t is not None]
-    step = 1 if tma else unit(*matrices)
+    step = 1 if tma else stride_unit(*matrices)
     return grid, {
         "x_ptr": matrix(x, (config.block_m, config.block_d)),
         "w_value_ptr": matrix(halves.value, (config.block_f, config.block_d)),
@@ -315,7 +307,7 @@ def down_arguments(
     hidden = w_down.shape[1]
     grid, out = _programs(config, rows, hidden, processors)
     matrix = _matrices(tma)
-    step = 1 if tma else unit(dz, w_down, *preact, y, *dpreact)
+    step = 1 if tma else stride_unit(dz, w_down, *preact, y, *dpreact)
     return grid, {
         "dz_ptr": matrix(dz, (config.block_m, config.block_d)), "w_ptr": matrix(w_down, (config.block_d, config.block_f)),
         "u_ptr": matrix(preact[0], out), "g_ptr": matrix(preact[1], out), "y_ptr": matrix(y, out),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._shared.gpu import processors_of
 from ._gate_config import GateConfig, gate_space
-from ._problem import unit
+from ._problem import stride_unit
 from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
 
 #: How matrices are copied: 16 elements a thread on their way at once.
@@ -52,7 +52,7 @@ def gate_arguments(
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
-    step = unit(dy, *preact, *dpreact)
+    step = stride_unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": preact[0], "g_ptr": preact[1], "dy_ptr": dy, "du_ptr": dpreact[0], "dg_ptr": dpreact[1],
         "dbias_ptr": dy if dbias is None else dbias, "M": rows, "F": hidden // step,
@@ -78,7 +78,7 @@ def forward_gate_arguments(
 ) -> tuple[int, dict[str, Any]]:
     """The grid size and all arguments of `gate_kernel`."""
     rows, hidden = u.shape
-    step = unit(u, g, y)
+    step = stride_unit(u, g, y)
     return triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f), {
         "u_ptr": u, "g_ptr": g, "y_ptr": y, "M": rows, "F": hidden // step, "stride_u": u.stride(0) // step,
         "stride_y": y.stride(0) // step, "ACTIVATION": activation, "BLOCK_M": config.block_m, "BLOCK_F": config.block_f,
@@ -105,7 +105,7 @@ def start_gradient(
 def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
     """The grid size and all arguments of `copy_kernel`."""
     (rows, columns), (to_rows, to_columns) = x.shape, to.shape
-    step = unit(x, to)
+    step = stride_unit(x, to)
     return triton.cdiv(to_rows, COPY.block_m) * triton.cdiv(to_columns, COPY.block_f), {
         "from_ptr": x, "to_ptr": to, "rows": rows, "columns": columns // step, "to_rows": to_rows,
         "to_columns": to_columns // step, "stride": x.stride(0) // step, "to_stride": to.stride(0) // step,

@@ -87,7 +87,6 @@ def _check(
                     _what(bias),
                     "pass an entry for every row of the weight",
                 )
-        layout = str(layout)
     else:
         hidden = weight.shape[0]
         if weight_gate.shape != weight.shape:

@@ -170,7 +170,7 @@ def gated_mlp(
     if transforms_active():
         _check_transformable("gated_mlp", impl)
         decoded = Spec.decode(spec)
-        return functional.linear(reference.unit(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
+        return functional.linear(reference.formula(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
     return _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
 
 
@@ -178,7 +178,7 @@ def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, imp
     if transforms_active():
         _check_transformable(op, impl)
         decoded = Spec.decode(spec)
-        return reference.unit(x, Halves.of(decoded, *weights), decoded.activation)
+        return reference.formula(x, Halves.of(decoded, *weights), decoded.activation)
     return _autograd.apply(x, weights, spec, impl, save)
 
 

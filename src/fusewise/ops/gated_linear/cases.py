@@ -13,21 +13,19 @@ behind a down projection.
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .._cases import DTYPES, Pass, by_pass, of_name, of_preset, seed_of
 from ._autograd import LARGE_BYTES
 from ._chunks import scratch_bytes
 from ._problem import Activation
 
-Pass = Literal["fwd", "bwd", "fwd+bwd"]
 #: How a provider goes about it; see `GatedCase.predicted_bytes`.
 Form = Literal["eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,12 @@ class GatedCase:
         and their gradients written. What a backward keeps or makes on its way is an implementation's choice."""
         read = self.rows * self.features + self.weight_elements
         y = self.rows * self.hidden
-        return _by_pass(direction, read + y, 2 * read + y) * DTYPES[dtype].itemsize
+        return by_pass("gated_cases", direction, read + y, 2 * read + y) * DTYPES[dtype].itemsize
 
     def flops_min(self, direction: Pass) -> int:
         """Multiplications and additions of the products: one forward, two backward (dx and dW)."""
         product = 4 * self.rows * self.hidden * self.features
-        return _by_pass(direction, product, 2 * product)
+        return by_pass("gated_cases", direction, product, 2 * product)
 
     def output_bytes(self, dtype: str) -> int:
         """y: what an inference must allocate."""
@@ -128,7 +126,7 @@ class GatedCase:
         Drawn on `device` itself by a generator seeded from `seed` and the case's name: the same tensors in every process
         on one kind of device and version of torch.
         """
-        generator = torch.Generator(device).manual_seed(_seed(self.name, seed))
+        generator = torch.Generator(device).manual_seed(seed_of(self.name, seed))
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[dtype]).mul_(scale)
@@ -268,29 +266,9 @@ PRESETS: dict[str, list[GatedCase]] = {
 
 def cases(preset: str) -> list[GatedCase]:
     """The cases of a preset, in the order of its table."""
-    if preset not in PRESETS:
-        raise ValueError(f"gated_cases: preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
-    return list(PRESETS[preset])
+    return of_preset("gated_cases", PRESETS, preset)
 
 
 def case(name: str) -> GatedCase:
     """The case of that name, from whichever preset has it."""
-    for preset in PRESETS.values():
-        for found in preset:
-            if found.name == name:
-                return found
-    raise ValueError(
-        f"gated_cases: name must be that of a case in a preset, got {name!r}; list them with cases(preset) for one of "
-        f"{', '.join(PRESETS)}"
-    )
-
-
-def _by_pass(direction: Pass, forward: int, backward: int) -> int:
-    counts = {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
-    if direction not in counts:
-        raise ValueError(f"gated_cases: pass must be one of {', '.join(counts)}, got {direction!r}; choose one")
-    return counts[direction]
-
-
-def _seed(name: str, seed: int) -> int:
-    return zlib.crc32(f"{seed}/{name}".encode())  # the same in every process, unlike hash()
+    return of_name("gated_cases", PRESETS, name)

@@ -131,7 +131,7 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
     value = half(value, a.gate_first), value_bias = half(bias, a.gate_first);
   }
   const int64_t row_bytes = 2 * hidden * x.element_size();
-  const int64_t size = std::min(rows, std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / UNIT * UNIT));
+  const int64_t size = std::min(rows, std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / ROW_MULTIPLE * ROW_MULTIPLE));
   const Tensor scratch = empty(x, {size, hidden}, {hidden, 1});
   for (int64_t row = 0; row < rows; row += size) {
     const int64_t count = std::min(size, rows - row);

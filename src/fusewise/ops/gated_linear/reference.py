@@ -37,7 +37,7 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def unit(x: Tensor, halves: Halves, activation: str) -> Tensor:
+def formula(x: Tensor, halves: Halves, activation: str) -> Tensor:
     """y of x (..., D), in the dtype of x."""
     with exact(x):
         u, g = preactivations(x, halves)

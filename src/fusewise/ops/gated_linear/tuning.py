@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._cases import DTYPES
 from .._tuned import Job, Tuned
 from . import _op, reference
 from ._chunks import FEW_ROWS
 from ._problem import Halves, Spec, new_preact, split_preact
-from .cases import DTYPES, GatedCase, case
+from .cases import GatedCase, case
 
 # Calls `kernel` of a module that has the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
 _CALLS: dict[str, Callable[..., None]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import transforms_active, wants_formula
+from .._common import apply_function, transforms_active, unpacked, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -96,12 +96,14 @@ class _QkNormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
-        call = (*tensors, *ctx.rest)
-        given = [i for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)]
+        saved = ctx.saved_tensors
+        q, k, q_weight, k_weight = unpacked(saved[:4])
+        call = (*saved[4:], *ctx.rest)
+        # In a trace what is not wanted has a gradient, too.
+        given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)}
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
-            picked = [readable(dy) for dy in dys if dy is not None]
+            picked = list(given.values())
             xs = [(q, k)[i] for i in given]
             weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
             wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)
@@ -130,17 +132,13 @@ def _lists(
     return [x for x in (q, k) if x is not None], [w for w in (q_weight, k_weight) if w is not None]
 
 
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)  # untyped in torch's stubs
-
-
 def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, call: tuple[Any, ...]) -> Any:
     """A validated call, recording a gradient where one is wanted: a tensor, or a pair where there is a k."""
     if transforms_active():
         rotation, norm, _ = _split(call)
         ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight)):
-        return _apply(_QkNormRope, q, k, q_weight, k_weight, *call)
+        return apply_function(_QkNormRope, q, k, q_weight, k_weight, *call)
     else:
         ys = _op(*_lists(q, k, q_weight, k_weight), *call)
     return ys[0] if k is None else (ys[0], ys[1])

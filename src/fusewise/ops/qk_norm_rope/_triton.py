@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
+from ..._shared.triton_launch import launches_directly
+from ..._shared.triton_launch import unavailable as unavailable
 from ..rope import _triton as rope
 from ..rope._problem import Problem, Rotation, Spec
 from ._problem import Norm
 from ._triton_backward import backward_kernel, sum_kernel
 from ._triton_kernel import forward_kernel
-
-unavailable = rope.unavailable
 
 # The arguments that RoPE's kernel has, too, and under the same name.
 _OF_ROPE = (
@@ -291,7 +291,7 @@ def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -
     alignment = cos.data_ptr()
     for x in tensors:
         alignment |= x.data_ptr()
-    if alignment & 15 or not rope.launches_directly():
+    if alignment & 15 or not launches_directly():
         return None
     return (
         spec, rest, tensors[0].get_device(), cos.dtype, cos.shape, cos.stride(),

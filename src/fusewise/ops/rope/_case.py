@@ -5,7 +5,6 @@ Shape legend: B batch, T tokens of a sequence, H heads, D head width, P rotated 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,10 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._cases import DTYPES, Pass, by_pass, seed_of
 from . import tables
-
-Pass = Literal["fwd", "bwd", "fwd+bwd"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -110,12 +107,13 @@ class RopeCase:
         ids = self.batch * self.seqlen * 8 if self.positions == "ids" or self.serving else 0
         rotated = self.batch * self.seqlen * (self.heads + self.kv_heads) * self.rotated
         moved = rotated if self.serving else self.elements
-        return _passes(direction) * (2 * moved * DTYPES[dtype].itemsize + table + ids)
+        once = 2 * moved * DTYPES[dtype].itemsize + table + ids
+        return by_pass("rope_cases", direction, once, once)
 
     def flops_min(self, direction: Pass) -> int:
         """Four multiplications, one addition and one subtraction for each pair."""
         pairs = self.batch * self.seqlen * (self.heads + self.kv_heads) * self.rotated // 2
-        return _passes(direction) * 6 * pairs
+        return by_pass("rope_cases", direction, 6 * pairs, 6 * pairs)
 
     def output_bytes(self, dtype: str) -> int:
         """Memory that a call must allocate: the outputs (or the input gradients), nothing else, and nothing at all in
@@ -135,7 +133,7 @@ class RopeCase:
         the case's name. So they are the same tensors in every process on one kind of device and version of torch, and other
         ones on a GPU than on a CPU. Position ids are distinct random rows of the table, drawn on the CPU.
         """
-        generator = torch.Generator(device).manual_seed(_seed(self.name, seed))
+        generator = torch.Generator(device).manual_seed(seed_of(self.name, seed))
 
         def normal(shape: tuple[int, ...]) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[dtype])
@@ -151,7 +149,7 @@ class RopeCase:
             kwargs |= {"rotary_dim": self.rotated, "rotary_start": self.rotary_start}
         positions = None
         if self.positions == "ids":
-            ids = torch.Generator().manual_seed(_seed(self.name + "/positions", seed))
+            ids = torch.Generator().manual_seed(seed_of(self.name + "/positions", seed))
             drawn = torch.randperm(self.rows, generator=ids)[: self.batch * self.seqlen]
             positions = (drawn if self.serving else drawn.view(self.batch, self.seqlen)).to(device)
         elif self.serving:
@@ -165,14 +163,3 @@ class RopeCase:
     def _shape(self, heads: int, width: int) -> tuple[int, ...]:
         sizes = {"b": self.batch, "s": self.seqlen, "h": heads, "d": width, "t": self.batch * self.seqlen}
         return tuple(sizes[letter] for letter in self.layout)
-
-
-def _passes(direction: Pass) -> int:
-    counts = {"fwd": 1, "bwd": 1, "fwd+bwd": 2}
-    if direction not in counts:
-        raise ValueError(f"rope_cases: pass must be one of {', '.join(counts)}, got {direction!r}; choose one")
-    return counts[direction]
-
-
-def _seed(name: str, seed: int) -> int:
-    return zlib.crc32(f"{seed}/{name}".encode())  # the same in every process, unlike hash()

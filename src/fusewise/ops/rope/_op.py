@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import transforms_active, unit_stride
+from .._common import apply_function, transforms_active, unit_stride
 from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._overlap import check_apart
@@ -154,19 +154,15 @@ def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: 
     """Rotate those of q and k that are there, recording a gradient where one is wanted; always a pair."""
     if needs_autograd(q, k):
         if transforms_active():
-            out = _apply(_RopeTransformable, q, k, *call)
+            out = apply_function(_RopeTransformable, q, k, *call)
         else:
-            out = _apply(_Rope, q, k, *call, *strides)
+            out = apply_function(_Rope, q, k, *call, *strides)
         return out if isinstance(out, tuple) else (out, None) if k is None else (None, out)
     if k is None:
         return _op_rope(q, *call, strides[0]), None
     if q is None:
         return None, _op_rope(k, *call, strides[1])
     return _op_rope_qk(q, k, *call, *strides)
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)  # untyped in torch's stubs
 
 
 def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
@@ -372,12 +368,12 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
     elif "torch._dynamo" in sys.modules:
         global _untraced
         if _untraced is None:
-            _untraced = torch.compiler.disable(_apply)
+            _untraced = torch.compiler.disable(apply_function)
         _untraced(_RopeInPlace, q, k, *call)
     else:
-        _apply(_RopeInPlace, q, k, *call)
+        apply_function(_RopeInPlace, q, k, *call)
 
 
-# `_apply` that torch.compile does not look into: traced, a mutation inside an autograd function is missing from the
+# `apply_function` that torch.compile does not look into: traced, a mutation inside an autograd function is missing from the
 # gradients, and nothing says so. Where a graph may break the call runs outside it; `rope_` refuses a whole graph.
 _untraced: Callable[..., Any] | None = None

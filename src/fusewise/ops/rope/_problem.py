@@ -60,9 +60,9 @@ class Spec:
         """
         words = []
         if self.layout != "bshd":
-            words.append(f"layout={self.layout}")
+            words.append("layout=" + self.layout)  # not formatted, which of a str enumeration would give its own name
         if self.pairing != "half":
-            words.append(f"pairing={self.pairing}")
+            words.append("pairing=" + self.pairing)
         if self.rotary_dim != 0:
             words.append(f"rotary_dim={self.rotary_dim}")
         if self.rotary_start != 0:

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
+from ..._shared.triton_launch import launches_directly
+from ..._shared.triton_launch import unavailable as unavailable
 from ._problem import Problem, Rotation
 from ._triton_kernel import rope_kernel
 
-INTERPRETED = triton.knobs.runtime.interpret  # decided when a kernel is decorated
 NUM_WARPS = 4
 THREADS = 32 * NUM_WARPS
 STRIPE_BYTES = 16 * 2**20  # what a stripe of tokens reads and writes: well within the cache that holds its table rows
@@ -64,15 +65,6 @@ def _enough(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: i
         longest = max(t.block_t for t in tiles)
         tiles = [Tile(t.block_t // 2, t.block_h) if t.block_t == longest else t for t in tiles]
     return tiles
-
-
-def unavailable(device_type: str) -> str | None:
-    """Why Triton cannot serve tensors of this device type, or None if it can."""
-    if INTERPRETED:
-        return None
-    if device_type == "cpu":
-        return "triton compiles for GPUs; on a CPU it runs only interpreted, with TRITON_INTERPRET=1 set before import"
-    return None if device_type in ("cuda", "xpu") else f"triton has no backend for device type {device_type}"
 
 
 @dataclass(frozen=True)
@@ -261,13 +253,6 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
     else:
         with torch.cuda.device(device):
             run(*pointers, offset, *bound_arguments, stream=stream)
-
-
-def launches_directly() -> bool:
-    """Whether a compiled kernel may be launched past Triton's dispatcher: not interpreted, no profiler hook waiting
-    for the arguments by name."""
-    runtime = triton.knobs.runtime
-    return not (INTERPRETED or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def _launch_unbound(problem: Problem) -> Any:

@@ -11,6 +11,7 @@ bf16) and `rope-quick` (minutes on a laptop).
 
 from __future__ import annotations
 
+from .._cases import of_name, of_preset
 from ._case import RopeCase, RopeInputs
 from ._models import MODELS, model_case, serving_case
 
@@ -85,18 +86,9 @@ PRESETS: dict[str, list[RopeCase]] = {
 
 def cases(preset: str) -> list[RopeCase]:
     """The cases of a preset, in the order of its table."""
-    if preset not in PRESETS:
-        raise ValueError(f"rope_cases: preset must be one of {', '.join(PRESETS)}, got {preset!r}; choose one")
-    return list(PRESETS[preset])
+    return of_preset("rope_cases", PRESETS, preset)
 
 
 def case(name: str) -> RopeCase:
     """The case of that name, from whichever preset has it."""
-    for preset in PRESETS.values():
-        for found in preset:
-            if found.name == name:
-                return found
-    raise ValueError(
-        f"rope_cases: name must be that of a case in a preset, got {name!r}; list them with cases(preset) for one of "
-        f"{', '.join(PRESETS)}"
-    )
+    return of_name("rope_cases", PRESETS, name)

@@ -20,7 +20,7 @@ from . import _native
 # In order of preference, but that on a GPU auto takes CUDA once its library is there. Each has `launch`, with the arguments of
 # `CacheProblem.build`.
 IMPLEMENTATIONS = ("triton", "cuda", "reference")
-choice = Choice("rope_and_cache", IMPLEMENTATIONS)
+choice = Choice("rope_and_cache_", IMPLEMENTATIONS)
 
 _CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots, Tensor? block_table"
 

@@ -9,14 +9,9 @@ import torch
 import triton
 
 from ..._shared.gpu import processors_of
-from ..rope._triton import (
-    NUM_WARPS,
-    choose_tiles,
-    division,
-    launches_directly,
-    named_strides,
-)
-from ..rope._triton import unavailable as unavailable
+from ..._shared.triton_launch import launches_directly
+from ..._shared.triton_launch import unavailable as unavailable
+from ..rope._triton import NUM_WARPS, choose_tiles, division, named_strides
 from ._problem import CacheProblem
 from ._triton_kernel import rope_and_cache_kernel
 

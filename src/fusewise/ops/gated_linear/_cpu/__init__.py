@@ -20,7 +20,7 @@ from .._problem import ACTIVATIONS, Halves, Preact, Spec, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.h
-_ROWS = chunks.UNIT  # rows of a row of sums, ROWS there
+_ROWS = chunks.ROW_MULTIPLE  # that a row of partial sums adds up, ROWS in gate.cpp
 
 
 def recipe() -> build.Recipe:

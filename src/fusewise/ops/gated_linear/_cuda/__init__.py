@@ -18,24 +18,23 @@ from torch import Tensor
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
 from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
-from .._products import UNIT, brought, describable_room, each, put
+from .._products import COLUMN_MULTIPLE, brought, describable_room, each, put
 from . import tiles
-from .tiles import DOWN, GRADIENT, KEPT, PREACT
+from .tiles import DOWN, GATE, GRADIENT, PREACT
 
 FOLDER = Path(__file__).parent
-SOURCES = (
-    FOLDER / "gated_linear.cu",
-    *(
-        FOLDER / name
-        for name in ("epilogues.cuh", "gate.cuh", "hopper.cuh", "kept.cuh", "plan.h", "sums.cuh", "tiles.cuh")
-    ),
-)
+SOURCES = tuple(
+    FOLDER / name
+    for name in (
+        "gated_linear.cu", "epilogues.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "plan.h", "sums.cuh", "tiles.cuh"
+    )
+)  # fmt: skip
 CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
 FEW_ROWS = 128  # to which there are kernels that read the weights faster
-ROWS, KEPT_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
+ROWS, GATE_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
 
 _PLAN = Struct("16q")
 _CALL = Struct("12q")
@@ -102,7 +101,7 @@ def _gluon_is_there() -> bool:
 def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
     """Whether a function is that of OTHERWISE for these matrices."""
     if function == "gradient":
-        return x.shape[1] % UNIT != 0 or not all(map(describable, (x, *others)))
+        return x.shape[1] % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
     return function == "down_gradient" and x.shape[1] < DEEP
 
 
@@ -120,7 +119,7 @@ def _run(
     dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the product of x with an epilogue, which writes y and outputs, u and g or their gradients, and reads inputs, dy or
-    u and g. KEPT: x is dy, and there is no product."""
+    u and g. GATE: x is dy, and there is no product."""
     rows = x.shape[0]
     if rows == 0:
         if dbias is not None:
@@ -129,7 +128,7 @@ def _run(
     kernel = _kernel(x.dtype, activation)
     if isinstance(kernel, str):
         raise RuntimeError(f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{OTHERWISE}"')
-    part = KEPT_ROWS if value is None else ROWS
+    part = GATE_ROWS if value is None else ROWS
     sums = None if dbias is None else torch.empty((-(-rows // part), *dbias.shape), dtype=dbias.dtype, device=x.device)
     written = (y, *outputs)
     room = tuple(each(describable_room, *written))
@@ -157,7 +156,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     outputs, inputs = split_preact(dpreact, spec), split_preact(preact, spec)
-    _run(KEPT, spec.activation, dy, outputs=outputs, inputs=inputs, dbias=dbias)
+    _run(GATE, spec.activation, dy, outputs=outputs, inputs=inputs, dbias=dbias)
 
 
 def recompute_gradient(

@@ -4,7 +4,7 @@
 //     du = dy · act(g),   dg = dy · u · act'(g)
 //
 // Shape legend: M rows, D features in, F features out. Y, PREACT and GRADIENT are behind the product of x with both weights; DOWN
-// is behind dy = dz W_down, with dz (M, D) as x and W_down (D, F). KEPT has no product: `kept.cuh`.
+// is behind dy = dz W_down, with dz (M, D) as x and W_down (D, F). GATE has no product: `gate_gradient.cuh`.
 //
 // Two thread blocks, a cluster, have a pair of tiles one above the other: 128 rows of x each by 192 columns of the product, which
 // are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. Where rows are
@@ -21,7 +21,7 @@
 
 #include "epilogues.cuh"
 #include "hopper.cuh"
-#include "kept.cuh"
+#include "gate_gradient.cuh"
 #include "plan.h"
 #include "sums.cuh"
 #include "tiles.cuh"
@@ -197,7 +197,7 @@ struct Chosen {
 // All for a dtype and an activation.
 struct Kernels {
   Chosen products[7];  // by epilogue
-  void (*kept)(Kept);
+  void (*gate_gradient)(GateGradient);
 };
 
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
@@ -213,7 +213,7 @@ Kernels kernels() {
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
            chosen<BFLOAT16, DOWN, ACTIVATION>(), chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(),
            chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
-          kept_gradient_kernel<BFLOAT16, ACTIVATION>};
+          gate_gradient_kernel<BFLOAT16, ACTIVATION>};
 }
 
 // Those of a plan, or nulls if this library does not have them: it may be compiled for one dtype and activation.
@@ -267,12 +267,12 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
   const Plan& of = *plan;
   const Call& c = *call;
   const Kernels kernels = kernels_of(of);
-  if (kernels.kept == nullptr) return cudaErrorInvalidValue;
+  if (kernels.gate_gradient == nullptr) return cudaErrorInvalidValue;
   int device, processors;
   if (const auto error = cudaGetDevice(&device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (of.epilogue == KEPT) return launch_kept(kernels.kept, of, c, processors, on);
+  if (of.epilogue == GATE) return launch_gate_gradient(kernels.gate_gradient, of, c, processors, on);
 
   Params p{};
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias, p.sums = c.sums;

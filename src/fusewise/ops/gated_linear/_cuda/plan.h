@@ -7,8 +7,8 @@
 
 // What is made of a product. Of u and g: y; y, u and g; du and dg, from dy. Of dy: y, du and dg, from u and g. Without a product, of
 // dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh).
-enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, KEPT };
-constexpr int KEPT_ROWS = 32;  // at least, of a partial sum without a product
+enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE };
+constexpr int GATE_ROWS = 32;  // at least, of a partial sum without a product
 
 struct Plan {
   int64_t rows, hidden, depth;
@@ -20,9 +20,9 @@ struct Plan {
 };
 
 struct Call {
-  const void *x, *value, *gate;        // (rows, depth), (hidden, depth) twice; DOWN: W_down (depth, hidden), null; KEPT: dy alone
+  const void *x, *value, *gate;        // (rows, depth), (hidden, depth) twice; DOWN: W_down (depth, hidden), null; GATE: dy alone
   const void *y, *u, *g;               // (rows, hidden), written: u and g or their gradients; null what is not made
   const void *first, *second;          // (rows, hidden), read: dy and null, or u and g; or null
   const void *value_bias, *gate_bias;  // (hidden), or null
-  float *sums, *dbias;                 // (⌈rows / 128⌉, 2, hidden) to work in, KEPT: / KEPT_ROWS, and (2, hidden), or null: none
+  float *sums, *dbias;                 // (⌈rows / 128⌉, 2, hidden) to work in, GATE: / GATE_ROWS, and (2, hidden), or null: none
 };

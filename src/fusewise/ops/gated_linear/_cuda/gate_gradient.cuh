@@ -1,4 +1,4 @@
-// KEPT: the gradient of the gate from pre-activations that were kept,
+// GATE: the gradient of the gate alone, without a product, from pre-activations that were saved,
 //
 //     du = dy · act(g),   dg = dy · u · act'(g)
 //
@@ -20,7 +20,7 @@ namespace {
 constexpr int WARPS = 8, BLOCKS = 4;       // of a block; blocks of a multiprocessor
 constexpr int WIDE = 8, ACROSS = 32 * WIDE;  // columns of a thread, of a warp
 
-struct Kept {
+struct GateGradient {
   const char *dy, *u, *g;
   char *du, *dg;
   int64_t dy_stride, u_stride, g_stride, du_stride, dg_stride;  // of rows, in bytes
@@ -31,14 +31,14 @@ struct Kept {
 // What lies in memory of eight columns.
 struct Given {
   uint4 dy, u, g;
-  __device__ Given(const Kept& p, int64_t row, int64_t byte)
+  __device__ Given(const GateGradient& p, int64_t row, int64_t byte)
       : dy(*reinterpret_cast<const uint4*>(p.dy + row * p.dy_stride + byte)),
         u(*reinterpret_cast<const uint4*>(p.u + row * p.u_stride + byte)),
         g(*reinterpret_cast<const uint4*>(p.g + row * p.g_stride + byte)) {}
 };
 
 template <bool BFLOAT16, int ACTIVATION>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS) kept_gradient_kernel(const __grid_constant__ Kept p) {
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS) gate_gradient_kernel(const __grid_constant__ GateGradient p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t across = (p.hidden + ACROSS - 1) / ACROSS, below = blockIdx.x / across, first = blockIdx.x % across * ACROSS;
   const int64_t column = first + lane * WIDE, byte = column * 2, end = min(p.rows, (below + 1) * p.share);
@@ -81,15 +81,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) kept_gradient_kernel(const
 static_assert(ACROSS == 32 * WARPS, "a thread adds up a column");
 
 // Start it on the stream, in shares for so many multiprocessors.
-cudaError_t launch_kept(void (*kernel)(Kept), const Plan& of, const Call& c, int processors, cudaStream_t on) {
+cudaError_t launch_gate_gradient(void (*kernel)(GateGradient), const Plan& of, const Call& c, int processors, cudaStream_t on) {
   const auto bytes = [](const void* matrix) { return static_cast<char*>(const_cast<void*>(matrix)); };
-  Kept p{bytes(c.x), bytes(c.first), bytes(c.second), bytes(c.u), bytes(c.g)};
+  GateGradient p{bytes(c.x), bytes(c.first), bytes(c.second), bytes(c.u), bytes(c.g)};
   p.dy_stride = of.x_stride * 2, p.u_stride = of.first_stride * 2, p.g_stride = of.second_stride * 2;
   p.du_stride = of.u_stride * 2, p.dg_stride = of.g_stride * 2;
   p.sums = c.sums, p.rows = of.rows, p.hidden = of.hidden;
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t across = up(p.hidden, ACROSS), shares = std::max<int64_t>(1, processors * BLOCKS / across);
-  p.share = c.sums != nullptr ? std::max<int64_t>(KEPT_ROWS, up(p.rows, shares)) : std::min<int64_t>(128, up(p.rows, 2 * shares));
+  p.share = c.sums != nullptr ? std::max<int64_t>(GATE_ROWS, up(p.rows, shares)) : std::min<int64_t>(128, up(p.rows, 2 * shares));
   p.share = up(p.share, WARPS) * WARPS;
   const int64_t down = up(p.rows, p.share);
   kernel<<<unsigned(across * down), 32 * WARPS, 0, on>>>(p);

@@ -1,0 +1,155 @@
+"""The user's cache folder, to which nobody else may write, and small JSON files of results in it.
+
+    path = cache.folder("tuned") / "name.json"
+    cache.change(path, lambda found: ...)    under a lock: read, change, replace
+    cache.read(path)                         what is there, or None
+
+The folder must belong to the user and be writable by nobody else, and so must what is in it: other files and folders are
+refused. Reading parses JSON and evaluates nothing. A file is replaced as a whole, so a reader meets the old one or the new
+one. Native code is kept in the same folder by `build.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 16 << 20
+
+
+class Refused(ValueError):
+    """A file or its folder cannot be used; the message says why and what to do."""
+
+
+def folder(name: str) -> Path:
+    """The cache folder for one kind of files: in $FUSEWISE_CACHE_DIR, or in `fusewise` in the user's cache folder. It may
+    not be there yet.
+
+    Raises:
+        Refused: neither variable is set, and the user has no home (a container's user of a number alone, say).
+    """
+    chosen, caches = os.environ.get("FUSEWISE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute() / name
+        if sys.platform == "darwin":
+            caches = "~/Library/Caches"
+        return Path(caches or "~/.cache").expanduser().absolute() / "fusewise" / name
+    except RuntimeError as error:
+        raise Refused(f"there is no cache folder: {error} Set FUSEWISE_CACHE_DIR") from None
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder of the cache, or check that only the user can write to the one that is there.
+
+    Raises:
+        Refused: somebody else can, or it cannot be made.
+    """
+    try:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for part in (folder.parent, folder):
+            part.mkdir(mode=0o700, exist_ok=True)
+            check_private(part, part.stat())
+        for part in folder.resolve().parents:
+            status = part.stat()
+            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+                raise Refused(f"{part}, which holds the cache folder, is writable by everybody; set FUSEWISE_CACHE_DIR")
+    except OSError as error:
+        raise Refused(f"the cache folder {folder} cannot be used: {error}; set FUSEWISE_CACHE_DIR") from error
+
+
+def check_private(path: Path, status: os.stat_result) -> None:
+    """Check that a file or folder of this status is the user's own and that nobody else can write to it.
+
+    Raises:
+        Refused: it is not, or it is a symbolic link.
+    """
+    if stat.S_ISLNK(status.st_mode):
+        raise Refused(f"{path} in the cache folder is a symbolic link; remove it")
+    if status.st_uid != os.getuid():
+        raise Refused(f"{path} belongs to user {status.st_uid}, not to user {os.getuid()}; set FUSEWISE_CACHE_DIR")
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        raise Refused(f"{path} is writable by others (mode {mode:o}); chmod go-w it if you trust it, or remove it")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the lock file, which the system releases should the process die; yields whether that worked. Without locks
+    (some network file systems) processes may do the same work at once, and what the last one made stays."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def read(path: Path) -> Any:
+    """The data in a file; None where there is no file.
+
+    Raises:
+        Refused: others could have written it, it is larger than MAX_BYTES, or it holds no JSON.
+    """
+    try:
+        for part in (path.parent.parent, path.parent):
+            check_private(part, part.stat())
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Refused(f"{path} cannot be read: {error}; remove it") from None
+    try:
+        with open(descriptor, "rb") as file:
+            check_private(path, os.fstat(file.fileno()))
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise Refused(f"{path} is larger than {MAX_BYTES} bytes; remove it")
+        return json.loads(text)
+    except Refused:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refused(f"{path} cannot be read: {error}; remove it") from None
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Replace the data in a file by `edit` of it, which gets None where there is none or it holds no JSON. Processes that
+    do this at once wait for each other.
+
+    Raises:
+        Refused: the folder or the file is not the user's own, or cannot be written.
+    """
+    try:
+        make_private(path.parent)
+        with locked(path.with_suffix(".lock")):
+            try:
+                before = read(path)
+            except Refused:
+                if path.is_symlink() or path.stat().st_uid != os.getuid():
+                    raise
+                before = None  # damaged
+            _replace(path, json.dumps(edit(before), indent=1))
+    except OSError as error:
+        raise Refused(f"{path} cannot be written: {error}; set FUSEWISE_CACHE_DIR") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)  # mode 0600
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
