@@ -13,6 +13,7 @@ bytes only where a call writes many times that.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import os
@@ -167,4 +168,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--call"]:
         call(*sys.argv[2:])
     else:
-        main(sys.argv[1:])
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, or its record.json")
+        main(parser.parse_args().runs)

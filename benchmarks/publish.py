@@ -8,8 +8,8 @@ given. Of paths in reasons the names of files are published, not where they lie 
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +78,10 @@ def publish(runs: Iterable[Path], to: Path, fewer: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    names = [Path(name) for name in sys.argv[1:] if name != "--fewer"]
-    if len(names) < 2:
-        sys.exit(f"publish: arguments must be at least one run and a file of rows, got {len(names)}; name both")
-    for line in publish(names[:-1], names[-1], "--fewer" in sys.argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("--fewer", action="store_true", help="publish a comparison that loses a provider, too")
+    given = parser.parse_args()
+    for line in publish(given.runs, given.file, given.fewer):
         print(line)

@@ -6,7 +6,7 @@ changes; a test holds the page to both. Of a comparison that was measured more t
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -268,4 +268,6 @@ def main(out: Path = PAGE) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", type=Path, nargs="?", default=PAGE, help="default: %(default)s")
+    main(parser.parse_args().file)

@@ -4,6 +4,7 @@ between the comments that name them, and draws docs/rope-h200.png. A test compar
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -446,6 +447,7 @@ def figure(found: Groups) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for page, text in filled({page: page.read_text(encoding="utf-8") for page in PAGES}).items():
         page.write_text(text, encoding="utf-8")
     figure(groups("h200"))

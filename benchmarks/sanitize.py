@@ -11,6 +11,7 @@ of its own, whose end memcheck sees. A third argument names another device than 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -193,10 +194,13 @@ def _gates(impl: str, device: str) -> Calls:
         yield f"gate of halves {a}", lambda a=a: together(*a)
 
 
+OPERATIONS = {f.__name__: f for f in (rope, rope_and_cache, qk_norm_rope, gated_linear)}
+
+
 def main(op: str, impl: str, device: str = "cuda") -> None:
     torch.manual_seed(0)
     calls = 0
-    for name, call in {f.__name__: f for f in (rope, rope_and_cache, qk_norm_rope, gated_linear)}[op](impl, device):
+    for name, call in OPERATIONS[op](impl, device):
         print(name, flush=True)  # before it, so that a report follows the call that it is about
         call()
         if device == "cuda":
@@ -206,4 +210,8 @@ def main(op: str, impl: str, device: str = "cuda") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", choices=OPERATIONS)
+    parser.add_argument("impl", help="an implementation, as triton")
+    parser.add_argument("device", nargs="?", default="cuda", help="default: %(default)s")
+    main(**vars(parser.parse_args()))

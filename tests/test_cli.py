@@ -24,6 +24,7 @@ def test_version_and_help():
     assert fusewise.__version__ in invoke("--version").output
     top, study = invoke("--help").output, invoke("study", "-h").output
     assert "study" in top
+    assert "..." not in top.partition("Commands:")[2]  # each verb in one whole sentence
     assert "providers" in top
     for text in ("Exit codes:", "130", "Examples:", "fusewise study rope --preset rope-models", "--append-rows"):
         assert text in study

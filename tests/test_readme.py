@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,12 +58,35 @@ def test_its_python_runs():
     assert [replaced.type for replaced in names["handle"].replaced] == ["MLP"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_it_links_to_is_there(page):
-    for target, place in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", PAGES[page]):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
-            headings = (
-                re.findall(r"^#+ (.*)", (page.parent / target).read_text(encoding="utf-8"), re.M) if place else []
-            )
-            assert not place or place in {re.sub(r"[^\w\s-]", "", h).lower().replace(" ", "-") for h in headings}, place
+@pytest.mark.parametrize(
+    "page",
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("learn/*.md"), *ROOT.glob("benchmarks/*.md")],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_what_a_page_links_to_is_there(page):
+    text = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # an index and a call look alike
+    for target, place in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+        there = page.parent / target if target else page
+        assert target.startswith("http") or there.exists(), target
+        if place:
+            headings = re.findall(r"^#+ (.*)", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert place in {re.sub(r"[^\w\s-]", "", h).lower().replace(" ", "-") for h in headings}, place
+
+
+def test_the_rows_are_read_as_the_page_of_the_benchmarks_says(monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "benchmarks" / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    exec(compile(code, "benchmarks/README.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 1
+
+
+@pytest.mark.parametrize("script", ["publish", "readme", "questions", "host_cost", "counters", "sanitize"])
+def test_a_script_tells_its_use_and_does_nothing(script, tmp_path, monkeypatch, capsys):
+    path = ROOT / "benchmarks" / f"{script}.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {script}.py")
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,17 @@
-"""fusewise: fused kernels for PyTorch and the evidence that they are worth it."""
+"""fusewise: fused kernels for PyTorch, and the evidence that they are worth it.
+
+    rope, rope_          rotary position embedding of q, or of q and k in one launch; rope_ in place
+    qk_norm_rope         RMSNorm of q and k, then RoPE
+    rope_and_cache_      RoPE, then the write of k and v into a KV cache
+    geglu_linear         linear and GEGLU as one operation
+    gated_linear         the same for six activations and every layout of the weights
+    gated_mlp            the same and the projection down
+    explain_dispatch     which implementation a call takes, and why not another
+    study                every way of running a function on this machine, compared; needs fusewise[lab]
+
+`fusewise.nn` has modules over these, `fusewise.ops.rope.tables` the frequencies of published models, `fusewise.compat`
+the signatures of other libraries, `fusewise.integrations` and `fusewise.distributed` what other frameworks need.
+"""
 
 import importlib
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """The pages of the verbs say what the command line has."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -105,3 +106,17 @@ def test_study_names_every_preset_and_every_provider_that_is_measured() -> None:
         "floor-triton-launch",
     }
     assert names - told <= shortened
+
+
+def test_measuring_says_how_much_of_each_preset_is_published() -> None:
+    page = (DOCS / "measuring.md").read_text(encoding="utf-8")
+    told = {preset: (int(n), int(of)) for preset, n, of in re.findall(r"`([\w-]+)`\s\((\d+) of (\d+)\)", page)}
+    lines = (DOCS.parent / "benchmarks" / "baselines" / "h200.jsonl").read_text(encoding="utf-8").splitlines()
+    published = {(row["op"], row["case"]) for row in map(json.loads, lines)}
+    presets = {
+        preset: (sum((op, case.name) in published for case in cases), len(cases))
+        for op in targets.BUILT_IN
+        for preset, cases in targets.find(op).presets().items()
+        if not preset.endswith("-quick")
+    }
+    assert told == {preset: counts for preset, counts in presets.items() if counts[0]}

@@ -155,3 +155,11 @@ def test_an_installed_package_adds_a_provider_by_entry_point(tmp_path, monkeypat
 def test_any_failure_of_an_import_is_a_reason():
     with pytest.raises(Missing, match=r"import no_such_module_anywhere failed: ModuleNotFoundError: .*; pip install x"):
         plugin.require("no_such_module_anywhere", "pip install x")
+
+
+def test_who_has_a_package_is_not_told_to_install_it(tmp_path, monkeypatch):
+    (tmp_path / "made_for_another_torch.py").write_text("import torch\ntorch.Tensor.is_no_more\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = r"has no attribute 'is_no_more'; the version that is installed does not work here, try another$"
+    with pytest.raises(Missing, match=told):
+        plugin.require("made_for_another_torch", "pip install made-for-another-torch")

@@ -57,7 +57,9 @@ def _rounds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 
 
 @cli.command(
-    help=f"""Compare every way of running TARGET on this machine: right or wrong, how fast, how near the limits.
+    help=f"""Compare every way of running TARGET on this machine.
+
+    Each is held against float64, timed, and set beside the limits of the machine.
 
     TARGET is {", ".join(BUILT_IN)}, one of their presets, or a function of yours: my_file.py:my_function or
     my.module:my_function, with an --input for each argument.

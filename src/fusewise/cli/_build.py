@@ -25,7 +25,9 @@ Examples:
 )
 @click.option("--arch", help="Comma-separated names of GPUs to build for, as sm_90. Default: the GPUs of this machine.")
 def build(arch: str | None) -> None:
-    """Build the native code now, and print where it is and how long it took; calls then wait for no compiler.
+    """Compile the native code now, so that no call waits for it.
+
+    Prints where each library is and how long it took.
 
     The compilers are $CXX and $NVCC, or those on the PATH; the cache is $FUSEWISE_CACHE_DIR, or the user's.
     """

@@ -101,7 +101,10 @@ def code(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show what every compiler makes of TARGET at every stage, down to machine code. No GPU is needed."""
+    """Show what each compiler makes of TARGET, stage by stage.
+
+    From Python's bytecode down to machine code; no GPU is needed.
+    """
     from fusewise.lab.code import commands, triton_kernels
 
     if gpu is not None:
@@ -150,7 +153,11 @@ Examples:
     help="Folder for the files. Default: fusewise-profiles/….",
 )
 def profile(target: str, name: str, out: Path | None, timeout: float, as_json: bool, **options: Any) -> None:
-    """Profile TARGET: kernel table, traffic ledger, flame graph (SVG), trace for Perfetto (ui.perfetto.dev)."""
+    """Profile one provider of TARGET.
+
+    Prints torch.profiler's table and the traffic ledger; writes a flame graph (SVG) and a trace for Perfetto
+    (ui.perfetto.dev).
+    """
     from fusewise.lab.code import commands
     from fusewise.lab.folder import file_name
 

@@ -32,7 +32,10 @@ Exit codes:
 @click.option("--script", "row_id", metavar="ROW", help="Print the program that measures this row again, by its id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts and rows as JSON, write nothing.")
 def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> None:
-    """Write report.html, report.md and the plots of RUN (a run directory or its record.json) anew."""
+    """Write the report of RUN anew.
+
+    That is report.html, report.md and the plots; RUN is a run directory or its record.json.
+    """
     from fusewise.lab import commands, record
     from fusewise.lab.render import printable, script
 
@@ -90,7 +93,10 @@ Exit codes:
 @click.option("--strict", is_flag=True, help="Exit 1 for ambiguous rows, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare(before: Path, after: Path, tolerance: float | None, relative: bool, strict: bool, as_json: bool) -> None:
-    """Say what became slower from BEFORE to AFTER: run directories, record.json files, or .jsonl files of rows."""
+    """Say what became slower from BEFORE to AFTER.
+
+    Each is a run directory, a record.json, or a .jsonl file of rows.
+    """
     from fusewise.lab import commands
     from fusewise.lab import compare as comparing
 
@@ -132,7 +138,10 @@ Exit codes:
 @click.option("--kept", is_flag=True, help="Print what was measured earlier, measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def limits(device: str | None, kept: bool, as_json: bool) -> None:
-    """Measure what this machine can do: copy, triad, products by dtype, starting anything; and keep it for studies."""
+    """Measure the limits of this machine, and keep them.
+
+    Copy, triad, matrix products by dtype, and what it takes to start anything; studies use them.
+    """
     from fusewise.lab import commands, plan
     from fusewise.lab import limits as measuring
 

@@ -72,7 +72,9 @@ def tune(
     as_json: bool,
     list_kept: bool,
 ) -> None:
-    """Search the best configurations of TARGET's kernels on this machine and keep them for the calls to come.
+    """Search the best configurations of TARGET's kernels.
+
+    What is found is kept for the calls to come.
 
     TARGET is geglu. Nothing is ever tuned at a call: without a result the heuristic chooses, and FUSEWISE_TUNED=0 leaves
     everything to it.

@@ -215,7 +215,9 @@ def require(module: str, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a broken binary package may raise anything at import
-        raise Missing(f"import {module} failed: {reason(error)}; {install}") from error
+        there = installed(module.partition(".")[0])
+        fix = "the version that is installed does not work here, try another" if there else install
+        raise Missing(f"import {module} failed: {reason(error)}; {fix}") from error
 
 
 def load(where: str) -> Provider:

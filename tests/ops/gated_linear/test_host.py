@@ -190,7 +190,10 @@ def test_it_wants_all_arguments() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*Profiler clears events", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning"
+    "ignore:.*Profiler clears events",
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::torch.jit.TracerWarning",
 )
 def test_who_watches_sees_the_operator() -> None:
     """Dispatch modes, traces, torch.func, forward mode and profiles: none of them loses the call."""
