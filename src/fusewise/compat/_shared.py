@@ -12,14 +12,14 @@ from ..ops.rope import rope
 
 
 def check_tensor(op: str, name: str, x: object) -> None:
-    """For one that a function looks into before `rope` does."""
+    """Check that x is a tensor, in a function that looks into it before `rope` would."""
     if not isinstance(x, Tensor):
         fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
 
 
 def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tables with the strides of one: themselves, or copies in the rare case that they were not made together. What is no
-    tensor `rope` names."""
+    """Both tables with the same strides: themselves, or copies in the rare case that they were not made together. What is no
+    tensor comes back as it is, for `rope` to name."""
     try:
         return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
     except AttributeError:
@@ -48,6 +48,7 @@ def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
 
 
 def pairing(interleaved: bool) -> Any:
+    """The pairing of `rope` that a library's flag stands for."""
     return "interleaved" if interleaved else "half"
 
 

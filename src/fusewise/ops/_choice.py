@@ -2,9 +2,9 @@
 
 An operation is a folder whose `reference.py` serves everything; each other implementation is a module `_<name>` in it
 with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32, from float32,
-bfloat16 and float16 unless their `DTYPES` are fewer. What an implementation serves of these it may leave to the next one
-for the sake of the tensors: it has `refuses(...)` then, with what the operation tells it of them. And one that has not all
-that the operation may need names another for the rest.
+bfloat16 and float16 unless their `DTYPES` are fewer. An implementation may leave tensors that it could serve to the next
+one: it then has `refuses(...)`. One that lacks some functions of the operation names another implementation for those.
+Both are asked for by the operation itself (`gated_linear/_op.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registered operators and their dispatch to an implementation. Torch only; for inference, so no autograd."""
+"""The registered operators of `rope_and_cache_` and their dispatch. Torch only; for inference, so no autograd."""
 
 from __future__ import annotations
 
