@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ._choice import Choice
+from ._choice import FLOATS, Choice
+from ._common import check_one_of, fail
 from .gated_linear import _op as _gated_linear_op
 from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
@@ -73,8 +75,9 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     RoPE with impl="auto").
 
     Raises:
-        TypeError: if `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, or q or x is
-            no tensor.
+        TypeError: `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, one is no
+            tensor that has to be, or q or x has a dtype that is served by none.
+        ValueError: `impl` does not exist, or cannot serve the tensors.
 
     Example:
         >>> q, angles = torch.randn(1, 4, 2, 64), torch.randn(4, 32)
@@ -86,6 +89,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     if choice is None:
         names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
         raise TypeError(f"explain_dispatch: op must be one of {names}, got {op!r}; pass the function itself")
+    check_one_of(op.__name__, "impl", impl, ("auto", *choice.names))
     paths, arguments = _PATHS.get(choice.op), _arguments(op, args, kwargs)
     if paths is not None:
         arguments = paths.cast(arguments)
@@ -102,12 +106,11 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     refusals = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
     if paths is not None:
         for name in choice.able(device_type, dtype) if impl == "auto" else (impl,):
-            if refusals.get(name, "") is None:
+            if refusals[name] is None:
                 chosen, refusals[name] = name, paths.refusal(name, arguments, impl == "auto")
                 if refusals[name] is None:
                     break
-    if chosen not in refusals or refusals[chosen] is not None:
-        why = refusals.get(chosen, "it does not exist")
+    if (why := refusals[chosen]) is not None:
         raise ValueError(f'{op.__name__}: impl must be able to serve {serves}, got {impl!r}: {why}; use impl="auto"')
     path = "" if paths is None else paths.path(chosen, arguments)
     return Dispatch(op.__name__, chosen, reason, _passed_over(choice.names, chosen, refusals), path)
@@ -125,15 +128,22 @@ def _passed_over(names: tuple[str, ...], chosen: str, refusals: dict[str, str | 
 
 def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
+    signature = inspect.signature(op)
     try:
-        call = inspect.signature(op).bind(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
             f"explain_dispatch: args must be those of a call of {op.__name__}, got {error}; pass the arguments of the call"
         ) from None
     call.apply_defaults()
+    fix = "pass the arguments of the call"
+    for name, parameter in signature.parameters.items():
+        value = call.arguments[name]
+        if parameter.annotation == "Tensor" and not isinstance(value, Tensor):
+            fail("explain_dispatch", name, "be a tensor", type(value).__name__, fix, TypeError)
     name = "q" if "q" in call.arguments else "x"
-    if not isinstance(call.arguments[name], Tensor):
-        got = type(call.arguments[name]).__name__
-        raise TypeError(f"explain_dispatch: {name} must be a tensor, got {got}; pass the arguments of the call")
+    dtype = call.arguments[name].dtype
+    if dtype not in (*FLOATS, torch.float64):
+        contract = "have dtype float32, bfloat16, float16 or float64"
+        fail("explain_dispatch", name, contract, str(dtype).removeprefix("torch."), fix, TypeError)
     return call.arguments

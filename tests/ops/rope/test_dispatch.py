@@ -126,8 +126,9 @@ def test_a_named_implementation_never_falls_back() -> None:
     assert told.reason == "as asked"
     with pytest.raises(ValueError, match="impl must be able to serve float32 on cpu, got 'triton'"):
         fusewise.explain_dispatch(fusewise.rope, Q, impl="triton")
-    with pytest.raises(ValueError, match="got 'nosuch': it does not exist"):
-        fusewise.explain_dispatch(fusewise.rope, Q, impl="nosuch")
+    for unknown in ("nosuch", ["triton"], None):
+        with pytest.raises(ValueError, match=r"^rope: impl must be one of auto, triton, cuda, cpu, reference, got "):
+            fusewise.explain_dispatch(fusewise.rope, Q, impl=unknown)
 
 
 def test_the_operator_itself_refuses_too() -> None:
@@ -230,6 +231,10 @@ def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
         fusewise.explain_dispatch(fusewise.rope)
     with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a tensor, got list; pass"):
         fusewise.explain_dispatch(fusewise.rope, [1.0], positions=torch.arange(4))
+    with pytest.raises(TypeError, match=r"^explain_dispatch: weight must be a tensor, got NoneType; pass"):
+        fusewise.explain_dispatch(fusewise.geglu_linear, torch.ones(2, 4), None)
+    with pytest.raises(TypeError, match=r"^explain_dispatch: q must have dtype float32, .*float64, got int32; pass"):
+        fusewise.explain_dispatch(fusewise.rope, Q.int(), **TABLE)
 
 
 def test_q_decides_whatever_comes_first() -> None:
