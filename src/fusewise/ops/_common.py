@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 MAX_POSITION = 2**31 - 1
+KERNEL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels compute from, in float32
+FLOATS = (*KERNEL_FLOATS, torch.float64)  # what the operations take: float64 is the reference's
 MAX_NUMBER = 3.4028234663852886e38  # the largest of float32
 
 traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
@@ -17,6 +19,11 @@ traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.comp
 def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
     """Raise an error in the one form that all have: what an argument must do, what it is, and one way to mend the call."""
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As messages and files have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> None:

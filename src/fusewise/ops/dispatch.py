@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._choice import FLOATS, Choice
-from ._common import check_one_of, fail
+from ._choice import Choice
+from ._common import FLOATS, check_one_of, dtype_name, fail
 from .gated_linear import _op as _gated_linear_op
 from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
@@ -95,7 +94,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         arguments = paths.cast(arguments)
     x = arguments["q"] if "q" in arguments else arguments["x"]
     device_type, dtype = x.device.type, x.dtype
-    serves = f"{str(dtype).removeprefix('torch.')} on {device_type}"
+    serves = f"{dtype_name(dtype)} on {device_type}"
     by_size = _AUTO[choice.op](arguments) if impl == "auto" and choice.op in _AUTO else None
     if by_size is not None:
         chosen, reason, left = by_size
@@ -143,7 +142,7 @@ def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             fail("explain_dispatch", name, "be a tensor", type(value).__name__, fix, TypeError)
     name = "q" if "q" in call.arguments else "x"
     dtype = call.arguments[name].dtype
-    if dtype not in (*FLOATS, torch.float64):
+    if dtype not in FLOATS:
         contract = "have dtype float32, bfloat16, float16 or float64"
-        fail("explain_dispatch", name, contract, str(dtype).removeprefix("torch."), fix, TypeError)
+        fail("explain_dispatch", name, contract, dtype_name(dtype), fix, TypeError)
     return call.arguments
