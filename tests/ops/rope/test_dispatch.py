@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise._shared import build, cuda
+from fusewise._shared import build
 from fusewise.ops.rope import _auto, _host, _op
 
+from ..a_gpu import as_dispatch_sees_it
 from .support import Case, Place, assert_bits, make, make_table, require
 from .test_matrix import CASES
 
@@ -161,18 +162,7 @@ FREQUENCIES = {"inv_freq": torch.ones(64)}
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A machine with a GPU as far as dispatch looks: Triton serves, and CUDA once it is built, which is when the list that
-    is returned is empty. Nothing is compiled."""
-    missing = ["its library is not built"]
-    monkeypatch.setattr(cuda, "no_gpu", lambda _: None)
-    monkeypatch.setattr(_op.choice.implementation("cuda"), "recipe", lambda _: ())
-    monkeypatch.setattr(build, "built", lambda *_: not missing)
-    monkeypatch.setattr(_auto.choice, "choose", lambda *_: "triton")
-    monkeypatch.setattr(_auto.choice, "unavailable", lambda impl, *_: "not on a GPU" if impl == "cpu" else None)
-    monkeypatch.setattr(_auto.choice, "serving", lambda impl, *_: "triton" if impl == "auto" else impl)
-    _auto.choice.unready.cache_clear()
-    yield missing
-    _auto.choice.unready.cache_clear()
+    yield from as_dispatch_sees_it(_op.choice, monkeypatch)
 
 
 @pytest.mark.parametrize(
