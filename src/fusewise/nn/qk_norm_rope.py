@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_number, check_one_of
+from ..ops._common import check_count, check_number, check_one_of
 from ..ops.qk_norm_rope import qk_norm_rope
 from ..ops.qk_norm_rope._problem import OVERS, Over
 from .rope import RotaryEmbedding
@@ -46,12 +46,16 @@ class QKNormRope(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("QKNormRope", "norm", norm, OVERS)
-        check_number("QKNormRope", "weight_offset", weight_offset, "pass the model's weight_offset")
-        if (heads is None) != (norm == "head"):
+        for option, value in (("eps", eps), ("weight_offset", weight_offset)):
+            check_number("QKNormRope", option, value, f"pass the model's {option}")
+        both = isinstance(heads, (tuple, list)) and len(heads) == 2
+        if not (heads is None if norm == "head" else both):
             wanted = "be None" if norm == "head" else "be (heads of q, heads of k)"
             raise ValueError(
                 f'QKNormRope: heads must {wanted} for norm="{norm}", got {heads!r}; pass it for "all" alone'
             )
+        for count in heads or ():
+            check_count("QKNormRope", "heads", count)
         self.rotary, self.eps, self.weight_offset, self.norm, self.impl = rotary, eps, weight_offset, norm, impl
         for name, count in zip(("q_weight", "k_weight"), heads or (1, 1), strict=True):
             ones = torch.full((count * rotary.head_dim,), 1.0 - weight_offset, device=device, dtype=dtype)
