@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..ops._common import check_one_of
 from ..ops.gated_linear import gated_linear
-from ..ops.gated_linear._problem import ACTIVATIONS, Activation, Save
+from ..ops.gated_linear._problem import ACTIVATIONS, SAVES, Activation, Save
 from ..ops.gated_linear.projections import mlp
 
 
@@ -47,6 +47,7 @@ class GatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("GatedLinear", "activation", activation, ACTIVATIONS)
+        check_one_of("GatedLinear", "save", save, SAVES)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
         linear = nn.Linear(in_features, 2 * out_features, bias, device, dtype)
@@ -99,6 +100,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("GatedMLP", "activation", activation, ACTIVATIONS)
+        check_one_of("GatedMLP", "save", save, SAVES)
         self.activation, self.save, self.impl = activation, save, impl
         self.gate_proj = nn.Linear(features, hidden, bias, device, dtype)
         self.up_proj = nn.Linear(features, hidden, bias, device, dtype)
