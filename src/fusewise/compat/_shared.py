@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import check_count, fail, unit_stride
+from ..ops._common import check_count, dtype_name, fail, unit_stride
 from ..ops.rope import rope
 
 
@@ -43,6 +43,9 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
 def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
     """The tables of complex numbers cos θ + i sin θ, views of them unless they are lazily conjugated."""
     check_tensor("rope", "freqs_cis", freqs_cis)
+    if not freqs_cis.is_complex():
+        kind = dtype_name(freqs_cis.dtype)
+        fail("rope", "freqs_cis", "be complex, cos θ + i sin θ", kind, "pass the model's freqs_cis", TypeError)
     freqs_cis = freqs_cis.resolve_conj()
     return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
 
