@@ -25,6 +25,9 @@ class GatedLinear(nn.Module):
     The parameters are those of `nn.Linear(in_features, 2 * out_features)`: `weight` (2F, D) and `bias` (2F,), made
     likewise, so that its state_dict loads.
 
+    Raises:
+        ValueError: at construction for an unknown activation or save; at a call as `fusewise.gated_linear`.
+
     Example:
         >>> y = GatedLinear(64, 128, activation="gelu_tanh")(torch.randn(4, 16, 64))  # (4, 16, 128)
     """
@@ -81,6 +84,9 @@ class GatedMLP(nn.Module):
     The parameters are those of three `nn.Linear` of the names that transformers gives them, gate_proj and up_proj (F, D)
     and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP loads. One that is replaced by another
     kind of module (LoRA, quantised) or gets hooks is called as it is, and of the unit only the gate is fused.
+
+    Raises:
+        ValueError: at construction for an unknown activation or save; at a call as `fusewise.gated_mlp`.
 
     Example:
         >>> z = GatedMLP(64, 128, activation="silu")(torch.randn(4, 16, 64))  # (4, 16, 64)

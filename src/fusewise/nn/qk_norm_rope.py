@@ -22,7 +22,11 @@ class QKNormRope(nn.Module):
         eps, weight_offset, norm, impl: as in `fusewise.qk_norm_rope`.
         device, dtype: of the parameters.
 
-    The parameters `q_weight` and `k_weight` are made such that weight + weight_offset is 1.
+    The parameters `q_weight` and `k_weight` are made such that weight + weight_offset is 1: (D,) each, or for `norm="all"`
+    (H · D,) and (KV · D,), D the head_dim of `rotary`.
+
+    Raises:
+        TypeError, ValueError: at construction `QKNormRope: …` for its own options; at a call as `fusewise.qk_norm_rope`.
 
     Example:
         >>> attend = QKNormRope(RotaryEmbedding(64, base=1000000.0))
