@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 import fusewise
-from fusewise._shared import build
+from fusewise._shared import build, host
 from fusewise.ops.rope import _host, _op
 from fusewise.ops.rope_and_cache import _op as rope_and_cache
 
@@ -56,7 +56,7 @@ class Call:
 
 def floors(device: str) -> Any:
     """The extension with the floors, built if need be."""
-    path = build.prepared("host-floors", [HERE / "host_floors.cpp"], build.cxx(), _host.flags())
+    path = build.prepared("host-floors", [HERE / "host_floors.cpp"], build.cxx(), host.flags())
     spec = importlib.util.spec_from_file_location("host_floors", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
