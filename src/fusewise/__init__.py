@@ -24,7 +24,7 @@ from .ops.rope import rope, rope_
 from .ops.rope_and_cache import rope_and_cache_
 
 __version__ = "0.1.0"
-# Not `study`, which is imported, with all that it needs, when it is asked for by name.
+# Not `study`: a star import would bring the lab with all that it needs.
 __all__ = [
     "Dispatch",
     "explain_dispatch",
@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 
-study: Callable[..., Any]  # of `fusewise.lab.api`, which comes, with all that it needs, when it is first asked for
+study: Callable[..., Any]  # `fusewise.lab.api.study`, imported by `__getattr__` when it is first asked for
 
-if not TYPE_CHECKING:  # for which every misspelt name would be one
+if not TYPE_CHECKING:  # a type checker would take every misspelt name of this module for one that it has
 
     def __getattr__(name: str) -> Any:
         if name != "study":

@@ -127,6 +127,18 @@ def qkv_statement(cos: Tensor, sin: Tensor, cos_k: Tensor, sin_k: Tensor, offset
     return statement
 
 
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_tables_that_were_not_made_together(which: str) -> None:
+    """cos and sin of unlike strides are taken for q and for k alike."""
+    tables = {"q": table(8), "k": table(8, seed=1)}
+    cos, sin = tables[which]
+    tables[which] = cos, sin.t().contiguous().t()
+    (cos, sin), (cos_k, sin_k) = tables.values()
+    qkv = randn(B, T, 3, H, D)
+    expected = qkv_statement(cos, sin, cos_k, sin_k, 0, False)(qkv)
+    assert_rotated(apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k), expected)
+
+
 @pytest.mark.parametrize("form", PACKED)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
@@ -440,6 +452,10 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
         ),
         (lambda c, s: apply_rotary_emb_kv_(randn(1, 2, 3, H, D), c, s), ValueError, "kv must have shape (B, T, 2, H, D)"),
         (lambda c, s: apply_rotary_emb(randn(1, 2, H, D), c[None], s[None]), ValueError, "cos must have shape (R, rotary_dim"),
+        (
+            lambda c, s: apply_rotary_emb_qkv_(randn(1, 2, 3, H, D), c, s, c[0], s[0]),
+            ValueError, "cos_k must have shape (R, rotary_dim / 2), got (8,)",
+        ),
         (lambda c, s: apply_rotary_emb(randn(1, 2, H, 8), c, s), ValueError, "rotary_dim must be even and from 2 to head_dim"),
         (lambda c, s: apply_rotary_emb(randn(1, 99, H, D), c, s), ValueError, "the table must have a row for each"),
         (lambda c, s: apply_rotary_emb(randn(1, 2, H, D).int(), c, s), TypeError, "q must have dtype"),

@@ -328,6 +328,11 @@ def test_compiles_to_one_graph(grad: bool) -> None:
             "the table must have a row",
         ),
         (
+            lambda q, k, c, s: liger.liger_llama4_text_rotary_pos_emb(q, k, c),
+            TypeError,
+            "freqs_cis must be complex, cos θ + i sin θ, got float32",
+        ),
+        (
             lambda q, k, c, s: liger.liger_rotary_pos_emb(q, k, c, s, rotary_dim=7),
             ValueError,
             "rotary_dim must be even",

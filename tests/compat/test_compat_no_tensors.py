@@ -79,3 +79,9 @@ def test_a_size_that_is_none(function: Any) -> None:
     arguments = dict(next(arguments for f, arguments in CALLS if f is function))
     with pytest.raises(TypeError, match=r"head_size must be an int, got '8'; "):
         function(**{**arguments, "head_size": "8"})
+
+
+def test_start_positions_that_are_a_list() -> None:
+    function, arguments = next(call for call in CALLS if "qkv_split_arg_list" in call[1])
+    with pytest.raises(TypeError, match=r"start_positions must be a torch\.Tensor, got list; "):
+        function(**arguments, start_positions=[0])

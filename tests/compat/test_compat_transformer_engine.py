@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusewise.compat.transformer_engine import (
     RotaryPositionEmbedding,
+    SwiGLU,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
 )
@@ -270,6 +271,11 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
             ),
             "start_positions must be None with cp_size > 1",
         ),
+        (
+            lambda f: SwiGLU(glu_interleave_size=3)(randn(2, 8)),
+            "input must be whole blocks of 2 · glu_interleave_size = 6",
+        ),
+        (lambda f: SwiGLU(glu_interleave_size=0), "glu_interleave_size must be at least 1, got 0"),
         (
             lambda f: apply_fused_qkv_rotary_pos_emb(randn(B, T, 2, 48).transpose(0, 1), f, f, [16] * 3),
             "qkv must be contiguous",

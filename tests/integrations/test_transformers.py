@@ -342,6 +342,15 @@ def test_conflicts_are_errors() -> None:
     assert forwards(model) == []
 
 
+def test_what_cannot_be_patched_is_named_before_anything_changes() -> None:
+    with pytest.raises(TypeError, match=r"^patch: model must be a torch\.nn\.Module, got str; "):
+        patch("meta-llama/Meta-Llama-3-8B")  # type: ignore[arg-type]
+    model = build("Llama")
+    with pytest.raises(ValueError, match=r"^patch: save must be one of preact, input, got 'all'; "):
+        patch(model, save="all")  # type: ignore[arg-type]
+    assert forwards(model) == []
+
+
 def test_a_deep_copy_stays_patched_with_its_own_weights() -> None:
     model: Any = build("Llama")
     with patch(model), torch.no_grad():

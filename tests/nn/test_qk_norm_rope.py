@@ -58,7 +58,7 @@ def test_parameters() -> None:
         ({"heads": (4, 2)}, r'heads must be None for norm="head", got \(4, 2\)'),
         ({"norm": "all", "heads": 4}, r"heads must be \(heads of q, heads of k\) .*, got 4"),
         ({"norm": "all", "heads": (4, 2, 1)}, r"heads must be \(heads of q, heads of k\) .*, got \(4, 2, 1\)"),
-        ({"norm": "all", "heads": (4, -1)}, "heads must be at least 1, got -1"),
+        ({"norm": "all", "heads": (4, 0)}, "heads must be at least 1, got 0"),
     ],
 )
 def test_mistakes(options: dict[str, Any], words: str) -> None:
@@ -66,6 +66,7 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
         QKNormRope(RotaryEmbedding(16), **options)
 
 
-def test_a_weight_offset_that_is_none() -> None:
-    with pytest.raises(TypeError, match=r"^QKNormRope: weight_offset must be a finite number of float32, got None; "):
-        QKNormRope(RotaryEmbedding(16), weight_offset=None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("option", ["eps", "weight_offset"])
+def test_a_number_that_is_none(option: str) -> None:
+    with pytest.raises(TypeError, match=rf"^QKNormRope: {option} must be a finite number of float32, got None; "):
+        QKNormRope(RotaryEmbedding(16), **{option: None})

@@ -1,4 +1,4 @@
-"""What kernels ask of a GPU."""
+"""What launchers ask about a GPU. Libraries of CUDA kernels are in `cuda.py`, Triton's launches in `triton_launch.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extensions of Python that take a call from its arguments to the launch without Python between, and what they share.
+"""Python extensions that take a call from its arguments to the launch without running Python, and what they share.
 
 They are compiled against the torch and the Python that run, which takes longer than a first call may: they serve where
 `fusewise build` has built them. `host.h` says which calls they take; every other goes through Python: slower, no different.
@@ -57,12 +57,12 @@ def _standard_library() -> list[str]:
 
 
 def not_loaded(*_: Any) -> None:
-    """What stands for a function of an extension until that is loaded: it takes no call."""
+    """Stands for a function of an extension until that is loaded: None says that the call goes on in Python."""
     return None
 
 
 def loaded(extension: Any) -> Any:
-    """The extension, from now on among those that `through_python` switches off."""
+    """Let `through_python` switch the extension off from now on, and return it."""
     extension.quick(_quick)
     _loaded.append(extension)
     return extension

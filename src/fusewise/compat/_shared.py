@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import check_count, fail, unit_stride
+from ..ops._common import check_count, dtype_name, fail, unit_stride
 from ..ops.rope import rope
 
 
 def check_tensor(op: str, name: str, x: object) -> None:
-    """For one that a function looks into before `rope` does."""
+    """Check that x is a tensor, in a function that looks into it before `rope` would."""
     if not isinstance(x, Tensor):
         fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
 
 
 def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tables with the strides of one: themselves, or copies in the rare case that they were not made together. What is no
-    tensor `rope` names."""
+    """Both tables with the same strides: themselves, or copies in the rare case that they were not made together. What is no
+    tensor comes back as it is, for `rope` to name."""
     try:
         return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
     except AttributeError:
@@ -43,11 +43,15 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
 def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
     """The tables of complex numbers cos θ + i sin θ, views of them unless they are lazily conjugated."""
     check_tensor("rope", "freqs_cis", freqs_cis)
+    if not freqs_cis.is_complex():
+        kind = dtype_name(freqs_cis.dtype)
+        fail("rope", "freqs_cis", "be complex, cos θ + i sin θ", kind, "pass the model's freqs_cis", TypeError)
     freqs_cis = freqs_cis.resolve_conj()
     return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
 
 
 def pairing(interleaved: bool) -> Any:
+    """The pairing of `rope` that a library's flag stands for."""
     return "interleaved" if interleaved else "half"
 
 

@@ -102,7 +102,7 @@ def apply_rotary_emb_qkv_(
     call = _call(cos, sin, interleaved, seqlen_offsets)
     tables_k = None
     if cos_k is not None or sin_k is not None:
-        tables_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+        tables_k = _tables("cos_k", cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     return _in_place(qkv, parts, call, tables_k)
 
 
@@ -149,16 +149,7 @@ def _call(
     max_seqlen: int | None = None,
 ) -> dict[str, Any]:
     """The arguments of `rope` that the ones of this library stand for."""
-    check_tensor("apply_rotary_emb", "cos", cos)
-    if cos.dim() != 2:
-        fail(
-            "apply_rotary_emb",
-            "cos",
-            "have shape (R, rotary_dim / 2)",
-            tuple(cos.shape),
-            "pass one table for all sequences",
-        )
-    cos, sin = alike(cos, sin)
+    cos, sin = _tables("cos", cos, sin)
     offset = offset.contiguous() if isinstance(offset, Tensor) else offset
     call = {"cos": cos, "sin": sin, "pairing": pairing(interleaved), "rotary_dim": 2 * cos.shape[1], "offset": offset}
     if cu_seqlens is not None:
@@ -171,6 +162,15 @@ def _call(
             )  # fmt: skip
         call["cu_seqlens"], call["layout"] = cu_seqlens, "thd"
     return call
+
+
+def _tables(name: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos, the argument of that name, and sin, both (R, rotary_dim / 2) and with the same strides."""
+    check_tensor("apply_rotary_emb", name, cos)
+    if cos.dim() != 2:
+        shape, fix = tuple(cos.shape), "pass one table for all sequences"
+        fail("apply_rotary_emb", name, "have shape (R, rotary_dim / 2)", shape, fix)
+    return alike(cos, sin)
 
 
 def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_one_of, fail, transforms_active, unit_stride, wants_formula
+from ..ops._common import check_count, check_one_of, fail, transforms_active, unit_stride, wants_formula
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.reference import autocast_enabled
@@ -100,6 +100,8 @@ def apply_fused_qkv_rotary_pos_emb(
     op = "apply_fused_qkv_rotary_pos_emb"
     if not isinstance(tensor_format, str) or tensor_format not in ("sbhd", "bshd"):
         fail(op, "tensor_format", "be sbhd or bshd", repr(tensor_format), "use apply_rotary_pos_emb for thd")
+    if start_positions is not None:
+        check_tensor(op, "start_positions", start_positions)
     if cp_size > 1 and start_positions is not None:
         fail(
             op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb"
@@ -375,10 +377,16 @@ class SwiGLU(_GateModule):
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
+        if glu_interleave_size is not None:
+            check_count("SwiGLU", "glu_interleave_size", glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
 
     def forward(self, input: Tensor) -> Tensor:
         if self.glu_interleave_size is None:
             return super().forward(input)
+        check_tensor("SwiGLU", "input", input)
+        if input.dim() < 1 or input.shape[-1] % (2 * self.glu_interleave_size):
+            blocks_of = f"be whole blocks of 2 · glu_interleave_size = {2 * self.glu_interleave_size} features"
+            fail("SwiGLU", "input", blocks_of, tuple(input.shape), "check glu_interleave_size")
         blocks = _autocast(input).unflatten(-1, (-1, 2, self.glu_interleave_size))
         return gate(blocks[..., 1, :], blocks[..., 0, :], self.activation, op="SwiGLU").flatten(-2)

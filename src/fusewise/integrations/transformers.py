@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat import transformers as compat
+from ..ops._common import check_one_of, fail
 from ..ops.gated_linear import gated_mlp
-from ..ops.gated_linear._problem import Activation, Save
+from ..ops.gated_linear._problem import SAVES, Activation, Save
 from ..ops.gated_linear.projections import mlp as separate_mlp
 from ..ops.gated_linear.projections import stacked_mlp
 
@@ -114,8 +115,12 @@ def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save =
         save: what a gated MLP keeps for backward, as in `fusewise.gated_mlp`.
 
     Raises:
-        ValueError: the model, or a part of it, is patched already.
+        TypeError: the model is no module.
+        ValueError: the model, or a part of it, is patched already, or there is no such `save`.
     """
+    if not isinstance(model, nn.Module):
+        fail("patch", "model", "be a torch.nn.Module", type(model).__name__, "pass the loaded model", TypeError)
+    check_one_of("patch", "save", save, SAVES)
     forwards: dict[str, tuple[nn.Module, Forward]] = {}
     replaced: list[Replaced] = []
     left: list[Left] = []

@@ -1,4 +1,4 @@
-"""What ends work that leaves something behind: processes, temporary files, a report that is not written."""
+"""SIGTERM as Ctrl-C: work that has processes to stop, temporary files to remove or a report to write ends in good order."""
 
 from __future__ import annotations
 

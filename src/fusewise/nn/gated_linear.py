@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, check_one_of
 from ..ops.gated_linear import gated_linear
-from ..ops.gated_linear._problem import ACTIVATIONS, Activation, Save
+from ..ops.gated_linear._problem import ACTIVATIONS, SAVES, Activation, Save
 from ..ops.gated_linear.projections import mlp
 
 
@@ -24,6 +24,9 @@ class GatedLinear(nn.Module):
 
     The parameters are those of `nn.Linear(in_features, 2 * out_features)`: `weight` (2F, D) and `bias` (2F,), made
     likewise, so that its state_dict loads.
+
+    Raises:
+        ValueError: at construction for an unknown activation or save; at a call as `fusewise.gated_linear`.
 
     Example:
         >>> y = GatedLinear(64, 128, activation="gelu_tanh")(torch.randn(4, 16, 64))  # (4, 16, 128)
@@ -47,6 +50,7 @@ class GatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("GatedLinear", "activation", activation, ACTIVATIONS)
+        check_one_of("GatedLinear", "save", save, SAVES)
         self.in_features = check_count("GatedLinear", "in_features", in_features)
         self.out_features = check_count("GatedLinear", "out_features", out_features)
         self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
@@ -82,6 +86,9 @@ class GatedMLP(nn.Module):
     and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP loads. One that is replaced by another
     kind of module (LoRA, quantised) or gets hooks is called as it is, and of the unit only the gate is fused.
 
+    Raises:
+        ValueError: at construction for an unknown activation or save; at a call as `fusewise.gated_mlp`.
+
     Example:
         >>> z = GatedMLP(64, 128, activation="silu")(torch.randn(4, 16, 64))  # (4, 16, 64)
     """
@@ -100,6 +107,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("GatedMLP", "activation", activation, ACTIVATIONS)
+        check_one_of("GatedMLP", "save", save, SAVES)
         for name, count in (("features", features), ("hidden", hidden)):
             check_count("GatedMLP", name, count)
         self.activation, self.save, self.impl = activation, save, impl

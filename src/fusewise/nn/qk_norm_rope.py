@@ -22,7 +22,11 @@ class QKNormRope(nn.Module):
         eps, weight_offset, norm, impl: as in `fusewise.qk_norm_rope`.
         device, dtype: of the parameters.
 
-    The parameters `q_weight` and `k_weight` are made such that weight + weight_offset is 1.
+    The parameters `q_weight` and `k_weight` are made such that weight + weight_offset is 1: (D,) each, or for `norm="all"`
+    (H · D,) and (KV · D,), D the head_dim of `rotary`.
+
+    Raises:
+        TypeError, ValueError: at construction `QKNormRope: …` for its own options; at a call as `fusewise.qk_norm_rope`.
 
     Example:
         >>> attend = QKNormRope(RotaryEmbedding(64, base=1000000.0))
@@ -46,9 +50,10 @@ class QKNormRope(nn.Module):
     ) -> None:
         super().__init__()
         check_one_of("QKNormRope", "norm", norm, OVERS)
-        check_number("QKNormRope", "weight_offset", weight_offset, "pass the model's weight_offset")
-        fits = heads is None if norm == "head" else isinstance(heads, (tuple, list)) and len(heads) == 2
-        if not fits:
+        for option, value in (("eps", eps), ("weight_offset", weight_offset)):
+            check_number("QKNormRope", option, value, f"pass the model's {option}")
+        both = isinstance(heads, (tuple, list)) and len(heads) == 2
+        if not (heads is None if norm == "head" else both):
             wanted = "be None" if norm == "head" else "be (heads of q, heads of k)"
             raise ValueError(
                 f'QKNormRope: heads must {wanted} for norm="{norm}", got {heads!r}; pass it for "all" alone'

@@ -40,6 +40,10 @@ class RotaryEmbedding(nn.Module):
 
     Under torch.compile the default, "inv_freq", neither breaks the graph nor recompiles while the length varies.
 
+    Raises:
+        TypeError, ValueError: at construction `RotaryEmbedding: …` for options and sizes and `rope_tables: …` for the
+            frequencies; at a call as `fusewise.rope`.
+
     Example:
         >>> rotary = RotaryEmbedding(64, base=500000.0)
         >>> q, k = rotary(torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64))

@@ -2,9 +2,9 @@
 
 An operation is a folder whose `reference.py` serves everything; each other implementation is a module `_<name>` in it
 with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32, from float32,
-bfloat16 and float16 unless their `DTYPES` are fewer. What an implementation serves of these it may leave to the next one
-for the sake of the tensors: it has `refuses(...)` then, with what the operation tells it of them. And one that has not all
-that the operation may need names another for the rest.
+bfloat16 and float16 unless their `DTYPES` are fewer. An implementation may leave tensors that it could serve to the next
+one: it then has `refuses(...)`. One that lacks some functions of the operation names another implementation for those.
+Both are asked for by the operation itself (`gated_linear/_op.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from .._shared import build, cuda
-from ._common import check_one_of, fail
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from ._common import KERNEL_FLOATS, check_one_of, dtype_name, fail
 
 
 class Choice:
@@ -46,17 +44,15 @@ class Choice:
         """Why `impl` cannot serve tensors of this device and dtype, or None if it can."""
         if impl == "reference":
             return None
-        if dtype not in FLOATS:
-            name = str(dtype).removeprefix("torch.")
-            return f"{impl} computes in float32 and takes float32, bfloat16 and float16, not {name}"
+        if dtype not in KERNEL_FLOATS:
+            return f"{impl} computes in float32 and takes float32, bfloat16 and float16, not {dtype_name(dtype)}"
         try:
             module = self.implementation(impl)
         except ImportError as error:
             return f"{impl} cannot be imported: {error}"
-        dtypes = getattr(module, "DTYPES", FLOATS)
+        dtypes = getattr(module, "DTYPES", KERNEL_FLOATS)
         if dtype not in dtypes:
-            takes, given = (str(x).replace("torch.", "") for x in (" and ".join(map(str, dtypes)), dtype))
-            return f"{impl} takes {takes}, not {given}"
+            return f"{impl} takes {' and '.join(map(dtype_name, dtypes))}, not {dtype_name(dtype)}"
         reason: str | None = module.unavailable(device_type)
         return reason
 
@@ -95,7 +91,7 @@ class Choice:
         except build.BuildError as error:
             return str(error)
         # The library is there, so this only loads it.
-        return self.unavailable("cuda", "cuda", FLOATS[0])
+        return self.unavailable("cuda", "cuda", KERNEL_FLOATS[0])
 
     def check(self, op: str, x: Tensor, impl: object) -> None:
         """Whether `impl` is "auto" or can serve x."""

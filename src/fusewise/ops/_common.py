@@ -1,4 +1,4 @@
-"""What the operations have in common: the form of their errors, what they ask autograd, and two small facts of tensors."""
+"""What all operations share: the form of their errors, checks of plain arguments, and questions to autograd and of tensors."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import torch
 from torch import Tensor
 
 MAX_POSITION = 2**31 - 1
-MAX_NUMBER = 3.4028234663852886e38  # of float32
+KERNEL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels compute from, in float32
+FLOATS = (*KERNEL_FLOATS, torch.float64)  # what the operations take: float64 is the reference's
+MAX_NUMBER = 3.4028234663852886e38  # the largest of float32
 
 traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
 
 
 def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise an error in the one form that all have: what an argument must do, what it is, and one way to mend the call."""
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As messages and files have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> None:
-    """An option is one of these names; a string first, since an array would be compared element by element."""
+    """Check that an option is one of the allowed names. Its type is looked at first: an array would be compared with a name
+    element by element."""
     if not isinstance(value, str) or value not in allowed:
         fail(op, name, f"be one of {', '.join(allowed)}", repr(value), "choose one of them")
 
 
 def check_count(op: str, name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Check that an option is an int from `least` to `most`, and return it."""
     if not isinstance(value, int) or isinstance(value, bool):
         fail(op, name, "be an int", repr(value), "convert it", TypeError)
     if value < least:
@@ -35,7 +45,7 @@ def check_count(op: str, name: str, value: object, least: int = 1, most: int | N
 
 
 def check_number(op: str, name: str, value: object, fix: str) -> None:
-    """A finite number of float32."""
+    """Check that an option is a number, and a finite one in float32."""
     contract = "be a finite number of float32"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         fail(op, name, contract, repr(value), fix, TypeError)
@@ -44,16 +54,16 @@ def check_number(op: str, name: str, value: object, fix: str) -> None:
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode level is at work; in a trace, where `requires_grad` is not to be
-    trusted under a transform, the former."""
+    """Whether a torch.func transform or forward-mode differentiation is at work. A trace is asked for transforms alone, under
+    which its `requires_grad` is not to be trusted."""
     if torch._C._are_functorch_transforms_active():
         return True
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def wants_formula(dy: Tensor) -> bool:
-    """Whether a backward is itself to be differentiated, or given a batch of gradients at a time: then it goes through
-    a formula in functions that torch differentiates and maps. So does a gradient of zeros without memory."""
+    """Whether a backward goes through a formula, made of functions that torch differentiates and maps, and not through an
+    operator: where it is itself to be differentiated, is given a batch of gradients at once, or zeros without memory."""
     if transforms_active():
         return True
     if torch.compiler.is_compiling():
@@ -76,8 +86,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What has no such dimension, or is
-    no tensor, the operation names."""
+    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What is no tensor, or has no
+    dimension, comes back as it is, for the operation's own check to name."""
     try:
         return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     except (AttributeError, IndexError):

@@ -1,4 +1,4 @@
-"""Operators of the library `fusewise`, as every operation registers them."""
+"""How operators are registered with torch, as `torch.ops.fusewise.<name>`: one way for every operation."""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from .._shared import cache
+from ._common import KERNEL_FLOATS, dtype_name
 
 VERSION = 1
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in KERNEL_FLOATS}
 Config = TypeVar("Config")
 
 
@@ -42,7 +43,7 @@ class Key(NamedTuple):
     hidden: int
 
     def __str__(self) -> str:
-        words = f"{self.kernel} {str(self.dtype).removeprefix('torch.')} {self.rows},{self.inner},{self.hidden}"
+        words = f"{self.kernel} {dtype_name(self.dtype)} {self.rows},{self.inner},{self.hidden}"
         return f"{words} ({self.way})" if self.way else words
 
 
@@ -223,7 +224,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _to_json(key: Key) -> dict[str, Any]:
-    return {**key._asdict(), "dtype": str(key.dtype).removeprefix("torch.")}
+    return {**key._asdict(), "dtype": dtype_name(key.dtype)}
 
 
 def _key(entry: dict[str, Any]) -> Key | None:

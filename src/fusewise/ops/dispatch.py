@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ._choice import Choice
+from ._common import FLOATS, check_one_of, dtype_name, fail
 from .gated_linear import _op as _gated_linear_op
 from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
@@ -30,10 +31,11 @@ _OPERATIONS: dict[Callable[..., Any], Choice] = {
     gated_linear: _gated_linear_op.choice,
     gated_mlp: _gated_linear_op.choice,
 }
-# Of the operations where the tensors decide, too: `path`, an implementation's way for them, `refusal`, why it leaves them to the
-# next, and `cast`, what autocast makes of the arguments first.
+# For operations where the tensors decide, too, a module with `cast`, the arguments as autocast leaves them, `refusal`, why an
+# implementation leaves tensors to the next, and `path`, their way through the one that takes them.
 _PATHS: dict[str, Any] = {_gated_linear_op.choice.op: _gated_linear_path}
-# Of those where auto does not just take the first on a GPU: what it takes for a call, why, and why not another.
+# For operations where auto does not always take the first that can serve a GPU: what it takes for a call, why, and why not
+# others; None where it does take the first.
 _AUTO: dict[str, Callable[..., tuple[str, str, dict[str, str]] | None]] = {
     _rope_op.choice.op: _rope_auto.explained,
     _rope_and_cache_op.choice.op: _rope_and_cache_op.explained,
@@ -72,8 +74,9 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     RoPE with impl="auto").
 
     Raises:
-        TypeError: if `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, or q or x is
-            no tensor.
+        TypeError: `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, one is no
+            tensor that has to be, or q or x has a dtype that is served by none.
+        ValueError: `impl` does not exist, or cannot serve the tensors.
 
     Example:
         >>> q, angles = torch.randn(1, 4, 2, 64), torch.randn(4, 32)
@@ -85,51 +88,61 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     if choice is None:
         names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
         raise TypeError(f"explain_dispatch: op must be one of {names}, got {op!r}; pass the function itself")
+    check_one_of(op.__name__, "impl", impl, ("auto", *choice.names))
     paths, arguments = _PATHS.get(choice.op), _arguments(op, args, kwargs)
     if paths is not None:
         arguments = paths.cast(arguments)
     x = arguments["q"] if "q" in arguments else arguments["x"]
     device_type, dtype = x.device.type, x.dtype
-    kind = f"{str(dtype).removeprefix('torch.')} on {device_type}"
+    serves = f"{dtype_name(dtype)} on {device_type}"
     by_size = _AUTO[choice.op](arguments) if impl == "auto" and choice.op in _AUTO else None
-    left = {} if by_size is None else by_size[2]
-    reasons = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
-    chosen = impl if impl != "auto" else choice.choose(device_type, dtype) if by_size is None else by_size[0]
+    if by_size is not None:
+        chosen, reason, left = by_size
+    elif impl == "auto":
+        chosen, reason, left = choice.choose(device_type, dtype), f"the first that serves {serves}", {}
+    else:
+        chosen, reason, left = impl, "as asked", {}
+    refusals = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
     if paths is not None:
         for name in choice.able(device_type, dtype) if impl == "auto" else (impl,):
-            if reasons.get(name, "") is None:
-                chosen, reasons[name] = name, paths.refusal(name, arguments, impl == "auto")
-                if reasons[name] is None:
+            if refusals[name] is None:
+                chosen, refusals[name] = name, paths.refusal(name, arguments, impl == "auto")
+                if refusals[name] is None:
                     break
-    if chosen not in reasons or reasons[chosen] is not None:
-        why = reasons.get(chosen, "it does not exist")
-        raise ValueError(f'{op.__name__}: impl must be able to serve {kind}, got {impl!r}: {why}; use impl="auto"')
-    passed_over = {
-        name: reason
-        or (
-            f"{chosen} comes first"
-            if choice.names.index(name) > choice.names.index(chosen)
-            else f"it was not asked for; {chosen} was"
-        )
-        for name, reason in reasons.items()
-        if name != chosen
-    }
-    reason = "as asked" if impl != "auto" else f"the first that serves {kind}" if by_size is None else by_size[1]
+    if (why := refusals[chosen]) is not None:
+        raise ValueError(f'{op.__name__}: impl must be able to serve {serves}, got {impl!r}: {why}; use impl="auto"')
     path = "" if paths is None else paths.path(chosen, arguments)
-    return Dispatch(op.__name__, chosen, reason, passed_over, path)
+    return Dispatch(op.__name__, chosen, reason, _passed_over(choice.names, chosen, refusals), path)
+
+
+def _passed_over(names: tuple[str, ...], chosen: str, refusals: dict[str, str | None]) -> dict[str, str]:
+    """Why each of the others is not taken: it cannot serve the call, comes later, or was not the one asked for."""
+    place = names.index(chosen)
+    return {
+        name: refusals[name] or (f"{chosen} comes first" if i > place else f"it was not asked for; {chosen} was")
+        for i, name in enumerate(names)
+        if i != place
+    }
 
 
 def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
+    signature = inspect.signature(op)
     try:
-        call = inspect.signature(op).bind(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
             f"explain_dispatch: args must be those of a call of {op.__name__}, got {error}; pass the arguments of the call"
         ) from None
     call.apply_defaults()
+    fix = "pass the arguments of the call"
+    for name, parameter in signature.parameters.items():
+        value = call.arguments[name]
+        if parameter.annotation == "Tensor" and not isinstance(value, Tensor):
+            fail("explain_dispatch", name, "be a tensor", type(value).__name__, fix, TypeError)
     name = "q" if "q" in call.arguments else "x"
-    if not isinstance(call.arguments[name], Tensor):
-        got = type(call.arguments[name]).__name__
-        raise TypeError(f"explain_dispatch: {name} must be a tensor, got {got}; pass the arguments of the call")
+    dtype = call.arguments[name].dtype
+    if dtype not in FLOATS:
+        contract = "have dtype float32, bfloat16, float16 or float64"
+        fail("explain_dispatch", name, contract, dtype_name(dtype), fix, TypeError)
     return call.arguments

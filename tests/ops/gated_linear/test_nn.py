@@ -133,9 +133,15 @@ def test_biases_dtypes_and_devices() -> None:
     assert "activation=silu" in repr(GatedMLP(8, 8, activation="silu"))
 
 
-def test_an_unknown_activation_is_refused_at_construction() -> None:
+def test_an_unknown_option_is_refused_at_construction() -> None:
     for build in (lambda: GatedLinear(8, 8, activation="swish"), lambda: GatedMLP(8, 8, activation="swish")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"activation must be one of gelu_tanh, .*, got 'swish'"):
+            build()
+    for build in (
+        lambda: GatedLinear(4, 4, activation="silu", save="all"),  # type: ignore[arg-type]
+        lambda: GatedMLP(4, 4, activation="silu", save="all"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=r"save must be one of preact, input, got 'all'"):
             build()
 
 

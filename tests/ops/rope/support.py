@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,24 @@ class Case:
     @property
     def pairs(self) -> int:
         return (self.rotary_dim or self.head_dim) // 2
+
+
+def in_threads(work: Callable[[int], None], count: int = 4) -> None:
+    """Run `work(seed)` in several threads at once; none may fail or hang."""
+    wrong: list[BaseException] = []
+
+    def caught(seed: int) -> None:
+        try:
+            work(seed)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=caught, args=(seed,)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
 def make(case: Case, device: str = "cpu") -> Call:

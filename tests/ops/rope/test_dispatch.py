@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise._shared import build, cuda
+from fusewise._shared import build
 from fusewise.ops.rope import _auto, _host, _op
 
+from ..a_gpu import as_dispatch_sees_it
 from .support import Case, Place, assert_bits, make, make_table, require
 from .test_matrix import CASES
 
@@ -126,8 +127,9 @@ def test_a_named_implementation_never_falls_back() -> None:
     assert told.reason == "as asked"
     with pytest.raises(ValueError, match="impl must be able to serve float32 on cpu, got 'triton'"):
         fusewise.explain_dispatch(fusewise.rope, Q, impl="triton")
-    with pytest.raises(ValueError, match="got 'nosuch': it does not exist"):
-        fusewise.explain_dispatch(fusewise.rope, Q, impl="nosuch")
+    for unknown in ("nosuch", ["triton"], None):
+        with pytest.raises(ValueError, match=r"^rope: impl must be one of auto, triton, cuda, cpu, reference, got "):
+            fusewise.explain_dispatch(fusewise.rope, Q, impl=unknown)
 
 
 def test_the_operator_itself_refuses_too() -> None:
@@ -160,18 +162,7 @@ FREQUENCIES = {"inv_freq": torch.ones(64)}
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A machine with a GPU as far as dispatch looks: Triton serves, and CUDA once it is built, which is when the list that
-    is returned is empty. Nothing is compiled."""
-    missing = ["its library is not built"]
-    monkeypatch.setattr(cuda, "no_gpu", lambda _: None)
-    monkeypatch.setattr(_op.choice.implementation("cuda"), "recipe", lambda _: ())
-    monkeypatch.setattr(build, "built", lambda *_: not missing)
-    monkeypatch.setattr(_auto.choice, "choose", lambda *_: "triton")
-    monkeypatch.setattr(_auto.choice, "unavailable", lambda impl, *_: "not on a GPU" if impl == "cpu" else None)
-    monkeypatch.setattr(_auto.choice, "serving", lambda impl, *_: "triton" if impl == "auto" else impl)
-    _auto.choice.unready.cache_clear()
-    yield missing
-    _auto.choice.unready.cache_clear()
+    yield from as_dispatch_sees_it(_op.choice, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +221,10 @@ def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
         fusewise.explain_dispatch(fusewise.rope)
     with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a tensor, got list; pass"):
         fusewise.explain_dispatch(fusewise.rope, [1.0], positions=torch.arange(4))
+    with pytest.raises(TypeError, match=r"^explain_dispatch: weight must be a tensor, got NoneType; pass"):
+        fusewise.explain_dispatch(fusewise.geglu_linear, torch.ones(2, 4), None)
+    with pytest.raises(TypeError, match=r"^explain_dispatch: q must have dtype float32, .*float64, got int32; pass"):
+        fusewise.explain_dispatch(fusewise.rope, Q.int(), **TABLE)
 
 
 def test_q_decides_whatever_comes_first() -> None:

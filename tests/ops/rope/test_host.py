@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from fusewise.ops.rope import _host, _op, api
 from fusewise.ops.rope._validate import DEFAULTS
 
 from .oracle import Call
-from .support import Case, Operators, Place, assert_bits, copy_of, make, make_table, require
+from .support import Case, Operators, Place, assert_bits, copy_of, in_threads, make, make_table, require
 from .test_matrix import CASES
 
 TABLE = make_table("half", 8, 2, torch.float32)
@@ -327,26 +326,16 @@ def test_outputs_that_may_not_be_written_to_are_refused_the_second_time_too() ->
 
 
 def test_threads_share_what_is_remembered() -> None:
-    wrong: list[BaseException] = []
-
     def work(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            for i in range(300):
-                x = torch.randn(1, 1 + i % 7, 2, 16, generator=generator)
-                back = fusewise.rope(fusewise.rope(x, **TABLE), **TABLE, inverse=True)
-                torch.testing.assert_close(back, x)
-                if i % 50 == 0:
-                    _host.forget()
-        except BaseException as error:
-            wrong.append(error)
+        generator = torch.Generator().manual_seed(seed)
+        for i in range(300):
+            x = torch.randn(1, 1 + i % 7, 2, 16, generator=generator)
+            back = fusewise.rope(fusewise.rope(x, **TABLE), **TABLE, inverse=True)
+            torch.testing.assert_close(back, x)
+            if i % 50 == 0:
+                _host.forget()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    in_threads(work)
 
 
 FORKED = """

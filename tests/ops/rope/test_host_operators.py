@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from fusewise.ops.rope import _host, _op, reference
 from fusewise.ops.rope._validate import DEFAULTS, validated
 
 from .oracle import Call
-from .support import Case, Place, assert_bits, copy_of, make, make_table, require
+from .support import Case, Place, assert_bits, copy_of, in_threads, make, make_table, require
 from .test_compile import OPERATORS, SPECS
 from .test_matrix import CASES
 
@@ -234,27 +233,17 @@ def test_compiled_graphs_go_past_python(past_python: Callable[[], None]) -> None
 
 
 def test_threads_share_what_is_kept() -> None:
-    wrong: list[BaseException] = []
-
     def work(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            for i in range(200):
-                x = torch.randn(1, 1 + i % 7, 2, 16, generator=generator)
-                y = operators.rope(x, *REST, "cpu", [])
-                operators.rope_(y, *REST[:6], "inverse=True", "cpu")
-                torch.testing.assert_close(y, x)
-                if i % 50 == 0:
-                    _host.forget()
-        except BaseException as error:
-            wrong.append(error)
+        generator = torch.Generator().manual_seed(seed)
+        for i in range(200):
+            x = torch.randn(1, 1 + i % 7, 2, 16, generator=generator)
+            y = operators.rope(x, *REST, "cpu", [])
+            operators.rope_(y, *REST[:6], "inverse=True", "cpu")
+            torch.testing.assert_close(y, x)
+            if i % 50 == 0:
+                _host.forget()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    in_threads(work)
 
 
 FRESH = """

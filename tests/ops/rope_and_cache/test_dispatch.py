@@ -10,26 +10,16 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise._shared import build, cuda
 from fusewise.ops.rope_and_cache import _op
+
+from ..a_gpu import as_dispatch_sees_it
 
 TABLES = {"cos_sin": (9000, 64), "angles": (9000, 32), "inv_freq": (32,)}
 
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A machine with a GPU as far as dispatch looks: Triton serves, and CUDA once it is built, which is when the list that
-    is returned is empty. Nothing is compiled."""
-    missing = ["its library is not built"]
-    monkeypatch.setattr(cuda, "no_gpu", lambda _: None)
-    monkeypatch.setattr(_op.choice.implementation("cuda"), "recipe", lambda _: ())
-    monkeypatch.setattr(build, "built", lambda *_: not missing)
-    monkeypatch.setattr(_op.choice, "choose", lambda *_: "triton")
-    monkeypatch.setattr(_op.choice, "unavailable", lambda *_: None)
-    monkeypatch.setattr(_op.choice, "serving", lambda impl, *_: "triton" if impl == "auto" else impl)
-    _op.choice.unready.cache_clear()
-    yield missing
-    _op.choice.unready.cache_clear()
+    yield from as_dispatch_sees_it(_op.choice, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ def _products_apart(
     ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
     parts: list[Tensor], dbias: Tensor, spec: Spec,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`backward_products` of du and dg in two tensors, which `parts` alone holds. du goes once the value's gradient is
-    there, before that of a weight with both halves is allocated: at most dx and half of dW are there beside both."""
+    """`backward_products` where du and dg are two tensors. `parts` alone holds them, so that each is freed after its last
+    product, du before a gradient with both halves is allocated: at most dx and half of dW are there beside both."""
     wants = ctx.needs_input_grad
     ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     halves = Halves.of(spec, weight, weight_gate)

@@ -1,4 +1,5 @@
-"""How the elementwise kernels of the gate are launched, those in Triton and those in Gluon. Neither imports the other."""
+"""Configurations of the gate's elementwise kernels, which the implementations in Triton and in Gluon share without importing
+each other."""
 
 from __future__ import annotations
 

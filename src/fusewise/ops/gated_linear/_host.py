@@ -1,4 +1,4 @@
-"""The quick way for a call of `gated_linear` or `geglu_linear` that makes y alone on a CPU: `host.cpp`.
+"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone on a CPU, taken by `host.cpp`.
 
 Where it cannot be built, or is not, and for every call that is not of that kind, Python serves: slower, no different.
 """

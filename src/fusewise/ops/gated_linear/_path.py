@@ -1,6 +1,5 @@
-"""Which way through an implementation a call takes: what `explain_dispatch` says beyond device and dtype.
-
-A path within an implementation, or, where it refuses the tensors, past it.
+"""What `explain_dispatch` says of a call of the gated linear unit beyond device and dtype: the path that its tensors take
+through an implementation, or why an implementation leaves them to the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matrix products beside the operators, by the platform's library, on rows that it multiplies fast. Torch only.
+"""Matrix products of the backward and of MLPs by the platform's library, on rows that it multiplies fast. Torch only.
 
 On NVIDIA's GPUs a product of 16-bit matrices of which one has rows that are no multiples of 16 bytes takes 2.5 to 6 times as
 long. With rows enough to pay for it, operands are copied to memory whose rows are, with zeros to the next multiple of eight
@@ -42,7 +42,7 @@ def room(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def whole_room(like: Tensor, rows: int, columns: int) -> Tensor:
-    """The same with what is behind each row, which is zero."""
+    """Memory for a matrix whose rows go on, as zeros, to the end of their last line: those columns are there, too."""
     whole = room(like, rows, -(-columns // LINE) * LINE)
     whole[:, columns:].zero_()
     return whole
@@ -60,7 +60,7 @@ def brought(x: Tensor) -> Tensor:
 
 
 def each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor | None]:
-    """`of` those that are there."""
+    """`of(x)` for each tensor, None for each None."""
     return (None if x is None else of(x) for x in xs)
 
 
@@ -75,12 +75,12 @@ def padded(x: Tensor, rows: int | None = None) -> Tensor:
 
 
 def operand(x_MD: Tensor) -> Tensor:
-    """x as a product takes it, for several of them."""
+    """x, padded where products with it are worth that: for a caller that takes several."""
     return padded(x_MD) if pads(x_MD) else x_MD
 
 
 def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> Tensor:
-    """part · weight, added to `total`, which is then the result; maybe wider than the weight."""
+    """part · weight, added to `total` if there is one. The result may have columns behind those of the weight: see `cropped`."""
     if pads(part_MF):
         part_MF = padded(part_MF)
         weight_FD = padded(weight_FD, part_MF.shape[1])
@@ -88,7 +88,7 @@ def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> 
 
 
 def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tensor:
-    """partᵀ · x; maybe larger than (F, D), but not in `to`, which is then the result."""
+    """partᵀ · x, in `to` if that is given; else the result may be larger than (F, D): see `cropped`."""
     if pads(x_MD):
         part_MF, x_MD = padded(part_MF), padded(x_MD)
     if to is None or to.shape != (part_MF.shape[1], x_MD.shape[1]):
@@ -98,7 +98,7 @@ def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tenso
 
 
 def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`."""
+    """`functional.linear`, of padded operands where they are worth it."""
     if not pads(y_MF):
         return functional.linear(y_MF, weight, bias)
     missing = -weight.shape[0] % COLUMN_MULTIPLE
@@ -110,12 +110,12 @@ def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def cropped(made: Tensor, rows: int, columns: int) -> Tensor:
-    """The first rows and columns, contiguous."""
+    """The first rows and columns of a product, contiguous: itself where it has no more."""
     return made if made.shape == (rows, columns) else put(made, made.new_empty((rows, columns)))
 
 
 def put(made: Tensor, to: Tensor) -> Tensor:
-    """`to`, holding the first rows and columns."""
+    """Copy the first rows and columns of a product into `to`, and return that."""
     op_copy_(made, to)
     return to
 

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import check_one_of, fail
+from .._common import FLOATS, check_one_of, dtype_name, fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Calls that passed validation, by everything but the values of tensors: the encoded spec. The bound is there only against
 # a leak.
@@ -116,7 +114,12 @@ def check_features(op: str, name: str, x: Any) -> None:
     check_tensor(op, name, x)
     if x.dtype not in FLOATS:
         fail(
-            op, name, "have dtype float32, bfloat16, float16 or float64", _dtype(x), f"convert {name} first", TypeError
+            op,
+            name,
+            "have dtype float32, bfloat16, float16 or float64",
+            dtype_name(x.dtype),
+            f"convert {name} first",
+            TypeError,
         )
     if x.dim() < 1 or x.shape[-1] < 1:
         fail(op, name, "have at least one feature, (..., D)", tuple(x.shape), "pass the features in the last dimension")
@@ -138,9 +141,9 @@ def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
         fail(
             op,
             name,
-            f"have the dtype of x, {_dtype(x)}",
-            _dtype(value),
-            f"call {name}.to(torch.{_dtype(x)})",
+            f"have the dtype of x, {dtype_name(x.dtype)}",
+            dtype_name(value.dtype),
+            f"call {name}.to(torch.{dtype_name(x.dtype)})",
             TypeError,
         )
     if value.device != x.device:
@@ -194,10 +197,6 @@ def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tens
     _check_matrix(op, names[0], weight, hidden, False, "as many columns as there are gated features, F")
     if bias is not None:
         _check_bias(op, names[1], bias, weight.shape[0], x)
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _what(x: Tensor) -> str:

@@ -143,10 +143,10 @@ def gated_mlp(
         x, activation, save, impl: as in `gated_linear`.
         w_gate, w_up: (F, D) each, with biases b_gate and b_up (F,), both or none. Or w_up None and both in w_gate, in
             `layout`, the gate first unless `gate_first=False` (Phi-3's gate_up_proj), with b_gate for both.
-        w_down: (OUT, F), with bias b_down (OUT,) or None.
+        w_down: (O, F), with bias b_down (O,) or None.
 
     Returns:
-        z (..., OUT), in the dtype of x. y is rounded to that dtype between the two.
+        z (..., O), in the dtype of x. y is rounded to that dtype between the two.
 
     Memory: forward y and z; held for backward the pre-activations, 2F elements a row, or nothing with `save="input"`.
     Backward needs, beside the gradients that it returns, those 2F and y.

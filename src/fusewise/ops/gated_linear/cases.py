@@ -6,7 +6,7 @@
 Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
 `geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-batches` (some of them with
 160 to 512 rows), `geglu-shapes` (one shape, and the same with a size that no tile divides or no 16 bytes align),
-`geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, OUT
+`geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, O
 behind a down projection.
 """
 
@@ -35,7 +35,7 @@ class GatedInputs:
     operands: tuple[Tensor, ...]  # x, weight (2F, D), then bias (2F,) where the case has one
     gradients: tuple[Tensor, ...]  # dy (M, F)
     kwargs: dict[str, Any]  # keyword arguments of `gated_linear`
-    w_down: Tensor | None  # (OUT, F), for an MLP
+    w_down: Tensor | None  # (O, F), for an MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class GatedCase:
     activation: Activation = "gelu_tanh"
     bias: bool = False
     gate_first: bool = False
-    out: int = 0  # features behind the down projection of the model's MLP; 0: it has none
+    out: int = 0  # O, features behind the down projection of the model's MLP; 0: it has none
     dtypes: tuple[str, ...] = ("bf16",)
     passes: tuple[Pass, ...] = ("fwd", "fwd+bwd")
     regime: Literal["train", "prefill", "decode", "sweep"] = "sweep"

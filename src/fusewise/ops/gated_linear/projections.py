@@ -40,7 +40,7 @@ def mlp(
     x: Tensor, gate: Any, up: Any, down: Any, *, activation: Activation, save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """down(up(x) · act(gate(x))) of three modules."""
+    """down(up(x) · act(gate(x))) of three modules, x (..., D); activation, save and impl as in `gated_mlp`."""
     fused = is_plain(gate, up) and (gate.bias is None) == (up.bias is None)
     if fused and is_plain(down):
         return gated_mlp(
@@ -61,7 +61,7 @@ def stacked_mlp(
     x: Tensor, both: Any, down: Any, *, activation: Activation, gate_first: bool, save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """The same of one projection that makes value and gate side by side."""
+    """The same where one projection, `both`, makes value and gate side by side: (..., 2F), the gate first if `gate_first`."""
     if is_plain(both, down):
         return gated_mlp(
             x, _weight(both), None, _weight(down), b_gate=both.bias, b_down=down.bias, gate_first=gate_first,
@@ -74,7 +74,7 @@ def stacked_mlp(
 def stacked(
     x: Tensor, both: Any, *, activation: Activation, gate_first: bool, save: Save = "preact", impl: str = "auto"
 ) -> Tensor:
-    """Both halves of one projection and the gate, without a projection down."""
+    """value · act(gate), (..., F), of the two halves that one projection, `both`, makes of x (..., D)."""
     if is_plain(both):
         return gated_linear(
             x, _weight(both), both.bias, activation=activation, gate_first=gate_first, save=save, impl=impl

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import check_number, check_one_of, fail
-from ..rope._validate import FLOATS, check_tensor, shape_of, validated_as_far
+from .._common import FLOATS, check_number, check_one_of, fail
+from ..rope._validate import check_tensor, shape_of, validated_as_far
 from ._op import choice
 from ._problem import OVERS, Norm
 

@@ -1,4 +1,4 @@
-"""The public function: what it computes, what it accepts, and one validation for all implementations."""
+"""The public function `qk_norm_rope`: what it computes, what it accepts, and one validation for all implementations."""
 
 from __future__ import annotations
 

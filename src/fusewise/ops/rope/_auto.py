@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ..._shared import build
-from .._choice import FLOATS, Choice
+from .._choice import Choice
+from .._common import KERNEL_FLOATS
 from ._problem import Spec
 
 # In order of preference. Each has `launch(xs, ys, rotation)`, which writes the rotation of every x into its
@@ -34,7 +35,7 @@ COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in 
 def serving(impl: str, xs: tuple[Tensor, ...], spec: str) -> Any:
     """The module that serves a call on xs with `impl`, which may be "auto". A named one is taken or refused."""
     x = xs[0]
-    if impl == "auto" and x.device.type == "cuda" and x.dtype in FLOATS:
+    if impl == "auto" and x.device.type == "cuda" and x.dtype in KERNEL_FLOATS:
         impl = "auto" if _passes_cuda_over(xs, Spec.decode(spec).table) else "cuda"
     return choice.serving(impl, x.device.type, x.dtype)
 
@@ -58,7 +59,7 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     """What auto takes for a call on a GPU, `arguments` those of `rope` by name: the implementation, why, and why not Triton
     or CUDA. None where the order of preference says all."""
     xs = tuple(arguments[name] for name in ("q", "k") if isinstance(arguments[name], Tensor))
-    if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in FLOATS:
+    if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None
     reason = _passes_cuda_over(xs, table_of(arguments))
     if reason is None:

@@ -1,10 +1,10 @@
-"""The quick way for a call of `rope`, `rope_` or `rope_and_cache_` that has been before: `host.cpp`, and what it is told.
+"""The quick way on the host: repeated calls of `rope`, `rope_` and `rope_and_cache_` taken by the extension in `host.cpp`.
 
     done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
     _host.remember(_host.NEW, arguments, call, reach, out)      # after the first
 
-A repeated call needs no Python between its arguments and its launch, and so it is for the operators, which graphs of
-torch.compile call: once the extension is loaded it serves them, too. Where it cannot be built (no compiler, no headers of
+A repeated call runs no Python between its arguments and its launch. Once the extension is loaded it also serves the
+operators, which graphs of torch.compile call. Where it cannot be built (no compiler, no headers of
 Python), and for implementations that are not native code, every call goes through Python: slower, no different.
 """
 

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import MAX_POSITION, check_number, check_one_of, fail
+from .._common import FLOATS, KERNEL_FLOATS, MAX_POSITION, check_number, check_one_of, dtype_name, fail
 from ._op import choice
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
 MAX_HEAD_DIM = 512
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTS = (torch.int32, torch.int64)
 
 
 def dtype_of(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return dtype_name(x.dtype)
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
@@ -139,7 +138,7 @@ def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], de
     if not isinstance(x, Tensor):
         fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
     if x.dtype not in dtypes:
-        *others, last = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        *others, last = map(dtype_name, dtypes)
         kinds = f"{', '.join(others)} or {last}" if others else last
         fail(op, name, f"have dtype {kinds}", dtype_of(x), f"convert it with .to({dtypes[0]})", TypeError)
     if x.layout != torch.strided or x.is_nested:
@@ -295,7 +294,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         have = [name for name in ("cos", "sin", "cos_sin", "angles", "inv_freq") if a[name] is not None]
         contract = "be exactly one of cos and sin, cos_sin, angles, inv_freq"
         fail(op, "the table", contract, " and ".join(have) or "none of them", "pass one of the four")
-    dtypes = FLOATS if q.dtype == torch.float64 else FLOATS[:3]
+    dtypes = FLOATS if q.dtype == torch.float64 else KERNEL_FLOATS
     for name in ("sin", *given):
         table = a[name]
         if table is None:

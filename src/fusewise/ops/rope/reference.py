@@ -47,7 +47,7 @@ def rotate(problem: Problem) -> list[Tensor]:
     cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
     results = []
     for operand in problem.operands:
-        x_BTHD = _to_bthd(operand.x, problem.spec)
+        x_BTHD = to_bthd(operand.x, problem.spec)
         width = 2 * problem.pairs
         before, rotated, after = x_BTHD.split([operand.start, width, operand.head_dim - operand.start - width], dim=-1)
         halves = _unpair(rotated, problem.spec.pairs_in)
@@ -142,7 +142,8 @@ def section_axes(spec: Spec) -> Tensor:
     return torch.where(pair < 3 * torch.tensor([t, h, w], device="cpu")[axis], axis, 0)
 
 
-def _to_bthd(x: Tensor, spec: Spec) -> Tensor:
+def to_bthd(x: Tensor, spec: Spec) -> Tensor:
+    """x of any layout seen as (B, T, H, D), no copy."""
     return {
         "bshd": lambda: x,
         "sbhd": lambda: x.transpose(0, 1),

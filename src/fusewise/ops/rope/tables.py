@@ -8,7 +8,8 @@ keys as keyword arguments: `default`, `linear`, `dynamic`, `yarn`, `longrope`, `
 are multiplied with (`attention_scaling`; 1.0 except for yarn and longrope). Everything is computed in float64 and rounded
 once. P = rotary_dim / 2 rotated pairs, R table rows.
 
-Nothing is cached: a caller that needs a table twice keeps it, as `fusewise.nn.RotaryEmbedding` does.
+A value of another type is a TypeError and one outside its range a ValueError, `rope_tables: <argument> must <contract>, got
+<value>; <one fix>`. Nothing is cached: a caller that needs a table twice keeps it, as `fusewise.nn.RotaryEmbedding` does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def default(*, rotary_dim: int, base: float = 10000.0) -> Frequencies:
 
 
 def linear(*, rotary_dim: int, base: float = 10000.0, factor: float) -> Frequencies:
-    """inv_freq[i] = base^(-2i / rotary_dim) / factor, scaling 1: position interpolation (arXiv:2306.15595)."""
+    """inv_freq[i] = base^(-2i / rotary_dim) / factor, scaling 1: position interpolation (arXiv:2306.15595); factor above 0."""
     return (_inverse_powers(rotary_dim, base) / _number("factor", factor, above=0)).float(), 1.0
 
 

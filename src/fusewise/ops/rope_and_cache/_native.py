@@ -1,4 +1,4 @@
-"""A call packed for native code: `CachePlan` and `CacheCall` of `plan.h`, in the same order."""
+"""A call of `rope_and_cache_` packed for native code: `CachePlan` and `CacheCall` of `plan.h`, in the same order."""
 
 from __future__ import annotations
 

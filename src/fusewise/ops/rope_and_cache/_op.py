@@ -1,4 +1,4 @@
-"""The registered operators and their dispatch to an implementation. Torch only; for inference, so no autograd."""
+"""The registered operators of `rope_and_cache_` and their dispatch. Torch only; for inference, so no autograd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._shared import build
-from .._choice import FLOATS, Choice
+from .._choice import Choice
+from .._common import KERNEL_FLOATS
 from .._register import copies_wrongly, register
 from ..rope import _host
 from ..rope._auto import COMPUTED_ANGLES, table_of
@@ -27,7 +28,7 @@ _CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots
 
 def serving(impl: str, q: Tensor, spec: str) -> Any:
     """The module that serves a call with `impl`, which may be "auto". A named one is taken or refused."""
-    if impl == "auto" and q.device.type == "cuda" and q.dtype in FLOATS:
+    if impl == "auto" and q.device.type == "cuda" and q.dtype in KERNEL_FLOATS:
         impl = "auto" if _passes_cuda_over(Spec.decode(spec).table) else "cuda"
     return choice.serving(impl, q.device.type, q.dtype)
 
@@ -43,7 +44,7 @@ def _passes_cuda_over(table: str) -> str | None:
 def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
     """As `explained` of RoPE's `_auto`, for the arguments of `rope_and_cache_`."""
     q = arguments["q"]
-    if q.device.type != "cuda" or q.dtype not in FLOATS:
+    if q.device.type != "cuda" or q.dtype not in KERNEL_FLOATS:
         return None
     reason = _passes_cuda_over(table_of(arguments))
     if reason is None:

@@ -1,4 +1,4 @@
-"""One call, normalised: the rotation of `..rope._problem`, and where k and v go in their caches.
+"""One call of `rope_and_cache_`, normalised: the rotation of `..rope._problem`, and where k and v go in their caches.
 
 Shape legend: B batch, T tokens of a sequence, H heads of k and v, D features of a head, N blocks of the cache, S slots of
 a block. Slot s of the cache is entry s % S of block s // S.

@@ -1,4 +1,4 @@
-"""The Triton implementation: tiles, the arguments of the kernel in `_triton_kernel.py`, and its launch."""
+"""`rope_and_cache_` in Triton: tiles, the arguments of the kernel in `_triton_kernel.py`, and its launch."""
 
 from __future__ import annotations
 

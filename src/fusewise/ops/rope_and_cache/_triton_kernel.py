@@ -1,4 +1,4 @@
-"""The device code in Triton: q and k rotated in place, k and v into their caches, one kernel.
+"""The device code of `rope_and_cache_` in Triton: q and k rotated in place, k and v into their caches, one kernel.
 
 Shape legend: T tokens of all batch entries, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H
 heads of one of q, k and v. Read once: x, the table rows, positions and slots of a tile; written once: what the call writes.
@@ -41,7 +41,7 @@ class Form(NamedTuple):
     BLOCK_P: Any
     INTERLEAVED_IN: Any
     INTERLEAVED_OUT: Any
-    PLACES: Any  # "slots", "table" or "contiguous"
+    PLACES: Any  # "slots"; "table"; or "own": every sequence has one block, its own
     SEQUENCE_IS_TOKEN: Any
     UNIT: Any  # of the strides
 

@@ -1,4 +1,4 @@
-"""What a call must satisfy: that of `rope` for q, k and the table, and here for v, the caches and where k and v go.
+"""What a call of `rope_and_cache_` must satisfy: that of `rope` for q, k and the table, and here for v, the caches and where k and v go.
 
 Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
 """

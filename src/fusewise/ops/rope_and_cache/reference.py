@@ -1,4 +1,5 @@
-"""The specification in plain torch, on any device, in float64 if the tensors are; every kernel is held against it."""
+"""The specification of `rope_and_cache_` in plain torch, on any device, in float64 if the tensors are; every kernel is held
+against it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..rope import reference as rotation
-from ..rope._problem import Problem
 from ._problem import CacheProblem
 
 
@@ -21,7 +21,7 @@ def launch(*arguments: Any) -> None:
     q_rotated, k_rotated = rotation.rotate(problem.rotation)
     slots_BT = token_slots(problem)
     for cache, x in ((problem.key_cache, k_rotated), (problem.value_cache, problem.v)):
-        _write(cache, _to_bthd(x, problem.rotation), slots_BT)
+        _write(cache, rotation.to_bthd(x, problem.rotation.spec), slots_BT)
     q.copy_(q_rotated)
     if problem.write_k:
         k.copy_(k_rotated)
@@ -69,7 +69,3 @@ def _write(cache: Tensor, x_BTHD: Tensor, slots_BT: Tensor) -> None:
     there = slots_BT >= 0
     slots, size = slots_BT[there], max(cache.shape[1], 1)
     cache[slots // size, slots % size] = x_BTHD[there]
-
-
-def _to_bthd(x: Tensor, of: Problem) -> Tensor:
-    return rotation._to_bthd(x, of.spec)

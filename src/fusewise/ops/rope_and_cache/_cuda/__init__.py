@@ -1,5 +1,5 @@
-"""The CUDA kernels in `rope_and_cache.cu` and `direct.cuh`, on the headers of RoPE's, and their launcher; built and kept as
-RoPE's are."""
+"""`rope_and_cache_` in CUDA C++: the kernels in `rope_and_cache.cu` and `direct.cuh`, with headers of RoPE's, and their
+launcher; built and kept as RoPE's are."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""What tests and benchmarks take from fusewise is there: much of it runs on a GPU alone, where a name that is gone is met late."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for folder in ("benchmarks", "learn", "tests") for path in (ROOT / folder).rglob("*.py"))
+
+
+def modules_of(tree: ast.Module) -> dict[str, ModuleType]:
+    """The modules of fusewise that a script imports, by the names that it has for them and gives to nothing else."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fusewise":
+            for alias in node.names:
+                value = getattr(importlib.import_module(node.module or ""), alias.name, None)
+                if value is None:
+                    value = importlib.import_module(f"{node.module}.{alias.name}")
+                if isinstance(value, ModuleType):
+                    found[alias.asname or alias.name] = value
+    bound = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {name: module for name, module in found.items() if name not in bound}
+
+
+def missing(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    modules = modules_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            module = modules[node.value.id]
+            if not hasattr(module, node.attr):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {module.__name__} has no {node.attr}"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=[str(path.relative_to(ROOT)) for path in SCRIPTS])
+def test_names_are_there(path: Path) -> None:
+    assert list(missing(path)) == []
