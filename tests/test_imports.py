@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"ops"},
     "integrations": {"ops", "nn", "compat"},
     "lab": {"ops", "_shared", "nn", "compat"},
-    "cli": {"lab"},
+    "native": {"ops", "_shared"},
+    "cli": {"lab", "native"},
 }
 # What the package itself offers: the operations and what explains them.
 PUBLIC = {

@@ -11,6 +11,7 @@
 
 `fusewise.nn` has modules over these, `fusewise.ops.rope.tables` the frequencies of published models, `fusewise.compat`
 the signatures of other libraries, `fusewise.integrations` and `fusewise.distributed` what other frameworks need.
+`fusewise.native.build()` compiles the native code ahead of the first call.
 """
 
 import importlib

@@ -31,7 +31,7 @@ def build(arch: str | None) -> None:
 
     The compilers are $CXX and $NVCC, or those on the PATH; the cache is $FUSEWISE_CACHE_DIR, or the user's.
     """
-    from fusewise.lab import native
+    from fusewise import native
 
     try:
         chosen = native.capabilities(tuple(name.strip() for name in (arch or "").split(",") if name.strip()))

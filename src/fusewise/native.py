@@ -1,4 +1,9 @@
-"""Native code built ahead of time, so that no first call waits for a compiler: what `fusewise build` does."""
+"""Native code built ahead of time, so that no call waits for a compiler: what `fusewise build` does, which needs the lab; this
+does not.
+
+    fusewise.native.build()          for this machine
+    fusewise.native.build("sm_90")   in an image that has nvcc and no GPU
+"""
 
 from __future__ import annotations
 
@@ -13,15 +18,16 @@ from pathlib import Path
 
 import torch
 
-from fusewise._shared import build, cuda
-from fusewise.ops.gated_linear import _cpu as gate
-from fusewise.ops.gated_linear import _cuda as gated_cuda
-from fusewise.ops.gated_linear import _host as gated_host
-from fusewise.ops.gated_linear._problem import ACTIVATIONS
-from fusewise.ops.rope import _cpu as rope
-from fusewise.ops.rope import _cuda as rope_cuda
-from fusewise.ops.rope import _host as rope_host
-from fusewise.ops.rope_and_cache import _cuda as rope_and_cache_cuda
+from ._shared import cuda
+from ._shared.build import BuildError, Recipe, built, prepared
+from .ops.gated_linear import _cpu as gate
+from .ops.gated_linear import _cuda as gated_cuda
+from .ops.gated_linear import _host as gated_host
+from .ops.gated_linear._problem import ACTIVATIONS
+from .ops.rope import _cpu as rope
+from .ops.rope import _cuda as rope_cuda
+from .ops.rope import _host as rope_host
+from .ops.rope_and_cache import _cuda as rope_and_cache_cuda
 
 Capability = tuple[int, int]
 
@@ -54,7 +60,7 @@ def capabilities(architectures: tuple[str, ...]) -> tuple[Capability, ...]:
     return tuple(found)
 
 
-def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], build.Recipe]]]:
+def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], Recipe]]]:
     """What there is to build, by name: the code for the host, and the kernels for the GPUs of this machine, in one
     library as a call looks for it, or for each of the chosen capabilities in one of its own, as a machine with GPUs of
     that kind looks for it."""
@@ -74,15 +80,29 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
                 yield name, functools.partial(gated_cuda.recipe, dtype, activation)
 
 
+def build(*architectures: str) -> list[Built]:
+    """Build all native code that is not there yet: for the CPU and the GPUs of this machine, or for GPUs by name, as "sm_90",
+    which needs nvcc and no GPU. The compilers are $CXX and $NVCC, or those on the PATH.
+
+    Raises:
+        ValueError: a name is none of a GPU that the kernels run on.
+        BuildError (a RuntimeError): something could not be built; the message has the compilers' last lines. The rest is.
+    """
+    made = list(build_all(capabilities(architectures)))
+    if missed := [f"{one.name}: {one.error}" for one in made if one.path is None]:
+        raise BuildError("\n".join(missed))
+    return made
+
+
 def build_all(chosen: tuple[Capability, ...] = ()) -> Iterator[Built]:
-    """Build what is not there yet, one after the other."""
+    """As `build`, one library after the other, whatever becomes of it."""
     for name, recipe in recipes(chosen):
         start = time.perf_counter()
         try:
             parts = recipe()
-            there = build.built(*parts)
-            path = build.prepared(*parts)
-        except build.BuildError as error:
+            there = built(*parts)
+            path = prepared(*parts)
+        except BuildError as error:
             yield Built(name, None, time.perf_counter() - start, str(error))
         else:
             yield Built(name, path, 0.0 if there else time.perf_counter() - start)
