@@ -191,7 +191,7 @@ def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
         if base is not None and base.requires_grad and base.dtype == x.dtype and base.numel() == x.numel():
             whole = base if base.is_contiguous() and x.is_contiguous() else x
     if whole is x and not _source(x).is_leaf:
-        check_followed("rope_", (x,))
+        check_followed((x,))
     rotated: Tensor = _rotate_parts_in_place(whole, x.shape, parts, call, tables_k)
     return rotated if whole is x else rotated.view(x.shape)
 

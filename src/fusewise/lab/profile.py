@@ -37,15 +37,15 @@ _PROFILER = re.compile(r"\(torch/(autograd/profiler\.py|profiler/)")
 Stacks = dict[tuple[str, ...], float]
 
 
-def capture(problem: Problem, run: Run, folder: Path, calls: int = CALLS) -> dict[str, Any]:
-    """Profile `calls` passes and write table.txt, trace.json, flame.svg, flame.folded (and flame-device.* on a GPU).
+def capture(problem: Problem, run: Run, folder: Path) -> dict[str, Any]:
+    """Profile some passes, CALLS or fewer of a large problem, and write table.txt, trace.json, flame.svg, flame.folded (and flame-device.* on a GPU).
 
     Returns {"rows": torch.profiler's table, a dict a line; "table": as text; "files": names; "calls": how many}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     before, step = passes.steps(problem, run)
     on_gpu = problem.device.type == "cuda"
-    calls = max(1, min(calls, MOST_BYTES // max(problem.bytes_min(), 1)))
+    calls = max(1, min(CALLS, MOST_BYTES // max(problem.bytes_min(), 1)))
     for _ in range(WARM_UP_CALLS):
         step(before())
     averages = _profiled(problem, before, step, calls, stacks=False).key_averages()

@@ -184,7 +184,6 @@ def ledgers(
     tasks: Sequence[Task],
     target: str,
     logs: Path,
-    told: Callable[[str], None] = lambda _: None,
     timeout: float = TIMEOUT_S,
 ) -> tuple[list[Ledger], list[Answer]]:
     """The ledgers of every provider for every task, and the answers of those that have none."""
@@ -192,7 +191,6 @@ def ledgers(
     without: list[Answer] = []
     with closing(Nursery(logs / "nursery.log")) as nursery:
         for entry in entries:
-            told(entry.name)
             requests = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
             log = logs / f"{file_name(entry.name)}.log"
             for answer in ask(entry, requests, log, timeout=timeout, nursery=nursery):

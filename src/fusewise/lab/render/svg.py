@@ -7,7 +7,7 @@ the series' colours, `ours` and `floor` what they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 44
 SERIES = 8
+LONGEST_LABEL = 36  # characters of a name beside its bar
 #: Outlines of the marks in a 10 × 10 box around 0, told apart without colour, too.
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
@@ -118,14 +119,14 @@ def frame(title: str, height: float, *parts: Markup) -> Markup:
     )
 
 
-def grid(x: Axis, y: Axis | None, height: float, x_tick: Callable[[float], str] = short, left: float = LEFT) -> Markup:
+def grid(x: Axis, y: Axis | None, height: float, left: float = LEFT) -> Markup:
     """Grid lines with labels; without a `y` only the upright ones."""
     bottom, right = height - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in x.ticks():
         at = left + x.at(tick) * (right - left)
         parts.append(el("line", x1=_n(at), x2=_n(at), y1=TOP, y2=_n(bottom), class_="grid"))
-        parts.append(el("text", x_tick(tick), x=_n(at), y=_n(bottom + 16), text_anchor="middle"))
+        parts.append(el("text", short(tick), x=_n(at), y=_n(bottom + 16), text_anchor="middle"))
     parts.append(el("text", x.label, x=_n((left + right) / 2), y=_n(bottom + 36), text_anchor="middle", class_="axis"))
     for tick in y.ticks() if y else ():
         at = bottom - (y.at(tick) if y else 0) * (bottom - TOP)
@@ -158,7 +159,6 @@ def scatter(
     *,
     joined: bool = False,
     lines: Sequence[Line] = (),
-    x_tick: Callable[[float], str] = short,
 ) -> Markup:
     """Marks over two axes, each series joined to a line if asked; `look` gives a series its number and classes."""
     height = 360.0
@@ -167,7 +167,7 @@ def scatter(
     def place(px: float, py: float) -> tuple[float, float]:
         return LEFT + x.at(px) * (right - LEFT), bottom - y.at(py) * (bottom - TOP)
 
-    parts = [grid(x, y, height, x_tick)]
+    parts = [grid(x, y, height)]
     for line in lines:
         (x0, y0), (x1, y1) = place(line.x0, line.y0), place(line.x1, line.y1)
         parts.append(el("line", x1=_n(x0), y1=_n(y0), x2=_n(x1), y2=_n(y1), class_="limit"))
@@ -194,7 +194,7 @@ def dots(
     parts = [grid(x, None, height, left=left)]
     for i, (name, marks) in enumerate(lines.items()):
         at = TOP + 22.0 * (i + 0.5)
-        parts.append(el("text", clipped(name, 36), x=_n(left - 8), y=_n(at + 4), text_anchor="end"))
+        parts.append(el("text", clipped(name), x=_n(left - 8), y=_n(at + 4), text_anchor="end"))
         parts.append(el("line", x1=_n(left), x2=WIDTH - RIGHT, y1=_n(at), y2=_n(at), class_="grid"))
         for provider, mark in marks.items():
             number, classes = look[provider]
@@ -213,7 +213,7 @@ def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]
     parts = [grid(axis, None, height, left=left)]
     for i, (name, pieces) in enumerate(bars.items()):
         top, reached = TOP + 26.0 * i + 4, 0.0
-        parts.append(el("text", clipped(name, 36), x=_n(left - 8), y=_n(top + 13), text_anchor="end"))
+        parts.append(el("text", clipped(name), x=_n(left - 8), y=_n(top + 13), text_anchor="end"))
         for j, (label, value) in enumerate(pieces):
             start, end = left + axis.at(reached) * wide, left + axis.at(reached + value) * wide
             box = el("rect", el("title", label), x=_n(start), y=_n(top), width=_n(max(0.5, end - start - 1)), height=18,
@@ -226,8 +226,9 @@ def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]
     return frame(title, height, *parts)
 
 
-def clipped(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+def clipped(text: str) -> str:
+    """A name that fits beside its bar."""
+    return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
 
 
 def _n(value: float) -> str:

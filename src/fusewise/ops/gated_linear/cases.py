@@ -180,9 +180,7 @@ _MODELS = {
 }  # fmt: skip
 
 
-def _model_case(
-    name: str, suffix: str, rows: int, regime: Literal["train", "decode"], dtypes: tuple[str, ...] = ()
-) -> GatedCase:
+def _model_case(name: str, suffix: str, rows: int, regime: Literal["train", "decode"]) -> GatedCase:
     model = _MODELS[name]
     return GatedCase(
         name=f"{name}-{suffix}",
@@ -195,7 +193,7 @@ def _model_case(
         bias=model.bias,
         gate_first=model.gate_first,
         out=model.features,
-        dtypes=dtypes or (model.dtype,),
+        dtypes=(model.dtype,),
         passes=("fwd", "fwd+bwd") if regime == "train" else ("fwd",),
     )
 

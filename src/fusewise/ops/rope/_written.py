@@ -70,26 +70,26 @@ def _places(written: tuple[Tensor, ...], read: list[Tensor]) -> tuple[Any, ...] 
     return (len(written), *places) if all(place[0] for place in places) else None
 
 
-def check_followed(op: str, xs: tuple[Tensor, ...]) -> None:
-    """Autograd must be able to follow a write into xs. Torch would find out too, but after the write."""
+def check_followed(xs: tuple[Tensor, ...]) -> None:
+    """Autograd must be able to follow what `rope_` writes into xs. Torch would find out too, but after the write."""
     if transforms_active():
         fail(
-            op,
+            "rope_",
             "q and k",
             "not be under a torch.func transform or forward mode",
             "one of them",
-            f"use {op[:-1]}",
+            "use rope",
             RuntimeError,
         )
     for name, x in zip(("q", "k"), xs, strict=False):
         if not (torch.is_grad_enabled() and x.requires_grad):
             continue
         if x.is_leaf:
-            fail(op, name, "not be a leaf that requires grad", "a leaf", f"use {op[:-1]}", RuntimeError)
+            fail("rope_", name, "not be a leaf that requires grad", "a leaf", "use rope", RuntimeError)
         if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
-            fail(op, name, "not be a view of a leaf that requires grad", "such a view", f"use {op[:-1]}", RuntimeError)
+            fail("rope_", name, "not be a view of a leaf that requires grad", "such a view", "use rope", RuntimeError)
         if x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
             fail(
-                op, name, "not be one of several views made at once, or made without gradients, where it requires grad",
-                "such a view", f"slice {name} out instead of unbind, split or chunk, or use {op[:-1]}", RuntimeError,
+                "rope_", name, "not be one of several views made at once, or made without gradients, where it requires grad",
+                "such a view", f"slice {name} out instead of unbind, split or chunk, or use rope", RuntimeError,
             )  # fmt: skip

@@ -195,7 +195,7 @@ def rope_(
             )
     else:
         tensors = (q,) if k is None else (q, k)
-        check_followed("rope_", tensors)
+        check_followed(tensors)
         check_written("rope_", tensors, options)
     _op.rotate_in_place(q, k, call)
     rotated = q if k is None else (q, k)
