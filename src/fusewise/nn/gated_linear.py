@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_one_of
+from ..ops._common import check_count, check_one_of, unit_stride
 from ..ops.gated_linear import gated_linear
 from ..ops.gated_linear._problem import ACTIVATIONS, SAVES, Activation, Save
 from ..ops.gated_linear.projections import mlp
@@ -59,8 +59,9 @@ class GatedLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        # A parametrization, or load_state_dict(assign=True), may give it transposed.
         return gated_linear(
-            x, self.weight, self.bias, activation=self.activation, gate_first=self.gate_first, save=self.save,
+            x, unit_stride(self.weight), self.bias, activation=self.activation, gate_first=self.gate_first, save=self.save,
             impl=self.impl,
         )  # fmt: skip
 

@@ -153,3 +153,20 @@ def test_sizes_are_checked_at_construction(build: Any, names: tuple[str, str]) -
         for value, words in ((0, "be at least 1, got 0"), (8.0, "be an int, got 8.0"), (None, "be an int, got None")):
             with pytest.raises((TypeError, ValueError), match=f"^{build.__name__}: {name} must {words}; "):
                 build(**{**dict.fromkeys(names, 8), name: value}, activation="silu")
+
+
+def test_a_transposed_weight_is_that_of_a_linear() -> None:
+    """That of an orthogonal parametrization is where it has more columns than rows."""
+    module = torch.nn.utils.parametrizations.orthogonal(GatedLinear(32, 8, activation="silu"))
+    assert module.weight.stride(-1) != 1
+    x = torch.randn(3, 32)
+    value, gate = functional.linear(x, module.weight, module.bias).chunk(2, -1)
+    found, usual = (
+        torch.autograd.grad(y.square().sum(), list(module.parameters()))
+        for y in (module(x), value * functional.silu(gate))
+    )
+    for a, b in zip(found, usual, strict=True):
+        torch.testing.assert_close(a, b)
+    module = GatedLinear(32, 8, bias=False, activation="silu")
+    module.load_state_dict({"weight": torch.randn(32, 16).T}, assign=True)
+    assert module(x).shape == (3, 8)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._common import unit_stride
 from ._gate import gate as gate_of_both
 from ._gate import stacked_gate
 from ._problem import Activation, Save
@@ -44,12 +45,19 @@ def mlp(
     fused = is_plain(gate, up) and (gate.bias is None) == (up.bias is None)
     if fused and is_plain(down):
         return gated_mlp(
-            x, _weight(gate), _weight(up), _weight(down), b_gate=gate.bias, b_up=up.bias, b_down=down.bias,
-            activation=activation, save=save, impl=impl,
+            x, unit_stride(gate.weight), unit_stride(up.weight), unit_stride(down.weight), b_gate=gate.bias, b_up=up.bias,
+            b_down=down.bias, activation=activation, save=save, impl=impl,
         )  # fmt: skip
     if fused:
         y = gated_linear(
-            x, _weight(up), up.bias, w_gate=_weight(gate), b_gate=gate.bias, activation=activation, save=save, impl=impl
+            x,
+            unit_stride(up.weight),
+            up.bias,
+            w_gate=unit_stride(gate.weight),
+            b_gate=gate.bias,
+            activation=activation,
+            save=save,
+            impl=impl,
         )
     else:
         y = gate_of_both(up(x), gate(x), activation, impl=impl)
@@ -64,8 +72,8 @@ def stacked_mlp(
     """The same where one projection, `both`, makes value and gate side by side: (..., 2F), the gate first if `gate_first`."""
     if is_plain(both, down):
         return gated_mlp(
-            x, _weight(both), None, _weight(down), b_gate=both.bias, b_down=down.bias, gate_first=gate_first,
-            activation=activation, save=save, impl=impl,
+            x, unit_stride(both.weight), None, unit_stride(down.weight), b_gate=both.bias, b_down=down.bias,
+            gate_first=gate_first, activation=activation, save=save, impl=impl,
         )  # fmt: skip
     z: Tensor = down(stacked(x, both, activation=activation, gate_first=gate_first, save=save, impl=impl))
     return z
@@ -77,12 +85,6 @@ def stacked(
     """value · act(gate), (..., F), of the two halves that one projection, `both`, makes of x (..., D)."""
     if is_plain(both):
         return gated_linear(
-            x, _weight(both), both.bias, activation=activation, gate_first=gate_first, save=save, impl=impl
+            x, unit_stride(both.weight), both.bias, activation=activation, gate_first=gate_first, save=save, impl=impl
         )
     return stacked_gate(both(x), activation, gate_first=gate_first, impl=impl)
-
-
-def _weight(linear: Any) -> Tensor:
-    """Its weight with contiguous features: the one copy, of a weight that was put there transposed."""
-    weight: Tensor = linear.weight
-    return weight if weight.stride(-1) == 1 or weight.shape[-1] == 1 else weight.contiguous()
