@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from lab_code_fakes import Shown
 
 import fusewise
@@ -330,6 +331,19 @@ def test_hlo_places_and_traffic() -> None:
 @pytest.mark.parametrize(("shape", "size"), [("f32[]", 4), ("pred[8]{0}", 8), ("bf16[2,3]{1,0}", 12), ("s4[3]", 2), ("f8e4m3fn[4]", 4), ("()", 0)])  # fmt: skip
 def test_hlo_shapes(shape: str, size: int) -> None:
     assert xla.size(shape) == size
+
+
+def test_what_inductor_leaves_to_pytorch_may_be_a_view() -> None:
+    def scheduled(overload: Any, read: int, written: int) -> Any:
+        return SimpleNamespace(
+            node=SimpleNamespace(op_overload=overload, python_kernel_name=f"torch.ops.{overload}"), is_extern=lambda: True,
+            get_read_write_buffer_accesses=lambda include_reads, include_writes: {"x": read if include_reads else written},
+        )  # fmt: skip
+
+    aten = torch.ops.aten
+    nodes = [scheduled(aten.view_as_real.default, 64, 0), scheduled(aten._conj.default, 64, 0), scheduled(aten.sort.default, 64, 96)]  # fmt: skip
+    kernels = inductor.traffic(SimpleNamespace(scheduler=SimpleNamespace(nodes=nodes)))
+    assert [(k.name, k.read, k.written) for k in kernels] == [("torch.ops.aten.sort.default", 64, 96)]
 
 
 def test_relax_calls() -> None:
