@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from lab_code_fakes import Shown
 
 import fusewise
@@ -16,6 +18,7 @@ from fusewise.lab.code import disassembly, graphs, inductor, locations, python, 
 from fusewise.lab.code.stage import Stage, foreign, short, tidy
 from fusewise.lab.code.worker import Server
 from fusewise.lab.ledger import Kernel
+from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 
 SOURCE = Path(fusewise.__file__).parents[1]
@@ -330,6 +333,19 @@ def test_hlo_shapes(shape: str, size: int) -> None:
     assert xla.size(shape) == size
 
 
+def test_what_inductor_leaves_to_pytorch_may_be_a_view() -> None:
+    def scheduled(overload: Any, read: int, written: int) -> Any:
+        return SimpleNamespace(
+            node=SimpleNamespace(op_overload=overload, python_kernel_name=f"torch.ops.{overload}"), is_extern=lambda: True,
+            get_read_write_buffer_accesses=lambda include_reads, include_writes: {"x": read if include_reads else written},
+        )  # fmt: skip
+
+    aten = torch.ops.aten
+    nodes = [scheduled(aten.view_as_real.default, 64, 0), scheduled(aten._conj.default, 64, 0), scheduled(aten.sort.default, 64, 96)]  # fmt: skip
+    kernels = inductor.traffic(SimpleNamespace(scheduler=SimpleNamespace(nodes=nodes)))
+    assert [(k.name, k.read, k.written) for k in kernels] == [("torch.ops.aten.sort.default", 64, 96)]
+
+
 def test_relax_calls() -> None:
     pytest.importorskip("tvm")
     from tvm import relax as tvm_relax
@@ -362,6 +378,7 @@ def test_thunder_views() -> None:
         )
 
     symbols = [
+        bound("update_aliases", [one], SimpleNamespace(name="same", shape=(), dtype=dtype)),
         bound("expand", [one], wide),
         bound("to", [wide], kept, bound("to", [wide], kept, bound("shallow_copy", [wide], kept))),
         bound("add", [wide, kept], total),
@@ -370,6 +387,15 @@ def test_thunder_views() -> None:
     held: dict[str, int] = {}
     kernels = [kernel for symbol in symbols if (kernel := thunder._kernel(symbol, held))]
     assert [(k.name, k.read, k.written) for k in kernels] == [("add", 8, 256), ("to", 256, 4)]
+
+
+def test_thunder_without_a_backward_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a function that gives back what it was given."""
+    traces = SimpleNamespace(last_traces=lambda _: [], last_backward_traces=lambda _: [])
+    monkeypatch.setitem(sys.modules, "thunder", traces)
+    monkeypatch.setattr(thunder.passes, "once", lambda *_: None)
+    problem: Any = SimpleNamespace(task=Task("gelu", "gelu-5x5", "fp32", "bwd", "cpu", 0))
+    assert thunder.traffic(problem, Run(lambda x: x)) == []
 
 
 def test_a_missing_tool_says_what_brings_it(tmp_path: Path) -> None:

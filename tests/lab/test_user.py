@@ -144,6 +144,8 @@ def test_bytes_count_what_is_distinct():
     p = problem("twice", "x=fp32[8,16]")
     assert p.bytes_min() == 2 * 512  # x read, one product written; a view of x is nothing
     assert problem("doubled", "x=fp32[8,16] strides(0,1)").bytes_min() == 16 * 4 + 512
+    assert problem("views_of_one", "x=fp32[8,16]").bytes_min() == 2 * 512  # a product, and views of that
+    assert problem("halves", "x=fp32[8,16]").bytes_min() == 2 * 512
 
 
 def test_products_of_our_own_operations_are_counted():

@@ -111,6 +111,15 @@ def twice(x):
     return y, y, x
 
 
+def views_of_one(x):
+    y = x * 2
+    return y, y.t(), y[0]
+
+
+def halves(x):
+    return (x * 2).chunk(2, -1)
+
+
 def summed(x):
     return x.sum(0)
 

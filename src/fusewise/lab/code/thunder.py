@@ -17,7 +17,7 @@ from .stage import Stage, tidy
 VIEWS = {
     "view", "reshape", "permute", "transpose", "t", "mT", "expand", "unsqueeze", "squeeze", "flatten", "unflatten",
     "getitem", "__getitem__", "select", "slice", "narrow", "chunk", "split", "unbind", "broadcast_in_dim", "expand_as", "detach",
-    "movedim", "stride_order", "shallow_copy",
+    "movedim", "stride_order", "shallow_copy", "update_aliases",
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def traffic(problem: Problem, run: Run) -> list[Kernel]:
     found: list[Kernel] = []
     held: dict[str, int] = {}
     for pass_, steps in traces.items():
-        for symbol in steps[-1].bound_symbols:
+        for symbol in steps[-1].bound_symbols if steps else ():  # a gradient that is the one given has no trace
             kernel = _kernel(symbol, held)
             if kernel is None:
                 continue

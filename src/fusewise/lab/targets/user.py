@@ -218,12 +218,7 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
-        # a view of an input is nothing written, and what is returned twice is written once
-        views = {x.untyped_storage().data_ptr() for x in leaves}
-        written = {
-            (y.data_ptr(), y.shape, y.stride()): y for y in outputs if y.untyped_storage().data_ptr() not in views
-        }
-        self.output_bytes = sum(map(extent, written.values()))
+        self.output_bytes = _written(outputs, leaves)
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
@@ -250,9 +245,7 @@ class UserProblem(Problem):
             here = self.gradients(outputs, leaves, self.upstream)
         # what a backward computes once more, to hold less, is not needed
         self.gradient_flops = min(int(counter.get_total_flops()), 2 * self.flops)
-        views = {g.untyped_storage().data_ptr() for g in self.upstream if g is not None}
-        written = {(g.data_ptr(), g.shape, g.stride()): g for g in here if g.untyped_storage().data_ptr() not in views}
-        self.gradient_bytes = sum(map(extent, written.values()))
+        self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
         moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
         others = self.eager(moved)
         if _shapes(others) != self.shapes:
@@ -330,6 +323,18 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
     """The tensors in whatever a function returns, in the order of its structure."""
     return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
+
+
+def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
+    """Bytes that are there once the tensors are and `read` were: a view of these is nothing written, and what several have in
+    common is written once."""
+    memory = {x.untyped_storage().data_ptr() for x in read}
+    found: dict[int, int] = {}
+    for y in {(y.data_ptr(), y.shape, y.stride()): y for y in tensors}.values():
+        storage = y.untyped_storage()
+        if storage.data_ptr() not in memory:
+            found[storage.data_ptr()] = min(found.get(storage.data_ptr(), 0) + extent(y), storage.nbytes())
+    return sum(found.values())
 
 
 def _register_flop_formulas() -> None:
