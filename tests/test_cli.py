@@ -31,6 +31,13 @@ def test_version_and_help():
     assert f"TARGET is {', '.join(BUILT_IN)}, one of" in " ".join(study.split())
 
 
+@pytest.mark.parametrize("verb", sorted(cli.commands))
+def test_every_verb_has_examples_and_exit_codes(verb):
+    shown = invoke(verb, "--help").output
+    assert f"Examples:\n    fusewise {verb}" in shown
+    assert "Exit codes:\n    0" in shown
+
+
 def test_list_shows_presets_and_cases():
     plain = invoke("study", "rope", "--list")
     assert plain.exit_code == 0

@@ -202,6 +202,11 @@ def study(
 Examples:
   fusewise providers
   fusewise providers --device cpu --json | jq '.[] | select(.state == "missing")'
+
+\b
+Exit codes:
+  0  they are listed, whatever is missing
+  2  the command line is wrong
 """
 )
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
