@@ -184,3 +184,14 @@ def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
     torch.testing.assert_close(found, usual)
     for a, b in zip(*(torch.autograd.grad(z.sum(), (x, weight, bias)) for z in (found, usual)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("hidden", [1, 2])
+def test_a_bias_shaped_as_its_weight_compiles_where_sizes_are_symbols(hidden: int) -> None:
+    x, weight, bias = randn(3, 8), randn(2, hidden, 8), randn(2, hidden)
+    torch._dynamo.reset()
+    compiled = torch.compile(gated_linear, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(
+        compiled(x, weight, bias, activation="silu"), gated_linear(x, weight, bias, activation="silu")
+    )

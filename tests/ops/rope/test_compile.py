@@ -466,3 +466,11 @@ def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
         (*found, *torch.autograd.grad(found, q, dys)), (*usual, *torch.autograd.grad(usual, q, dys)), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_one_pair_compiles_where_sizes_are_symbols() -> None:
+    q, cos, sin = torch.randn(2, 3, 2, 2), torch.randn(9, 1), torch.randn(9, 1)
+    compiled = torch.compile(
+        lambda q, cos, sin: fusewise.rope(q, cos=cos, sin=sin), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    torch.testing.assert_close(compiled(q, cos, sin), fusewise.rope(q, cos=cos, sin=sin))

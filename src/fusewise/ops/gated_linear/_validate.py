@@ -76,8 +76,9 @@ def _check(
         if bias is not None:
             _check_like(op, names[2], bias, x)
             shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
-            if tuple(bias.shape) not in shapes or not bias.is_contiguous():
-                wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+            # Not `in`, which in a trace finds no number that is known in one tuple and a symbol in the other.
+            if not any(tuple(bias.shape) == shape for shape in shapes) or not bias.is_contiguous():
+                wanted = f"{shapes[0]}" if shapes[0] == shapes[1] else f"{shapes[0]} or {shapes[1]}"
                 fail(
                     op,
                     names[2],

@@ -313,7 +313,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     batched = table.dim() == 3
     if (
         not (batched or table.dim() == 2)
-        or table.shape[-1] not in widths
+        or not any(table.shape[-1] == width for width in widths)
         or (batched and table.shape[0] not in (1, batch))
     ):
         form = f"(R, P) or (1 | B, R, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}"
