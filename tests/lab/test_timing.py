@@ -48,12 +48,13 @@ def test_a_real_clock_is_read():
 
 
 def test_a_turn_tells_how_many_threads_waited_for_a_core(clock, monkeypatch):
-    waited = iter([1.0, 1.3, 5.0, 4.0, None, None])
+    # Before and after each sample: the first finds its threads on one core, in the last turn but one a thread ends.
+    waited = iter([1.0, 1.5, 1.5, 1.65, 1.65, 1.8, 5.0, 4.0, None, None])
     monkeypatch.setattr(timing.machine, "waited_s", lambda: next(waited))
     work = Work(lambda i: i, lambda _: clock.sleep(0.1))
-    assert CpuTimer(0).turn(work, samples=2, calls=1).clocks == {"waiting_threads": 1.5}
-    assert CpuTimer(0).turn(work, samples=2, calls=1).clocks == {"waiting_threads": 0.0}  # a thread ended
-    assert CpuTimer(0).turn(work, samples=2, calls=1).clocks is None  # not told here
+    assert CpuTimer(0).turn(work, samples=3, calls=1).clocks == {"waiting_threads": 1.5}
+    assert CpuTimer(0).turn(work, samples=1, calls=1).clocks == {"waiting_threads": 0.0}
+    assert CpuTimer(0).turn(work, samples=1, calls=1).clocks is None  # not told here
 
 
 @pytest.mark.skipif(machine.waited_s() is None, reason="this system does not tell how long threads wait")

@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import importlib.util
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from fusewise._shared import cache
 from . import machine
 from .problem import DTYPES
 from .record import Json
-from .timing import CpuTimer, CudaTimer, Timer, Work, waiting_since
+from .timing import CpuTimer, CudaTimer, Timer, Wait, Work
 
 #: Bytes of each vector of copy and triad: many times any cache.
 VECTOR_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -42,10 +41,11 @@ def measure(device: str) -> Json:
     flush = 2 * machine.cache_bytes(device)
     timer: Timer = CudaTimer(where, flush, read_clocks) if kind == "cuda" else CpuTimer(flush)
     generator = torch.Generator(where).manual_seed(0)
-    begun, waited = time.perf_counter_ns(), machine.waited_s()
+    wait = Wait()
     copy, triad = _vectors(timer, where, generator)
-    # While the device is still at work's temperature.
-    clocks = read_clocks() if kind == "cuda" else waiting_since(begun, waited)
+    clocks = read_clocks()  # while the device is still at work's temperature
+    if kind == "cpu" and (threads := wait.threads()) is not None:
+        clocks = {"waiting_threads": threads}
     return {
         "device": machine.device_name(device),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

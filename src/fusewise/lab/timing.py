@@ -92,10 +92,10 @@ class CpuTimer:
         return time.perf_counter() - start
 
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
-        times = []
+        times, waiting = [], []
         with no_collection():
-            begun, waited = time.perf_counter_ns(), machine.waited_s()
             for _ in range(samples):
+                wait = Wait()
                 states = [work.begin(i) for i in range(calls)]
                 results = []  # kept until the clock stops: freeing memory is not the provider's work
                 if self.flush is not None:
@@ -106,17 +106,23 @@ class CpuTimer:
                 stop = time.perf_counter_ns()
                 times.append((stop - start) / 1e3 / calls)
                 del states, results
-            clocks = waiting_since(begun, waited)
-        return Turn(times, clocks=clocks)
+                waiting.append(wait.threads())
+        # The median, as of times: the first sample's threads may be woken on one core, and wait until they are spread.
+        known = [threads for threads in waiting if threads is not None]
+        return Turn(times, clocks={"waiting_threads": median(known)} if known else None)
 
 
-def waiting_since(begun_ns: int, waited_s: float | None) -> dict[str, Any] | None:
-    """How many threads of this process waited for a core since then, on average, because something else had it. Of a turn this
-    is the whole, flushes included: a call by itself may be too short to tell."""
-    passed, now = (time.perf_counter_ns() - begun_ns) / 1e9, machine.waited_s()
-    if waited_s is None or now is None or passed <= 0:
-        return None
-    return {"waiting_threads": round(max(0.0, now - waited_s) / passed, 3)}  # a thread that ended takes its time along
+class Wait:
+    """How many threads of this process wait for a core, on average from here on, because something else has it."""
+
+    def __init__(self) -> None:
+        self.waited, self.begun = machine.waited_s(), time.perf_counter_ns()
+
+    def threads(self) -> float | None:
+        passed, waited = (time.perf_counter_ns() - self.begun) / 1e9, machine.waited_s()
+        if self.waited is None or waited is None or passed <= 0:
+            return None
+        return round(max(0.0, waited - self.waited) / passed, 3)  # a thread that ended takes its time along
 
 
 class CudaTimer:

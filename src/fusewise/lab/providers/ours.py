@@ -13,6 +13,7 @@ from fusewise._shared import build
 from fusewise.ops.gated_linear import _host as gated_host
 from fusewise.ops.gated_linear import _op
 from fusewise.ops.gated_linear._chunks import FEW_ROWS
+from fusewise.ops.rope import _host as rope_host
 
 from ..code.stage import Stage
 from ..ledger import Kernel
@@ -79,14 +80,27 @@ class Reference(_Fusewise):
     name, impl = "fusewise-reference", "reference"
 
 
+def called_natively(recipe: build.Recipe) -> None:
+    """Have repeated calls on a CPU go to the kernel in C++, as they do where `fusewise build` has been run."""
+    try:
+        build.prepared(*recipe)
+    except build.BuildError as error:
+        print(f"calls go through Python: {error}")  # into the worker's log
+
+
 class Cpu(_Fusewise):
-    """The native vectorised kernel."""
+    """The native vectorised kernel, as it is where `fusewise build` has been run."""
 
     name, impl, devices = "fusewise-cpu", "cpu", ("cpu",)
 
+    def build(self, problem: Problem) -> Run:
+        run = super().build(problem)
+        called_natively(rope_host.recipe())
+        return run
 
-class CpuInPlace(_Fusewise):
-    name, impl, devices, in_place, default = "fusewise-cpu-inplace", "cpu", ("cpu",), True, False
+
+class CpuInPlace(Cpu):
+    name, in_place, default = "fusewise-cpu-inplace", True, False
 
 
 class Triton(_Fusewise):
@@ -168,10 +182,7 @@ class GatedCpu(_Gated):
 
     def build(self, problem: Problem) -> Run:
         run = super().build(problem)
-        try:
-            build.prepared(*gated_host.recipe())
-        except build.BuildError as error:
-            print(f"calls go through Python: {error}")  # into the worker's log
+        called_natively(gated_host.recipe())
         return run
 
 
