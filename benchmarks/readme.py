@@ -38,6 +38,7 @@ COLOURS = dict(
     zip(GPU, ["#08306b", "#2171b5", "#6baed6", "#c6dbef", *(f"C{i}" for i in (1, 2, 3, 4, 5, 6, 7))], strict=True)
 )
 CPU = {"fusewise-cpu": "fusewise", "torch.compile": "torch.compile", "eager": "eager", "torchscript": "TorchScript"}
+COMPILERS = {**CPU, "jax": "JAX", "tvm": "TVM", "thunder": "Thunder"}
 SHOWN = {
     "llama-3-8b-train": "Llama-3-8B training",
     "gemma-7b-train": "Gemma-7B training",
@@ -366,21 +367,21 @@ def cached(found: Groups) -> str:
     return folded(sentence, markdown(["µs on the device", "copy", *shown.values()], rows))
 
 
-def cpu(found: Groups) -> str:
+def cpu(found: Groups, shown: dict[str, str]) -> str:
     rows = []
     for (case, dtype, pass_), group in found.items():
         moved = group["floor-copy"]["bytes_min"] / 2**20
-        cells = [f"{time(group, p):,.0f}" if p in group else "–" for p in ("floor-copy", *CPU)]
+        cells = [f"{time(group, p):,.0f}" if p in group else "–" for p in ("floor-copy", *shown)]
         rows.append([f"{case} {dtype} {pass_}", f"{moved:.1f}", *cells])
-    return markdown(["µs a call", "MiB moved", "copy", *CPU.values()], rows)
+    return markdown(["µs a call", "MiB moved", "copy", *shown.values()], rows)
 
 
-def cpu_gated(found: Groups) -> str:
+def cpu_gated(found: Groups, shown: dict[str, str]) -> str:
     rows = []
     for (case, dtype, pass_), group in found.items():
-        cells = [f"{time(group, p) / 1000:.2f}" if p in group else "–" for p in ("floor-matmul", *CPU)]
+        cells = [f"{time(group, p) / 1000:.2f}" if p in group else "–" for p in ("floor-matmul", *shown)]
         rows.append([f"{case} {dtype} {pass_}", *cells])
-    return markdown(["ms a call", "product", *CPU.values()], rows)
+    return markdown(["ms a call", "product", *shown.values()], rows)
 
 
 def parts() -> dict[str, str]:
@@ -400,8 +401,10 @@ def parts() -> dict[str, str]:
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
         "h200-gated-batches": gated_batches(groups("h200", "geglu")),
         "h200-normed": normed(groups("h200", "qk_norm_rope")),
-        "cpu": cpu(groups("cpu")),
-        "cpu-gated": cpu_gated(groups("cpu", "geglu")),
+        "epyc": cpu(groups("cpu-epyc"), COMPILERS),
+        "epyc-gated": cpu_gated(groups("cpu-epyc", "geglu"), COMPILERS),
+        "xeon": cpu(groups("cpu"), CPU),
+        "xeon-gated": cpu_gated(groups("cpu", "geglu"), CPU),
     }
 
 
