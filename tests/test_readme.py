@@ -32,7 +32,7 @@ def test_a_changed_figure_is_seen(page, figure):
     assert generator().filled(PAGES | {page: changed}) == PAGES
 
 
-@pytest.mark.parametrize(("page", "name"), [(README, "h200-glance"), (RESULTS, "cpu")])
+@pytest.mark.parametrize(("page", "name"), [(README, "h200-glance"), (RESULTS, "xeon")])
 def test_a_lost_place_is_an_error(page, name):
     with pytest.raises(ValueError, match=f"<!-- {name} --> must stand once in README.md or docs/results.md, got 0"):
         generator().filled(PAGES | {page: PAGES[page].replace(f"<!-- {name} -->", "")})
