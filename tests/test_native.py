@@ -36,7 +36,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_it_needs_no_lab(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Of compilers that make an empty file, since what real ones make is tested elsewhere."""
     compiler = cache / "compiler"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo quick 1.0\nfor last; do :; done\n: > "$last"\n')
     compiler.chmod(0o755)
     environment = {
         **os.environ,
