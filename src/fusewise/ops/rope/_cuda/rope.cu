@@ -19,7 +19,7 @@
 #include "angles.cuh"
 #include "chunk.cuh"
 #include "launch.cuh"
-#include "whole.cuh"
+#include "light.cuh"
 
 namespace {
 
@@ -173,13 +173,13 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   if (all == 0) return cudaSuccess;
   const Device device = current_device();
   const int64_t enough = int64_t(device.processors) * 2048;
-  if (Whole w{}; all >= enough && whole(*plan, *call, p, batch, tokens, np, w)) {
+  if (Light l{}; all >= enough && light(*plan, *call, batch, tokens, data.bytes(), alone, l)) {
     for (int o = 0; o < plan->operands; ++o) {
       const Tensor& t = params.tensors[o];
-      w.tensors[o].x = t.x + t.start, w.tensors[o].y = t.y + t.start;
-      std::copy_n(t.x_strides, 3, w.tensors[o].x_strides), std::copy_n(t.y_strides, 3, w.tensors[o].y_strides);
+      l.tensors[o].x = t.x, l.tensors[o].y = t.y;
+      std::copy_n(t.x_strides, 3, l.tensors[o].x_strides), std::copy_n(t.y_strides, 3, l.tensors[o].y_strides);
     }
-    return launch_whole(w, *plan, batch, device, stream);
+    return launch_light(l, *plan, batch, device, stream);
   }
   const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads

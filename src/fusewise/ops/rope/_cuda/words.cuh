@@ -1,8 +1,15 @@
+// Neighbouring elements in the words that memory is read in, for kernels that are short of registers: an element leaves its
+// word when it is used.
+
 #pragma once
+
 #include <cstring>
 #include <type_traits>
+
 #include "memory.cuh"
+
 namespace {
+
 // The elements of a word and back: one of float32, two of 16 bits.
 template <class T>
 __device__ __forceinline__ void unpack(uint32_t word, float* x) {
@@ -32,22 +39,23 @@ __device__ __forceinline__ uint32_t pack(const float* x) {
   return word;
 }
 
-// N neighbouring elements, in words.
+// N neighbouring elements, of which M from `first` on are taken and put.
 template <class T, int N>
 struct Words {
   static constexpr int EACH = 4 / sizeof(T);
   Pack<uint32_t, N / EACH> words;
   __device__ __forceinline__ void read(const char* from) { words.read(from); }
   __device__ __forceinline__ void write(char* to) const { words.write(to); }
-  template <int M = N> __device__ __forceinline__ void get(float* x, int from = 0) const {
+  template <int M = N>
+  __device__ __forceinline__ void get(float* x, int first = 0) const {
 #pragma unroll
-    for (int i = 0; i < M; i += EACH) unpack<T>(words.values[(from + i) / EACH], x + i);
+    for (int i = 0; i < M; i += EACH) unpack<T>(words.values[(first + i) / EACH], x + i);
   }
-  template <int M = N> __device__ __forceinline__ void set(const float* x, int from = 0) {
+  template <int M = N>
+  __device__ __forceinline__ void set(const float* x, int first = 0) {
 #pragma unroll
-    for (int i = 0; i < M; i += EACH) words.values[(from + i) / EACH] = pack<T>(x + i);
+    for (int i = 0; i < M; i += EACH) words.values[(first + i) / EACH] = pack<T>(x + i);
   }
 };
 
-
-}
+}  // namespace

@@ -9,11 +9,9 @@
 
 #pragma once
 
-#include <cstring>
-#include <type_traits>
-
 #include "../../rope/_cuda/angles.cuh"
 #include "../../rope/_cuda/launch.cuh"
+#include "../../rope/_cuda/words.cuh"
 #include "../plan.h"
 
 namespace {
@@ -49,52 +47,6 @@ struct Index {
     if (wide) high = reinterpret_cast<const uint32_t*>(data)[1];
   }
   __device__ __forceinline__ bool below(uint32_t end) const { return high == 0 && low < end; }
-};
-
-// The elements of a word and back: one of float32, two of 16 bits.
-template <class T>
-__device__ __forceinline__ void unpack(uint32_t word, float* x) {
-  if constexpr (std::is_same_v<T, float>) {
-    x[0] = __int_as_float(static_cast<int>(word));
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    x[0] = __int_as_float(static_cast<int>(word << 16)), x[1] = __int_as_float(static_cast<int>(word & 0xffff0000u));
-  } else {
-    __half2 both;
-    memcpy(&both, &word, sizeof word);
-    x[0] = __low2float(both), x[1] = __high2float(both);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t pack(const float* x) {
-  uint32_t word;
-  if constexpr (std::is_same_v<T, float>) {
-    memcpy(&word, x, sizeof word);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(x[0], x[1]);
-    memcpy(&word, &both, sizeof word);
-  } else {
-    const __half2 both = __floats2half2_rn(x[0], x[1]);
-    memcpy(&word, &both, sizeof word);
-  }
-  return word;
-}
-
-// N neighbouring elements, in words.
-template <class T, int N>
-struct Words {
-  static constexpr int EACH = 4 / sizeof(T);
-  Pack<uint32_t, N / EACH> words;
-  __device__ __forceinline__ void read(const char* from) { words.read(from); }
-  __device__ __forceinline__ void write(char* to) const { words.write(to); }
-  __device__ __forceinline__ void get(float* x) const {
-#pragma unroll
-    for (int i = 0; i < N; i += EACH) unpack<T>(words.values[i / EACH], x + i);
-  }
-  __device__ __forceinline__ void set(const float* x) {
-#pragma unroll
-    for (int i = 0; i < N; i += EACH) words.values[i / EACH] = pack<T>(x + i);
-  }
 };
 
 template <class T, bool INTERLEAVED, int NP, int HEADS>

@@ -1,0 +1,108 @@
+"""The kernel that large calls have (`_cuda/light.cuh`): every instance of it, on a CPU against the oracle and on a GPU with
+Triton's bits, where nothing of a head is copied, one access of it, or more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.ops.rope import _cuda
+from fusewise.ops.rope._auto import choice
+
+from .. import cuda_on_cpu
+from .oracle import Call
+from .support import Case, assert_bits, copy_of, make, poisoned_like
+from .test_cuda_on_cpu import CUDA, check
+from .test_matrix import ids, run
+
+BATCH, TOKENS = 3, 50
+ACCESS = {"fp32": 4, "bf16": 8, "fp16": 8}  # elements
+#: A head by accesses: those that rotate, of q and of k in all, before what rotates.
+HEADS = {
+    "whole": (2, 2, 2, 0),
+    "one-access-behind": (4, 5, 5, 0),
+    "one-access-before": (2, 3, 3, 1),
+    "between": (2, 7, 7, 3),
+    "narrow-k": (4, 9, 4, -4),
+    "wide-k": (2, 2, 5, 0),
+}
+POSITIONS: list[dict[str, Any]] = [
+    {},
+    {"offset": 13},
+    {"offset": 2, "inverse": True},
+    {"positions": ids(TOKENS, dtype=torch.int32)},
+    {"positions": ids(BATCH, TOKENS, low=-8, high=72), "inverse": True},
+]
+
+
+def cases() -> list[Case]:
+    found = []
+    pairings = ("half", "interleaved", "interleaved_to_half", "half_to_interleaved")
+    tables = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")]
+    for i, (pairing, (dtype, table), shape) in enumerate(product(pairings, tables, HEADS)):
+        rotary, of_q, of_k, before = HEADS[shape]
+        access = ACCESS[dtype]
+        found.append(
+            Case(
+                name=f"{pairing}-{dtype}-{table}-{shape}", pairing=pairing, dtype=dtype, table_dtype=table, batch=BATCH, tokens=TOKENS,
+                heads=16, kv_heads=5, head_dim=of_q * access, k_head_dim=of_k * access, rotary_dim=rotary * access,
+                layout=("bshd", "bhsd", "sbhd")[i % 3], memory="packed" if of_q == of_k and i % 4 == 0 else "contiguous",
+                options={**POSITIONS[i % len(POSITIONS)], "rotary_start": before * access},
+            )
+        )  # fmt: skip
+    return found
+
+
+CASES = cases()
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@every_case
+def test_rotates(case: Case) -> None:
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope").plays()
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        check(case)
+
+
+def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Where it writes nothing, nothing is written out of place; in place, where one pairing does not become the other."""
+    sources = []
+    for source in _cuda.SOURCES:
+        copy = tmp_path / "_cuda" / source.name if source.parent == _cuda.FOLDER else tmp_path / source.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(source.read_text().replace("return launch_light(", "return cudaSuccess; launch_light("))
+        sources.append(copy)
+    monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope").plays()
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        for case in CASES:
+            call = make(case)
+            outs, _ = poisoned_like(call.xs)
+            poison = [y.clone() for y in outs]
+            run(fusewise.rope, call, CUDA, out=outs)
+            for y, was in zip(outs, poison, strict=True):
+                assert_bits(y, was)
+            xs, _ = copy_of(call.xs)
+            run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
+            assert all(torch.equal(x, was) for x, was in zip(xs, call.xs, strict=True)) == ("_to_" not in case.pairing)
+
+
+@pytest.mark.gpu
+@every_case
+def test_it_has_the_bits_of_triton(case: Case) -> None:
+    batch = 150
+    positions = case.options.get("positions")
+    more = {"positions": positions.repeat(batch // BATCH, 1)} if positions is not None and positions.ndim == 2 else {}
+    call = make(replace(case, batch=batch, options={**case.options, **more}), "cuda")
+    for function in (fusewise.rope, fusewise.rope_):
+        results = []
+        for impl in ("cuda", "triton"):
+            xs, _ = copy_of(call.xs)
+            results.append(function(*xs, **call.kwargs, impl=impl))
+        for of_cuda, of_triton in zip(*results, strict=True):
+            assert_bits(of_cuda, of_triton)
