@@ -1,11 +1,12 @@
-// The calls that train models and prefill: tensors and table read by vectors, a row of the table for each token. They have a
-// kernel of their own, since at large sizes it is the number of threads with an access under way that counts, and what the
-// general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
+// The calls that train most models and prefill: halves that pair, tensors and table read by vectors, a row of the table for each
+// token. They have a kernel of their own, since at large sizes it is the number of threads with an access under way that counts,
+// and what the general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
 //
-// Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses or one (both pairings interleaved): first the chunks
-// that rotate, NP pairs each, then those that are copied (not in place). Neighbours have neighbouring chunks, then heads of q and
-// k, then tokens. A block belongs to one stripe of tokens (z) of one batch entry (y): those stripes of all entries follow each
-// other, so that the rows of the table are still in the cache.
+// Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses of 16 bytes: first the chunks that rotate, then those
+// that are copied (not in place). Neighbours have neighbouring chunks, then heads of q and k, then tokens. A block belongs to one
+// stripe of tokens (z) of one batch entry (y): those stripes of all entries follow each other, so that the rows of the table are
+// still in the cache. Pairs of neighbours have one access a chunk, too little work for what comes before it: they stay with the
+// general kernel, whose threads have several heads.
 
 #pragma once
 
@@ -20,6 +21,7 @@ struct LightTensor {
   char* y;
   int64_t x_strides[3], y_strides[3];  // bytes: batch, token, head
   Divisor of_head;                     // threads of a head
+  uint32_t first;                      // bytes before the first accesses that rotate
   uint32_t start, copied, accesses;    // bytes before what rotates; chunks of a head that are copied, accesses that these take
 };
 
@@ -28,22 +30,19 @@ struct Light {
   int64_t position_strides[2], row, offset;  // bytes; bytes from a row of the table to the next; the row of the first token
   uint32_t rows, rotated;                    // rotated: chunks of a head
   uint32_t tokens, stripe;                   // of a batch entry, of a stripe
-  uint32_t apart;                            // bytes from the first half of what rotates to the second
+  int32_t apart;                             // bytes from the first half of what rotates to the second
   uint32_t of_q;                             // threads of a token
   Divisor of_token;
-  bool wide_positions, inverse;
+  bool wide_positions;
   LightTensor tensors[2];
 };
 
-// With 16-bit elements, halves with a table of such, and chunks that come in one pairing and go in the other, take 34 to 40.
-template <class T, class TABLE, bool IN, bool OUT>
-constexpr int light_threads() { return sizeof(T) == 2 && (IN != OUT || (sizeof(TABLE) == 2 && !IN)) ? 1536 : 2048; }
+constexpr int LIGHT_THREADS = 2048;  // of a multiprocessor
 
 // A head has elements that are copied: COPIES.
-template <class T, class TABLE, bool IN, bool OUT, bool COPIES, int NP>
-__global__ void __launch_bounds__(THREADS, light_threads<T, TABLE, IN, OUT>() / THREADS) light_rope_kernel(const __grid_constant__ Light p) {
-  constexpr int PARTS = IN && OUT ? 1 : 2, N = 2 * NP / PARTS, AT_ONCE = 4;  // accesses of a chunk; elements of one
-  constexpr uint32_t ACCESS = N * sizeof(T);
+template <class T, class TABLE, bool COPIES>
+__global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_kernel(const __grid_constant__ Light p) {
+  constexpr int NP = 16 / sizeof(T), AT_ONCE = 4;
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, nth = p.of_token(thread), batch = blockIdx.y;
   const uint32_t token = blockIdx.z * p.stripe + nth;
   if (nth >= p.stripe) return;
@@ -54,26 +53,26 @@ __global__ void __launch_bounds__(THREADS, light_threads<T, TABLE, IN, OUT>() / 
 
   // Where the chunk lies in a head, and its second access from the first.
   const bool rotates = !COPIES || chunk < p.rotated;
-  uint32_t x_at = t.start + chunk * ((IN ? PARTS : 1) * ACCESS), y_at = t.start + chunk * ((OUT ? PARTS : 1) * ACCESS);
-  uint32_t x_apart = IN ? ACCESS : p.apart, y_apart = OUT ? ACCESS : p.apart;
-  bool both = PARTS == 2;
+  uint32_t at = t.first + chunk * 16;
+  int32_t apart = p.apart;
+  bool both = true;
   if (!rotates) {
-    const uint32_t skipped = 2 * p.apart, copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses, then all second ones
-    x_at = copy * ACCESS, x_apart = other * ACCESS;
-    if (x_at >= t.start) x_at += skipped;
-    if (x_apart >= t.start) x_apart += skipped;
-    x_apart -= x_at, both &= other < t.accesses;
-    y_at = x_at, y_apart = x_apart;
+    const uint32_t copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses, then all second ones
+    at = copy * 16, both = other < t.accesses;
+    uint32_t other_at = other * 16;
+    if (at >= t.start) at += p.rotated * 32;
+    if (other_at >= t.start) other_at += p.rotated * 32;
+    apart = int32_t(other_at - at);
   }
-  const char* const x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + head * t.x_strides[2] + x_at;
-  char* const y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + head * t.y_strides[2] + y_at;
+  const char* const x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + head * t.x_strides[2] + at;
+  char* const y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + head * t.y_strides[2] + at;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
 #endif
-  Words<T, N> from[PARTS];
-  from[0].read(x);
-  if (both) from[PARTS - 1].read(x + x_apart);
+  Words<T, NP> one, other;
+  one.read(x);
+  if (both) other.read(x + apart);
 
   int64_t row = token + p.offset;
   if (p.positions) {
@@ -84,36 +83,24 @@ __global__ void __launch_bounds__(THREADS, light_threads<T, TABLE, IN, OUT>() / 
   const int64_t row_at = (inside ? row : 0) * p.row + (rotates ? chunk : 0) * uint32_t(NP * sizeof(TABLE));
   Words<TABLE, NP> cosines, sines;  // of chunks that are copied, too, so that no thread waits for another's branch
   cosines.read(p.cos + row_at), sines.read(p.sin + row_at);
-  Words<T, N> to[PARTS];
+  if (rotates) {
+    if (!inside) one.fill(~0u), other.fill(~0u);  // NaN
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part) to[part] = from[part];
+    for (int first = 0; first < NP; first += AT_ONCE) {
+      float cos[AT_ONCE], sin[AT_ONCE], a[AT_ONCE], b[AT_ONCE];
+      cosines.template get<AT_ONCE>(cos, first), sines.template get<AT_ONCE>(sin, first);
+      one.template get<AT_ONCE>(a, first), other.template get<AT_ONCE>(b, first);
 #pragma unroll
-  for (int first = 0; first < NP && rotates; first += AT_ONCE) {
-    constexpr int M = NP < AT_ONCE ? NP : AT_ONCE;
-    float cos[M], sin[M], a[M], b[M];
-    cosines.template get<M>(cos, first), sines.template get<M>(sin, first);
-    if constexpr (!IN) from[0].template get<M>(a, first), from[1].template get<M>(b, first);
-#pragma unroll
-    for (int j = 0; j < M; ++j) {
-      if constexpr (IN) {
-        const int at = 2 * (first + j);
-        float pair[2];
-        from[at / N].template get<2>(pair, at % N);
-        a[j] = pair[0], b[j] = pair[1];
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const float x_a = a[j], x_b = b[j];
+        a[j] = fmaf(x_a, cos[j], -(x_b * sin[j]));
+        b[j] = fmaf(x_b, cos[j], x_a * sin[j]);
       }
-      if (p.inverse) sin[j] = -sin[j];
-      if (!inside) cos[j] = sin[j] = __int_as_float(0x7fffffff);
-      const float pair[2] = {fmaf(a[j], cos[j], -(b[j] * sin[j])), fmaf(b[j], cos[j], a[j] * sin[j])};
-      if constexpr (OUT) {
-        const int at = 2 * (first + j);
-        to[at / N].template set<2>(pair, at % N);
-      }
-      a[j] = pair[0], b[j] = pair[1];
+      one.template set<AT_ONCE>(a, first), other.template set<AT_ONCE>(b, first);
     }
-    if constexpr (!OUT) to[0].template set<M>(a, first), to[1].template set<M>(b, first);
   }
-  to[0].write(y);
-  if (both) to[PARTS - 1].write(y + y_apart);
+  one.write(y);
+  if (both) other.write(y + apart);
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
@@ -135,33 +122,32 @@ inline int64_t stripe_of(int64_t batch, int64_t tokens, int64_t bytes_per_token)
 // parameters if it does, but for where the tensors lie. `alone`: as for `set_angles`.
 inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, Light& p) {
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = 16 / size;  // elements
-  const bool one = plan.interleaved_in && plan.interleaved_out, turned = plan.interleaved_in != plan.interleaved_out;
-  const int64_t np = one ? access / 2 : access;
-  const bool widest = bytes == 16 && plan.pairs % np == 0 && !(turned && plan.in_place);  // there a head must be read before it is written
-  if (!widest || batch > MOST_BLOCKS || plan.rows > UINT32_MAX) return false;
+  if (bytes < 16 || plan.interleaved_in || plan.interleaved_out || batch > MOST_BLOCKS || plan.rows > UINT32_MAX) return false;
   Work work{};
-  set_angles(work, plan, call, np, alone);
+  set_angles(work, plan, call, access, alone);
   const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
   const bool of_table = work.read == FLOATS || (work.read <= HALVES && plan.table_kind == plan.kind);
   if (!one_row || !of_table) return false;
 
   int64_t threads = 0;  // of a token
-  p.rotated = static_cast<uint32_t>(plan.pairs / np);
+  p.rotated = static_cast<uint32_t>(plan.pairs / access);
   for (int o = 0; o < plan.operands; ++o) {
     LightTensor& t = p.tensors[o];
     t.start = static_cast<uint32_t>(plan.start[o] * size);
+    t.first = t.start + (plan.inverse ? p.rotated * 16 : 0);
     t.accesses = static_cast<uint32_t>(plan.in_place ? 0 : (plan.head_dim[o] - 2 * plan.pairs) / access);
-    t.copied = one ? t.accesses : (t.accesses + 1) / 2;
+    t.copied = (t.accesses + 1) / 2;
     t.of_head = Divisor(p.rotated + t.copied);
     threads += plan.heads[o] * t.of_head.d;
     if (o == 0) p.of_q = static_cast<uint32_t>(threads);
   }
-  p.stripe = static_cast<uint32_t>(stripe_of(batch, tokens, threads * (one ? 2 : 4) * access * size));
+  p.stripe = static_cast<uint32_t>(stripe_of(batch, tokens, threads * 64));
   threads *= p.stripe;
   if (threads > INT32_MAX - THREADS || threads < 8 * THREADS || tokens / p.stripe > MOST_BLOCKS) return false;
   p.of_token = Divisor(threads / p.stripe), p.tokens = static_cast<uint32_t>(tokens);
-  p.apart = static_cast<uint32_t>(plan.pairs * size);
-  p.rows = static_cast<uint32_t>(plan.rows), p.inverse = plan.inverse;
+  // The inverse of (a, b) is what (b, a) is turned to, which needs no other sign: the halves change places.
+  p.apart = static_cast<int32_t>(plan.inverse ? -plan.pairs * size : plan.pairs * size);
+  p.rows = static_cast<uint32_t>(plan.rows);
   const int64_t table_size = plan.table_kind == FLOAT32 ? 4 : 2, position_size = plan.wide_positions ? 8 : 4;
   p.cos = work.cos, p.sin = work.sin, p.row = plan.table_strides[1] * table_size;
   p.positions = static_cast<const char*>(call.positions), p.wide_positions = plan.wide_positions, p.offset = call.offset;
@@ -170,14 +156,7 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
 }
 
 template <class T, class TABLE>
-auto light_kernel(const Plan& plan, bool copies) {
-  constexpr int N = 16 / sizeof(T);
-  if (plan.interleaved_in != plan.interleaved_out)
-    return plan.interleaved_in ? light_rope_kernel<T, TABLE, true, false, true, N> : light_rope_kernel<T, TABLE, false, true, true, N>;
-  if (plan.interleaved_in)
-    return copies ? light_rope_kernel<T, TABLE, true, true, true, N / 2> : light_rope_kernel<T, TABLE, true, true, false, N / 2>;
-  return copies ? light_rope_kernel<T, TABLE, false, false, true, N> : light_rope_kernel<T, TABLE, false, false, false, N>;
-}
+auto light_kernel(bool copies) { return copies ? light_rope_kernel<T, TABLE, true> : light_rope_kernel<T, TABLE, false>; }
 
 inline cudaError_t launch_light(const Light& p, const Plan& plan, int64_t batch, const Device& device, void* stream) {
   const int64_t threads = int64_t(p.stripe) * p.of_token.d;
@@ -185,7 +164,7 @@ inline cudaError_t launch_light(const Light& p, const Plan& plan, int64_t batch,
   const bool copies = p.tensors[0].copied + p.tensors[1].copied > 0;
   const auto kernel = with_dtype(plan.kind, [&](auto element) {
     using T = decltype(element);
-    return plan.table_kind == FLOAT32 ? light_kernel<T, float>(plan, copies) : light_kernel<T, T>(plan, copies);
+    return plan.table_kind == FLOAT32 ? light_kernel<T, float>(copies) : light_kernel<T, T>(copies);
   });
   return launched(kernel, grid, dim3(THREADS), stream, device, p);
 }

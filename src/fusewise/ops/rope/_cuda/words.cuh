@@ -46,6 +46,10 @@ struct Words {
   Pack<uint32_t, N / EACH> words;
   __device__ __forceinline__ void read(const char* from) { words.read(from); }
   __device__ __forceinline__ void write(char* to) const { words.write(to); }
+  __device__ __forceinline__ void fill(uint32_t word) {
+#pragma unroll
+    for (int i = 0; i < N / EACH; ++i) words.values[i] = word;
+  }
   template <int M = N>
   __device__ __forceinline__ void get(float* x, int first = 0) const {
 #pragma unroll
