@@ -20,7 +20,9 @@ from .._native import packed
 from .._problem import Rotation
 
 FOLDER = Path(__file__).parent
-HEADERS = tuple(FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h"))
+HEADERS = tuple(
+    FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h")
+)
 SOURCES = (FOLDER / "rope.cu", FOLDER / "light.cuh", *HEADERS)
 
 
