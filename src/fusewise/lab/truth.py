@@ -1,12 +1,13 @@
 """Truth before time: errors against float64, and the rule that decides.
 
 The reference is computed in float64 from the same rounded inputs. A provider may be at most twice as far from it as
-eager code of the same dtype, plus what one rounding to that dtype costs:
+eager code of the same dtype, plus what one rounding to that dtype and another order of summation cost:
 
-    error ≤ 2 · error(eager) + eps(dtype) / 2        in the max norm and in the root mean square
+    error ≤ 2 · error(eager) + u(dtype) + √(n - 1) · u(sums)        in the max norm and in the root mean square
 
-where eager's error counts as LOOSEST at most: eager code that is far off is no yardstick, and is wrong itself.
-(Flash-attention's tests use the factor 2; the band lets an exactly rounded result pass where eager is exact by luck.)
+where u is half of eps, sums are float32 (float64 in float64), and n is the length of the longest of eager code (`sums.py`).
+Eager's error counts as LOOSEST at most: eager code that is far off is no yardstick, and is wrong itself. (Flash-attention's
+tests use the factor 2; the band lets an exactly rounded result pass where eager is exact by luck.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .plugin import Run
 from .problem import Problem
+from .sums import LongestSum
 from .truths import MOST_BYTES, Truths
 
 #: Elements compared at a time: on a CPU so few that a float64 copy stays in the cache and torch starts no threads for them,
@@ -45,6 +47,14 @@ class Errors:
 
     max: float
     rms: float
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What others are held against: eager code's errors, and the terms of its longest sum."""
+
+    errors: Errors
+    terms: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,18 +138,20 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def band(dtype: torch.dtype) -> float:
-    """The relative error of one rounding to `dtype`."""
-    return torch.finfo(dtype).eps / 2
+def band(dtype: torch.dtype, terms: int = 1) -> float:
+    """The relative error of one rounding to `dtype`, and of a sum of so many terms."""
+    sums = dtype if dtype == torch.float64 else torch.float32
+    return (torch.finfo(dtype).eps + math.sqrt(terms - 1) * torch.finfo(sums).eps) / 2
 
 
-def allowed(eager: float, dtype: torch.dtype) -> float:
-    """The largest error that is right where eager code's is `eager`."""
-    return 2 * min(eager, LOOSEST) + band(dtype)
+def allowed(eager: float, dtype: torch.dtype, terms: int = 1) -> float:
+    """The largest error that is right where eager code's is `eager` and its longest sum has so many terms."""
+    return 2 * min(eager, LOOSEST) + band(dtype, terms)
 
 
-def within(found: Errors, eager: Errors, dtype: torch.dtype) -> bool:
-    return found.max <= allowed(eager.max, dtype) and found.rms <= allowed(eager.rms, dtype)
+def within(found: Errors, yardstick: Yardstick, dtype: torch.dtype) -> bool:
+    eager, terms = yardstick.errors, yardstick.terms
+    return found.max <= allowed(eager.max, dtype, terms) and found.rms <= allowed(eager.rms, dtype, terms)
 
 
 def results(problem: Problem, wide: bool) -> list[Tensor]:
@@ -151,15 +163,24 @@ def results(problem: Problem, wide: bool) -> list[Tensor]:
     return [*found, *problem.gradients(outputs, leaves, problem.upstream, wide)] if backward else found
 
 
-def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Errors]:
-    """The float64 results of the task's pass, and eager's errors against them; those that are kept, if there are."""
+def eagers(problem: Problem) -> tuple[list[Tensor], int]:
+    """Eager code's results, and the terms of its longest sum."""
+    with LongestSum() as sums:
+        found = results(problem, False)
+    return found, sums.terms
+
+
+def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Yardstick]:
+    """The float64 results of the task's pass, and what others are held against; those that are kept, if there are."""
     if kept is not None and (known := kept.found(problem.task)) is not None:
-        return known[0], Errors(*known[1])
+        largest, root, terms = known[1]
+        return known[0], Yardstick(Errors(largest, root), int(terms))
     truths = results(problem, True)
-    found = errors(results(problem, False), truths)
+    found, terms = eagers(problem)
+    of_eager = errors(found, truths)
     if kept is not None:
-        kept.keep(problem.task, truths, (found.max, found.rms))
-    return truths, found
+        kept.keep(problem.task, truths, (of_eager.max, of_eager.rms, terms))
+    return truths, Yardstick(of_eager, terms)
 
 
 def pieces(problem: Problem) -> list[slice]:
@@ -236,26 +257,29 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     """Hold one provider against the truth in the task's pass."""
     rows = pieces(problem)
     if rows:  # eager code's results wait for the truth, which comes last and never as a whole
-        eagers = results(problem, False)
+        by_eager, terms = eagers(problem)
     else:
-        truths, eager = expected(problem, kept)
+        truths, yardstick = expected(problem, kept)
     leaves = own_leaves(problem, run, problem.task.pass_ != "fwd" and run.vjp is None)
     found, odd = found_by(problem, run, leaves)
     given = own_leaves(problem, run, False)  # only now, so that they are not there beside what the call needs
     changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
     del leaves, given
     if rows:
-        eager, *others = hold(problem, rows, eagers, *([] if odd else [found]))
+        of_eager, *others = hold(problem, rows, by_eager, *([] if odd else [found]))
+        yardstick = Yardstick(of_eager, terms)
     else:
         others = [] if odd else [errors(found, truths)]
+    eager = yardstick.errors
     if odd:
         return Verdict(Errors(math.inf, math.inf), eager, odd)
     (measured,) = others
     reason = ""
-    if not within(measured, eager, problem.dtype):
+    if not within(measured, yardstick, problem.dtype):
         reason = (
             f"error {measured.max:.3g} (rms {measured.rms:.3g}) is more than twice eager's {eager.max:.3g} "
-            f"(rms {eager.rms:.3g}) plus the rounding band {band(problem.dtype):.3g}"
+            f"(rms {eager.rms:.3g}) plus the rounding band {band(problem.dtype, yardstick.terms):.3g}"
+            + (f" of sums of {yardstick.terms} terms" if yardstick.terms > 1 else "")
             + (f", eager's counting as {LOOSEST} at most: {ANOTHER}" if max(eager.max, eager.rms) > LOOSEST else "")
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )

@@ -1,7 +1,8 @@
 """The float64 results of a group, computed once for all providers of a study on a CPU, where they take as long as much else.
 
-One folder a task: `meta.json` with shapes and eager code's errors, and the numbers as they are in memory. Eager code's own
-process writes it, none that has run anybody else's code; all others read it, or compute for themselves where there is none.
+One folder a task: `meta.json` with shapes and what `truth.py` knows of eager code's results, and the numbers as they are in
+memory. Eager code's own process writes it, none that has run anybody else's code; all others read it, or compute for
+themselves where there is none.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Truths:
         text = json.dumps(task.to_json(), sort_keys=True)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:24]
 
-    def found(self, task: Task) -> tuple[list[Tensor], tuple[float, float]] | None:
-        """The results and eager code's largest and root-mean-square error, if they are kept."""
+    def found(self, task: Task) -> tuple[list[Tensor], tuple[float, ...]] | None:
+        """The results and what is known of eager code's, if they are kept."""
         place = self._place(task)
         try:
             meta = json.loads((place / "meta.json").read_text(encoding="utf-8"))
@@ -54,7 +55,7 @@ class Truths:
                 tensors.append(torch.empty(shape, dtype=torch.float64))
         return tensors, tuple(meta["eager"])
 
-    def keep(self, task: Task, tensors: Sequence[Tensor], eager: tuple[float, float]) -> None:
+    def keep(self, task: Task, tensors: Sequence[Tensor], eager: tuple[float, ...]) -> None:
         """Keep what was computed, all of it or nothing; not what is no float64 on a CPU, too large or not finite."""
         size = sum(x.numel() * x.element_size() for x in tensors)
         plain = all(x.device.type == "cpu" and x.dtype == torch.float64 for x in tensors)

@@ -25,8 +25,8 @@ BEYOND = 1.5
 EXCESS = 1.1
 #: A share of the time from which launches, or a clock below the others', are a cause.
 NOTICEABLE = 0.1
-#: A compiler whose error is at most so many times what is allowed may be as quick once it is right: one order of a sum
-#: instead of another costs no more. Its time is missed.
+#: A compiler whose error is at most so many times what is allowed may be as quick once it is right: a finer approximation of
+#: tanh costs little more. Its time is missed.
 NEARLY = 10.0
 #: Shorter than this, microseconds, events and kernels are measured together.
 MEASUREMENT_FLOOR = 5.0

@@ -15,11 +15,6 @@ from ..problem import Exportable, Problem
 from ..reason import reason
 
 INSTALL = "pip install 'fusewise[lab]'"
-#: Found by doing the same in numpy, fused multiply-add by fused multiply-add: the largest error is equal in every digit.
-SUMS = (
-    "TVM's default schedule for a CPU adds the terms of a product one after another to a single float32 sum, "
-    "eager code's library in blocks"
-)
 
 
 class Tvm(Provider):
@@ -54,8 +49,7 @@ class Tvm(Provider):
             several = results if not hasattr(results, "__dlpack__") else [results]
             return program.leave(tuple(torch.utils.dlpack.from_dlpack(y) for y in several))
 
-        one_by_one = problem.device.type == "cpu" and "R.matmul" in module.script()
-        return Run(main, enter, leave, backward=False, torch_memory=False, arithmetic=SUMS if one_by_one else "")
+        return Run(main, enter, leave, backward=False, torch_memory=False)
 
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
         from ..code import relax

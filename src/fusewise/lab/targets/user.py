@@ -23,8 +23,6 @@ from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusewise.ops.gated_linear.flops import register_flop_formulas
-
 from .. import truth
 from ..interruption import interruptible
 from ..ledger import extent
@@ -32,6 +30,7 @@ from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
+from ..sums import know_products
 from . import Case, Target, functions, inputs
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
@@ -193,7 +192,7 @@ class UserProblem(Problem):
         """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
         gradient = self.task.pass_ != "fwd"
         leaves = self.leaves(gradient)
-        _register_flop_formulas()
+        know_products()
         with flop_counter.FlopCounterMode(display=False) as counter:
             result = self.function(*self._arguments(leaves))
         outputs = tensors_of(result)
@@ -335,15 +334,6 @@ def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
         if storage.data_ptr() not in memory:
             found[storage.data_ptr()] = min(found.get(storage.data_ptr(), 0) + extent(y), storage.nbytes())
     return sum(found.values())
-
-
-def _register_flop_formulas() -> None:
-    """Tell PyTorch's counter of what it leaves out: our own operations, and attention on a CPU."""
-    register_flop_formulas()
-    aten, known = torch.ops.aten, flop_counter.flop_registry
-    for suffix in ("", "_backward"):
-        attention = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}")
-        known.setdefault(attention, known[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")])
 
 
 def _moved(x: Tensor) -> Tensor:
