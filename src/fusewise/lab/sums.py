@@ -65,11 +65,13 @@ def _terms(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
     made = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.numel()]
     if not given or not made:
         return 1
-    if name in ALONG and isinstance(args[ALONG[name]], int) and given[0].ndim:
-        return given[0].shape[args[ALONG[name]]]
+    if name in ALONG:
+        named = args[ALONG[name]] if len(args) > ALONG[name] else kwargs.get("dim")
+        return given[0].shape[named] if isinstance(named, int) and given[0].ndim else 1
     if name in REDUCTIONS:
         return max(x.numel() for x in given) // min(y.numel() for y in made)
     if (flops := flop_counter.flop_registry.get(packet)) is not None:  # a multiplication and an addition a term
         products = min(y.numel() for y in made if y.ndim == made[0].ndim)
-        return int(flops(*args, **kwargs, out_val=result)) // (2 * products)
+        count: int = flops(*args, **kwargs, out_val=result)
+        return count // (2 * products)
     return 1

@@ -30,6 +30,7 @@ from . import machine, targets, truth
 from .analysis import Ratio, noise_floor, paired_ratio, verdict
 from .reason import reason
 from .record import Json
+from .sums import LongestSum
 from .timing import CpuTimer, CudaTimer, Timer, Work
 
 OPERATIONS: dict[str, Any] = {"geglu": gated_linear}
@@ -41,8 +42,6 @@ SAMPLES = 3
 LOSES = 0.005
 #: And at once if its first turn takes this many times the fastest one's.
 FAR = 1.5
-#: Beside the rule of `truth.py`, of the order of a few float32 roundings: sums may be taken in any order.
-SUMS = 4 * torch.finfo(torch.float32).eps
 #: Candidates that are told of, of those that went wrong in a kernel; all are in the JSON.
 TOLD = 4
 
@@ -213,9 +212,11 @@ def _key(job: Job) -> Key:
 def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
     """Hold each candidate against float64. The first is always tried, the rest until half of the time is gone."""
     truths = job.truths()
-    plain = truth.errors(job.plain(), truths)
-    eager = truth.Errors(plain.max + SUMS / 2, plain.rms + SUMS / 2)
-    dtype = job.outputs[0].dtype
+    with LongestSum() as sums:
+        plain = job.plain()
+    eager = truth.errors(plain, truths)
+    del plain
+    yardstick, dtype = truth.Yardstick(eager, sums.terms), job.outputs[0].dtype
     for candidate in candidates:
         if candidate is not candidates[0] and time.monotonic() > deadline:
             break
@@ -228,7 +229,7 @@ def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
         except Exception as error:  # whatever a compiler or a driver raises costs the candidate alone
             candidate.status, candidate.reason = "failed", reason(error)
             continue
-        if truth.within(found, eager, dtype):
+        if truth.within(found, yardstick, dtype):
             candidate.status = "ok"
         else:
             candidate.status = "wrong"
