@@ -57,7 +57,18 @@ def cases() -> list[Case]:
     return found
 
 
-CASES = cases()
+# Tokens in one row, and batch entries of a token each, as a decode step has them.
+ROWS = [
+    Case(name="thd", layout="thd", batch=1, tokens=60, heads=40, kv_heads=5, head_dim=16, dtype="bf16"),
+    Case(name="thd-positions", layout="thd", batch=1, tokens=60, heads=40, kv_heads=5, head_dim=16, dtype="fp16",
+         options={"positions": ids(60, low=-8, high=72)}),
+    Case(name="decode", batch=150, tokens=1, heads=16, kv_heads=5, head_dim=24, rotary_dim=16, dtype="bf16",
+         options={"positions": ids(150, 1, low=-8, high=72, dtype=torch.int32)}),
+    Case(name="decode-bhsd", layout="bhsd", batch=150, tokens=1, heads=16, kv_heads=5, head_dim=8,
+         options={"positions": ids(150, 1, low=-8, high=72)}),
+    Case(name="q-alone", layout="thd", batch=1, tokens=60, heads=40, kv_heads=None, head_dim=16, dtype="bf16"),
+]  # fmt: skip
+CASES = [*cases(), *ROWS]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -83,7 +94,7 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
             call = make(case)
             outs, _ = poisoned_like(call.xs)
             poison = [y.clone() for y in outs]
-            run(fusewise.rope, call, CUDA, out=outs)
+            run(fusewise.rope, call, CUDA, out=outs if len(outs) == 2 else outs[0])
             for y, was in zip(outs, poison, strict=True):
                 assert_bits(y, was)
             xs, _ = copy_of(call.xs)
@@ -95,14 +106,18 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 @pytest.mark.gpu
 @every_case
 def test_it_has_the_bits_of_triton(case: Case) -> None:
-    batch = 150
-    positions = case.options.get("positions")
-    more = {"positions": positions.repeat(batch // BATCH, 1)} if positions is not None and positions.ndim == 2 else {}
-    call = make(replace(case, batch=batch, options={**case.options, **more}), "cuda")
+    many = 150  # times as much, of heads where tokens are in one row
+    grown, positions = replace(case, batch=many * case.batch), case.options.get("positions")
+    if case.layout == "thd":
+        grown = replace(case, heads=many * case.heads)
+    elif positions is not None and positions.ndim == 2:
+        grown = replace(grown, options={**case.options, "positions": positions.repeat(many, 1)})
+    call = make(grown, "cuda")
     for function in (fusewise.rope, fusewise.rope_):
         results = []
         for impl in ("cuda", "triton"):
             xs, _ = copy_of(call.xs)
-            results.append(function(*xs, **call.kwargs, impl=impl))
+            found = function(*xs, **call.kwargs, impl=impl)
+            results.append(found if isinstance(found, tuple) else (found,))
         for of_cuda, of_triton in zip(*results, strict=True):
             assert_bits(of_cuda, of_triton)
