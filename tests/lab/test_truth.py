@@ -5,10 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusewise.lab import memory, targets, truth
+from fusewise.lab.counting import counted
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.pytorch import Eager
-from fusewise.lab.sums import LongestSum
 from fusewise.lab.targets.rope import RopeProblem
 from fusewise.lab.truth import Errors, Yardstick
 
@@ -118,9 +118,9 @@ def test_another_order_of_summation_is_right_and_another_precision_is_not(produc
     torch.manual_seed(0)
     x, w = torch.randn(64, 4096), torch.randn(4096, 64)
     true = x.double() @ w.double()
-    with LongestSum() as sums:
-        eager = truth.errors([x @ w], [true])
-    assert truth.within(truth.errors([product(x, w)], [true]), Yardstick(eager, sums.terms), torch.float32) == right
+    by_eager, counter = counted(lambda: x @ w)
+    yardstick = Yardstick(truth.errors([by_eager], [true]), counter.terms)
+    assert truth.within(truth.errors([product(x, w)], [true]), yardstick, torch.float32) == right
 
 
 def one_after_another(x, w):

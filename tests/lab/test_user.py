@@ -103,6 +103,27 @@ def test_whether_a_gradient_reads_the_inputs(name, text, read):
     assert problem(name, text, pass_="bwd").reads_inputs == read
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("name", "texts", "flops"),
+    [
+        ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16)),  # dense, whatever the mask
+        ("either", ["fp32[8,16]"], 0),
+        ("compiled_inside", ["fp32[3,6]", "fp32[6,4]"], 2 * 3 * 6 * 4),
+    ],
+)
+def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flops):
+    p = problem(name, *texts)
+    assert p.flops_min() == flops
+    for _ in range(2):
+        assert truth.check(p, eager(p)).reason == ""
+    wide = p.truth(p.leaves(False, wide=True))[0]
+    assert wide.dtype == torch.float64
+    if name == "compiled_inside":
+        x, weight = (t.double() for t in p.tensors)
+        assert torch.equal(wide, (x @ weight).relu())  # nothing of it in bfloat16
+
+
 def test_products_of_a_backward_are_those_that_it_needs():
     assert problem("attention", *["fp32[1,2,8,4]"] * 3).flops_min() == 2 * (2 * 2 * 8 * 8 * 4)
     assert problem("attention", *["fp32[1,2,8,4]"] * 3, pass_="bwd").flops_min() == 4 * (2 * 2 * 8 * 8 * 4)

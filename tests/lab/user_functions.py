@@ -62,6 +62,23 @@ def attention(q, k, v):
     return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+def of_scores(q, k, v):
+    """Attention as a function of scores, causal: an operator that takes functions, and runs no other way than compiled."""
+    from torch.nn.attention import flex_attention as flex
+
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=str(q.device))
+    return flex.flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score * 0.5, block_mask=mask)
+
+
+def either(x):
+    return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+
+@torch.compile(backend="eager")
+def compiled_inside(x, weight):
+    return (x.bfloat16() @ weight.bfloat16()).relu()
+
+
 def remembering_less(x, weight):
     return torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=False)
 

@@ -5,7 +5,7 @@ eager code of the same dtype, plus what one rounding to that dtype and another o
 
     error ≤ 2 · error(eager) + u(dtype) + √(n - 1) · u(sums)        in the max norm and in the root mean square
 
-where u is half of eps, sums are float32 (float64 in float64), and n is the length of the longest of eager code (`sums.py`).
+where u is half of eps, sums are float32 (float64 in float64), and n is the length of the longest of eager code (`counting.py`).
 Eager's error counts as LOOSEST at most: eager code that is far off is no yardstick, and is wrong itself. (Flash-attention's
 tests use the factor 2; the band lets an exactly rounded result pass where eager is exact by luck.)
 """
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .counting import counted
 from .plugin import Run
 from .problem import Problem
-from .sums import LongestSum
 from .truths import MOST_BYTES, Truths
 
 #: Elements compared at a time: on a CPU so few that a float64 copy stays in the cache and torch starts no threads for them,
@@ -165,9 +165,9 @@ def results(problem: Problem, wide: bool) -> list[Tensor]:
 
 def eagers(problem: Problem) -> tuple[list[Tensor], int]:
     """Eager code's results, and the terms of its longest sum."""
-    with LongestSum() as sums:
-        found = results(problem, False)
-    return found, sums.terms
+    # Counted in a run of its own: while operators are watched, autograd takes other formulas for some.
+    terms = counted(lambda: results(problem, False))[1].terms
+    return results(problem, False), terms
 
 
 def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Yardstick]:

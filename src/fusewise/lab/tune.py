@@ -28,9 +28,9 @@ from fusewise.ops.gated_linear import tuning as gated_linear
 
 from . import machine, targets, truth
 from .analysis import Ratio, noise_floor, paired_ratio, verdict
+from .counting import counted
 from .reason import reason
 from .record import Json
-from .sums import LongestSum
 from .timing import CpuTimer, CudaTimer, Timer, Work
 
 OPERATIONS: dict[str, Any] = {"geglu": gated_linear}
@@ -212,11 +212,8 @@ def _key(job: Job) -> Key:
 def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
     """Hold each candidate against float64. The first is always tried, the rest until half of the time is gone."""
     truths = job.truths()
-    with LongestSum() as sums:
-        plain = job.plain()
-    eager = truth.errors(plain, truths)
-    del plain
-    yardstick, dtype = truth.Yardstick(eager, sums.terms), job.outputs[0].dtype
+    terms = counted(job.plain)[1].terms
+    yardstick, dtype = truth.Yardstick(truth.errors(job.plain(), truths), terms), job.outputs[0].dtype
     for candidate in candidates:
         if candidate is not candidates[0] and time.monotonic() > deadline:
             break
@@ -233,7 +230,7 @@ def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
             candidate.status = "ok"
         else:
             candidate.status = "wrong"
-            candidate.reason = f"error {found.max:.3g} (rms {found.rms:.3g}), eager's {eager.max:.3g} ({eager.rms:.3g})"
+            candidate.reason = f"error {found.max:.3g} (rms {found.rms:.3g}), eager's {yardstick.errors.max:.3g} ({yardstick.errors.rms:.3g})"
 
 
 def race(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ledger
+from ..modes import Mode
 from .stage import Stage, foreign, short
 
 #: Operators that overwrite their first argument without reading it.
@@ -43,19 +43,18 @@ def brief(x: Any) -> str:
     return repr(x)
 
 
-class Operators(TorchDispatchMode):
+class Operators(Mode):
     """Keeps the operators that run while it is entered, and charges each with its bytes."""
 
-    def __init__(self, within: str = "", used: Mapping[int, int] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, within: str = "", used: Mapping[int, int] | None = None, compiled: bool = False) -> None:
+        super().__init__(compiled)
         self.within = within  # a namespace of operators to look into
         self.used = used or {}  # address of a tensor -> the bytes of it that a call can need at most
         self.kernels: list[ledger.Kernel] = []
         self.text: list[str] = []
         self.lines: dict[int, str] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.within and func.namespace == self.within:
             with self:  # its kernel, called directly: through the dispatcher it would come back here
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
@@ -69,6 +68,11 @@ class Operators(TorchDispatchMode):
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> ledger.Kernel | None:
         """The bytes of one operator; None for a view, or one that only reserves memory."""
+        if not isinstance(func, torch._ops.OpOverload):  # of functions and tensors
+            given, made = (
+                [x for x in pytree.tree_leaves(some) if isinstance(x, Tensor)] for some in ((args, kwargs), result)
+            )
+            return ledger.Kernel(name=str(func), read=self._bytes(given), written=self._bytes(made))
         name = func._schema.name.partition("::")[2]
         if name in RESERVE:
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..ledger import Kernel
+from ..modes import under
 from ..plugin import Run, Unsupported
 from ..problem import Problem
 from . import aten, graphs, inductor, passes, python
@@ -20,10 +21,7 @@ def operators(problem: Problem, run: Run, **options: Any) -> aten.Operators:
     """The operators that the timed part of a pass dispatches."""
     before, step = passes.steps(problem, run)
     state = before()
-    seen = aten.Operators(**options)
-    with seen:
-        step(state)
-    return seen
+    return under(lambda compiled: aten.Operators(compiled=compiled, **options), lambda: step(state))[1]
 
 
 def eager_stages(problem: Problem, run: Run) -> list[Stage]:

@@ -11,8 +11,7 @@ import copy
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import truth
+from ..counting import counted
 from ..interruption import interruptible
 from ..ledger import extent
+from ..modes import Mode, Result, under
 from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
-from ..sums import know_products
 from . import Case, Target, functions, inputs
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
@@ -192,11 +190,9 @@ class UserProblem(Problem):
         """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
         gradient = self.task.pass_ != "fwd"
         leaves = self.leaves(gradient)
-        know_products()
-        with flop_counter.FlopCounterMode(display=False) as counter:
-            result = self.function(*self._arguments(leaves))
+        result, counter = counted(lambda: self.function(*self._arguments(leaves)))
         outputs = tensors_of(result)
-        self.flops = int(counter.get_total_flops())
+        self.flops = counter.flops
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
@@ -240,10 +236,9 @@ class UserProblem(Problem):
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
         """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
-        with flop_counter.FlopCounterMode(display=False) as counter:
-            here = self.gradients(outputs, leaves, self.upstream)
+        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream))
         # what a backward computes once more, to hold less, is not needed
-        self.gradient_flops = min(int(counter.get_total_flops()), 2 * self.flops)
+        self.gradient_flops = min(counter.flops, 2 * self.flops)
         self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
         moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
         others = self.eager(moved)
@@ -266,8 +261,7 @@ class UserProblem(Problem):
 
     def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         try:
-            with in_float64():
-                found = tensors_of(self.wide(*self._arguments(tensors)))
+            found = tensors_of(in_float64(lambda: self.wide(*self._arguments(tensors))))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a user's function raises anything
@@ -285,8 +279,10 @@ class UserProblem(Problem):
     def gradients(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None], wide: bool = False
     ) -> tuple[Tensor, ...]:
-        with in_float64() if wide else nullcontext():
-            return super().gradients(outputs, leaves, upstream, wide)
+        def call() -> tuple[Tensor, ...]:
+            return Problem.gradients(self, outputs, leaves, upstream, wide)
+
+        return in_float64(call) if wide else call()
 
     def shape(self) -> str:
         count = sum(p.numel() for p in self.parameters)
@@ -344,11 +340,11 @@ def _moved(x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(torch.where(means == x, 0.75 * x, means))
 
 
-class _Widen(TorchDispatchMode):
+class _Widen(Mode):
     """Operations that ask for a narrow dtype, and on tensors of one, get float64 or complex128 instead."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = dict(kwargs)
         if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = widened(kwargs["dtype"])
         if (
@@ -360,14 +356,12 @@ class _Widen(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Casts and new tensors of narrower floating dtypes come out in float64, so that a function computes in it throughout
-    whatever it says."""
+def in_float64(call: Callable[[], Result]) -> Result:
+    """The call with casts and new tensors of narrower floating dtypes in float64, so that it computes in that throughout, whatever
+    it says."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Widen():  # type: ignore[no-untyped-call]
-            yield
+        return under(_Widen, call)[0]
     finally:
         torch.set_default_dtype(before)

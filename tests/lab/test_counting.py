@@ -1,4 +1,4 @@
-"""The length of sums, as it is read off operators."""
+"""What is counted of operators: the length of sums, and the operations of products."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch.nn import functional
 
 import fusewise
 from fusewise.lab import targets, truth
+from fusewise.lab.counting import MOST_TERMS, counted
 from fusewise.lab.problem import Task
-from fusewise.lab.sums import MOST_TERMS, LongestSum
 
 LABELS = torch.tensor([1, 2, 0])
 
 
 def terms(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
     tensors = [torch.randn(shape) for shape in shapes]
-    with LongestSum() as sums:
-        function(*tensors)
-    return sums.terms
+    return counted(lambda: function(*tensors))[1].terms
 
 
 @pytest.mark.parametrize(

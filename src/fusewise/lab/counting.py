@@ -1,0 +1,105 @@
+"""What is counted of a function's operators while they run: the operations of its products, and how many terms its sums have.
+
+Another order of summation is another rounding. Who adds n terms one after another into a number of unit roundoff u is off
+by about 0.3 · √n · u of the sum (the roundings are independent; Higham and Mary, 2019, doi:10.1137/18M1226312), who adds
+them in blocks by less, and neither is wrong. So what is allowed to differ from eager code grows with √n.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .modes import Mode, Result, under
+
+#: Longer sums are counted as so long: a library adds them in blocks, or a GPU's threads a part each, and a sharp rule finds
+#: a block that is missing.
+MOST_TERMS = 2**16
+#: Reductions, by operator: an element of the smallest result is a sum over as many of the largest argument's.
+REDUCTIONS = {
+    "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "dot", "vdot", "mv", "addmv",
+    "trace", "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+    "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "nll_loss_forward", "mse_loss",
+}  # fmt: skip
+#: Reductions that keep the shape: the sum runs along a dimension of the first argument; where the call names it.
+ALONG = {
+    "_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2, "cumsum": 1, "logcumsumexp": 1,
+}  # fmt: skip
+
+
+@functools.cache
+def _products() -> dict[Any, Callable[..., Any]]:
+    """The operations of an operator's products: PyTorch's formulas, and of what these leave out our own operations and attention
+    on a CPU, or as a function of scores. Brings Triton with it, and so waits for the first that counts."""
+    from torch.utils import flop_counter
+
+    from fusewise.ops.gated_linear.flops import register_flop_formulas
+
+    register_flop_formulas()
+    aten, known = torch.ops.aten, flop_counter.flop_registry
+    for suffix in ("", "_backward"):
+        attention = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}")
+        known.setdefault(attention, known[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")])
+    known.setdefault(
+        torch.ops.higher_order.flex_attention,  # dense: a mask says nothing here
+        lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape),
+    )
+    return known
+
+
+class Counter(Mode):
+    """While it is entered it counts. `flops`: multiplications and additions of products and convolutions. `terms`: the length of
+    the longest sum of an operator so far, 1 where nothing is summed; an operator that it does not know counts as none, which
+    makes the rule sharper and never blunter."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        super().__init__(compiled)
+        self.products = _products()
+        self.flops, self.terms = 0, 1
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        packet = getattr(func, "overloadpacket", func)
+        formula = self.products.get(packet)
+        if formula is None and isinstance(func, torch._ops.OpOverload) and _is_made_of_others(func):
+            with self:  # as in inference mode, which does not take them apart by itself
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
+        made = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.numel()]
+        if not given or not made:
+            return result
+        if formula is None:
+            terms = _reduced(getattr(packet, "__name__", ""), given, made, args, kwargs)
+        else:
+            flops = int(formula(*args, **kwargs, out_val=result))
+            self.flops += flops  # a multiplication and an addition a term
+            terms = flops // (2 * min(y.numel() for y in made if y.ndim == made[0].ndim))
+        self.terms = min(MOST_TERMS, max(self.terms, terms))
+        return result
+
+
+def counted(call: Callable[[], Result]) -> tuple[Result, Counter]:
+    """What the call gives, and what was counted."""
+    return under(Counter, call)
+
+
+def _is_made_of_others(func: torch._ops.OpOverload) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _reduced(
+    name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> int:
+    """The terms of what a reduction adds; 1 for other operators."""
+    if name in REDUCTIONS:
+        return max(x.numel() for x in given) // min(y.numel() for y in made)
+    if name in ALONG:
+        named = args[ALONG[name]] if len(args) > ALONG[name] else kwargs.get("dim")
+        return given[0].shape[named] if isinstance(named, int) and given[0].ndim else 1
+    return 1
