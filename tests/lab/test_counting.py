@@ -31,6 +31,7 @@ def terms(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
         (torch.mv, [(3, 7), (7,)], 7),
         (torch.dot, [(7,), (7,)], 7),
         (functional.linear, [(2, 3, 7), (5, 7), (5,)], 7),
+        (torch.inference_mode()(functional.linear), [(3, 7), (5, 7)], 7),  # where nothing takes it apart before
         (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(3, 7), (7, 5)], 7),
         (functional.conv2d, [(2, 3, 8, 8), (4, 3, 3, 3)], 27),
         (functional.scaled_dot_product_attention, [(1, 2, 64, 16)] * 3, 128),  # of D, and of S values
@@ -55,6 +56,17 @@ def terms(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
 )
 def test_terms(function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: int) -> None:
     assert terms(function, *shapes) == expected
+
+
+def test_operations_of_products() -> None:
+    x, w = torch.randn(3, 7), torch.randn(7, 5)
+    result, counter = counted(lambda: (x @ w).relu() @ w.mT)
+    assert counter.flops == 2 * (2 * 3 * 7 * 5) and torch.equal(result, (x @ w).relu() @ w.mT)
+
+
+def test_a_call_at_fault_fails_as_it_does_alone() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        counted(lambda: torch.randn(3, 7) @ torch.randn(5, 7))
 
 
 def test_gradients_add_along_other_dimensions() -> None:
