@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fusewise.ops.rope._auto import choice
 from .. import cuda_on_cpu
 from .oracle import Call
 from .support import Case, assert_bits, copy_of, make, poisoned_like
-from .test_cuda_on_cpu import CUDA, check
+from .test_cuda_on_cpu import CUDA, changed, check
 from .test_matrix import ids, run
 
 BATCH, TOKENS = 3, 50
@@ -79,16 +80,9 @@ def test_rotates(case: Case) -> None:
         check(case)
 
 
-def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where it writes nothing, nothing is written."""
-    sources = []
-    for source in _cuda.SOURCES:
-        copy = tmp_path / "_cuda" / source.name if source.parent == _cuda.FOLDER else tmp_path / source.name
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_text(source.read_text().replace("return launch_light(", "return cudaSuccess; launch_light("))
-        sources.append(copy)
-    monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope").plays()
+    kernels = changed(monkeypatch, tmp_path, "return launch_light(", "return cudaSuccess; launch_light(").plays()
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for case in CASES:
             call = make(case)

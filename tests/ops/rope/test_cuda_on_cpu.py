@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,16 +67,21 @@ def test_rotates(case: Case) -> None:
     check(case)
 
 
-def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """In place from one pairing to the other, a head is read whole before another thread writes into it."""
+def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> cuda_on_cpu.Library:
+    """The kernels with something else in their sources."""
     sources = []
     for source in _cuda.SOURCES:
-        copy = tmp_path / "_cuda" / source.name if source.parent == _cuda.FOLDER else tmp_path / source.name
+        copy = folder / "_cuda" / source.name if source.parent == _cuda.FOLDER else folder / source.name
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(source.read_text().replace("__syncthreads();", ";"))
+        copy.write_text(source.read_text().replace(old, new))
         sources.append(copy)
     monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope")
+    return cuda_on_cpu.library(_cuda, "fusewise_rope")
+
+
+def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In place from one pairing to the other, a head is read whole before another thread writes into it."""
+    kernels = changed(monkeypatch, tmp_path, "__syncthreads();", ";")
     wrong = []
     for backwards in ORDERS:
         kernels.plays(backwards=backwards)
