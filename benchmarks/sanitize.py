@@ -33,9 +33,11 @@ ROWS = (1, 3, 16, 64, 65, 130, 300)
 
 
 def rope(impl: str, device: str) -> Calls:
-    from fusewise_tests.ops.rope import test_matrix
+    from fusewise_tests.ops.rope import test_cuda_light, test_matrix
     from fusewise_tests.ops.rope.support import Case, copy_of, make
 
+    # In CUDA large calls have a kernel of their own.
+    large = [test_cuda_light.grown(case) for case in test_cuda_light.CASES] if impl == "cuda" else []
     wide = {"heads": 7, "kv_heads": 3, "dtype": "bf16"}
     ragged = [
         Case(name="ragged-large", batch=2, tokens=63, head_dim=128, **wide),
@@ -68,7 +70,7 @@ def rope(impl: str, device: str) -> Calls:
         outs = tuple(torch.empty_like(x) for x in make(case, device).xs)
         fusewise.rope(*call.xs, **call.kwargs, impl=impl, out=outs if len(outs) == 2 else outs[0])
 
-    for case in (*test_matrix.CASES, *ragged):
+    for case in (*test_matrix.CASES, *ragged, *large):
         yield f"{case.name} forward", lambda case=case: forward(case)
         if case.memory != "expanded":
             yield f"{case.name} in place", lambda case=case: in_place(case)

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -181,6 +182,10 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_
     cuda = FakeCuda(hold_needed)
     for name in ("synchronize", "_sleep", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    seconds = itertools.count(
+        step=1e-4
+    )  # of the host, whatever else this machine is doing: a longer hold follows from them
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: {"sm_mhz": 1980})
     begun = []
 
@@ -190,8 +195,7 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_
     turn = timer.turn(Work(lambda i: begun.append(i), step), samples=3, calls=4)
     assert turn.device_us == [7.0, 7.0, 7.0]
     assert turn.held is held
-    # A host that takes long by itself, on a busy machine, has a longer hold at once.
-    assert len(cuda.holds) == attempts or (held and 1 < len(cuda.holds) < attempts and cuda.holds[-1] >= hold_needed)
+    assert len(cuda.holds) == attempts
     assert cuda.holds == sorted(cuda.holds)
     assert turn.clocks == {"sm_mhz": 1980}
     assert 0 < turn.host_us < 1000

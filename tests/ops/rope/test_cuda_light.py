@@ -97,16 +97,20 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
                 assert_bits(x, was)
 
 
+def grown(case: Case) -> Case:
+    """Large enough for a GPU: 150 times as many batch entries, or heads where tokens are in one row."""
+    positions = case.options.get("positions")
+    if case.layout == "thd":
+        return replace(case, heads=150 * case.heads)
+    if positions is not None and positions.ndim == 2:
+        case = replace(case, options={**case.options, "positions": positions.repeat(150, 1)})
+    return replace(case, batch=150 * case.batch)
+
+
 @pytest.mark.gpu
 @every_case
 def test_it_has_the_bits_of_triton(case: Case) -> None:
-    many = 150  # times as much, of heads where tokens are in one row
-    grown, positions = replace(case, batch=many * case.batch), case.options.get("positions")
-    if case.layout == "thd":
-        grown = replace(case, heads=many * case.heads)
-    elif positions is not None and positions.ndim == 2:
-        grown = replace(grown, options={**case.options, "positions": positions.repeat(many, 1)})
-    call = make(grown, "cuda")
+    call = make(grown(case), "cuda")
     for function in (fusewise.rope, fusewise.rope_):
         results = []
         for impl in ("cuda", "triton"):

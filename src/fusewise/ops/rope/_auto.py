@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 
 # Bytes read and written up to which auto takes CUDA. An H200 moves them in 16 µs (4.1 TB/s), and a call in Triton takes its
-# host 26 (docs/notes/rope-triton-h200.md); above it is the device that counts, and Triton's kernel is the faster.
+# host 26 (docs/notes/rope-triton-h200.md); above it is the device that counts, and Triton's kernel is as fast or faster.
 MOST_BYTES_FOR_CUDA = 64 * 2**20
 
 COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"

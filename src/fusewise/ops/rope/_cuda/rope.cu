@@ -11,7 +11,7 @@
 //
 // The kernel is bound by memory: all reads of a thread are under way before the first is needed, and what is the same
 // for a block is computed once for it. At a few tokens it is bound by latency: x is asked for before the position and
-// the table row, which have to follow one another.
+// the table row, which have to follow one another. Large calls whose halves pair have a kernel of their own in light.cuh.
 
 #include <algorithm>
 
