@@ -3,7 +3,8 @@
 // and what the general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
 //
 // Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses of 16 bytes: first the chunks that rotate, then those
-// that are copied (not in place). Neighbours have neighbouring chunks, then heads of q and k, then tokens. A block belongs to one
+// that are copied (not in place). Accesses are of 8 bytes where alignment wants it and nothing is copied: what a thread does to find
+// its place is worth that much work, but not also that of copying a wide rest by halves. Neighbours have neighbouring chunks, then heads of q and k, then tokens. A block belongs to one
 // stripe of tokens (z) of one batch entry (y): those stripes of all entries follow each other, so that the rows of the table are
 // still in the cache. Pairs of neighbours have one access a chunk, too little work for what comes before it: they stay with the
 // general kernel, whose threads have several heads.
@@ -39,10 +40,10 @@ struct Light {
 
 constexpr int LIGHT_THREADS = 2048;  // of a multiprocessor
 
-// A head has elements that are copied: COPIES.
-template <class T, class TABLE, bool COPIES>
+// Accesses are of BYTES; a head has elements that are copied: COPIES.
+template <class T, class TABLE, int BYTES, bool COPIES>
 __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_kernel(const __grid_constant__ Light p) {
-  constexpr int NP = 16 / sizeof(T), AT_ONCE = 4;
+  constexpr int NP = BYTES / sizeof(T), AT_ONCE = NP < 4 ? NP : 4;
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, nth = p.of_token(thread), batch = blockIdx.y;
   const uint32_t token = blockIdx.z * p.stripe + nth;
   if (nth >= p.stripe) return;
@@ -53,15 +54,15 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
 
   // Where the chunk lies in a head, and its second access from the first.
   const bool rotates = !COPIES || chunk < p.rotated;
-  uint32_t at = t.first + chunk * 16;
+  uint32_t at = t.first + chunk * BYTES;
   int32_t apart = p.apart;
   bool both = true;
   if (!rotates) {
     const uint32_t copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses, then all second ones
-    at = copy * 16, both = other < t.accesses;
-    uint32_t other_at = other * 16;
-    if (at >= t.start) at += p.rotated * 32;
-    if (other_at >= t.start) other_at += p.rotated * 32;
+    at = copy * BYTES, both = other < t.accesses;
+    uint32_t other_at = other * BYTES;
+    if (at >= t.start) at += p.rotated * 2 * BYTES;
+    if (other_at >= t.start) other_at += p.rotated * 2 * BYTES;
     apart = int32_t(other_at - at);
   }
   const char* const x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + head * t.x_strides[2] + at;
@@ -84,7 +85,8 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   Words<TABLE, NP> cosines, sines;  // of chunks that are copied, too, so that no thread waits for another's branch
   cosines.read(p.cos + row_at), sines.read(p.sin + row_at);
   if (rotates) {
-    if (!inside) one.fill(~0u), other.fill(~0u);  // NaN
+    constexpr uint32_t nan = sizeof(T) == 4 ? 0x7fffffff : 0x7fff7fff;
+    if (!inside) one.fill(nan), other.fill(nan);
 #pragma unroll
     for (int first = 0; first < NP; first += AT_ONCE) {
       float cos[AT_ONCE], sin[AT_ONCE], a[AT_ONCE], b[AT_ONCE];
@@ -118,11 +120,13 @@ inline int64_t stripe_of(int64_t batch, int64_t tokens, int64_t bytes_per_token)
   return tokens;
 }
 
+inline bool copies(const Light& p) { return p.tensors[0].copied + p.tensors[1].copied > 0; }
+
 // Whether the kernel serves a call of so many batch entries and tokens, whose tensors may be read in accesses of `bytes`; and its
 // parameters if it does, but for where the tensors lie. `alone`: as for `set_angles`.
 inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, Light& p) {
-  const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = 16 / size;  // elements
-  if (bytes < 16 || plan.interleaved_in || plan.interleaved_out || batch > MOST_BLOCKS || plan.rows > UINT32_MAX) return false;
+  const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;  // elements
+  if (bytes < 8 || plan.interleaved_in || plan.interleaved_out || batch > MOST_BLOCKS || plan.rows > UINT32_MAX) return false;
   Work work{};
   set_angles(work, plan, call, access, alone);
   const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
@@ -134,14 +138,15 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   for (int o = 0; o < plan.operands; ++o) {
     LightTensor& t = p.tensors[o];
     t.start = static_cast<uint32_t>(plan.start[o] * size);
-    t.first = t.start + (plan.inverse ? p.rotated * 16 : 0);
+    t.first = t.start + (plan.inverse ? plan.pairs * size : 0);
     t.accesses = static_cast<uint32_t>(plan.in_place ? 0 : (plan.head_dim[o] - 2 * plan.pairs) / access);
     t.copied = (t.accesses + 1) / 2;
     t.of_head = Divisor(p.rotated + t.copied);
     threads += plan.heads[o] * t.of_head.d;
     if (o == 0) p.of_q = static_cast<uint32_t>(threads);
   }
-  p.stripe = static_cast<uint32_t>(stripe_of(batch, tokens, threads * 64));
+  if (bytes < 16 && copies(p)) return false;
+  p.stripe = static_cast<uint32_t>(stripe_of(batch, tokens, threads * 4 * bytes));
   threads *= p.stripe;
   if (threads > INT32_MAX - THREADS || threads < 8 * THREADS || tokens / p.stripe > MOST_BLOCKS) return false;
   p.of_token = Divisor(threads / p.stripe), p.tokens = static_cast<uint32_t>(tokens);
@@ -156,15 +161,17 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
 }
 
 template <class T, class TABLE>
-auto light_kernel(bool copies) { return copies ? light_rope_kernel<T, TABLE, true> : light_rope_kernel<T, TABLE, false>; }
+auto light_kernel(int64_t bytes, bool copies) {
+  if (bytes < 16) return light_rope_kernel<T, TABLE, 8, false>;
+  return copies ? light_rope_kernel<T, TABLE, 16, true> : light_rope_kernel<T, TABLE, 16, false>;
+}
 
-inline cudaError_t launch_light(const Light& p, const Plan& plan, int64_t batch, const Device& device, void* stream) {
+inline cudaError_t launch_light(const Light& p, const Plan& plan, int64_t batch, int64_t bytes, const Device& device, void* stream) {
   const int64_t threads = int64_t(p.stripe) * p.of_token.d;
   const dim3 grid(static_cast<unsigned>(ceil_div(threads, THREADS)), static_cast<unsigned>(batch), p.tokens / p.stripe);
-  const bool copies = p.tensors[0].copied + p.tensors[1].copied > 0;
   const auto kernel = with_dtype(plan.kind, [&](auto element) {
     using T = decltype(element);
-    return plan.table_kind == FLOAT32 ? light_kernel<T, float>(copies) : light_kernel<T, T>(copies);
+    return plan.table_kind == FLOAT32 ? light_kernel<T, float>(bytes, copies(p)) : light_kernel<T, T>(bytes, copies(p));
   });
   return launched(kernel, grid, dim3(THREADS), stream, device, p);
 }

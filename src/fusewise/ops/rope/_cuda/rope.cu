@@ -179,7 +179,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
       l.tensors[o].x = t.x, l.tensors[o].y = t.y;
       std::copy_n(t.x_strides, 3, l.tensors[o].x_strides), std::copy_n(t.y_strides, 3, l.tensors[o].y_strides);
     }
-    return launch_light(l, *plan, batch, device, stream);
+    return launch_light(l, *plan, batch, data.bytes(), device, stream);
   }
   const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
