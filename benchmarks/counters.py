@@ -29,6 +29,7 @@ from fusewise.lab import record
 from fusewise.lab.ledger import Ledger
 from fusewise.lab.record import Row
 from fusewise.lab.render import markdown, number
+from fusewise.lab.timing import Work
 
 NCU = os.environ.get("NCU", "ncu")
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
@@ -84,8 +85,13 @@ def parsed(text: str) -> list[Counted]:
 
 
 def count(row: Row, device: str, caches: str) -> list[Counted]:
-    """The kernels of one call, in a process of its own under ncu. `caches`: all, emptied by ncu; none, filled by a flush."""
+    """The kernels of one call, in a process of its own. `caches`: all, emptied by ncu; none, filled by a flush."""
     program = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider, caches]
+    return typical(parsed(printed(program, caches)))
+
+
+def printed(program: Sequence[str], caches: str) -> str:
+    """What ncu prints of a program that has it watch its calls."""
     command = [
         NCU, "--csv", "--page", "raw", "--metrics", f"{TIME},{READ},{WRITTEN}", "--profile-from-start", "off",
         "--clock-control", "none", "--cache-control", caches, "--target-processes", "application-only", *program,
@@ -95,7 +101,7 @@ def count(row: Row, device: str, caches: str) -> list[Counted]:
         raise RuntimeError(
             f"counters: {' '.join(command)} ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}"
         )
-    return typical(parsed(done.stdout))
+    return done.stdout
 
 
 def typical(kernels: Sequence[Counted]) -> list[Counted]:
@@ -111,8 +117,6 @@ def typical(kernels: Sequence[Counted]) -> list[Counted]:
 
 def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str, caches: str) -> None:
     """What ncu watches: CALLS calls behind two."""
-    import torch
-
     from fusewise.lab import machine, plugin, targets
     from fusewise.lab.problem import Task
     from fusewise.lab.worker import make_work
@@ -120,10 +124,18 @@ def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str,
     problem = targets.problem_for(Task(op, case, dtype, pass_, device, 0))
     found = plugin.select([provider], op, device)[0].provider
     assert found is not None
-    work = make_work(problem, found.build(problem), 1)
+    watch(
+        make_work(problem, found.build(problem), 1), 2 * machine.cache_bytes(device) if caches == "none" else 0, device
+    )
+
+
+def watch(work: Work, flush_bytes: int, device: str) -> None:
+    """CALLS calls behind two, each after the flush; ncu sees nothing but the calls."""
+    import torch
+
     for _ in range(2):
         work.step(work.begin(0))
-    flush = torch.zeros(2 * machine.cache_bytes(device) // 4 if caches == "none" else 0, device=device)
+    flush = torch.zeros(flush_bytes // 4, device=device)
     for _ in range(CALLS):
         state = work.begin(0)
         flush.zero_()

@@ -1,5 +1,6 @@
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fusewise.lab import machine, memory, timing
-from fusewise.lab.timing import CpuTimer, CudaTimer, Work, calls_per_sample
+from fusewise.lab.timing import RESOLUTION_US, CpuTimer, CudaTimer, Work, calls_per_sample
 
 
 class Clock:
@@ -146,10 +147,12 @@ def test_held_bytes_are_what_forward_saves_beyond_inputs_and_outputs():
 
 
 class FakeCuda:
-    """A stream with a clock: work takes known device time, and a hold of too few cycles ends before it is queued."""
+    """A stream with a clock: work takes known device time, an event `pair` after it, and a hold of too few cycles ends before
+    all is queued."""
 
-    def __init__(self, hold_needed):
+    def __init__(self, hold_needed=0, pair=0.0):
         self.hold_needed = hold_needed
+        self.pair = pair
         self.now = 0.0
         self.held = False
         self.holds = []
@@ -166,6 +169,7 @@ class FakeCuda:
 
         class Event:
             def record(self):
+                cuda.now += cuda.pair
                 self.at = cuda.now
 
             def query(self):
@@ -176,17 +180,22 @@ class FakeCuda:
 
         return Event()
 
+    def serve(self, monkeypatch):
+        for name in ("synchronize", "_sleep", "Event"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        return self
+
 
 @pytest.mark.parametrize(("hold_needed", "attempts", "held"), [(0, 1, True), (1_500_000, 3, True), (1e12, 4, False)])
 def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_needed, attempts, held):
-    cuda = FakeCuda(hold_needed)
-    for name in ("synchronize", "_sleep", "Event"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    cuda = FakeCuda(hold_needed).serve(monkeypatch)
     seconds = itertools.count(
         step=1e-4
     )  # of the host, whatever else this machine is doing: a longer hold follows from them
     monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: {"sm_mhz": 1980})
+    assert timer.pair_us == 0.0
+    cuda.holds.clear()
     begun = []
 
     def step(_):
@@ -200,6 +209,26 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_
     assert turn.clocks == {"sm_mhz": 1980}
     assert 0 < turn.host_us < 1000
     assert begun[:12] == [0, 1, 2, 3] * 3
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_what_two_events_are_apart_by_themselves_is_no_time_of_a_call(monkeypatch, calls):
+    cuda = FakeCuda(pair=1.25).serve(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
+
+    def step(us):
+        cuda.now += us
+
+    assert timer.turn(Work(lambda i: 7.0, step), samples=3, calls=calls).device_us == pytest.approx([7.0] * 3)
+    assert timer.turn(Work(lambda i: 0.0, step), samples=3, calls=calls).device_us == [RESOLUTION_US / calls] * 3
+
+
+def test_of_events_that_the_host_kept_apart_nothing_is_taken_off(monkeypatch):
+    FakeCuda(hold_needed=math.inf, pair=50.0).serve(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
+    turn = timer.turn(Work(lambda i: i, lambda _: None), samples=2, calls=1)
+    assert turn.device_us == [50.0, 50.0]
+    assert not turn.held
 
 
 @pytest.mark.gpu

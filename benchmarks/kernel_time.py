@@ -1,0 +1,105 @@
+"""What a study, CUPTI and Nsight Compute say of a kernel that keeps its own time:
+
+    python benchmarks/kernel_time.py
+
+Its blocks, four a multiprocessor, turn until the GPU's own clock has gone on by so many microseconds, and keep when they began and
+ended: between the first begin and the last end is what the kernel took. On a machine with an NVIDIA GPU, Triton and ncu; the clocks
+are left alone. Medians, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from statistics import median
+
+import torch
+import triton
+import triton.language as tl
+from counters import CALLS, parsed, printed, watch
+from triton.language.extra.cuda import globaltimer
+
+from fusewise.lab import machine
+from fusewise.lab.render import markdown, number
+from fusewise.lab.timing import CudaTimer, Work
+
+MICROSECONDS = (0, 2, 5, 10, 20, 50, 100)
+SAMPLES = 15
+
+
+@triton.jit
+def turning(begun, ended, nanoseconds):
+    block = tl.program_id(0)
+    start = globaltimer()
+    now = start
+    while now - start < nanoseconds:
+        now = globaltimer()
+    tl.store(begun + block, start)
+    tl.store(ended + block, now)
+
+
+class Turning:
+    """The kernel, and what it took in the last call."""
+
+    def __init__(self, us: int, device: str) -> None:
+        blocks = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+        self.nanoseconds = 1000 * us
+        self.begun, self.ended = torch.zeros(2, blocks, dtype=torch.int64, device=device)
+
+    def __call__(self, state: object = None) -> None:
+        turning[(len(self.begun),)](self.begun, self.ended, self.nanoseconds, num_warps=1)
+
+    @property
+    def took(self) -> float:
+        torch.cuda.synchronize()
+        return float(self.ended.max() - self.begun.min()) / 1e3
+
+    @property
+    def work(self) -> Work:
+        return Work(lambda i: None, self)
+
+
+def by_cupti(kernel: Turning, flush: torch.Tensor) -> float:
+    """The profiler's duration, each call after the flush."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(SAMPLES):
+            flush.zero_()
+            kernel()
+            torch.cuda.synchronize()
+    return median(event.device_time for event in seen.events() if event.name.startswith("turning"))
+
+
+def by_ncu(us: int, device: str) -> float:
+    text = printed([sys.executable, __file__, "--call", str(us), device], "none")
+    return median(kernel.us for kernel in parsed(text)[-CALLS:])
+
+
+def main(device: str) -> None:
+    flush_bytes = 2 * machine.cache_bytes(device)
+    flush = torch.zeros(flush_bytes // 4, device=device)
+    timer = CudaTimer(torch.device(device), flush_bytes, lambda: None)
+    rows = []
+    for us in MICROSECONDS:
+        kernel = Turning(us, device)
+        kernel()  # compiled
+        known = []
+        for _ in range(SAMPLES):
+            flush.zero_()
+            kernel()
+            known.append(kernel.took)
+        by_events = [median(timer.turn(kernel.work, SAMPLES, calls).device_us) for calls in (1, 4, 16)]
+        cells = [median(known), *by_events, by_cupti(kernel, flush), by_ncu(us, device)]
+        rows.append([number(cell) for cell in cells])
+    print(markdown.table(["by itself", "in a study", "4 calls a sample", "16", "CUPTI", "ncu"], rows))
+    print(f"Two events with nothing between them: {number(timer.pair_us)}, which the study's times are without.")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--call"]:
+        watch(Turning(int(sys.argv[2]), sys.argv[3]).work, 2 * machine.cache_bytes(sys.argv[3]), sys.argv[3])
+    else:
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--device", default="cuda:0")
+        main(parser.parse_args().device)
