@@ -228,10 +228,14 @@ def test_a_large_problem_on_the_gpu_leaves_its_copies_alone(pass_, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_turn_on_the_gpu_leaves_nothing_where_little_is_left(monkeypatch):
+    gc.collect()
+    torch.cuda.empty_cache()
+    # Parts of blocks in which other tests have something.
+    parts = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     server = prepared("cuda:0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))
     assert server.answer({"do": "warm"})["ok"]
     for _ in range(2):
         turn = server.answer({"do": "round", "samples": 3})
         assert len(turn["device_us"]) == 3 and min(turn["device_us"]) > 0
-        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 2**22  # parts of blocks that are in use
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < parts + 2**22

@@ -12,6 +12,8 @@ from torch.nn import functional
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _autograd, geglu_linear
 
+from ..gpu_memory import peak_above, settled
+
 pytestmark = pytest.mark.gpu
 
 
@@ -26,17 +28,10 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return value * functional.gelu(gate, approximate="tanh")
 
 
-def peak_above(before: int) -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def test_inference_allocates_y_and_nothing_else() -> None:
     inputs = make(4096, 1024, 4096)
     geglu_linear(*inputs)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = settled()
     y = geglu_linear(*inputs)
     assert peak_above(before) == y.numel() * y.element_size()
 
@@ -48,9 +43,7 @@ def test_training_holds_and_peaks_as_the_contract_says(save: str, held: int, pea
     inputs = make(rows, features, hidden, True)
     dy = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     torch.autograd.grad(geglu_linear(*inputs, save=save), inputs, dy)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = settled()
     y = geglu_linear(*inputs, save=save)
     size = y.numel() * y.element_size()
     assert torch.cuda.memory_allocated() - before == held * size

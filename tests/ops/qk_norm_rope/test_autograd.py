@@ -13,6 +13,7 @@ from torch.func import grad, jvp, vmap
 import fusewise
 from fusewise.ops.rope._problem import PAIRINGS
 
+from ..gpu_memory import peak_above, settled
 from ..rope.support import Case, Operators, Place, make_table
 from .support import NormCase, build, places
 from .support import small_device as small_device
@@ -154,11 +155,9 @@ def test_memory(norm: str) -> None:
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
 
     def allocated(f: Any) -> tuple[int, Any]:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = settled()
         result = f()
-        return torch.cuda.max_memory_allocated() - before, result
+        return peak_above(before), result
 
     bytes_of = sum(x.numel() * x.element_size() for x in made.xs)
     peak, ys = allocated(lambda: made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl="triton"))

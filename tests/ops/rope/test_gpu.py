@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import fusewise
 from fusewise.ops.rope import reference
 from fusewise.ops.rope._op import IMPLEMENTATIONS
 
+from ..gpu_memory import peak_above, settled
 from .oracle import Expected, expected
 from .support import Case, assert_bits, assert_right, assert_rounded_once, copy_of, make, make_table
 
@@ -82,14 +82,11 @@ def test_memory_is_the_outputs(name: str, impl: str) -> None:
 
     def peak(call: Callable[[], Any]) -> int:
         call()
-        torch.cuda.synchronize()
-        time.sleep(0.05)  # the engine's thread lets go of the gradients a moment after it has handed them over
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = settled()
         held = call()
-        torch.cuda.synchronize()
+        peak = peak_above(before)
         del held
-        return torch.cuda.max_memory_allocated() - before
+        return peak
 
     assert peak(lambda: fusewise.rope(*xs, **kwargs)) == outputs
     assert peak(lambda: fusewise.rope_(*xs, **kwargs)) == 0
