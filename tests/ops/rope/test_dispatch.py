@@ -19,6 +19,7 @@ from .support import Case, Place, assert_bits, make, make_table, require
 from .test_matrix import CASES
 
 Q = torch.randn(1, 4, 2, 16)
+NEW = (torch.empty(0),)  # into other tensors than those that are read
 TABLE = make_table("half", 8, 1, torch.float32)
 
 
@@ -47,7 +48,7 @@ def test_a_gpu_takes_a_kernel() -> None:
     q = Q.cuda()
     told = fusewise.explain_dispatch(fusewise.rope, q)
     assert told.impl in ("triton", "cuda")
-    assert _auto.serving("auto", (q,), "") is _op.choice.implementation(told.impl)
+    assert _auto.serving("auto", (q,), NEW, "") is _op.choice.implementation(told.impl)
 
 
 SHAPES = [  # of q and k where a thread of CUDA has several heads, or rows do not fill a block
@@ -155,7 +156,7 @@ def test_a_missing_compiler_leaves_the_reference(monkeypatch: pytest.MonkeyPatch
         _op.choose.cache_clear()
 
 
-SMALL, LARGE = (1, 64, 32, 128), (4, 4096, 32, 128)
+SMALL, LARGE = (1, 64, 32, 128), (8, 4096, 32, 128)
 A_TABLE = {"cos": torch.ones(4096, 64), "sin": torch.ones(4096, 64)}
 FREQUENCIES = {"inv_freq": torch.ones(64)}
 
@@ -171,7 +172,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         (True, SMALL, A_TABLE, torch.bfloat16, "cuda", ""),
         (True, SMALL, {"cos_sin": torch.ones(4096, 128)}, torch.float32, "cuda", ""),
         (False, SMALL, A_TABLE, torch.bfloat16, "triton", 'not built; `fusewise build` or a call with impl="cuda"'),
-        (True, LARGE, A_TABLE, torch.bfloat16, "triton", "up to 64 MiB, whose time is the host's; this one moves 256"),
+        (True, LARGE, A_TABLE, torch.bfloat16, "triton", "up to 256 MiB, whose time is the host's; this one moves 512"),
         (True, SMALL, FREQUENCIES, torch.bfloat16, "triton", "angles that are computed in the kernel"),
     ],
 )
@@ -186,23 +187,25 @@ def test_on_a_gpu_cuda_takes_small_calls_once_it_is_built(
         assert not_cuda in told.passed_over.get("cuda", "")
         assert ("triton" in told.passed_over) == (taken == "cuda")
         kind = {"cos": "", "cos_sin": "table=fused", "inv_freq": "table=inv_freq"}[next(iter(table))]
-        assert _auto.serving("auto", (q,), kind) == taken
+        assert _auto.serving("auto", (q,), NEW, kind) == taken
         for impl in ("triton", "cuda"):
             assert (
-                _auto.serving(impl, (q,), kind) == impl == fusewise.explain_dispatch(fusewise.rope, q, impl=impl).impl
+                _auto.serving(impl, (q,), NEW, kind)
+                == impl
+                == fusewise.explain_dispatch(fusewise.rope, q, impl=impl).impl
             )
         double = q.double()
-        assert _auto.serving("auto", (double,), kind) == "triton"  # by the order of preference
+        assert _auto.serving("auto", (double,), NEW, kind) == "triton"  # by the order of preference
 
 
 def test_auto_takes_cuda_after_a_call_has_made_it(a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         q = torch.empty(SMALL, device="cuda")
-        assert _auto.serving("auto", (q,), "") == "triton"
+        assert _auto.serving("auto", (q,), NEW, "") == "triton"
         a_gpu.clear()
-        assert _auto.serving("auto", (q,), "") == "triton", "looked for at every call"
+        assert _auto.serving("auto", (q,), NEW, "") == "triton", "looked for at every call"
         monkeypatch.setitem(build._LOADED, "rope-cuda", build.BuildError())
-        assert _auto.serving("auto", (q,), "") == "cuda"
+        assert _auto.serving("auto", (q,), NEW, "") == "cuda"
 
 
 def test_the_bound_is_of_bytes_read_and_written(a_gpu: list[str]) -> None:
@@ -210,8 +213,21 @@ def test_the_bound_is_of_bytes_read_and_written(a_gpu: list[str]) -> None:
     with FakeTensorMode():
         q = torch.empty(1, _auto.MOST_BYTES_FOR_CUDA // 2048, 4, 64, device="cuda")
         assert 2 * q.nbytes == _auto.MOST_BYTES_FOR_CUDA
-        assert _auto.serving("auto", (q,), "") == "cuda"
-        assert _auto.serving("auto", (q, torch.empty(1, 1, 4, 64, device="cuda")), "") == "triton"
+        assert _auto.serving("auto", (q,), NEW, "") == "cuda"
+        assert _auto.serving("auto", (q, torch.empty(1, 1, 4, 64, device="cuda")), NEW, "") == "triton"
+
+
+def test_in_place_a_part_of_the_head_is_all_that_moves(a_gpu: list[str]) -> None:
+    a_gpu.clear()
+    with FakeTensorMode():
+        q = torch.empty(1, _auto.MOST_BYTES_FOR_CUDA // 1024, 4, 64, device="cuda")  # half of it the bound
+        part = {"angles": None, "cos": torch.ones(9, 16), "sin": torch.ones(9, 16), "rotary_dim": 32}
+        assert _auto.serving("auto", (q,), (q,), "rotary_dim=32") == "cuda"
+        assert _auto.serving("auto", (q,), (q,), "rotary_dim=34") == "triton"
+        assert _auto.serving("auto", (q,), NEW, "rotary_dim=32") == "triton"
+        assert _auto.serving("auto", (q,), (q,), "") == "triton"
+        assert fusewise.explain_dispatch(fusewise.rope_, q, **part).impl == "cuda"
+        assert fusewise.explain_dispatch(fusewise.rope, q, **part).impl == "triton"
 
 
 def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:

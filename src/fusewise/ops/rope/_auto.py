@@ -25,28 +25,30 @@ from ._problem import Spec
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 
-# Bytes read and written up to which auto takes CUDA. An H200 moves them in 16 µs (4.1 TB/s), and a call in Triton takes its
-# host 26 (docs/notes/rope-triton-h200.md); above it is the device that counts, and Triton's kernel is as fast or faster.
-MOST_BYTES_FOR_CUDA = 64 * 2**20
+# Bytes read and written up to which auto takes CUDA. An H200 moves them in 65 µs (4.1 TB/s), and a call in Triton keeps its host
+# 46 to 106 in the published rows, in CUDA 5 to 16; above it is the device that counts, and Triton's kernel is as fast or up to 3 %
+# faster.
+MOST_BYTES_FOR_CUDA = 256 * 2**20
 
 COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
 
 
-def serving(impl: str, xs: tuple[Tensor, ...], spec: str) -> Any:
-    """The module that serves a call on xs with `impl`, which may be "auto". A named one is taken or refused."""
+def serving(impl: str, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], encoded: str) -> Any:
+    """The module that serves a call from xs into ys with `impl`, which may be "auto". A named one is taken or refused."""
     x = xs[0]
     if impl == "auto" and x.device.type == "cuda" and x.dtype in KERNEL_FLOATS:
-        impl = "auto" if _passes_cuda_over(xs, Spec.decode(spec).table) else "cuda"
+        spec = Spec.decode(encoded)
+        impl = "auto" if _passes_cuda_over(xs, spec.table, spec.rotary_dim if ys[0] is x else 0) else "cuda"
     return choice.serving(impl, x.device.type, x.dtype)
 
 
-def _passes_cuda_over(xs: tuple[Tensor, ...], table: str) -> str | None:
-    """Why auto does not take CUDA for a call on a GPU, or None if it does."""
+def _passes_cuda_over(xs: tuple[Tensor, ...], table: str, features: int) -> str | None:
+    """Why auto does not take CUDA for a call on a GPU that moves so many features of a head (0: all), or None if it does."""
     if (reason := choice.unready(build.loads())) is not None:
         return reason
     if table in ("angles", "inv_freq"):
         return COMPUTED_ANGLES
-    moved = 2 * sum([x.numel() * x.element_size() for x in xs])
+    moved = 2 * sum([x.shape[:-1].numel() * (features or x.shape[-1]) * x.element_size() for x in xs])
     if moved > MOST_BYTES_FOR_CUDA:
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g}"
         return (
@@ -61,7 +63,8 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     xs = tuple(arguments[name] for name in ("q", "k") if isinstance(arguments[name], Tensor))
     if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None
-    reason = _passes_cuda_over(xs, table_of(arguments))
+    in_place = "out" not in arguments  # which the functions that write to new tensors take
+    reason = _passes_cuda_over(xs, table_of(arguments), arguments["rotary_dim"] or 0 if in_place else 0)
     if reason is None:
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g} MiB"
         why = f"which costs the host the least, for a call that moves at most {most}"

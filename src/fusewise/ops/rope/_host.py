@@ -103,7 +103,7 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
         packed, call = _native.planned, (*given, len(ys) == 2)
     else:
         xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
-        implementation = serving(impl, xs, rest[-1])
+        implementation = serving(impl, xs, ys, rest[-1])
         packed, call = planned, (xs, ys, rest)
     if not hasattr(implementation, "tell"):
         return None
@@ -128,10 +128,10 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
     q, *rest = arguments[:2]
     rotation, spec, impl = call[:-1], *call[-2:]
     xs = (q,) if rest == [None] else (q, *rest)
-    host = keeper(form, arguments, serving(impl, xs, spec), impl)
+    ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+    host = keeper(form, arguments, serving(impl, xs, ys, spec), impl)
     if host is None:
         return
-    ys: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
     # Of new tensors like xs, which gradients are, too.
     dense = [
         list(y.stride() if form == NEW else torch.empty_like(x, device="meta").stride())

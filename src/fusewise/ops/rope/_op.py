@@ -33,7 +33,7 @@ IMPLEMENTATIONS, unavailable, choose = _auto.IMPLEMENTATIONS, choice.unavailable
 
 def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
     rotation, impl = rest[:-1], rest[-1]
-    implementation = _auto.serving(impl, xs, rotation[-1])
+    implementation = _auto.serving(impl, xs, ys, rotation[-1])
     implementation.launch(xs, ys, rotation)
     _host.served(implementation, xs[0].device.type, impl)
 
