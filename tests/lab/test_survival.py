@@ -199,9 +199,12 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     code, _, said = finished(command(tmp_path))
     assert code == 1
     assert "which has a run; add --resume or choose another --out" in " ".join(said.split())
-    code, _, said = finished(command(tmp_path, "--resume"))
+    rows = tmp_path / "published.jsonl"
+    code, _, said = finished(command(tmp_path, "--resume", "--append-rows", str(rows)))
     assert code == 1
-    assert "--resume must keep the request's" in " ".join(said.split())
+    told = " ".join(said.split())
+    assert "--resume must keep the request's" in told and "repeat the options of the command that began the run" in told
+    assert not rows.exists()
     assert (tmp_path / "record.json").read_bytes() == before
 
 

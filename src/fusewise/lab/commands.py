@@ -43,12 +43,15 @@ def run(
 
 
 def _check_appendable(path: Path | None) -> None:
-    """folder.Refused where rows cannot be added to a file, which is better known now than after an hour."""
+    """folder.Refused where rows cannot be added to a file, which is better known now than after an hour. Makes none."""
     if path is None:
         return
+    new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
+        if new:
+            path.unlink()
     except OSError as error:
         raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
 

@@ -68,15 +68,15 @@ def file_name(text: str) -> str:
 def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
     """Refuse to go on with a record of another request or another machine."""
     request = json.loads(record.dumps(request))  # as it reads once it was written
-    for kind, names, then, now in (
-        ("request", SAME_REQUEST, before.request, request),
-        ("machine", SAME_MACHINE, before.environment, environment),
+    for kind, names, then, now, fix in (
+        ("request", SAME_REQUEST, before.request, request, "repeat the options of the command that began the run"),
+        ("machine", SAME_MACHINE, before.environment, environment, "choose another --out"),
     ):
         for name in names:
             if then.get(name) != now.get(name):
                 raise Refused(
                     f"study: --resume must keep the {kind}'s {name}, got {_short(now.get(name))} after"
-                    f" {_short(then.get(name))}; choose another --out"
+                    f" {_short(then.get(name))}; {fix}"
                 )
     torches = before.environment.get("versions", {}).get("torch"), environment["versions"]["torch"]
     if torches[0] != torches[1]:
