@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 
 import click
 
@@ -19,12 +21,14 @@ Exit codes:
 Examples:
   fusewise build
   fusewise build --arch sm_80,sm_90
+  fusewise build --json | jq -r '.[].path'
 
 """
     + EXIT_CODES
 )
 @click.option("--arch", help="Comma-separated names of GPUs to build for, as sm_90. Default: the GPUs of this machine.")
-def build(arch: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, when all is done.")
+def build(arch: str | None, as_json: bool) -> None:
     """Compile the native code now, so that no call waits for it.
 
     Prints where each library is and how long it took.
@@ -37,15 +41,17 @@ def build(arch: str | None) -> None:
         chosen = native.capabilities(tuple(name.strip() for name in (arch or "").split(",") if name.strip()))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    failed = False
+    every = []
     for built in native.build_all(chosen):
+        every.append(built)
         if built.path is None:
-            failed = True
             click.echo(f"{built.name}: {built.error}", err=True)
-        else:
+        elif not as_json:
             took = f"{built.seconds:.1f} s" if built.seconds else "was there"
             click.echo(f"{built.name}: {built.path}, {took}")
-    sys.exit(1 if failed else 0)
+    if as_json:
+        click.echo(json.dumps([{**asdict(it), "path": it.path and str(it.path)} for it in every]))
+    sys.exit(1 if any(it.path is None for it in every) else 0)
 
 
 VERBS = (build,)

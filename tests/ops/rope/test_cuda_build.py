@@ -155,6 +155,11 @@ def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
     done = built("--arch", "sm_80")
     assert done.returncode == 0
     assert "rope: " in done.stdout and "was there" in done.stdout
+    listed = json.loads(built("--arch", "sm_80", "--json").stdout)
+    assert [f"{it['name']}: {it['path']}" for it in listed] == [
+        line.split(", ")[0] for line in done.stdout.splitlines()
+    ]
+    assert all(it["seconds"] == 0 and it["error"] == "" for it in listed)
     done = built("--arch", "sm_70")
     assert done.returncode == 2
     assert "build: arch must be names like sm_80,sm_90, none older than sm_80, got 'sm_70'" in done.stderr
