@@ -206,17 +206,52 @@ def test_the_compiler_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.Mo
         fake.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
         build.compiler.cache_clear()
         with pytest.raises(build.BuildError, match=r"does not run(.|\n)*broken"):
-            build.cxx()
+            build.cxx().needed()
         monkeypatch.setenv("CXX", "no-such-compiler")
         build.compiler.cache_clear()
         with pytest.raises(build.BuildError, match="CXX=no-such-compiler"):
-            build.cxx()
+            build.cxx().needed()
         monkeypatch.setenv("CXX", "g++ 'half")
         build.compiler.cache_clear()
         with pytest.raises(build.BuildError, match="CXX=g\\+\\+ 'half is no command: No closing quotation; set CXX"):
-            build.cxx()
+            build.cxx().needed()
     finally:
         build.compiler.cache_clear()
+
+
+def test_without_a_compiler_what_was_built_serves(cache: Path, source: Path) -> None:
+    """As in an image that runs what another has built; of the same sources and flags, and not if others could have written it."""
+    nothing = build.Compiler((), "", "no compiler found")
+    arguments = "answer", [source], nothing, FLAGS
+    assert not build.built(*arguments)
+    with pytest.raises(build.BuildError, match="no compiler found"):
+        build.library(*arguments)
+    make(source)
+    forget()
+    assert build.built(*arguments) and build.library(*arguments).answer() == 42
+    (entry,) = entries(cache)
+    assert build.prepared(*arguments) == entry / "library.so"
+
+    other = source.with_name("other.cpp")
+    other.write_text(SOURCE % 43)
+    for unlike in (("answer", [other], nothing, FLAGS), ("answer", [source], nothing, (*FLAGS, "-DX"))):
+        with pytest.raises(build.BuildError, match="no compiler found"):
+            build.prepared(*unlike)
+
+    newer = build.Compiler(build.cxx().command, "another version")
+    last = build.prepared("answer", [source], newer, FLAGS)
+    assert build.prepared(*arguments) == last != entry / "library.so"
+    (named,) = cache.glob("answer-*.last")
+    named.chmod(0o666)
+    with pytest.raises(build.BuildError, match=r"answer-.*last"):
+        build.prepared(*arguments)
+    named.chmod(0o600)
+    for text in (f"../native/{entry.name}", "answer-", "", entry.name + "\0"):
+        named.write_text(text)
+        assert not build.built(*arguments)
+    named.write_text(entry.name)
+    (entry / "library.so").write_bytes(b"damaged")
+    assert not build.built(*arguments)
 
 
 def test_a_shell_makes_nothing_of_the_folders_name(

@@ -38,6 +38,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
         lambda q, k: fusewise.rope(q * 2, k, **TABLE),
         lambda: [normal(2, 8, 4, 16), normal(2, 8, 2, 16)],
     ),
+    "rope-by-position": (
+        lambda q, k: fusewise.rope(q, k, TABLE["cos"], TABLE["sin"]), lambda: [normal(2, 8, 4, 16), normal(2, 8, 2, 16)],
+    ),
     "rope-one": (lambda q: fusewise.rope(q, **TABLE, layout="bhsd") * 3, lambda: [normal(2, 4, 8, 16)]),
     "rope-deepseek": (
         lambda q: fusewise.rope(q, **TABLE, pairing="interleaved_to_half"), lambda: [normal(2, 8, 4, 16)],

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import random
 import socket
+import zlib
 
 import pytest
 import torch
 from builders import full_record
+from torch.distributed import TCPStore
 
 from fusewise.lab import plan, ranks
 from fusewise.lab.options import Options
@@ -15,7 +18,7 @@ from fusewise.lab.problem import Task
 
 class Store(dict):
     def set(self, key, value):
-        self[key] = value.encode()
+        self[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key):
         return self[key]
@@ -89,25 +92,39 @@ def test_one_record_is_gathered_in_the_order_of_the_tasks(whole):
     store = Store()
     members = [ranks.Rank(number, 2, store) for number in (0, 1)]
     parts = [of_tasks(made, rank.share(asked).tasks) for rank in members]
-    assert members[1].gather(parts[1], asked) is None
-    found = members[0].gather(parts[0], asked)
+    for rank, part in zip(members, parts, strict=True):
+        rank.give(part)
+    assert members[1].gather(asked) is None
+    found = members[0].gather(asked)
     assert (found.rows, found.measurements, found.comparisons) == (made.rows, made.measurements, made.comparisons)
     assert found.ledgers == made.ledgers
     assert found.finished
     assert len(found.environment["ranks"]) == 2
-    assert json.loads(store["record/1"])["kind"] == "fusewise.record"
+    assert json.loads(zlib.decompress(store["record/1/0"]))["kind"] == "fusewise.record"
 
 
 def test_a_rank_without_a_record_makes_an_unfinished_one_and_none_an_error(whole):
     made, asked = whole
     store = Store()
     members = [ranks.Rank(number, 2, store) for number in (0, 1)]
-    members[1].gather(None, asked)
-    found = members[0].gather(of_tasks(made, asked.tasks[::2]), asked)
+    members[1].give(None)
+    members[0].give(of_tasks(made, asked.tasks[::2]))
+    found = members[0].gather(asked)
     assert not found.finished
     assert {row.pass_ for row in found.rows} == {"fwd"}
+    members[0].give(None)
     with pytest.raises(RuntimeError, match="no rank has a record"):
-        members[0].gather(None, asked)
+        members[0].gather(asked)
+
+
+def test_a_large_record_passes_a_real_store(whole):
+    made, asked = whole
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    rank = ranks.Rank(0, 1, store)
+    text = random.Random(0).randbytes(10 << 20).hex()  # of which 10 MiB are left when it is compressed
+    rank.give(dataclasses.replace(made, request={**made.request, "title": text}))
+    assert int(store.get("record/0")) == 3
+    assert rank.gather(asked).rows == made.rows
 
 
 def test_a_single_process_is_no_rank(monkeypatch):

@@ -154,6 +154,8 @@ def test_table_grows_by_doubling_and_only_when_it_must() -> None:
     assert module.cos is not None and module.cos.shape == (100, 8)
     module.reserve(50)
     assert module.cos.shape == (100, 8)
+    module.reserve(50, "cpu:0")  # one device by another name, as "cuda" is "cuda:0"
+    assert module.cos.shape == (100, 8)
 
 
 def test_positions_beyond_the_table_are_nan_until_reserved() -> None:

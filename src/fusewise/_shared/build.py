@@ -6,7 +6,8 @@ An entry is named by everything it depends on: source text, compiler and its ver
 environment, platform, and the features of this CPU where the code is made for it, since a home directory may be shared by
 unlike machines. It is a folder with the library and its SHA-256, made complete beside its place and renamed into it, so that
 a process killed at any moment leaves no half entry; a library that does not have its recorded digest is built again.
-Processes that want the same entry at once wait for one to build it.
+Processes that want the same entry at once wait for one to build it. Where no compiler is found, as in an image that is to run
+what another has built, the entry that was last used of the same sources and flags serves.
 
 Loading a library runs it, so one that others could have written is refused. A failed build is remembered for the life of
 the process.
@@ -20,6 +21,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -56,15 +58,33 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler command that makes a shared library from sources: `command flags sources -o library`."""
+    """A compiler command that makes a shared library from sources: `command flags sources -o library`; or why there is none."""
 
     command: tuple[str, ...]
     version: str
+    missing: str = ""
+
+    def needed(self) -> tuple[str, ...]:
+        """The command, for whom nothing else will do.
+
+        Raises:
+            BuildError: there is no compiler.
+        """
+        if self.missing:
+            raise BuildError(self.missing)
+        return self.command
 
 
 @functools.cache
 def compiler(variable: str, *names: str) -> Compiler:
     """The compiler that the environment variable names (words as in a shell), or the first of `names` on the PATH."""
+    try:
+        return _found(variable, *names)
+    except BuildError as error:
+        return Compiler((), "", str(error))
+
+
+def _found(variable: str, *names: str) -> Compiler:
     try:
         chosen = shlex.split(os.environ.get(variable, ""))
     except ValueError as error:
@@ -101,6 +121,7 @@ def nvcc() -> Compiler:
 Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
 
 _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
+_BUILT: list[Path] = []
 _LOCK = threading.Lock()
 
 
@@ -142,12 +163,14 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
         BuildError: as `library`, if what is there is not safe.
     """
     with _as_build_error(name):
+        if compiler.missing:
+            return _left(name, sources, flags) is not None
         return _intact(cache.folder("native") / f"{name}-{_key(sources, compiler, flags)}")
 
 
 def loads() -> int:
-    """How many libraries this process has loaded, or failed to. While that is the same, so is what could be loaded."""
-    return len(_LOADED)
+    """How many libraries this process has built, loaded, or failed to. While that is the same, so is what could be loaded."""
+    return len(_LOADED) + len(_BUILT)
 
 
 @contextlib.contextmanager
@@ -161,13 +184,40 @@ def _as_build_error(name: str) -> Iterator[None]:
         raise BuildError(f"the library of {name} cannot be made, kept or loaded: {error}") from error
 
 
-def _key(sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> str:
+def _key(sources: Sequence[Path], compiler: Compiler | None, flags: Sequence[str]) -> str:
+    """What tells libraries apart; without a compiler, all that it does not decide."""
+    read = [(name, os.environ[name]) for name in READ_BY_COMPILERS if compiler is not None and name in os.environ]
     parts = [
         repr([(source.name, source.read_bytes()) for source in sources]), repr(compiler), repr(tuple(flags)), sys.platform, platform.machine(),
-        repr(platform.libc_ver()), _cpu_features() if any(flag.endswith("=native") for flag in flags) else "",
-        repr([(name, os.environ[name]) for name in READ_BY_COMPILERS if name in os.environ]),
+        repr(platform.libc_ver()), _cpu_features() if any(flag.endswith("=native") for flag in flags) else "", repr(read),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _last(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
+    """The file with the name of the entry that was last used of these sources and flags, whatever the compiler."""
+    return cache.folder("native") / f"{name}-{_key(sources, None, flags)}.last"
+
+
+def _left(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path | None:
+    """That entry, where it is there and whole."""
+    last = _last(name, sources, flags)
+    try:
+        cache.check_private(last, last.lstat())
+        named = last.read_text()
+    except FileNotFoundError:
+        return None
+    entry = last.parent / named
+    return entry if re.fullmatch(re.escape(name) + "-[0-9a-f]{32}", named) and _intact(entry) else None
+
+
+def _remember(name: str, entry: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
+    last = _last(name, sources, flags)
+    if _left(name, sources, flags) != entry:
+        descriptor, work = tempfile.mkstemp(prefix=f"{last.name}.", suffix=".tmp", dir=last.parent)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(entry.name)
+        os.replace(work, last)
 
 
 @functools.cache
@@ -184,10 +234,16 @@ def _cpu_features() -> str:
 def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> Path:
     """The verified library of an entry, built or built anew if it is not there."""
     folder = cache.folder("native")
+    if compiler.missing:
+        left = _left(name, sources, flags)
+        if left is None:
+            raise BuildError(compiler.missing)
+        return left / "library.so"
     cache.make_private(folder)
     entry = folder / f"{name}-{key}"
     path = entry / "library.so"
     if _intact(entry):
+        _remember(name, entry, sources, flags)
         return path
     with cache.locked(folder / f"{name}-{key}.lock") as alone:
         if not _intact(entry):
@@ -198,6 +254,7 @@ def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, fla
         raise BuildError(
             f"the library of {name} in {entry} changed while it was built; set FUSEWISE_CACHE_DIR elsewhere"
         )
+    _remember(name, entry, sources, flags)
     return path
 
 
@@ -227,6 +284,7 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
             os.replace(entry, trash)
         os.replace(work, entry)
         _sync(entry.parent)
+        _BUILT.append(entry)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(trash, ignore_errors=True)

@@ -16,6 +16,7 @@ with nothing of q or k kept. The backward of a gated unit keeps its inputs alone
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -48,19 +49,22 @@ def _add_rope(made: Any) -> None:
     from thunder.core.prims import get_grad, put_grad
     from thunder.core.proxies import TensorProxy
 
-    def meta(q: Any, k: Any = None, **options: Any) -> Any:
-        if options.get("out") is not None:
+    names = list(inspect.signature(rope).parameters)[2:]
+
+    def meta(q: Any, k: Any = None, *args: Any, **options: Any) -> Any:
+        if {**dict(zip(names, args, strict=False)), **options}.get("out") is not None:
             raise ValueError("rope: out must be None inside thunder.jit, got tensors; use the result")
         return TensorProxy(like=q) if k is None else (TensorProxy(like=q), TensorProxy(like=k))
 
-    def run(q: Tensor, k: Tensor | None = None, **options: Any) -> Any:
-        return rope(unit_stride(q), None if k is None else unit_stride(k), **options)
+    def run(q: Tensor, k: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        return rope(unit_stride(q), None if k is None else unit_stride(k), *args, **options)
 
     symbol = made.register_operator("fusewise_rope", meta=meta, fn=run, replaces=rope)
 
-    def gradient(q: Any, k: Any = None, *, inverse: bool = False, **options: Any) -> Any:
-        rotated = symbol(q, k, inverse=inverse, **options)
-        back = {**options, "inverse": not inverse, **_transposed(options)}
+    def gradient(q: Any, k: Any = None, *args: Any, **options: Any) -> Any:
+        options = {**dict(zip(names, args, strict=False)), **options}
+        rotated = symbol(q, k, **options)
+        back = {**options, "inverse": not options.get("inverse", False), **_transposed(options)}
         if k is None:
             put_grad(q, symbol(get_grad(rotated), **back))
         else:

@@ -80,10 +80,11 @@ def run_shared(
     mine = rank.share(options)
     try:
         part, _ = run(mine, resume=resume and (mine.out / "record.json").exists(), code=code and rank.number == 0)
+        rank.give(part)
     except BaseException:
-        rank.store.set(f"record/{rank.number}", "")  # nobody waits for what does not come
+        rank.give(None)  # nobody waits for what does not come
         raise
-    whole = rank.gather(part, options)
+    whole = rank.gather(options)
     if whole is None:
         return None
     with folder.claimed(options.out):

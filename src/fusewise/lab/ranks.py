@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import socket
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from .record import Record
 STARTING = datetime.timedelta(minutes=5)
 #: How long rank 0 waits for the slowest rank.
 PATIENCE = datetime.timedelta(days=7)
+#: Of a record, that are handed over at a time. A TCPStore breaks the connection at 8 MiB.
+PART_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,25 @@ class Rank:
                 f"study: every rank must have a GPU of its own, got {sharing} on {gpu}; start one for each GPU"
             )
 
-    def gather(self, mine: Record | None, options: Options) -> Record | None:
-        """Rank 0: the one record of all ranks. The others: None. `mine` is None where this rank's study failed."""
-        self.store.set(f"record/{self.number}", "" if mine is None else record.dumps(mine.to_json()))
+    def give(self, mine: Record | None) -> None:
+        """Hand rank 0 this rank's record, None where its study failed. In parts, since a store refuses what is large."""
+        data = b"" if mine is None else zlib.compress(record.dumps(mine.to_json()).encode())
+        parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+        for i, part in enumerate(parts):
+            self.store.set(f"record/{self.number}/{i}", part)
+        self.store.set(f"record/{self.number}", str(len(parts)))
+
+    def gather(self, options: Options) -> Record | None:
+        """Rank 0: the one record of all that were given. The others: None."""
         if self.number != 0:
             return None
-        texts = []
+        records = []
         for number in range(self.size):
             self.store.wait([f"record/{number}"], PATIENCE)
-            texts.append(self.store.get(f"record/{number}").decode())
-        records = [Record.from_json(json.loads(text)) for text in texts if text]
+            count = int(self.store.get(f"record/{number}"))
+            if count:
+                data = b"".join(self.store.get(f"record/{number}/{i}") for i in range(count))
+                records.append(Record.from_json(json.loads(zlib.decompress(data))))
         if not records:
             raise RuntimeError("study: no rank has a record; the messages above say why")
         return merged(records, options, complete=len(records) == self.size)

@@ -206,10 +206,12 @@ class RotaryEmbedding(nn.Module):
         Nothing happens where they do; else new ones are made, of `max_positions`, `length` or twice the old rows, whichever
         is most. The old ones are not written to.
         """
+        if device is not None:
+            device = torch.empty(0, device=device).device  # "cuda" is one of several, and the tables know which
         self._cover(check_count("RotaryEmbedding", "length", length, 0), device)
 
-    def _cover(self, length: int, device: torch.device | str | None) -> None:
-        wanted = self.inv_freq.device if device is None else torch.device(device)
+    def _cover(self, length: int, device: torch.device | None) -> None:
+        wanted = self.inv_freq.device if device is None else device
         # An export has the table as a fake of its own; one that a trace left behind when it ended is of no use.
         left = (
             isinstance(self.cos, torch._subclasses.FakeTensor)

@@ -97,3 +97,8 @@ def unit_stride(x: Tensor) -> Tensor:
 def unpacked(saved: Iterable[Any]) -> list[Any]:
     """What an autograd function saved, with contiguous last dimensions: a hook may bring it back in another order of memory."""
     return [None if x is None else unit_stride(x) for x in saved]
+
+
+def kinds(values: Iterable[Any]) -> list[Any]:
+    """The types of values that are a key, of the elements of a tuple as well: 0.0 and False equal 0, and are refused."""
+    return [tuple(map(type, value)) if type(value) is tuple else type(value) for value in values]

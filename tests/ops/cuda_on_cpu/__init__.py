@@ -71,7 +71,7 @@ def library(implementation: ModuleType, name: str, *flags: str) -> Library:
     if sys.platform != "linux":
         pytest.skip("fibers are those of Linux")
     try:
-        build.cxx()
+        build.cxx().needed()
     except build.BuildError as error:
         pytest.skip(str(error))
     return _library(tuple(path.resolve() for path in implementation.SOURCES), name, flags)

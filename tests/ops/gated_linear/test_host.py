@@ -246,13 +246,14 @@ def test_through_python_ends() -> None:
 def test_without_it_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = _op.implementation("cpu")._kernel()
     monkeypatch.setattr(build, "built", lambda *_: False)
-    assert _host.unavailable.__wrapped__(kernel) == "it is not built; `fusewise build` does that"
+    assert _host._unavailable.__wrapped__(kernel, 0) == "it is not built; `fusewise build` does that"
+    monkeypatch.undo()
 
-    def no_compiler() -> build.Compiler:
-        raise build.BuildError("no compiler found")
+    def no_system() -> tuple[str, ...]:
+        raise build.BuildError("made for Linux")
 
-    monkeypatch.setattr(build, "cxx", no_compiler)
-    assert _host.unavailable.__wrapped__(kernel) == "no compiler found"
+    monkeypatch.setattr(host, "flags", no_system)
+    assert _host._unavailable.__wrapped__(kernel, 0) == "made for Linux"
     monkeypatch.setattr(_host, "unavailable", lambda _: "no compiler found")
     told = fusewise.explain_dispatch(geglu_linear, X, W)
     assert (told.impl, told.path) == (

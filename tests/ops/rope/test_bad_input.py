@@ -270,3 +270,11 @@ def test_names_may_be_of_a_str_enumeration() -> None:
     for layout, pairing, impl in (tuple(Name), tuple(name.value for name in Name)):
         y = fusewise.rope(q, inv_freq=FREQ, layout=layout, pairing=pairing, impl=impl)
         torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("sections", [(True, 4, 3), (1.0, 4, 3)], ids=str)
+def test_what_equals_sections_that_have_passed_is_refused(sections: tuple[Any, ...]) -> None:
+    call = {**TABLE, "positions": IDS.expand(3, 6)}
+    fusewise.rope(Q, **call, sections=(1, 4, 3))
+    with pytest.raises(ValueError, match="sections must be three numbers of pairs"):
+        fusewise.rope(Q, **call, sections=sections)

@@ -100,6 +100,23 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
                 assert_bits(x, was)
 
 
+def without_rows(device: str, heads: int) -> None:
+    """No position has a row, and none is read."""
+    q = torch.randn(BATCH, TOKENS, heads, 64, device=device)
+    empty, positions = torch.empty(0, 32, device=device), torch.zeros(TOKENS, dtype=torch.int64, device=device)
+    assert fusewise.rope(q, cos=empty, sin=empty, positions=positions, impl="cuda").isnan().all()
+
+
+def test_a_table_without_rows() -> None:
+    with cuda_on_cpu.serving(_cuda, choice, cuda_on_cpu.library(_cuda, "fusewise_rope").plays()):
+        without_rows("cpu", 16)
+
+
+@pytest.mark.gpu
+def test_a_table_without_rows_on_a_gpu() -> None:
+    without_rows("cuda", 1024)
+
+
 def grown(case: Case) -> Case:
     """Large enough for a GPU: 150 times as many batch entries, or heads where tokens are in one row."""
     positions = case.options.get("positions")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -414,3 +415,17 @@ def test_the_device_of_the_tensors_need_not_be_current() -> None:
     for y, dq in results[1:]:
         assert_bits(y, results[0][0])
         assert_bits(dq, results[0][1])
+
+
+def test_a_build_in_this_process_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`fusewise.native.build()` after the first call."""
+    monkeypatch.setattr(_host, "extension", lambda: None)
+    monkeypatch.setattr(build, "_BUILT", [])
+    monkeypatch.setattr(build, "built", lambda *_: bool(build._BUILT))
+    _host._unavailable.cache_clear()
+    try:
+        assert _host._unavailable(False, build.loads()) == "it is not built; `fusewise build` does that"
+        build._BUILT.append(tmp_path)
+        assert _host._unavailable(False, build.loads()) is None
+    finally:
+        _host._unavailable.cache_clear()

@@ -142,6 +142,29 @@ def test_what_is_saved_is_watched() -> None:
         y.sum().backward()
 
 
+def packed(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def spread(x: Tensor) -> Tensor:
+    """Not as the call had it: another stride, where it is read."""
+    return torch.stack((x, x), dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("unpack", [packed, spread, Tensor.bfloat16], ids=["packed", "spread", "rounded"])
+def test_what_a_hook_gives_back_may_be_laid_out_otherwise(unpack: Callable[[Tensor], Tensor]) -> None:
+    """As `save_on_cpu` does of a part of a cache: the plan of the call is for the strides and the dtype that it had."""
+    cache = torch.cat(tuple(TABLE.values()), dim=-1)
+    cos, sin = cache.chunk(2, dim=-1)
+    remembered(cos=cos, sin=sin)
+    q, _ = qk(requires_grad=True)
+    dy, _ = qk()
+    want = torch.autograd.grad(fusewise.rope(q, cos=unpack(cos).float(), sin=unpack(sin).float()), q, dy)[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        y = fusewise.rope(q, cos=cos, sin=sin)
+    torch.testing.assert_close(torch.autograd.grad(y, q, dy)[0], want)
+
+
 def test_what_has_saved_the_old_values_raises() -> None:
     q, k = qk()
     fusewise.rope_(q, k, **TABLE)

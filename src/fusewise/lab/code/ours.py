@@ -186,7 +186,7 @@ def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:
     """`source` compiled by the user's nvcc, as the kernels are and with their lines."""
     flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch={arch}", kind, "-o", str(result))
     try:
-        command = (*build.nvcc().command, *flags, *more, str(source))
+        command = (*build.nvcc().needed(), *flags, *more, str(source))
     except build.BuildError as error:
         raise Missing(str(error)) from None
     done = subprocess.run(command, capture_output=True, text=True, timeout=build.TIMEOUT_S, check=False)

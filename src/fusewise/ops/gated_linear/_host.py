@@ -40,9 +40,14 @@ def load(kernel: cpu.Kernel) -> None:
     gated_linear = extension.gated_linear
 
 
-@functools.cache
 def unavailable(kernel: cpu.Kernel) -> str | None:
-    """Why calls go through Python, or None if they do not. Nobody is made to wait for a build who did not ask for it."""
+    """Why calls go through Python, or None if they do not. Nobody is made to wait for a build of this who did not ask for it."""
+    return None if gated_linear is not host.not_loaded else _unavailable(kernel, build.loads())
+
+
+@functools.cache
+def _unavailable(kernel: cpu.Kernel, loads: int) -> str | None:
+    """Looked for again after every library that this process has built or loaded."""
     try:
         if not build.built(*recipe()):
             return "it is not built; `fusewise build` does that"

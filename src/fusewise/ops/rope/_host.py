@@ -70,11 +70,12 @@ def unavailable(device_type: str, impl: str) -> str | None:
     """
     if rope is not host.not_loaded:
         return None
-    return _unavailable(device_type == "cuda" and impl == "cuda")
+    return _unavailable(device_type == "cuda" and impl == "cuda", build.loads())
 
 
 @functools.cache
-def _unavailable(build_it: bool) -> str | None:
+def _unavailable(build_it: bool, loads: int) -> str | None:
+    """Looked for again after every library that this process has built or loaded, `build.loads()`."""
     try:
         if not build_it and not build.built(*recipe()):
             return "it is not built; `fusewise build` does that"

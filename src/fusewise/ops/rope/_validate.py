@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import FLOATS, KERNEL_FLOATS, MAX_POSITION, check_number, check_one_of, dtype_name, fail
+from .._common import FLOATS, KERNEL_FLOATS, MAX_POSITION, check_number, check_one_of, dtype_name, fail, kinds
 from ._op import choice
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
@@ -64,7 +64,7 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
                 type(offset),
                 torch.is_grad_enabled(),
                 *rest,
-                *map(type, rest),  # 0.0 equals 0, and is not an int
+                *kinds(rest),
             )
             spec, max_offset = _VALIDATED.get(key, (None, 0.0))
             if offsets is None and spec is not None and not 0 <= offset <= max_offset:

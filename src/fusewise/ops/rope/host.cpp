@@ -132,6 +132,7 @@ PyObject* on_cuda(PyObject*, PyObject* given) {
   unsigned long long run = 0, explain = 0;
   if (!PyArg_ParseTuple(given, "iKK", &form, &run, &explain)) return nullptr;
   if (form == CACHED) {
+    if (kernels.cached == nullptr) cache.clear();  // of calls that Python has served so far
     kernels.cached = reinterpret_cast<decltype(kernels.cached)>(run);
   } else {
     if (kernels.cuda == nullptr) cache.clear();  // of "auto", which has not taken it so far

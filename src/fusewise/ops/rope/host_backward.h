@@ -139,16 +139,31 @@ struct Rope {
   }
 };
 
+// What the plan of a call takes for granted of a tensor. A hook on saved tensors may give back another of the same values, as one
+// that keeps them elsewhere, packed, or in fewer bits.
+struct Geometry {
+  at::ScalarType dtype{};
+  c10::Device device{c10::DeviceType::CPU};
+  c10::SmallVector<int64_t, 4> sizes, strides;
+  Geometry() = default;
+  explicit Geometry(const Tensor& x)
+      : dtype(x.scalar_type()), device(x.device()), sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end()) {}
+  bool of(const Tensor& x) const {
+    return dense(x) && x.scalar_type() == dtype && x.device() == device && x.sizes() == sizes && x.strides() == strides;
+  }
+};
+
 // y = R x, dx = Rᵀ dy; of x nothing is saved. Torch's own node with a context serves compiled autograd alone.
 struct RopeBackward : torch::autograd::CppNode<Rope> {
   Remembered entry;
   SavedVariable saved[5];  // table, sin, positions, offsets, bounds
+  Geometry planned[5];
   int64_t offset = 0;
 
   RopeBackward(Remembered remembered, const Arguments& a) : entry(std::move(remembered)), offset(a.offset) {
     const Tensor* const tensors[5] = {a.table, a.sin, a.positions, a.offsets, a.bounds};
     for (int i = 0; i < 5; ++i)
-      if (tensors[i] != nullptr) saved[i] = SavedVariable(*tensors[i], /*is_output=*/false);
+      if (tensors[i] != nullptr) saved[i] = SavedVariable(*tensors[i], /*is_output=*/false), planned[i] = Geometry(*tensors[i]);
     if (a.operands == 1) set_next_edges(torch::autograd::collect_next_edges(*a.x[0]));
     else set_next_edges(torch::autograd::collect_next_edges(*a.x[0], *a.x[1]));
   }
@@ -178,7 +193,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
       given = &dy;
     }
     if (given == nullptr) return variable_list(dys.size());
-    for (const Tensor& tensor : tensors) ordinary = ordinary && (!tensor.defined() || dense(tensor));
+    for (int i = 0; i < 5; ++i) ordinary = ordinary && (!tensors[i].defined() || planned[i].of(tensors[i]));
     if (ordinary) return rotated(dys, tensors, given->device());
     return in_python(dys, tensors, offset, entry->spec, entry->impl, entry->dense[0], entry->dense[dys.size() - 1]);
   }

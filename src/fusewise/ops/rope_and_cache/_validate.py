@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import check_one_of, fail, transforms_active
+from .._common import check_one_of, fail, kinds, transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
@@ -120,7 +120,7 @@ def _remembered(
                 if isinstance(x, Tensor) else x if i < 13 else type(x)
                 for i, x in enumerate(given)
             ],
-            cache_layout, write_k, type(write_k), *options[8:], *map(type, options[8:]),
+            cache_layout, write_k, type(write_k), *options[8:], *kinds(options[8:]),
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         )  # fmt: skip
         return key, _PASSED.get(key)

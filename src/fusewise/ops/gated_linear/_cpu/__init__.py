@@ -30,10 +30,15 @@ def recipe() -> build.Recipe:
 
 
 @functools.cache
-def _kernel() -> cpu.Kernel:
+def _built() -> cpu.Kernel:
     kernel = cpu.Kernel(recipe(), "fusewise_gate")
     kernel.run.argtypes = (ctypes.c_char_p,)
-    _host.unavailable(kernel)  # loads it where it is built, so that it takes the next call
+    return kernel
+
+
+def _kernel() -> cpu.Kernel:
+    kernel = _built()
+    _host.unavailable(kernel)  # loads it once it is built, so that it takes the next call
     return kernel
 
 

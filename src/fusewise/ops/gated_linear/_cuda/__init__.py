@@ -69,11 +69,9 @@ def unavailable(device_type: str) -> str | None:
     """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds nothing."""
     if (reason := cuda.no_gpu(device_type) or cuda.not_hopper("cuda")) is not None:
         return reason
-    try:
-        build.nvcc()
-    except build.BuildError as error:
-        return str(error)
-    return None
+    missing = build.nvcc().missing
+    there = missing and any(build.built(*recipe(dtype, activation)) for dtype in DTYPES for activation in ACTIVATIONS)
+    return missing if missing and not there else None
 
 
 def refuses(

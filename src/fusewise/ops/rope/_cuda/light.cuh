@@ -126,7 +126,8 @@ inline bool copies(const Light& p) { return p.tensors[0].copied + p.tensors[1].c
 // parameters if it does, but for where the tensors lie. `alone`: as for `set_angles`.
 inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, Light& p) {
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;  // elements
-  if (bytes < 8 || plan.interleaved_in || plan.interleaved_out || batch > MOST_BLOCKS || plan.rows > UINT32_MAX) return false;
+  if (bytes < 8 || plan.interleaved_in || plan.interleaved_out || batch > MOST_BLOCKS) return false;
+  if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // a table without rows has none to read for those that are not there
   Work work{};
   set_angles(work, plan, call, access, alone);
   const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
