@@ -122,9 +122,10 @@ def test_a_large_record_passes_a_real_store(whole):
     store = TCPStore("127.0.0.1", 0, is_master=True)
     rank = ranks.Rank(0, 1, store)
     text = random.Random(0).randbytes(10 << 20).hex()  # of which 10 MiB are left when it is compressed
-    rank.give(dataclasses.replace(made, request={**made.request, "title": text}))
+    code = [{**made.code[0], "text": text, "lines": {}}]
+    rank.give(dataclasses.replace(made, code=code))
     assert int(store.get("record/0")) == 3
-    assert rank.gather(asked).rows == made.rows
+    assert rank.gather(asked).code == code
 
 
 def test_a_single_process_is_no_rank(monkeypatch):

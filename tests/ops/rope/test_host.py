@@ -419,13 +419,12 @@ def test_the_device_of_the_tensors_need_not_be_current() -> None:
 
 def test_a_build_in_this_process_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`fusewise.native.build()` after the first call."""
-    monkeypatch.setattr(_host, "extension", lambda: None)
-    monkeypatch.setattr(build, "_BUILT", [])
-    monkeypatch.setattr(build, "built", lambda *_: bool(build._BUILT))
-    _host._unavailable.cache_clear()
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(_host, "extension", lambda: None)
+        patch.setattr(build, "_BUILT", [])
+        patch.setattr(build, "built", lambda *_: bool(build._BUILT))
+        _host._unavailable.cache_clear()
         assert _host._unavailable(False, build.loads()) == "it is not built; `fusewise build` does that"
         build._BUILT.append(tmp_path)
         assert _host._unavailable(False, build.loads()) is None
-    finally:
-        _host._unavailable.cache_clear()
+    _host._unavailable.cache_clear()
