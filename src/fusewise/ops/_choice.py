@@ -82,7 +82,7 @@ class Choice:
 
     def _unready(self, loads: int) -> str | None:
         """Why impl="auto" cannot take CUDA at once, without compiling, or None if it can; looked for after every load of a library,
-        `build.loads()`. So no call waits for a compiler that it did not ask for."""
+        `build.loads()`. So no call of RoPE waits for nvcc that did not ask for it."""
         if (reason := cuda.no_gpu("cuda")) is not None:
             return str(reason)
         try:

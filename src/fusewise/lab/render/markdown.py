@@ -14,13 +14,14 @@ HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
   {cache} On a CPU it is the wall time of the call.
 - **of limit**: the time of the limit that binds (`floor-copy`: `dst.copy_(src)` of as many bytes as the mathematics
-  must move; `floor-launch`: an operation on one element) over the time. Both are measured here, in the same rounds.
+  must move; `floor-matmul`: the bare products; `floor-launch`: starting anything) over the time. Limits are measured on this
+  machine: in the same rounds, or by `fusewise limits`.
 - **GB/s**: bytes that the mathematics must move, over the time. What a provider moves beyond them does not count.
 - **against the best other**: time over that of the fastest other provider (for fusewise: that is not fusewise), the
   95 % interval, and the word: faster or slower only beyond the noise of this run's A/A pair, *same* when the interval
   lies within three times that noise (taken as 2 % to 10 %), else *ambiguous*.
 - **error**: largest deviation from float64 over the largest true value, and eager's in brackets. A provider whose error
-  exceeds twice eager's plus one rounding is *wrong* and gets no time.
+  exceeds twice eager's plus the roundings of the result and of the longest sum is *wrong* and gets no time.
 - **kernels**: how long kernels ran in one call by itself, by the profiler (CUPTI). The time has their starts besides, and, of
   large problems, a card that is at its limit of power after many calls. Of a few cases, and on a GPU only.
 - **host**: microseconds that a call keeps the host in a loop that does not wait (CUDA only).

@@ -60,7 +60,7 @@ class TableForm(NamedTuple):
 
 @triton.jit
 def _sincos(angle):
-    """cos and sin of a float64 angle in radians, as float32, to half a unit in the last place of 1.
+    """cos and sin of a float64 angle in radians, as float32, to half a unit in the last place of 1 below 2²⁹.
 
     Reduced in float64 by quarter turns, then polynomials (Cephes) on [-π/4, π/4]. The float64 work is five operations
     a token and pair, shared by the heads that a thread has. Conversions of float64 run at a quarter of its rate, so

@@ -59,9 +59,10 @@ def rope(
             (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which one half is read. Row r holds
             position r. float32, bfloat16 or float16, any strides, both alike.
         cos_sin: instead, one tensor [cos | sin] of 2P columns, the cache of the serving engines.
-        angles: instead, the angles in radians, shaped as `cos`; exact below 2^31 as from frequencies, losing precision beyond
-            (NaN from 2^52 on with impl "cpu").
-        inv_freq: instead, the frequencies (P,); no table at all. The angle is exact for every position below 2^31.
+        angles: instead, the angles in radians, shaped as `cos`; as precise as from frequencies, and less so from 2^31 on (NaN from
+            2^52 on with impl "cpu").
+        inv_freq: instead, the frequencies (P,); no table at all. The angle is a float64: cos and sin are right to a rounding of
+            float32 below position 2^29, and to 4e-7 at 2^31.
         positions: int32 or int64 (T,) or (B, T) (also for layout sbhd), the table row of each token; without them
             positions run 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).
         offset: added to running positions: an int, or a contiguous integer tensor (B,), one a sequence.
