@@ -10,8 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from . import build
+
+THREADS = Path(__file__).with_name("threads.h")
 
 
 class Kernel:

@@ -25,7 +25,7 @@ _ROWS = chunks.ROW_MULTIPLE  # that a row of partial sums adds up, ROWS in gate.
 
 def recipe() -> build.Recipe:
     """What the kernel is built from."""
-    sources = tuple(Path(__file__).with_name(name) for name in ("gate.cpp", "gate.h"))
+    sources = (*(Path(__file__).with_name(name) for name in ("gate.cpp", "gate.h")), cpu.THREADS)
     return "gate", sources, build.cxx(), build.NATIVE_FLAGS
 
 

@@ -12,10 +12,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <system_error>
-#include <thread>
-#include <vector>
 
+#include "../../../_shared/threads.h"
 #include "gate.h"
 
 namespace {
@@ -276,14 +274,5 @@ extern "C" __attribute__((visibility("default"))) void fusewise_gate(const Call*
   const int64_t units = work.row_units * work.column_units;
   const int64_t useful = std::max<int64_t>(1, call->rows * call->columns / THREAD_ELEMENTS);
   const int64_t threads = std::max<int64_t>(1, std::min({call->threads, units, useful}));
-  if (threads == 1) return run_thread(&work);
-  if (call->parallel) return call->parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
-  std::vector<std::thread> others;
-  try {
-    for (int64_t i = 1; i < threads; ++i) others.emplace_back(run_thread, &work);
-  } catch (const std::system_error&) {
-    // No more threads to be had: those that run do the work.
-  }
-  run_thread(&work);
-  for (std::thread& other : others) other.join();
+  in_threads(run_thread, &work, threads, call->parallel);
 }

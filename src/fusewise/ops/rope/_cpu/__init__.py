@@ -17,7 +17,7 @@ from ...._shared import build, cpu
 from .._native import packed
 from .._problem import Rotation
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "vectors.h", "../plan.h"))
+SOURCES = (*(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "vectors.h", "../plan.h")), cpu.THREADS)
 
 
 def recipe() -> build.Recipe:

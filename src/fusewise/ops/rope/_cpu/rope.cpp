@@ -18,10 +18,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <system_error>
-#include <thread>
-#include <vector>
 
+#include "../../../_shared/threads.h"
 #include "../plan.h"
 #include "memory.h"
 #include "vectors.h"
@@ -33,8 +31,6 @@
 #endif
 
 namespace {
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 constexpr int64_t MAX_HEAD_DIM = 512, MAX_PAIRS = MAX_HEAD_DIM / 2;
 constexpr int64_t BLOCK = 32;                // tokens
@@ -376,14 +372,5 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
   for (int64_t o = 0; large && o < plan->operands; ++o)  // of a tensor with gaps, not the whole
     streamed &= !untouched(call->y[o], features[o] * all_tokens * size);
   Work work{*plan, *call, block, blocks, run, streamed};
-  if (threads == 1) return run_thread(&work);
-  if (parallel) return parallel(run_thread, &work, static_cast<unsigned>(threads), 0);
-  std::vector<std::thread> others;
-  try {
-    for (int64_t i = 1; i < threads; ++i) others.emplace_back(run_thread, &work);
-  } catch (const std::system_error&) {
-    // No more threads to be had: those that run do the work.
-  }
-  run_thread(&work);
-  for (std::thread& other : others) other.join();
+  in_threads(run_thread, &work, threads, parallel);
 }
