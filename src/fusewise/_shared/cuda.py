@@ -13,9 +13,9 @@ from . import build
 OLDEST, HOPPER = (8, 0), (9, 0)  # compute capabilities
 
 
-def flags(capabilities: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
-    """How nvcc is to compile for the given compute capabilities."""
-    codes = [f"{major}{minor}" for major, minor in capabilities]
+def flags(capabilities: tuple[tuple[int, int], ...], features: str = "") -> tuple[str, ...]:
+    """How nvcc is to compile for the given compute capabilities; `features`: "a" for instructions that those alone have."""
+    codes = [f"{major}{minor}{features}" for major, minor in capabilities]
     targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", *targets
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..ops._common import unit_stride
 from ..ops.gated_linear import gated_linear, gated_mlp, geglu_linear
 from ..ops.rope import rope
+from ..ops.rope._problem import TRANSPOSED
 
 
 @cache
@@ -64,7 +65,9 @@ def _add_rope(made: Any) -> None:
     def gradient(q: Any, k: Any = None, *args: Any, **options: Any) -> Any:
         options = {**dict(zip(names, args, strict=False)), **options}
         rotated = symbol(q, k, **options)
-        back = {**options, "inverse": not options.get("inverse", False), **_transposed(options)}
+        back = {**options, "inverse": not options.get("inverse", False)}
+        if (pairing := options.get("pairing")) in TRANSPOSED:
+            back["pairing"] = TRANSPOSED[pairing]
         if k is None:
             put_grad(q, symbol(get_grad(rotated), **back))
         else:
@@ -74,13 +77,6 @@ def _add_rope(made: Any) -> None:
         return rotated
 
     made.register_implementation(symbol, symbol, grad_transform=gradient)
-
-
-def _transposed(options: dict[str, Any]) -> dict[str, str]:
-    """What reads interleaved and writes halves has a gradient that reads halves and writes interleaved."""
-    there = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved": "interleaved_to_half"}
-    pairing = options.get("pairing")
-    return {"pairing": there[pairing]} if pairing in there else {}
 
 
 def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., int]) -> None:

@@ -30,10 +30,9 @@ PAIRINGS: tuple[str, ...] = get_args(Pairing)
 #   spec       `Spec.encode()`
 Rotation = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, str]
 
-_TRANSPOSED_PAIRING = {
-    "pairing=interleaved_to_half": "pairing=half_to_interleaved",
-    "pairing=half_to_interleaved": "pairing=interleaved_to_half",
-}
+# What reads interleaved and writes halves has a gradient that reads halves and writes interleaved.
+TRANSPOSED = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved": "interleaved_to_half"}
+_TRANSPOSED_WORDS = {f"pairing={there}": f"pairing={back}" for there, back in TRANSPOSED.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ def transposed_spec(text: str) -> str:
     flag = "inverse=True"
     words = text.split()
     words = [word for word in words if word != flag] if flag in words else [*words, flag]
-    return " ".join([_TRANSPOSED_PAIRING.get(word, word) for word in words])
+    return " ".join([_TRANSPOSED_WORDS.get(word, word) for word in words])
 
 
 def layout_dims(layout: str) -> tuple[int | None, int, int]:

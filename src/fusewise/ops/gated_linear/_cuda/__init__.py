@@ -42,18 +42,12 @@ _CALL = Struct("12q")
 
 def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
     """What the library for a dtype and an activation is built from."""
-    return "gated-linear-cuda", SOURCES, build.nvcc(), (*flags(), *one(dtype, activation))
+    return "gated-linear-cuda", SOURCES, build.nvcc(), (*cuda.flags((CAPABILITY,), "a"), *one(dtype, activation))
 
 
 def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
     """What has nvcc compile the kernels for a dtype and an activation alone."""
     return f"-DFUSEWISE_BFLOAT16={dtype == torch.bfloat16:d}", f"-DFUSEWISE_ACTIVATION={activation.upper()}"
-
-
-def flags() -> tuple[str, ...]:
-    """How nvcc is to compile: the instructions of Hopper's tensor cores are of that generation alone."""
-    target = "-gencode=arch=compute_90a,code=sm_90a"
-    return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", target
 
 
 @functools.cache
