@@ -71,6 +71,11 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--case", "nope"), "name must be that of a case"),
         (("study", "rope", "--preset", "rope-cube", "--case", "cube-4"), "give --preset or --case, got both"),
         (("study", "rope", "--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
+        (("study", "rope", "--dtype", ""), "dtype must be one of fp32, bf16, fp16, got none"),
+        (("study", "rope", "--out", ""), "it must have a name, or be left out"),
+        (("study", "rope", "--list", "--preset", "nope"), "preset must be one of rope-cube"),
+        (("study", "rope", "--list", "--case", "nope"), "name must be that of a case"),
+        (("build", "--arch", ","), "arch must be names like sm_80,sm_90, got none"),
         (("study", "rope", "--pass", "sideways"), "pass must be one of fwd, bwd, fwd+bwd, both, got 'sideways'"),
         (("study", "rope", "--case", "llama-3-8b-decode-b1", "--pass", "bwd"), "pass must be one that the cases have"),
         (("study", "rope", "--device", "toaster"), "device must be cpu or cuda[:index], got 'toaster'"),
@@ -131,6 +136,12 @@ def test_rows_that_cannot_be_added_are_told_before_anything_is_measured(tmp_path
     result = invoke("study", "rope", "--case", "cube-4", "--out", str(out), "--device", "cpu", *rows)
     assert result.exit_code == 1
     assert "--append-rows must be a file to write to" in result.output
+    file.write_text('{"kind": "fusewise.record"}')
+    result = invoke(
+        "study", "rope", "--case", "cube-4", "--out", str(out), "--device", "cpu", "--append-rows", str(file)
+    )
+    assert result.exit_code == 1
+    assert "--append-rows must be a file of rows, got record: line 1 of" in " ".join(result.output.split())
     assert not out.exists()
 
 

@@ -238,6 +238,20 @@ def test_frequencies_kept_in_inference_mode_serve_gradients() -> None:
     assert q.grad is not None
 
 
+def test_flashinfer_traces_of_like_numbers_have_their_own_frequencies() -> None:
+    """1 and 2.5 have the digits of 1.2 and 5."""
+    q, k, positions = randn(6, 4, 64), randn(6, 2, 64), torch.arange(6)
+
+    def rotated(scale: float, theta: float) -> Any:
+        return lambda q, k: flashinfer.apply_rope_pos_ids(q, k, positions, rope_scale=scale, rope_theta=theta)
+
+    both = [rotated(1, 2.5), rotated(1.2, 5)]
+    compiled = [torch.compile(function, backend="aot_eager") for function in both]
+    for _ in range(2):
+        for function, made in zip(both, compiled, strict=True):
+            torch.testing.assert_close(made(q, k), function(q, k))
+
+
 def test_flashinfer_compiles_to_one_graph() -> None:
     torch._dynamo.reset()
     both, *_ = cache(D)

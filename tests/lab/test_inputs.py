@@ -62,6 +62,13 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
         ("i=i64[4] full(inf)", "must have numbers in full that are some of i64, got inf"),
         ("x=fp16[4] full(1e5)", "must have numbers in full that are some of fp16"),
         ("x=fp32[99999999999,99999999999]", r"must have less than 2\^63 bytes"),
+        ("x=fp32[4] uniform(0,1) randn", "must tell a thing once, got 'randn'; leave one out"),
+        ("x=fp32[4] fixed fixed", "must tell a thing once, got 'fixed'"),
+        ("x=fp32[4] strides(1) strides(2)", "must tell a thing once, got 'strides'"),
+        ("x=fp32[4] randn(0,-1)", "must have a finite MEAN and DEVIATION >= 0 in randn, got 0,-1"),
+        ("x=fp16[4] randn(0,1e38)", "must have numbers in randn that are some of fp16"),
+        ("x=fp32[4] full(1e400)", "must have numbers in full that a float64 has, got 1e400"),
+        ("x=fp32[4] strides(9223372036854775807)", r"must have less than 2\^63 bytes"),
         ("x=tanh", "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'"),
     ],
 )

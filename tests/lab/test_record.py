@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builders import full_record, gpu_record, measurement, row, study_record
@@ -266,6 +267,10 @@ def test_rows_are_read_from_records_and_from_published_files(tmp_path):
     published = tmp_path / "cpu.jsonl"
     record.append_rows(published, made.rows)
     assert record.read_rows(tmp_path) == record.read_rows(published) == made.rows
+    published.write_text(published.read_text().removesuffix("\n"))  # as some editors leave it
+    record.append_rows(published, made.rows)
+    assert record.read_rows(published) == 2 * made.rows
+    record.append_rows(Path("/dev/null"), made.rows)
     for text in ('{"op": 1}', "[]", json.dumps({**made.rows[0].to_json(), "versions": 3})):
         published.write_text(f"{text}\n")
         with pytest.raises(

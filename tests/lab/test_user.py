@@ -1,6 +1,8 @@
 """A user's own functions: called on arguments made from text, held against themselves in float64. Where they come from is
 in test_user_places.py."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ FILE = str(Path(__file__).with_name("user_functions.py"))
 
 
 def problem(name, *texts, dtype="fp32", pass_="fwd", seed=0):
-    target = User(f"{FILE}:{name}", texts)
+    target = User(name if ":" in name else f"{FILE}:{name}", texts)
     return UserProblem(Task(target.name, target.case().name, dtype, pass_, "cpu", seed, target.detail(target.case())))
 
 
@@ -321,6 +323,7 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
         ("whole", ("fp32[4]",), "bwd", "must be differentiable for a backward pass; ask for fwd alone"),
         ("rms", ("eps=1e-3", "x=fp32[4]"), "fwd", "must leave out no parameter before the last one given"),
         ("overwrites", ("fp32[4]",), "fwd", "must leave its inputs as they are"),
+        ("torch:softmax", ("input=fp32[8,8]", "dim=1"), "fwd", "must be without names where a function does not tell"),
         (
             "Sized",
             ("fp32[4]",),
@@ -338,6 +341,21 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
 def test_what_cannot_be_studied_says_why(name, texts, pass_, words):
     with pytest.raises(ValueError, match=words):
         problem(name, *texts, pass_=pass_)
+
+
+@pytest.mark.parametrize("name", ["Counting", "Setting", "normalised"])
+def test_a_compiler_that_leaves_out_a_write_to_a_buffer_is_wrong(name):
+    """No result tells of it, and it would be the faster for it."""
+    p = problem(name, "fp32[8,4]")
+    assert truth.check(p, eager(p)).reason == ""
+    other = copy.deepcopy(p.function)
+    without = replace(eager(p), call=lambda *xs: other(*xs))
+    assert truth.check(p, without).reason.startswith("it leaves out the write to the buffer ")
+    assert truth.check(p, eager(p)).reason == ""
+
+
+def test_a_buffer_that_is_written_is_bytes_that_move():
+    assert problem("Counting", "fp32[8,4]").bytes_min() == problem("doubled", "fp32[8,4]").bytes_min() + 4
 
 
 def test_what_follows_from_the_dtype_is_something_else_in_the_truth():

@@ -110,6 +110,29 @@ def overwrites(x):
     return x.mul_(2)
 
 
+class Counting(nn.Module):
+    """Keeps a running mean, which no result tells of."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean.lerp_(x.mean(), 0.1)
+        return 2 * x
+
+
+class Setting(Counting):
+    """Writes the same at every call."""
+
+    def forward(self, x):
+        self.mean.copy_(x.mean())
+        return 2 * x
+
+
+normalised = nn.BatchNorm1d(4)
+
+
 def sparse(x):
     return x.to_sparse()
 

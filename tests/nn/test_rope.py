@@ -167,6 +167,38 @@ def test_positions_beyond_the_table_are_nan_until_reserved() -> None:
     near(module(q, None, positions), rotated(q, positions, module.inv_freq))
 
 
+def test_what_was_reserved_is_there_after_a_move() -> None:
+    module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
+    module.reserve(21)
+    q, positions = qk()[0], torch.tensor([0, 1, 2, 3, 4, 20])
+    for change in (lambda: module.to("cpu"), module.half, lambda: module.use_length(64)):
+        change()
+        assert not module(q, None, positions).isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"impl": "nosuch"}, ValueError, "impl must be one of auto, triton"),
+        ({"rotary_start": 8}, ValueError, "rotary_start must leave room for rotary_dim = 16"),
+        ({"rotary_start": 1.5}, TypeError, "rotary_start must be an int"),
+        ({"sections": (1, 2)}, ValueError, "sections must be three numbers of pairs"),
+        ({"sections_interleaved": "x"}, TypeError, "sections_interleaved must be True or False"),
+        ({"head_dim": 514}, ValueError, "an even head_dim from 2 to 512"),
+    ],
+    ids=str,
+)
+def test_options_are_refused_at_construction(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^RotaryEmbedding: .*{words}"):
+        RotaryEmbedding(**{"head_dim": 16, **options})
+
+
+@pytest.mark.parametrize("q", [[1], torch.ones(16)], ids=["list", "one dimension"])
+def test_what_is_wrong_with_q_is_told_as_by_the_function(q: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^rope: q must"):
+        RotaryEmbedding(16, table="cos_sin")(q)
+
+
 def test_context_parallel_ranks_agree_with_the_whole_sequence() -> None:
     q = qk(8)[0]
     for table in ("inv_freq", "cos_sin"):

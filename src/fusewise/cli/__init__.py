@@ -46,6 +46,15 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
 
 
+class Folder(click.Path):
+    """A folder by its name, which is not empty: that would be the current one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it must have a name, or be left out", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _rounds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int] | None:
     if value is None:
         return None
@@ -91,9 +100,7 @@ Examples:
 @click.option("--pass", "passes", help="fwd, bwd, fwd+bwd, or both (fwd and bwd apart). Default: the case's own.")
 @click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Run directory. Default: fusewise-runs/…."
-)
+@click.option("--out", type=Folder(file_okay=False, path_type=Path), help="Run directory. Default: fusewise-runs/….")
 @click.option("--rounds", callback=_rounds, metavar="MIN:MAX", help="Rounds of each comparison. Default: 5:30.")
 @click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds for the whole study; MIN rounds are kept.")
 @click.option(
@@ -139,6 +146,10 @@ def study(
 ) -> None:
     from fusewise.lab import commands, plan, ranks
 
+    if dtypes == []:
+        raise click.UsageError(
+            "study: dtype must be one of fp32, bf16, fp16, got none; leave it out for the case's own"
+        )
     request = plan.Request(
         target=target,
         inputs=inputs,
@@ -158,7 +169,7 @@ def study(
     )
     if list_cases:
         try:
-            listing = commands.case_listing(target, inputs)
+            listing = commands.case_listing(target, inputs, preset, cases)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
         click.echo(json.dumps(listing) if as_json else commands.case_text(listing))

@@ -37,8 +37,13 @@ def build(arch: str | None, as_json: bool) -> None:
     """
     from fusewise import native
 
+    names = tuple(name.strip() for name in (arch or "").split(",") if name.strip())
+    if arch is not None and not names:
+        raise click.UsageError(
+            "build: arch must be names like sm_80,sm_90, got none; leave it out for this machine's GPUs"
+        )
     try:
-        chosen = native.capabilities(tuple(name.strip() for name in (arch or "").split(",") if name.strip()))
+        chosen = native.capabilities(names)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     every = []

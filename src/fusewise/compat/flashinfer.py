@@ -11,7 +11,7 @@ Shape legend: N tokens of all sequences, B sequences, H heads (q and k may diffe
 
 from __future__ import annotations
 
-import re
+import hashlib
 from typing import Any
 
 import torch
@@ -248,7 +248,8 @@ _TRACED = _Traced()
 
 
 def _keep_for_tracing(*key: Any) -> str:
-    name = re.sub(r"\W", "_", "_".join(map(str, ("inv_freq", *key))))  # dynamo takes no dotted attribute
+    # Dynamo takes no dotted attribute; a number's digits alone would be those of others, 1.5 and 15.
+    name = f"inv_freq_{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}"
     setattr(_TRACED, name, _kept(*key))
     return name
 

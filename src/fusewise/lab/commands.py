@@ -48,12 +48,16 @@ def _check_appendable(path: Path | None) -> None:
         return
     new = not path.exists()
     try:
+        if path.is_file():
+            record.rows_in(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
         if new:
             path.unlink()
     except OSError as error:
         raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
+    except ValueError as error:
+        raise folder.Refused(f"study: --append-rows must be a file of rows, got {error}") from None
 
 
 def _append(found: Record, path: Path | None, out: Path) -> None:
@@ -141,19 +145,26 @@ def show_limits(found: Json) -> None:
     terminal.console().print(terminal.limits_table(found))
 
 
-def case_listing(target: str, inputs: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Every preset of a target with its cases, shapes and bytes."""
+def case_listing(
+    target: str, inputs: Sequence[str] = (), preset: str | None = None, cases: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Every preset of a target with its cases, shapes and bytes, or those that are asked for."""
+    made, of_name = targets.resolve(target, inputs)
+    asked = preset or of_name
+    presets = {asked: made.cases(asked)} if asked else made.presets()
+    wanted = {made.case(name).name for name in cases}
     return [
         {
-            "preset": preset,
+            "preset": name,
             "case": case.name,
             "dtypes": list(case.dtypes),
             "passes": list(case.passes),
             "shape": case.shape,
             "bytes": case.bytes_min("fwd", case.dtypes[0]),
         }
-        for preset, cases in targets.resolve(target, inputs)[0].presets().items()
-        for case in cases
+        for name, members in presets.items()
+        for case in members
+        if not wanted or case.name in wanted
     ]
 
 

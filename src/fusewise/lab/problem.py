@@ -146,6 +146,13 @@ class Problem:
         """Let go of these: what is timed has its own. A provider's call may go on asking the problem for anything else."""
         self.tensors, self.upstream = (), ()
 
+    def begin_anew(self) -> None:
+        """Undo what calls have written to what the function holds by itself."""
+
+    def left_out(self) -> list[str]:
+        """What eager code's call writes to besides its outputs, and the calls since `begin_anew` have not."""
+        return []
+
     def piece(self, rows: slice) -> Problem:
         """The problem of some of the rows alone."""
         part = copy.copy(self)

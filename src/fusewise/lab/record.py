@@ -142,12 +142,12 @@ class Record:
         return {"kind": KIND, "schema": SCHEMA_VERSION, **plain}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Record:
-        """ValueError for what is no record of a version known here, or does not follow the schema."""
+    def from_json(cls, data: Mapping[str, Any], what: str = "it") -> Record:
+        """ValueError for what is no record of a version known here, or does not follow the schema; `what` says which."""
         if data.get("kind") != KIND:
             raise ValueError(f"record: kind must be {KIND!r}, got {data.get('kind')!r}; pass a record.json of a study")
         data = migrate(data)
-        check(data)
+        check(data, what=what)
         plain = {key: value for key, value in data.items() if key not in ("kind", "schema")}
         plain["rows"] = [Row.from_json(row) for row in data["rows"]]
         plain["measurements"] = [Measurement.from_json(m) for m in data["measurements"]]
@@ -208,13 +208,17 @@ def write_atomically(path: Path, text: str) -> None:
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to a JSON-lines file, one a line: all of them or, on a full disk, none."""
     data = "".join(dumps(row.to_json()) + "\n" for row in rows).encode()
-    with path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
+    with path.open("a+b", buffering=0) as file:
+        lasting = path.is_file()  # not a pipe or a device
+        before = file.seek(0, os.SEEK_END) if lasting else 0
+        if before and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
+            data = b"\n" + data  # an editor may have left the last line without
         try:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(file.fileno())
         except OSError:
             with suppress(OSError):  # of what is no file, as a pipe; the reason is the one above
                 file.truncate(before)
@@ -240,13 +244,16 @@ def read(path: Path) -> Record:
             raise ValueError("no JSON object")
     except ValueError as error:
         raise ValueError(f"record: {file} must be the record.json of a study, got {error}; name another file") from None
-    return Record.from_json(data)
+    return Record.from_json(data, str(file))
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows at `path`: a run directory, its record.json, or a file of rows, one JSON object a line."""
-    if path.suffix != ".jsonl":
-        return read(path).rows
+    return rows_in(path) if path.suffix == ".jsonl" else read(path).rows
+
+
+def rows_in(path: Path) -> list[Row]:
+    """The rows of a file of rows."""
     rows = []
     try:
         text = path.read_text(encoding="utf-8").rstrip()

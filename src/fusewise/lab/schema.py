@@ -37,10 +37,10 @@ def schema() -> Json:
     return dict(json.loads(text))
 
 
-def check(value: Any, part: str = "", fix: str = "name another file") -> None:
+def check(value: Any, part: str = "", fix: str = "name another file", what: str = "it") -> None:
     """ValueError where `value` does not follow the schema, or that of its `part` (row). The message names the place."""
     if found := fault(value, part):
-        raise ValueError(f"record: it must follow record.schema.json, got this fault: {found}; {fix}")
+        raise ValueError(f"record: {what} must follow record.schema.json, got this fault: {found}; {fix}")
 
 
 def fault(value: Any, part: str = "") -> str:

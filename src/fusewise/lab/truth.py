@@ -261,6 +261,7 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     else:
         truths, yardstick = expected(problem, kept)
     leaves = own_leaves(problem, run, problem.task.pass_ != "fwd" and run.vjp is None)
+    problem.begin_anew()
     found, odd = found_by(problem, run, leaves)
     given = own_leaves(problem, run, False)  # only now, so that they are not there beside what the call needs
     changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
@@ -283,6 +284,8 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
             + (f", eager's counting as {LOOSEST} at most: {ANOTHER}" if max(eager.max, eager.rms) > LOOSEST else "")
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
+    elif absent := problem.left_out():
+        reason = f"it leaves out the write to the {absent[0]}"
     elif changed and not (run.in_place or problem.overwrites):
         reason = "it overwrote its inputs and does not say so"
     return Verdict(measured, eager, reason)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_one_of, unit_stride
+from ..ops._common import check_bool, check_count, check_one_of, unit_stride
 from ..ops.gated_linear import gated_linear
+from ..ops.gated_linear._op import IMPLEMENTATIONS
 from ..ops.gated_linear._problem import ACTIVATIONS, SAVES, Activation, Save
+from ..ops.gated_linear._validate import GATE_FIRST
 from ..ops.gated_linear.projections import mlp
 
 
@@ -26,7 +28,7 @@ class GatedLinear(nn.Module):
     likewise, so that its state_dict loads.
 
     Raises:
-        ValueError: at construction for an unknown activation or save; at a call as `fusewise.gated_linear`.
+        TypeError, ValueError: at construction `GatedLinear: …` for its options; at a call as `fusewise.gated_linear`.
 
     Example:
         >>> y = GatedLinear(64, 128, activation="gelu_tanh")(torch.randn(4, 16, 64))  # (4, 16, 128)
@@ -51,6 +53,9 @@ class GatedLinear(nn.Module):
         super().__init__()
         check_one_of("GatedLinear", "activation", activation, ACTIVATIONS)
         check_one_of("GatedLinear", "save", save, SAVES)
+        check_one_of("GatedLinear", "impl", impl, ("auto", *IMPLEMENTATIONS))
+        check_bool("GatedLinear", "gate_first", gate_first, GATE_FIRST)
+        check_bool("GatedLinear", "bias", bias, "pass True for a bias of value and gate")
         self.in_features = check_count("GatedLinear", "in_features", in_features)
         self.out_features = check_count("GatedLinear", "out_features", out_features)
         self.activation, self.gate_first, self.save, self.impl = activation, gate_first, save, impl
@@ -88,7 +93,7 @@ class GatedMLP(nn.Module):
     kind of module (LoRA, quantised) or gets hooks is called as it is, and of the unit only the gate is fused.
 
     Raises:
-        ValueError: at construction for an unknown activation or save; at a call as `fusewise.gated_mlp`.
+        TypeError, ValueError: at construction `GatedMLP: …` for its options; at a call as `fusewise.gated_mlp`.
 
     Example:
         >>> z = GatedMLP(64, 128, activation="silu")(torch.randn(4, 16, 64))  # (4, 16, 64)
@@ -109,6 +114,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         check_one_of("GatedMLP", "activation", activation, ACTIVATIONS)
         check_one_of("GatedMLP", "save", save, SAVES)
+        check_one_of("GatedMLP", "impl", impl, ("auto", *IMPLEMENTATIONS))
+        check_bool("GatedMLP", "bias", bias, "pass True for a bias of all three maps")
         for name, count in (("features", features), ("hidden", hidden)):
             check_count("GatedMLP", name, count)
         self.activation, self.save, self.impl = activation, save, impl

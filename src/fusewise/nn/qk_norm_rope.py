@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, check_number, check_one_of
 from ..ops.qk_norm_rope import qk_norm_rope
+from ..ops.qk_norm_rope._op import IMPLEMENTATIONS
 from ..ops.qk_norm_rope._problem import OVERS, Over
 from .rope import RotaryEmbedding
 
@@ -49,7 +50,10 @@ class QKNormRope(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not hasattr(rotary, "head_dim"):  # torch.compile wraps modules
+            raise TypeError(f"QKNormRope: rotary must be a RotaryEmbedding, got {type(rotary).__name__}; make one")
         check_one_of("QKNormRope", "norm", norm, OVERS)
+        check_one_of("QKNormRope", "impl", impl, ("auto", *IMPLEMENTATIONS))
         for option, value in (("eps", eps), ("weight_offset", weight_offset)):
             check_number("QKNormRope", option, value, f"pass the model's {option}")
         both = isinstance(heads, (tuple, list)) and len(heads) == 2

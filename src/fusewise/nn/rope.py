@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, check_one_of
 from ..ops.rope import rope, tables
+from ..ops.rope._auto import IMPLEMENTATIONS
 from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing
+from ..ops.rope._validate import DEFAULTS, validated
 
 
 class RotaryEmbedding(nn.Module):
@@ -93,10 +95,22 @@ class RotaryEmbedding(nn.Module):
             "sections_interleaved": sections_interleaved,
             "impl": impl,
         }
+        check_one_of("RotaryEmbedding", "impl", impl, ("auto", *IMPLEMENTATIONS))
         self._frequencies, self.scaling = self._computed()
+        self._check_options()
+        self._reserved = 0
         for name in ("inv_freq", "cos", "sin"):
             self.register_buffer(name, None, persistent=False)
         self._restore(torch.get_default_device() if device is None else device)
+
+    def _check_options(self) -> None:
+        """Refuse now what every call would refuse, as it would: by a call of a token."""
+        sizes = {"B": 1, "T": 1, "H": 1, "D": self.head_dim}
+        dims = {"bshd": "BTHD", "sbhd": "TBHD", "bhsd": "BHTD", "thd": "THD"}[self.options["layout"]]
+        q = torch.zeros([sizes[dim] for dim in dims], device="cpu")
+        positions = None if self.options["sections"] is None else torch.zeros(3, 1, dtype=torch.int64, device="cpu")
+        options = {**self.options, "inv_freq": self._frequencies.cpu(), "positions": positions, "impl": "auto"}
+        validated("RotaryEmbedding", q, None, tuple({**DEFAULTS, **options}.values()))
 
     @classmethod
     def from_config(cls, config: Any, *, layer_type: str | None = None, **options: Any) -> RotaryEmbedding:
@@ -193,22 +207,24 @@ class RotaryEmbedding(nn.Module):
         }
         if self.table == "inv_freq":
             return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
-        rows = self.max_positions
-        if positions is None and cu_seqlens is None and isinstance(offset, int):
-            tokens = q.shape[{"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]]
-            rows = offset + tokens * (1 if context_parallel is None else context_parallel[1])
-        self._cover(rows, q.device)
+        if isinstance(q, Tensor):  # what is wrong with the rest, too, `fusewise.rope` says
+            rows, dim = self.max_positions, {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]
+            if positions is None and cu_seqlens is None and isinstance(offset, int) and q.dim() > dim:
+                rows = offset + q.shape[dim] * _ranks(context_parallel)
+            self._cover(rows, q.device)
         return {"cos": self.cos, "sin": self.sin, **given}
 
     def reserve(self, length: int, device: torch.device | str | None = None) -> None:
         """Make the tables of "cos_sin" cover positions below `length` on `device` (None: that of the frequencies).
 
         Nothing happens where they do; else new ones are made, of `max_positions`, `length` or twice the old rows, whichever
-        is most. The old ones are not written to.
+        is most. The old ones are not written to. Tables that are made anew, on another device or after `use_length`, cover as
+        much.
         """
         if device is not None:
             device = torch.empty(0, device=device).device  # "cuda" is one of several, and the tables know which
-        self._cover(check_count("RotaryEmbedding", "length", length, 0), device)
+        self._reserved = max(self._reserved, check_count("RotaryEmbedding", "length", length, 0))
+        self._cover(length, device)
 
     def _cover(self, length: int, device: torch.device | None) -> None:
         wanted = self.inv_freq.device if device is None else device
@@ -219,7 +235,7 @@ class RotaryEmbedding(nn.Module):
         )
         rows = 0 if self.cos is None or left or self.cos.device != wanted else self.cos.shape[0]
         if self.table == "cos_sin" and rows < max(length, 1):
-            rows = max(length, self.max_positions, 2 * rows)
+            rows = max(length, self.max_positions, self._reserved, 2 * rows)
             with torch.inference_mode(False):  # as in `_computed`
                 self.cos, self.sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
 
@@ -254,6 +270,12 @@ class RotaryEmbedding(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._restore(self.inv_freq.device)
         return self
+
+
+def _ranks(context_parallel: Any) -> int:
+    """How many share the tokens; 1 where that is not said as it should be."""
+    pair = isinstance(context_parallel, (tuple, list)) and len(context_parallel) == 2
+    return context_parallel[1] if pair and isinstance(context_parallel[1], int) else 1
 
 
 # Keys of rope_parameters that older configurations keep beside it, and under which names.

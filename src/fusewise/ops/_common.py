@@ -44,6 +44,12 @@ def check_count(op: str, name: str, value: object, least: int = 1, most: int | N
     return value
 
 
+def check_bool(op: str, name: str, value: object, fix: str) -> None:
+    """Check that an option is True or False."""
+    if not isinstance(value, bool):
+        fail(op, name, "be a bool", repr(value), fix, TypeError)
+
+
 def check_number(op: str, name: str, value: object, fix: str) -> None:
     """Check that an option is a number, and a finite one in float32."""
     contract = "be a finite number of float32"

@@ -102,13 +102,19 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
     return {**found, "ledger": traffic.found.get("ledger"), "ledger_reason": traffic.reason}
 
 
+#: Of code that is run outside of torch.
+NO_ROWS = (
+    "torch's profiler saw no operator and no kernel: what runs outside of torch it cannot see; flame.svg has its Python"
+)
+
+
 def profile_text(found: dict[str, Any]) -> str:
     """The tables of a profile for a terminal."""
     from ..ledger import Ledger
 
     if found["status"] != "ok":
         return f"{found['provider']} {found['status']}: {printable(found['reason'])}"
-    parts = [found["table"], ""]
+    parts = [found["table"] if found["rows"] else NO_ROWS, ""]
     if found["ledger"] is None:
         parts.append(f"no traffic ledger: {found['ledger_reason']}")
     else:

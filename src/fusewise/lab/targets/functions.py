@@ -95,6 +95,10 @@ def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
     return found
 
 
+#: Of a function that is not written in Python and does not tell its parameters.
+UNKNOWN = [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
+
+
 def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
     of: Any = function
     if isinstance(function, nn.Module):
@@ -104,7 +108,7 @@ def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(of).parameters.values())
     except ValueError:
-        return [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
+        return UNKNOWN
 
 
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
@@ -114,6 +118,10 @@ def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[
         raise ValueError(
             f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only, without a "
             "default; wrap it in a function that gives it"
+        )
+    if _signature(function) is UNKNOWN and (names := [text for text in texts if inputs.parse(text)[0]]):
+        raise ValueError(
+            f"study: inputs must be without names where a function does not tell its parameters, got {names[0]!r}; give them in order"
         )
     known = parameters(function, len(texts))
     given = dict(inputs.bound(list(known), texts))

@@ -152,12 +152,16 @@ def parse(text: str) -> tuple[str, Spec]:
 
 
 def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorSpec:
+    if (spec.fill and word in _COUNTS) or (spec.fixed and word == "fixed") or (spec.strides and word == "strides"):
+        raise _bad(text, "tell a thing once", repr(word), "leave one out")
     if word == "fixed" and values is None:
         return replace(spec, fixed=True)
     if word == "strides":
         strides = _integers(values or "", text, "strides")
         if len(strides) != len(spec.sizes):
             raise _bad(text, f"have {len(spec.sizes)} strides", str(len(strides)), "give one for each size")
+        if 0 not in spec.sizes and span(spec.sizes, strides) * DTYPES[spec.dtype].itemsize >= 2**63:
+            raise _bad(text, "have less than 2^63 bytes", str(values), "give smaller strides")
         return replace(spec, strides=strides)
     if word not in _COUNTS:
         known = ", ".join(("strides", "fixed", *_COUNTS))
@@ -171,10 +175,14 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
         raise _bad(text, f"have {wanted} numbers in {word}", str(len(numbers)), "give as many")
     if word in ("randn", "uniform") and not spec.differentiable:
         raise _bad(text, f"be floating for {word}", spec.dtype, "use randint(LOW,HIGH)")
+    if any(math.isinf(v) and "inf" not in (values or "").lower() for v in numbers):
+        raise _bad(text, f"have numbers in {word} that a float64 has", str(values), "write inf for what has no end")
+    if word == "randn" and numbers and not (math.isfinite(numbers[0]) and 0 <= numbers[1] < math.inf):
+        raise _bad(text, "have a finite MEAN and DEVIATION >= 0 in randn", str(values), "choose others")
     if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
         raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
     dtypes = (spec.dtype, "i64") if word == "randint" else (spec.dtype,)  # what is drawn, and what it is drawn as
-    if word != "randn" and not all(_holds(d, v) for d in dtypes for v in _reached(word, numbers)):
+    if not all(_holds(d, v) for d in dtypes for v in _reached(word, numbers)):
         raise _bad(text, f"have numbers in {word} that are some of {spec.dtype}", str(values), "choose others")
     return replace(spec, fill=word, values=numbers)
 

@@ -112,9 +112,11 @@ class User(Target):
                         return
                     reasons.append(reply["reason"])
             except WorkerFailed as error:
+                fix = "take out what ends or overfills the process"
+                if error.hung:
+                    fix = "put what its file runs under `if __name__ == '__main__':`, or give it smaller inputs or more --timeout"
                 raise ValueError(
-                    f"study: {self.name} must be importable and run on its inputs, got no answer: {error}; put what its file "
-                    "runs under `if __name__ == '__main__':`, or give smaller inputs"
+                    f"study: {self.name} must be importable and run on its inputs, got no answer: {error}; {fix}"
                 ) from None
             finally:
                 if worker is not None:
@@ -135,6 +137,8 @@ def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
 class UserProblem(Problem):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
+        #: The buffers that a call writes to, as they were before the first one.
+        self.state: dict[str, Tensor] = {}
         self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
         specs = [
             (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
@@ -152,12 +156,24 @@ class UserProblem(Problem):
             self.function = self.function.to(self.device)
             if self.dtype != torch.float32:
                 _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
+            self.state = _copies(self.function)
             with torch.no_grad():  # parameters that a first call makes are the same in the copy
                 self.function(*self._arguments(self.leaves(False)))
             self.wide = _cast(copy.deepcopy(self.function), widened)
             self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
         self._look()
+
+    def begin_anew(self) -> None:
+        now = _buffers(self.function)
+        with torch.no_grad():
+            for name, x in self.state.items():
+                if now[name].shape == x.shape:  # not of one that grows
+                    now[name].copy_(x)
+
+    def left_out(self) -> list[str]:
+        now = _buffers(self.function)
+        return [f"buffer {name}" for name, x in self.state.items() if _same(now[name], x)]
 
     def take(self, task: Task) -> None:
         before, self.task = self.task, task
@@ -190,6 +206,8 @@ class UserProblem(Problem):
         """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
         gradient = self.task.pass_ != "fwd"
         leaves = self.leaves(gradient)
+        self.begin_anew()
+        state = _copies(self.function)
         result, counter = counted(lambda: self.function(*self._arguments(leaves)))
         outputs = tensors_of(result)
         self.flops = counter.flops
@@ -197,6 +215,7 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
+        self.state = {n: x for n, x in state.items() if not _same(x, _buffers(self.function).get(n))}
         if not outputs:
             raise ValueError(
                 f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
@@ -213,7 +232,7 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
-        self.output_bytes = _written(outputs, leaves)
+        self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
@@ -303,6 +322,18 @@ class UserProblem(Problem):
         """Those of matrix products and convolutions; elementwise operations are not counted."""
         backward = self.gradient_flops
         return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
+
+
+def _buffers(function: Any) -> dict[str, Tensor]:
+    return dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
+
+
+def _copies(function: Any) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in _buffers(function).items()}
+
+
+def _same(x: Tensor, before: Tensor | None) -> bool:
+    return before is not None and (x.shape, x.dtype) == (before.shape, before.dtype) and truth.equal(x, before)
 
 
 def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:

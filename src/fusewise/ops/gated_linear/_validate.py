@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import FLOATS, check_one_of, dtype_name, fail
+from .._common import FLOATS, check_bool, check_one_of, dtype_name, fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
+
+GATE_FIRST = "pass True where the first half is the gate"
 
 # Calls that passed validation, by everything but the values of tensors: the encoded spec. The bound is there only against
 # a leak.
@@ -52,8 +54,7 @@ def _check(
         ("impl", impl, ("auto", *IMPLEMENTATIONS)),
     ):  # fmt: skip
         check_one_of(op, name, value, allowed)
-    if not isinstance(gate_first, bool):
-        fail(op, "gate_first", "be a bool", repr(gate_first), "pass True where the first half is the gate", TypeError)
+    check_bool(op, "gate_first", gate_first, GATE_FIRST)
     check_features(op, "x", x)
     names = list(tensors)
     weight, weight_gate, bias, bias_gate, *down = tensors.values()

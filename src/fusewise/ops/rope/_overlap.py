@@ -24,7 +24,8 @@ def check_apart(op: str, written: Mapping[str, Tensor], read: Mapping[str, Tenso
     for name, y in written.items():
         if overlaps_itself(y):
             contract, got = "not have elements that share memory, being written to", f"strides {tuple(y.stride())}"
-            fail(op, name, contract, got, f"call {name}.contiguous()")
+            fix = "give it memory of its own" if name.startswith("out") else f"call {name}.contiguous()"
+            fail(op, name, contract, got, fix)
         for other, x in read.items():
             if overlaps(x, y):
                 fail(op, name, f"not overlap {other}, which is read", "shared memory", f"clone {other}")
