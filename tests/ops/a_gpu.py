@@ -15,7 +15,8 @@ def as_dispatch_sees_it(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Iter
     compiled."""
     missing = ["its library is not built"]
     monkeypatch.setattr(cuda, "no_gpu", lambda _: None)
-    monkeypatch.setattr(choice.implementation("cuda"), "recipe", lambda _: ())
+    recipe = "test", (), build.Compiler(("nvcc",), ""), ()
+    monkeypatch.setattr(choice.implementation("cuda"), "recipe", lambda _: recipe)
     monkeypatch.setattr(build, "built", lambda *_: not missing)
     monkeypatch.setattr(choice, "choose", lambda *_: "triton")
     monkeypatch.setattr(choice, "unavailable", lambda impl, *_: "not on a GPU" if impl == "cpu" else None)

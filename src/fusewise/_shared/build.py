@@ -168,6 +168,11 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
         return _intact(cache.folder("native") / f"{name}-{_key(sources, compiler, flags)}")
 
 
+def why_not(recipe: Recipe, otherwise: str = "it is not built; `fusewise build` does that") -> str:
+    """Why a library is not there: nothing to build it with, or nobody has."""
+    return recipe[2].missing or otherwise
+
+
 def loads() -> int:
     """How many libraries this process has built, loaded, or failed to. While that is the same, so is what could be loaded."""
     return len(_LOADED) + len(_BUILT)

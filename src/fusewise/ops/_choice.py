@@ -86,8 +86,11 @@ class Choice:
         if (reason := cuda.no_gpu("cuda")) is not None:
             return str(reason)
         try:
-            if not build.built(*self.implementation("cuda").recipe(cuda.present())):
-                return 'its library is not built; `fusewise build` or a call with impl="cuda" does that'
+            recipe = self.implementation("cuda").recipe(cuda.present())
+            if not build.built(*recipe):
+                return build.why_not(
+                    recipe, 'its library is not built; `fusewise build` or a call with impl="cuda" does that'
+                )
         except build.BuildError as error:
             return str(error)
         # The library is there, so this only loads it.

@@ -247,6 +247,9 @@ def test_without_it_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = _op.implementation("cpu")._kernel()
     monkeypatch.setattr(build, "built", lambda *_: False)
     assert _host._unavailable.__wrapped__(kernel, 0) == "it is not built; `fusewise build` does that"
+    missing = build.Compiler((), "", "no compiler found")
+    monkeypatch.setattr(build, "cxx", lambda: missing)
+    assert _host._unavailable.__wrapped__(kernel, 0) == "no compiler found"
     monkeypatch.undo()
 
     def no_system() -> tuple[str, ...]:

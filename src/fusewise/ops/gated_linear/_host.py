@@ -50,7 +50,7 @@ def _unavailable(kernel: cpu.Kernel, loads: int) -> str | None:
     """Looked for again after every library that this process has built or loaded."""
     try:
         if not build.built(*recipe()):
-            return "it is not built; `fusewise build` does that"
+            return build.why_not(recipe())
         load(kernel)
     except build.BuildError as error:
         return str(error)

@@ -78,7 +78,7 @@ def _unavailable(build_it: bool, loads: int) -> str | None:
     """Looked for again after every library that this process has built or loaded, `build.loads()`."""
     try:
         if not build_it and not build.built(*recipe()):
-            return "it is not built; `fusewise build` does that"
+            return build.why_not(recipe())
         extension()
     except build.BuildError as error:
         return str(error)
