@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,6 +255,20 @@ def test_without_a_compiler_what_was_built_serves(cache: Path, source: Path) -> 
     named.write_text(entry.name)
     (entry / "library.so").write_bytes(b"damaged")
     assert not build.built(*arguments)
+
+
+def test_a_folder_that_cannot_be_written_to_serves(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(source)
+    forget()
+    (named,) = cache.glob("answer-*.last")
+    named.unlink()
+
+    def refused(**_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    assert make(source) == 42
+    assert not list(cache.glob("answer-*.last"))
 
 
 def test_a_shell_makes_nothing_of_the_folders_name(

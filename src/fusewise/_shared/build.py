@@ -218,11 +218,18 @@ def _left(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path | No
 
 def _remember(name: str, entry: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
     last = _last(name, sources, flags)
-    if _left(name, sources, flags) != entry:
+    # A folder that cannot be written to, or is full, serves all the same: this is for where there is no compiler.
+    with contextlib.suppress(OSError):
+        if last.is_file() and last.read_text() == entry.name:
+            return
         descriptor, work = tempfile.mkstemp(prefix=f"{last.name}.", suffix=".tmp", dir=last.parent)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(entry.name)
-        os.replace(work, last)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(entry.name)
+            os.replace(work, last)
+        except OSError:
+            os.unlink(work)
+            raise
 
 
 @functools.cache

@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 
 # Bytes read and written up to which auto takes CUDA. An H200 moves them in 65 µs (4.1 TB/s), and a call in Triton keeps its host
-# 46 to 106 in the published rows, in CUDA 5 to 16; above it is the device that counts, and Triton's kernel is as fast or up to 3 %
+# 46 to 106 in the published rows, in CUDA 5 to 16; above it is the device that counts, and Triton's kernel is as fast or up to 6 %
 # faster.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 

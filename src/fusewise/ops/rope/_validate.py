@@ -152,9 +152,8 @@ def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], de
 def check_unit_stride(op: str, name: str, x: Tensor) -> None:
     if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
         got = f"strides {x.stride()}"
-        fix = (
-            "give one that has" if name.startswith("out") else "call .contiguous()"
-        )  # a copy would not have the result
+        # A copy of what is written to would not have the result.
+        fix = "give one that has" if name.startswith("out") else "call .contiguous()"
         fail(op, name, "have a contiguous last dimension (stride 1)", got, fix)
 
 

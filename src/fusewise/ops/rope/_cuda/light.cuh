@@ -2,12 +2,13 @@
 // token. They have a kernel of their own, since at large sizes it is the number of threads with an access under way that counts,
 // and what the general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
 //
-// Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses of 16 bytes: first the chunks that rotate, then those
-// that are copied (not in place). Accesses are of 8 bytes where alignment wants it and nothing is copied: what a thread does to find
-// its place is worth that much work, but not also that of copying a wide rest by halves. Neighbours have neighbouring chunks, then heads of q and k, then tokens. A block belongs to one
-// stripe of tokens (z) of one batch entry (y): those stripes of all entries follow each other, so that the rows of the table are
-// still in the cache. Pairs of neighbours have one access a chunk, too little work for what comes before it: they stay with the
-// general kernel, whose threads have several heads.
+// Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses of 16 bytes: first the chunks that rotate, then
+// those that are copied (not in place). Accesses are of 8 bytes where alignment wants it and nothing is copied: what a thread
+// does to find its place is worth that much work, but not also that of copying a wide rest by halves. Neighbours have
+// neighbouring chunks, then heads of q and k, then tokens. A block belongs to one stripe of tokens (z) of one batch entry (y):
+// those stripes of all entries follow each other, so that the rows of the table are still in the cache. Pairs of neighbours
+// have one access a chunk, too little work for what comes before it: they stay with the general kernel, whose threads have
+// several heads.
 
 #pragma once
 
