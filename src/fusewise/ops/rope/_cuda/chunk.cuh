@@ -20,6 +20,19 @@ struct Chunk {
     first.write(to);
     if (!WHOLE && both) second.write(to + apart);
   }
+  // One access for what is copied beside pairs that change from one pairing to the other; it is aligned as neighbours are.
+  __device__ void read_on(const char* from) {
+    Pack<T, 2 * NP> whole;
+    whole.read(from);
+#pragma unroll
+    for (int i = 0; i < 2 * NP; ++i) element(i) = whole.values[i];
+  }
+  __device__ void write_on(char* to) {
+    Pack<T, 2 * NP> whole;
+#pragma unroll
+    for (int i = 0; i < 2 * NP; ++i) whole.values[i] = element(i);
+    whole.write(to);
+  }
   __device__ T& a(int i) { return first.values[WHOLE ? 2 * i : i]; }
   __device__ T& b(int i) { return WHOLE ? first.values[(2 * i + 1) % (2 * NP)] : second.values[i]; }
   __device__ T& element(int i) { return WHOLE || i < NP ? first.values[i % (WHOLE ? 2 * NP : NP)] : second.values[i % NP]; }

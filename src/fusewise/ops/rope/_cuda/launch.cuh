@@ -23,7 +23,7 @@ constexpr int most_threads(int np) { return np > 1 ? THREADS : 2 * THREADS; }
 constexpr bool narrow(int64_t np, int64_t size) { return np * size < 8; }
 constexpr int heads_read(int64_t np, int64_t size, int of_narrow) { return narrow(np, size) ? of_narrow : int(READ / (2 * np * size)); }
 
-// The heads of a thread in a call of so many chunks, of which `enough` threads with one each would fill the device. Narrow
+// The heads of a thread in a call of so many chunks, of which there are to be `enough` threads at least. Narrow
 // accesses are most of a thread's work, so that half as many heads are worth it, too.
 inline int64_t heads_for(int64_t np, int64_t size, int of_narrow, int64_t chunks, int64_t enough) {
   const int64_t several = heads_read(np, size, of_narrow);

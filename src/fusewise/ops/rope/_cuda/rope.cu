@@ -11,7 +11,7 @@
 //
 // The kernel is bound by memory: all reads of a thread are under way before the first is needed, and what is the same
 // for a block is computed once for it. At a few tokens it is bound by latency: x is asked for before the position and
-// the table row, which have to follow one another. Large calls whose halves pair have a kernel of their own in light.cuh.
+// the table row, which have to follow one another. Most calls whose halves pair have a kernel of their own in light.cuh.
 
 #include <algorithm>
 
@@ -73,9 +73,16 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
 #endif
   Chunk<T, IN, NP> from[HEADS];
+  const bool passes_on = IN != OUT && NP > 1 && !rotates;  // what both pairings have in the same place
+  const auto read = [&](int i) {
+    if (passes_on)
+      from[i].read_on(x + i * x_step);
+    else
+      from[i].read(x + i * x_step, x_apart, both);
+  };
 #pragma unroll
   for (int i = 0; i < HEADS; ++i)
-    if (i * int(blockDim.y) < heads) from[i].read(x + i * x_step, x_apart, both);
+    if (i * int(blockDim.y) < heads) read(i);
   float cos[NP], sin[NP];
   bool passes = false;
   if (active && rotates) angles(p, batch, token, chunk * NP, cos, sin, passes);
@@ -85,12 +92,16 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
       x += HEADS * x_step, y += HEADS * y_step, heads -= HEADS * blockDim.y;
 #pragma unroll
       for (int i = 0; i < HEADS; ++i)
-        if (i * int(blockDim.y) < heads) from[i].read(x + i * x_step, x_apart, both);
+        if (i * int(blockDim.y) < heads) read(i);
     }
     if (IN != OUT && p.in_place) __syncthreads();  // a head is read whole before another thread writes into it
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
       if (i * int(blockDim.y) >= heads) continue;
+      if (passes_on) {
+        from[i].write_on(y + i * y_step);
+        continue;
+      }
       Chunk<T, OUT, NP> to;
       turn<T, IN, OUT, NP>(from[i], to, cos, sin, rotates, passes);
       to.write(y + i * y_step, y_apart, both);
@@ -115,6 +126,8 @@ __global__ void __launch_bounds__(most_threads(NP), (HEADS > 1 ? 768 : 1024) / m
 // --- The launch ------------------------------------------------------------------------------------------------------
 
 constexpr int NARROW_HEADS = 8;  // of a thread, where accesses are narrow
+// Threads of a multiprocessor, an eighth of what it holds, from which on each is better given more to do than more of them added.
+constexpr int ENOUGH = 256;
 
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 struct Rotate {
@@ -159,7 +172,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   set_angles(p, *plan, *call, np, alone);
   p.in_place = plan->in_place;
 
-  // Threads: as many heads each as leaves enough of them to fill the device some times over.
+  // Threads: as many heads each as leaves enough of them.
   uint32_t chunks = 0;
   int64_t most_heads = 0, all = 0;
   for (int o = 0; o < plan->operands; ++o) {
@@ -172,7 +185,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   }
   if (all == 0) return cudaSuccess;
   const Device device = current_device();
-  const int64_t enough = int64_t(device.processors) * 2048;
+  const int64_t enough = int64_t(device.processors) * ENOUGH;
   if (Light l{}; all >= enough && light(*plan, *call, batch, tokens, data.bytes(), alone, l)) {
     for (int o = 0; o < plan->operands; ++o) {
       const Tensor& t = params.tensors[o];
@@ -183,7 +196,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   }
   const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
-  p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (2 * enough * unrolled), 1, 8) : 1);
+  p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (16 * enough * unrolled), 1, 8) : 1);
   const int64_t room = std::max<int64_t>(1, THREADS / chunks);
   int64_t fewest = most_heads;
   for (int o = 0; o < plan->operands; ++o)
