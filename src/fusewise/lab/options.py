@@ -28,7 +28,7 @@ class Options:
     min_rounds: int = 5
     max_rounds: int = 30
     precision: float = 0.005  # rounds stop when every provider's relative standard error is below
-    group_seconds: float = 10.0  # and no later than this after the first round of a group
+    group_seconds: float = 8.0  # and no later than this after the first round of a group
     time_limit: float | None = None  # for all groups together; the smallest number of rounds is measured regardless
     timeout: float = 300.0  # of one request to a worker
     memory_limit: int | None = None  # resident bytes of one worker

@@ -88,7 +88,11 @@ class Seats:
             )
             yield
         finally:
-            for seat in [*self.all, *([self.twin] if self.twin else [])]:
+            seats = [*self.all, *([self.twin] if self.twin else [])]
+            for seat in seats:  # all before the first is waited for: on a GPU each takes a moment to end
+                if seat.worker is not None:
+                    seat.worker.kill()
+            for seat in seats:
                 self.stop(seat)
             self.nursery.close()
             if self.flush_file is not None:

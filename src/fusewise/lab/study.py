@@ -26,7 +26,7 @@ from .seats import Seat, Seats
 
 #: What takes this many times as long as the fastest, and this many seconds a turn, is left alone after as many rounds as a
 #: comparison needs: more of them would say the same and cost the others theirs.
-HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 1.0, 3
+HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
 #: Providers that take at most so many times as long as the fastest, and floors that take at least as small a share of its
 #: time, have turns of as many samples as it.
 ALIKE = 2.0
