@@ -17,7 +17,7 @@ from fusewise.ops.rope._auto import choice
 from .. import cuda_on_cpu
 from .oracle import Call, expected
 from .support import Case, Place, assert_bits, assert_neighbours, assert_right, copy_of, make, poisoned_like
-from .test_matrix import CASES, run
+from .test_matrix import CASES, ids, run
 
 CUDA = Place("cuda", "cpu")
 NAMES = {case.name: case for case in CASES}
@@ -77,6 +77,16 @@ def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -
         sources.append(copy)
     monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
     return cuda_on_cpu.library(_cuda, "fusewise_rope")
+
+
+def test_stripes_of_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a few tokens each, so that there are many: none is left out, in the general kernel and in that of most halves."""
+    kernels = changed(monkeypatch, tmp_path, "STRIPE = 16 << 20", "STRIPE = 1 << 12").plays()
+    shape = Case(name="", batch=3, tokens=48, heads=6, kv_heads=3, head_dim=32, rotary_dim=16, dtype="bf16")
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        for tokens in (48, 47):  # 47: no even share
+            for pairing in ("interleaved", "half"):
+                check(replace(shape, tokens=tokens, pairing=pairing, options={"positions": ids(3, tokens)}))
 
 
 def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

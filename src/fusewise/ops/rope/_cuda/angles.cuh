@@ -19,7 +19,7 @@ enum Axes : int32_t { ONE, BY_CHUNK, BY_PAIR };
 struct Work {
   uint32_t pairs, rotated;          // rotated: chunks of NP pairs in a head
   uint32_t tokens, steps, q_parts;  // a block has HEADS · steps · blockDim.y heads of its tensor: a part
-  Divisor parts, batches;
+  Divisor parts, stripe, batches;   // blocks of a tile, tiles of a stripe, batch entries
   bool inverse, in_place, alone, wide_positions, wide_offsets, wide_bounds, sections_interleaved;
   Read read;
   Axes axes;

@@ -109,13 +109,15 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   }
 }
 
-// A block has blockDim.z tokens of one batch entry, and of those a part of the heads of one tensor.
+// A block has blockDim.z tokens of one batch entry, a tile, and of those a part of the heads of one tensor. Blocks that follow one
+// another have the parts of a tile, the tiles of a stripe, the same stripe of the other batch entries.
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 __global__ void __launch_bounds__(most_threads(NP), (HEADS > 1 ? 768 : 1024) / most_threads(NP))
     rope_kernel(const __grid_constant__ Params params) {
   const Work& p = params.work;
-  const uint32_t tile_and_batch = p.parts(blockIdx.x), tile = p.batches(tile_and_batch);
-  const uint32_t batch = tile_and_batch - tile * p.batches.d, part = blockIdx.x - tile_and_batch * p.parts.d;
+  const uint32_t nth = p.parts(blockIdx.x), part = blockIdx.x - nth * p.parts.d;
+  const uint32_t run = p.stripe(nth), stripe = p.batches(run), batch = run - stripe * p.batches.d;
+  const uint32_t tile = stripe * p.stripe.d + (nth - run * p.stripe.d);
   if (part < p.q_parts) {
     rotate<T, IN, OUT, NP, HEADS>(p, params.tensors[0], part, batch, tile);
   } else {
@@ -209,10 +211,12 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
     parts += ceil_div(params.tensors[o].heads, most * unrolled * p.steps);
     if (o == 0) p.q_parts = static_cast<uint32_t>(parts);
   }
+  const int64_t tiles = ceil_div(tokens, block_tokens);
   p.parts = Divisor(parts);
+  p.stripe = Divisor(stripe_of(batch, tiles, all / (batch * tokens) * block_tokens * 4 * np * size));
   p.batches = Divisor(batch);
 
-  const dim3 grid(static_cast<unsigned>(ceil_div(tokens, block_tokens) * batch * parts));
+  const dim3 grid(static_cast<unsigned>(tiles * batch * parts));
   const dim3 block(chunks, static_cast<unsigned>(most), static_cast<unsigned>(block_tokens));
   return launched(kernel_for<Rotate>(*plan, np, unrolled), grid, block, stream, device, params);
 }
