@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..._shared import cuda
 from ..._shared.gpu import processors_of
+from ..._shared.memo import Memo
 from ..._shared.triton_launch import INTERPRETED, launches_directly
 from .._tuned import Key, Tuned
 from . import _gluon_few as few
@@ -180,8 +181,7 @@ def arguments(
 
 # A launch that has run before: the compiled kernel bound to its grid, its descriptors without their addresses, and the
 # arguments behind them. Keyed by all that these depend on; what was tuned is read once.
-_PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
-_PLANS_MAX = 1024
+_PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = Memo(1024)
 
 
 def _launch(
@@ -245,8 +245,6 @@ def _start(
             return
         grid, given = called()
         compiled = kernel[(grid,)](**given, num_warps=NUM_WARPS)
-        if len(_PLANS) >= _PLANS_MAX:
-            _PLANS.clear()
         values = tuple(given.values())
         templates = [copy.copy(value) for value in values[: len(matrices)]]
         for template in templates:

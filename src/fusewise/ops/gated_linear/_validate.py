@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from .._common import FLOATS, check_bool, check_one_of, dtype_name, fail
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
@@ -18,8 +19,7 @@ GATE_FIRST = "pass True where the first half is the gate"
 
 # Calls that passed validation, by everything but the values of tensors: the encoded spec. The bound is there only against
 # a leak.
-_VALIDATED: dict[tuple[Any, ...], str] = {}
-_VALIDATED_MAX = 4096
+_VALIDATED: Memo[tuple[Any, ...], str] = Memo(4096)
 
 
 def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tuple[Any, ...]) -> str:
@@ -40,8 +40,6 @@ def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tu
             key = None  # something is not a strided tensor or cannot be hashed: validation names it
     spec = _check(op, x, tensors, *options).encode()
     if key is not None:
-        if len(_VALIDATED) >= _VALIDATED_MAX:
-            _VALIDATED.clear()
         _VALIDATED[key] = spec
     return spec
 

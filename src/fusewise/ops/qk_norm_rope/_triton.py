@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
+from ..._shared.memo import Memo
 from ..._shared.triton_launch import launches_directly
 from ..._shared.triton_launch import unavailable as unavailable
 from ..rope import _triton as rope
@@ -279,8 +280,7 @@ class Plan:
                 self.bound(*pointers, *self.values, stream=stream)
 
 
-_PLANS: dict[tuple[Any, ...] | None, Plan] = {}
-_PLANS_MAX = 4096
+_PLANS: Memo[tuple[Any, ...] | None, Plan] = Memo(4096)
 _OF_ROTATION = 6  # table, sine part, positions, offsets, cu_seqlens, and the offset, which follow the tensors
 
 
@@ -316,8 +316,6 @@ def _remember(
     plan = Plan(*launched, tensors + _OF_ROTATION)
     plan.sin_distance = problem.sin.data_ptr() - problem.cos.data_ptr()
     plan.counts, plan.then = counts, then
-    if len(_PLANS) >= _PLANS_MAX:
-        _PLANS.clear()
     _PLANS[key] = plan
 
 

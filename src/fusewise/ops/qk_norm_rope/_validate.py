@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from .._common import FLOATS, check_number, check_one_of, fail, kinds
 from ..rope._validate import check_tensor, shape_of, validated_as_far
 from ._op import choice
@@ -20,8 +21,7 @@ MAX_WIDTH = 65536  # features normalised together, which a kernel holds in one b
 
 # Calls that passed, by everything but the values of tensors and of an int offset: the encoded spec, and the largest offset.
 # The bound is there only against a leak.
-_PASSED: dict[tuple[Any, ...], tuple[str, float]] = {}
-_PASSED_MAX = 4096
+_PASSED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 
 def validated(
@@ -82,8 +82,6 @@ def validated(
         fail(OP, missing, "be given where the other weight is", "None", "pass both weights or none")
     choice.check(OP, q, impl)
     if key is not None:
-        if len(_PASSED) >= _PASSED_MAX:
-            _PASSED.clear()
         _PASSED[key] = call[-2], reach
     return *call[:-1], float(norm[0]), float(norm[1]), norm[2], impl
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from ._problem import Problem, Rotation
 
 _PLAN = Struct("47qd")
@@ -17,8 +18,7 @@ _TABLES = {"cos_sin": 0, "fused": 0, "angles": 1, "inv_freq": 2}
 
 # By all that a plan depends on: the packed plan, and the distance in bytes from the table to its sine part where both
 # are one tensor.
-_PLANS: dict[tuple[Any, ...], tuple[bytes, int]] = {}
-_PLANS_MAX = 4096
+_PLANS: Memo[tuple[Any, ...], tuple[bytes, int]] = Memo(4096)
 
 
 def planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> tuple[bytes, int]:
@@ -38,8 +38,6 @@ def planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) 
     if plan is None:
         problem = Problem.build(xs, ys, rotation)
         plan = _plan(problem), problem.sin.data_ptr() - cos.data_ptr()
-        if len(_PLANS) >= _PLANS_MAX:
-            _PLANS.clear()
         _PLANS[key] = plan
     return plan
 

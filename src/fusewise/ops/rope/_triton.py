@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._shared.gpu import processors_of
+from ..._shared.memo import Memo
 from ..._shared.triton_launch import launches_directly
 from ..._shared.triton_launch import unavailable as unavailable
 from ._problem import Problem, Rotation
@@ -201,8 +202,7 @@ def _extent(x: Tensor) -> int:
 
 # A launch that has run before: the compiled kernel bound to its grid, the arguments that follow the pointers, and the
 # distance in bytes from the table to its sine part where both are one tensor. Keyed by all that these depend on.
-_PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}
-_PLANS_MAX = 4096
+_PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
 
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
@@ -235,8 +235,6 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
         problem = Problem.build(xs, ys, rotation)
         compiled = _launch_unbound(problem)
         if compiled is not None:
-            if len(_PLANS) >= _PLANS_MAX:
-                _PLANS.clear()
             grid, bound = arguments(problem, processors_of(device))
             _PLANS[key] = compiled[(grid, 1, 1)], tuple(bound.values())[10:], problem.sin.data_ptr() - cos_ptr
         return

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from .._common import FLOATS, KERNEL_FLOATS, MAX_POSITION, check_number, check_one_of, dtype_name, fail, kinds
 from ._op import choice
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
@@ -35,8 +36,7 @@ DEFAULTS: dict[str, Any] = {
 
 # Calls that passed validation, by everything but the values of tensors and of an int offset: the encoded spec and the
 # largest offset. Training sees one key, serving a few hundred; the bound is there only against a leak.
-_VALIDATED: dict[tuple[Any, ...], tuple[str, float]] = {}
-_VALIDATED_MAX = 4096
+_VALIDATED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 
 def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,8 +83,6 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
         checked, max_offset = _check(op, q, k, arguments)
         spec = checked.encode()
         if key is not None:
-            if len(_VALIDATED) >= _VALIDATED_MAX:
-                _VALIDATED.clear()
             _VALIDATED[key] = spec, max_offset
     table = cos if cos is not None else cos_sin if cos_sin is not None else angles if angles is not None else inv_freq
     call = table, sin, positions, offsets, cu_seqlens, 0 if offsets is not None else offset, spec, rest[-1]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from .._common import fail, transforms_active
 from ._overlap import check_apart, overlaps
 from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
@@ -51,14 +52,11 @@ def check_written(
     read = {name: x for name, x in zip(DEFAULTS, options, strict=True) if isinstance(x, Tensor)}
     check_apart(op, dict(zip(names, ys, strict=False)), read)
     if places is not None:
-        if len(_APART) >= _APART_MAX:
-            _APART.clear()
-        _APART.add(places)
+        _APART[places] = None
 
 
 # Where tensors lay that share no memory. A step of decoding has few such sets, which come again and again.
-_APART: set[tuple[Any, ...] | None] = set()
-_APART_MAX = 4096
+_APART: Memo[tuple[Any, ...] | None, None] = Memo(4096)
 
 
 def _places(written: tuple[Tensor, ...], read: list[Tensor]) -> tuple[Any, ...] | None:

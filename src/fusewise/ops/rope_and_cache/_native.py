@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from ..rope import _native as rope
 from ._problem import CacheProblem
 
@@ -15,8 +16,7 @@ _PLAN = Struct("22q")
 _CALL = Struct("5q")
 
 # Of the calls that have been before: what their plans have beyond those of the rotation, by all that it depends on.
-_PLACES: dict[tuple[Any, ...], bytes] = {}
-_PLACES_MAX = 4096
+_PLACES: Memo[tuple[Any, ...], bytes] = Memo(4096)
 
 
 def planned(q: Tensor, k: Tensor, *rest: Any) -> tuple[bytes, int]:
@@ -49,7 +49,5 @@ def _places(q: Tensor, k: Tensor, *rest: Any) -> bytes:
             0 if table is None else table.shape[1], table is not None and table.dtype == torch.int64,
             *((0, 0) if table is None else table.stride()), problem.sequence_is_token,
         )  # fmt: skip
-        if len(_PLACES) >= _PLACES_MAX:
-            _PLACES.clear()
         _PLACES[key] = places
     return places

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..._shared.gpu import processors_of
+from ..._shared.memo import Memo
 from ..._shared.triton_launch import launches_directly
 from ..._shared.triton_launch import unavailable as unavailable
 from ..rope._triton import NUM_WARPS, choose_tiles, division, named_strides
@@ -81,8 +82,7 @@ POINTERS = 12  # of the kernel's arguments, and the offset after them
 
 # A launch that has run before: the compiled kernel bound to its grid, the arguments that follow the offset, and the distance
 # in bytes from the table to its sine part where both are one tensor. Keyed by all that these depend on.
-_PLANS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = {}
-_PLANS_MAX = 4096
+_PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
 
 def launch(*call: Any) -> None:
@@ -128,8 +128,6 @@ def launch(*call: Any) -> None:
         problem = CacheProblem.build(*call)
         compiled = _launch_unbound(problem)
         if compiled is not None:
-            if len(_PLANS) >= _PLANS_MAX:
-                _PLANS.clear()
             grid, bound = arguments(problem, processors_of(device))
             rest = tuple(bound.values())[POINTERS + 1 :]
             _PLANS[key] = compiled[(grid, 1, 1)], rest, problem.rotation.sin.data_ptr() - table

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.memo import Memo
 from .._common import check_one_of, fail, kinds, transforms_active
 from ..rope._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
@@ -42,12 +43,11 @@ class _Passed:
     extents: list[int]  # bytes from the first to the end of the last element of every tensor of the call
     # Tensors, by number, that share no memory at a distance, although one begins before the other ends: q, k and v that are
     # views of one tensor. And the addresses of calls whose tensors are all apart.
-    apart: set[tuple[int, int, int]] = field(default_factory=set)
-    addresses: set[tuple[int, ...]] = field(default_factory=set)
+    apart: Memo[tuple[int, int, int], None] = field(default_factory=lambda: Memo(4096))
+    addresses: Memo[tuple[int, ...], None] = field(default_factory=lambda: Memo(4096))
 
 
-_PASSED: dict[tuple[Any, ...], _Passed] = {}
-_PASSED_MAX = 4096
+_PASSED: Memo[tuple[Any, ...], _Passed] = Memo(4096)
 
 
 def validated(
@@ -98,8 +98,6 @@ def validated(
             return tensors, (*call[:-1], options[-1]), reach
         passed = _Passed(call[-2], reach, [_extent(x) if isinstance(x, Tensor) else 0 for x in given])
         if key is not None:
-            if len(_PASSED) >= _PASSED_MAX:
-                _PASSED.clear()
             _PASSED[key] = passed
     _check_apart(given, passed, {0, 1, 3, 4} if write_k else {0, 3, 4})
     cos, sin, cos_sin, angles, inv_freq, positions, _, cu_seqlens = options[:8]
@@ -289,15 +287,9 @@ def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> 
                     OP, NAMES[other], f"not overlap {NAMES[one]}, which is written to", "shared memory",
                     f"clone {NAMES[other]}",
                 )  # fmt: skip
-            _bounded(passed.apart).add((i, j, start - before))
+            passed.apart[i, j, start - before] = None
         under_way.append((start, i))
-    _bounded(passed.addresses).add(addresses)
-
-
-def _bounded(remembered: set[Any]) -> set[Any]:
-    if len(remembered) >= _PASSED_MAX:
-        remembered.clear()
-    return remembered
+    passed.addresses[addresses] = None
 
 
 def _extent(x: Tensor) -> int:
