@@ -62,7 +62,7 @@ def test_providers_lists_what_is_missing():
         (("study",), "Missing argument 'TARGET'"),
         (
             ("study", "tango"),
-            "study: target must be one of rope, geglu, gelu, qk_norm_rope, rope_and_cache, gated_mlp, got 'tango'; try `study rope`",
+            "study: target must be one of rope, geglu, gelu, qk_norm_rope, rope_and_cache, gated_mlp, got 'tango'; try rope or my_file.py:my_function",
         ),
         (("study", "rope", "--preset", "nope"), "preset must be one of rope-cube"),
         (("study", "tango", "--list"), "target must be one of rope"),

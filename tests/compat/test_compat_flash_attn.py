@@ -1,4 +1,5 @@
-"""fusewise.compat.flash_attn against its documented semantics."""
+"""The functions of fusewise.compat.flash_attn against their documented semantics. What autograd and transforms make of them in
+place, and the module, have files of their own, which share what is made here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compat_statement import DEVICE, assert_gradient, assert_rotated, assert_transforms, launches, rotate
+from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
 from torch import Tensor
 
 from fusewise.compat.flash_attn import (
@@ -187,107 +188,6 @@ def test_apply_rotary_emb_kv_() -> None:
     assert_gradient(apply_rotary_emb_kv_(leaf, cos, sin, seqlen_offsets=2), leaf, statement)
 
 
-def test_derivatives_of_every_order_in_place() -> None:
-    cos, sin = (t.double() for t in table(8))
-    kv, qkv = randn(1, 2, 2, 1, 8).double().requires_grad_(), randn(1, 2, 4, 8).double().requires_grad_()
-    for function, x in (
-        (lambda x: apply_rotary_emb_kv_(x.clone(), cos, sin), kv),
-        (lambda x: apply_rotary_emb_qkv_(x.clone(), cos, sin, num_heads_q=2), qkv),
-        (lambda x: apply_rotary_emb(x.clone(), cos, sin, inplace=True), qkv),
-    ):
-        assert torch.autograd.gradcheck(function, x)
-        assert torch.autograd.gradgradcheck(function, x)
-        assert not torch.autograd.grad(function(x).sgn().sum(), x)[0].any()  # zeros without memory
-
-
-IN_PLACE: dict[str, tuple[tuple[int, ...], Any]] = {
-    "one": ((B, T, H, D), lambda x, t, _: apply_rotary_emb(x, *t, inplace=True)),
-    "stacked": ((B, T, 3, H, D), lambda x, t, _: apply_rotary_emb_qkv_(x, *t)),
-    "with tables for k": ((B, T, 3, H, D), lambda x, t, k: apply_rotary_emb_qkv_(x, *t, *k)),
-    "heads": ((B, T, 2 * H, D), lambda x, t, _: apply_rotary_emb_qkv_(x, *t, num_heads_q=H)),
-    "kv": ((B, T, 2, H, D), lambda x, t, _: apply_rotary_emb_kv_(x, *t)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
-@pytest.mark.parametrize("form", IN_PLACE)
-def test_transforms_in_place(form: str) -> None:
-    shape, function = IN_PLACE[form]
-    tables = table(), table(seed=1)
-    assert_transforms(lambda x: function(x, *tables), randn(*shape))
-    xs = randn(2, *shape)
-    want = torch.stack([function(x.clone(), *tables) for x in xs])
-    torch.func.vmap(lambda x: function(x, *tables))(xs)
-    torch.testing.assert_close(xs, want)
-
-
-@pytest.mark.parametrize("form", ["view of the whole", "slice", "view of a leaf"])
-def test_in_place_through_a_view(form: str) -> None:
-    cos, sin = table()
-    source = randn(B, T, 3 * H * D).requires_grad_()
-    hidden = source if form == "view of a leaf" else source * 2
-    factor = 1 if form == "view of a leaf" else 2
-    packed = hidden.view(B, T, 3, H, D)
-
-    def statement(x: Tensor, parts: int) -> Tensor:
-        q, k, v = (factor * x).view(B, T, 3, H, D).unbind(2)
-        q, k = (rotate(t, rows(cos, 0), rows(sin, 0)) if i < parts else t for i, t in enumerate((q, k)))
-        return torch.stack((q.double(), k.double(), v.double()), 2).flatten(2)
-
-    if form == "slice":
-        y = apply_rotary_emb(packed[:, :, 0], cos, sin, inplace=True)
-        assert torch.equal(y, packed[:, :, 0])
-        assert_gradient(hidden, source, lambda x: statement(x, 1))
-        return
-    y = apply_rotary_emb_qkv_(packed, cos, sin)
-    assert y.data_ptr() == hidden.data_ptr()
-    assert_gradient(y.flatten(2), source, lambda x: statement(x, 2))
-    if form == "view of the whole":  # one launch backward and the copy of v; and every handle has the gradient
-        g = torch.randn_like(y)
-        again = apply_rotary_emb_qkv_((source * 2).view(B, T, 3, H, D), cos, sin)
-        counted = launches(torch.autograd.grad, again, source, g)
-        assert counted == {"fusewise::rope_out": 1, "aten::copy_": 1, "aten::mul": 1}
-        packed = (source * 2).view(B, T, 3, H, D)
-        apply_rotary_emb_qkv_(packed, cos, sin)
-        assert_gradient(packed.flatten(2), source, lambda x: statement(x, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_in_place_on_a_leaf_that_views_a_tensor_without_gradient(dtype: torch.dtype) -> None:
-    cos, sin = (t.to(dtype) for t in table())
-    base = randn(B * T, H, D).to(dtype)
-    before = base.clone().view(B, T, H, D)
-    x = base.view(B, T, H, D).requires_grad_()
-
-    def statement(x: Tensor) -> Tensor:
-        return rotate(x, rows(cos, 0), rows(sin, 0))
-
-    y = apply_rotary_emb(x, cos, sin, inplace=True)
-    assert y.data_ptr() == base.data_ptr()
-    assert_rotated(y, statement(before))
-    g = torch.randn_like(y)
-    expected = torch.autograd.grad(statement(before.requires_grad_()), before, g.double())[0]
-    torch.testing.assert_close(torch.autograd.grad(y, x, g)[0].double(), expected.double(), rtol=1e-5, atol=1e-5)
-
-
-def test_one_of_several_views_is_refused_before_it_is_written() -> None:
-    hidden = randn(B, T, 3, H, D).requires_grad_() * 2
-    before = hidden.detach().clone()
-    with pytest.raises(
-        RuntimeError, match=r"q must not be one of several views made at once.*, got such a view; slice"
-    ):
-        apply_rotary_emb(hidden.unbind(2)[0], *table(), inplace=True)
-    assert torch.equal(hidden, before)
-
-
-def test_offsets_changed_before_backward_are_noticed() -> None:
-    offset = tensor_offset()
-    y = apply_rotary_emb_qkv_(randn(B, T, 3, H, D).requires_grad_(), *table(), seqlen_offsets=offset)
-    offset += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_one_launch_and_nothing_else() -> None:
     cos, sin = table()
     x, qkv = randn(B, T, H, D), randn(B, T, 3, H, D)
@@ -298,146 +198,6 @@ def test_one_launch_and_nothing_else() -> None:
     assert launches(apply_rotary_emb_kv_, qkv[:, :, :2], cos, sin) == {"fusewise::rope_": 1}
     y, g = apply_rotary_emb_qkv_(qkv.requires_grad_(), cos, sin), torch.randn_like(qkv)
     assert launches(torch.autograd.grad, y, qkv, g) == {"fusewise::rope_out": 1, "aten::copy_": 1}  # the copy: v
-
-
-# dynamo makes an instance of every autograd function that it traces
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("grad", [False, True])
-def test_compiles_to_one_graph(grad: bool) -> None:
-    torch._dynamo.reset()
-    cos, sin = table()
-
-    def function(x: Tensor, qkv: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        x, qkv, kv = x * 1, qkv * 1, kv * 1
-        y = apply_rotary_emb(x, cos, sin, inplace=True, seqlen_offsets=1)
-        return (
-            y,
-            apply_rotary_emb(y, cos, sin),
-            apply_rotary_emb_qkv_(qkv, cos, sin),
-            apply_rotary_emb_kv_(kv, cos, sin),
-            qkv,
-        )
-
-    inputs = [randn(B, T, H, D), randn(B, T, 3, H, D), randn(B, T, 2, H, D)]
-    inputs = [x.requires_grad_(grad) for x in inputs]
-    eager = function(*inputs)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs)
-    for a, b in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(a, b)
-    if grad:
-        g = [torch.randn_like(y) for y in eager]
-        for a, b in zip(torch.autograd.grad(compiled, inputs, g), torch.autograd.grad(eager, inputs, g), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_rotary_embedding_forgets_the_tables_of_a_trace() -> None:
-    module = RotaryEmbedding(D, device=DEVICE)
-    qkv = randn(B, T, 3, H, D)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        module(mode.from_tensor(qkv))
-    assert torch.equal(module(qkv.clone()), RotaryEmbedding(D, device=DEVICE)(qkv.clone()))
-
-
-def test_rotary_embedding_trains_after_inference_mode() -> None:
-    module = RotaryEmbedding(D, device=DEVICE)
-    qkv = randn(B, T, 3, H, D)
-    with torch.inference_mode():
-        expected = module(qkv.clone())
-    x = qkv.clone().requires_grad_()
-    y = module(x * 1)
-    assert torch.equal(y, expected)
-    y.sum().backward()
-    assert x.grad is not None
-
-
-@pytest.mark.parametrize("scale_base", [None, 512.0])
-def test_rotary_embedding_tables_as_flash_attn_reads_them(scale_base: float | None) -> None:
-    module = RotaryEmbedding(D, scale_base=scale_base, device=DEVICE)
-    names = ("_cos_cached", "_sin_cached", "_cos_k_cached", "_sin_k_cached")
-    assert [getattr(module, name) for name in names] == [None] * 4
-    module(randn(B, T, 3, H, D, dtype=torch.bfloat16))
-    rounded, made = [getattr(module, name) for name in names], module._tables
-    module._update_cos_sin_cache(T)
-    assert module._tables is made
-    exact = [getattr(module, name) for name in names]
-    for table, wide in zip(rounded[: 2 if scale_base is None else 4], exact, strict=False):
-        assert table.dtype == torch.bfloat16 and wide.dtype == torch.float32 and wide.shape == (T, D // 2)
-        assert torch.equal(table, wide.bfloat16())
-    cos_k, sin_k = exact[:2] if scale_base is None else exact[2:]
-    torch.testing.assert_close(exact[0] * cos_k + exact[1] * sin_k, torch.ones(T, D // 2, device=DEVICE))
-    assert scale_base is not None or exact[2:] == rounded[2:] == [None, None]
-    module._update_cos_sin_cache(ROWS, device=exact[0].device, dtype=torch.float16)
-    assert module._cos_cached.dtype == torch.float16 and len(module._cos_cached) == ROWS
-
-
-class Halved(RotaryEmbedding):
-    def _compute_inv_freq(self, device: Any = None) -> Tensor:
-        return super()._compute_inv_freq(device) / 2
-
-
-def test_rotary_embedding_frequencies_are_the_buffer() -> None:
-    qkv = randn(B, T, 3, H, D)
-    halves = RotaryEmbedding(D, device=DEVICE)._compute_inv_freq(DEVICE) / 2
-    angles = torch.arange(T, device=DEVICE)[:, None] * halves
-    expected = apply_rotary_emb_qkv_(qkv.clone(), angles.cos(), angles.sin())
-    given = RotaryEmbedding(D, device=DEVICE)
-    given.inv_freq.copy_(halves)
-    with torch.device("meta"):
-        empty = Halved(D)
-    cast = Halved(D, device=DEVICE).bfloat16()
-    assert cast.inv_freq.dtype == torch.bfloat16
-    for module in (given, Halved(D, device=DEVICE), cast, empty.to_empty(device=DEVICE)):
-        assert torch.equal(module(qkv.clone()), expected)
-
-
-def test_rotary_embedding_positions_in_the_dtype_of_a_cast_module() -> None:
-    """As models that were trained wholly in bfloat16 by flash-attn of that time need them: 257 is 256 there."""
-    for pos_idx_in_fp32 in (True, False):
-        module = RotaryEmbedding(D, device=DEVICE, pos_idx_in_fp32=pos_idx_in_fp32)
-        module._update_cos_sin_cache(300)
-        exact = module._cos_cached
-        module.bfloat16()._tables = ()
-        module._update_cos_sin_cache(300)
-        rounded = (torch.arange(300, device=DEVICE).bfloat16()[:, None] * module.inv_freq).cos().float()
-        assert torch.equal(module._cos_cached, exact if pos_idx_in_fp32 else rounded)
-        assert torch.equal(module._cos_cached[257], module._cos_cached[256]) != pos_idx_in_fp32
-
-
-@pytest.mark.parametrize("scale_base", [None, 512.0])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) -> None:
-    module = RotaryEmbedding(8, base=100.0, interleaved=interleaved, scale_base=scale_base, device=DEVICE)
-    assert module.state_dict() == {}
-    i, p = torch.arange(4, device=DEVICE).double(), torch.arange(T, device=DEVICE).double()
-    angles = p[:, None] * 100.0 ** (-2 * i / 8)
-    growth = torch.ones_like(angles)
-    if scale_base is not None:
-        growth = ((2 * i + 0.4 * 8) / (1.4 * 8)) ** ((p[:, None] - T // 2) / scale_base)
-    q_table = [(growth * f)[None, :, None] for f in (angles.cos(), angles.sin())]
-    k_table = [(f / growth)[None, :, None] for f in (angles.cos(), angles.sin())]
-
-    qkv = randn(B, T, 3, H, D)
-    q, k, v = qkv.clone().unbind(2)
-    expected = rotate(q, *q_table, interleaved=interleaved), rotate(k, *k_table, interleaved=interleaved)
-    y = module(qkv)
-    assert y is qkv
-    assert_rotated(y, torch.stack((*expected, v.double()), 2), angle_error=1e-6)
-
-    q_in, kv_in = q.clone(), torch.stack((k, v), 2)
-    q_out, kv_out = module(q_in, kv_in)
-    assert_rotated(q_out, expected[0], angle_error=1e-6)
-    assert_rotated(kv_out, torch.stack((expected[1], v.double()), 2), angle_error=1e-6)
-
-    if scale_base is None:  # XPos scales by distance from the middle of the table
-        shifted = module(
-            torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=torch.tensor([1, 3], device=DEVICE), max_seqlen=T
-        )
-        at = torch.tensor([[1, 2], [3, 4]], device=DEVICE)
-        assert_rotated(
-            shifted[:, :, 0],
-            rotate(q[:, :2], q_table[0][0, at.flatten(), 0].view(2, 2, 1, 4), q_table[1][0, at.flatten(), 0].view(2, 2, 1, 4), interleaved=interleaved),
-            angle_error=1e-6,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,13 @@ def test_the_command_writes_a_folder(runner: CliRunner, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--target", "gfx942"], 2, "target must be a GPU like sm_90"),
-        (["--case", "nothing"], 2, "nothing"),
-        (["--provider", "nobody"], 2, "nobody"),
+        (["--case", "nothing"], 2, "Error: code: name must be that of a case in a preset, got 'nothing'; "),
+        (
+            ["--provider", "nobody"],
+            2,
+            "Error: code: providers must be among those of `fusewise providers`, got 'nobody'; ",
+        ),
+        (["--device", "tpu"], 2, "Error: code: device must be cpu or cuda[:index], got 'tpu'; "),
         (["--stage", "sass", "--out", "x"], 2, "--out writes every stage"),
         (["--provider", "floor-copy"], 1, "does not show its code"),
         (

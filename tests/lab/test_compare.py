@@ -163,6 +163,25 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_verdict(tmp
     assert {"op", "case", "dtype", "pass", "ratio", "low", "high", "noise"} <= found["changes"][0].keys()
 
 
+@pytest.mark.parametrize(
+    ("time", "told"),
+    [
+        ("1e308", "device_us: must be at least 1e-18 and at most 1e+18, got 1e+308; "),
+        ("1e999", "device_us: must be a finite number or null, got inf; "),
+        ("-1e999", "device_us: must be a finite number or null, got -inf; "),
+        ("NaN", "NaN is no JSON; "),
+        ("Infinity", "Infinity is no JSON; "),
+    ],
+)
+def test_a_time_beyond_all_use_is_told_with_its_value(tmp_path, time, told):
+    """JSON may have any number, and Python reads 1e999 as infinity."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row("eager", device_us=0.125).to_json()).replace("0.125", time) + "\n")
+    result = CliRunner().invoke(cli, ["compare", str(path), str(path)])
+    assert result.exit_code == 2
+    assert f"rows.jsonl must be a row, got this fault: {told}" in " ".join(result.output.split())
+
+
 def test_what_cannot_be_compared_exits_2_with_words(tmp_path):
     a = saved(tmp_path / "a", run({"eager": 50.0}))
     other = saved(tmp_path / "b", study_record([row("eager", case="another", device_us=1.0)]))

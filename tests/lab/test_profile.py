@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fusewise.cli import cli
 from fusewise.lab import profile
 
 SVG = "{http://www.w3.org/2000/svg}"
+FUNCTIONS = Path(__file__).with_name("user_functions.py")
 
 
 def event(
@@ -135,6 +137,22 @@ def test_a_provider_that_cannot_be_profiled_says_why(tmp_path: Path) -> None:
     arguments = ["profile", "gelu", "--provider", "lab_code_fakes:Absent", "--device", "cpu", "--out", str(tmp_path)]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 1 and "no_such_module_anywhere is not installed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tango"], "target must be one of rope, .*, got 'tango'; try rope or my_file.py:my_function"),
+        (["gelu", "--provider", "nobody"], "providers must be among those of `fusewise providers`, got 'nobody'; "),
+        # what the function's own process found
+        ([f"{FUNCTIONS}:nope", "--input", "x=fp32[4]"], "nope must be defined at the top of .*, got no such name; "),
+    ],
+    ids=["target", "provider", "function"],
+)
+def test_what_names_no_problem_is_told_in_the_verbs_own_name(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["profile", "--device", "cpu", *arguments])
+    assert result.exit_code == 2
+    assert re.search(f"Error: profile: {message}", " ".join(result.output.split()))
 
 
 @pytest.mark.gpu

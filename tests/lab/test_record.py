@@ -200,6 +200,22 @@ def test_the_schema_uses_what_is_understood():
     assert set(keywords(schema.schema())) <= schema.SILENT | set(schema._BY_KEYWORD)
 
 
+def test_every_number_has_a_range():
+    """So that none is beyond a double, which whoever computes with it would find out."""
+
+    def without(rules):
+        if isinstance(rules, dict):
+            kinds = rules.get("type", [])
+            ranged = {"minimum", "exclusiveMinimum"} & rules.keys() and "maximum" in rules
+            if {"number", "integer"} & {*([kinds] if isinstance(kinds, str) else kinds)} and not ranged:
+                yield rules
+        for inner in rules.values() if isinstance(rules, dict) else rules if isinstance(rules, list) else ():
+            yield from without(inner)
+
+    # a row's time that must be there, which has its range where it may be null
+    assert list(without(schema.schema())) == [{"type": "number"}]
+
+
 def nested(depth):
     found = {}
     for _ in range(depth):
@@ -215,7 +231,7 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
     [
         (
             lambda d: d["rows"][3].update(device_us="3"),
-            r"rows\[3\].device_us: must be number or null, got '3'; name another",
+            r"rows\[3\].device_us: must be a finite number or null, got '3'; name another",
         ),
         (
             lambda d: d["rows"][0].update(device_us=1e300),
@@ -227,13 +243,13 @@ STAGE = {"provider": "eager", "stage": "source", "order": 0, "language": "python
             r"code\[0\]\.lines\.first: must match .*, got 'first'",
         ),
         (lambda d: d.update(more=1), "must not have 'more'"),
-        (lambda d: d["spent"].update({"\x1b[2J": "x"}), r"spent\.'\\x1b\[2J': must be number, got 'x'"),
+        (lambda d: d["spent"].update({"\x1b[2J": "x"}), r"spent\.'\\x1b\[2J': must be a finite number, got 'x'"),
         (lambda d: d.update(code=[STAGE | {"lines": {"\x1b": "a"}}]), r"code\[0\]\.lines\.'\\x1b': must match"),
         (lambda d: d["rows"][0].update(share_of_limit=5e-324), r"rows\[0\].share_of_limit: must be at least 1e-18"),
         (lambda d: d.update(code=[STAGE | {"pass": {"a": 1}}]), r"code\[0\]\.pass: must be one of fwd, bwd, fwd\+bwd"),
         (
             lambda d: d.update(code=[STAGE | {"counts": {"spill": 10**400}}]),
-            r"code\[0\]\.counts\.spill: must be number",
+            r"code\[0\]\.counts\.spill: must be at least -1e\+30 and at most 1e\+30, got 1000",
         ),
         (lambda d: d["request"].update(deep=nested(900)), "must be nested no more than 64 deep"),
         (lambda d: d["request"].update(cache="tepid"), "request.cache: must be one of cold, warm, got 'tepid'"),
@@ -301,7 +317,7 @@ def test_a_folder_without_a_record_is_told(tmp_path):
 def test_numbers_that_json_has_not_are_refused(tmp_path):
     broken = complete()
     broken.seconds = float("nan")
-    with pytest.raises(ValueError, match="seconds: must be number or null, got nan"):
+    with pytest.raises(ValueError, match="seconds: must be a finite number or null, got nan"):
         record.save(broken, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -45,7 +45,7 @@ def _problem(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _task(target: str, providers: list[str] | None, options: dict[str, Any]) -> Any:
+def _task(verb: str, target: str, providers: list[str] | None, options: dict[str, Any]) -> Any:
     from fusewise.lab import plan
     from fusewise.lab.code import commands
 
@@ -61,8 +61,8 @@ def _task(target: str, providers: list[str] | None, options: dict[str, Any]) -> 
     )
     try:
         return commands.the_task(request)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    except ValueError as error:  # what names a problem is the study's, which speaks in its own name
+        raise click.UsageError(f"{verb}: {str(error).removeprefix('study: ')}") from None
 
 
 @click.command(
@@ -112,7 +112,7 @@ def code(
             triton_kernels.capability(gpu)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-    task, entries = _task(target, list(names) or None, {**options, "timeout": timeout})
+    task, entries = _task("code", target, list(names) or None, {**options, "timeout": timeout})
     if stage is not None and out is not None:
         raise click.UsageError("code: --out writes every stage, got --stage, too; leave one out")
 
@@ -161,7 +161,7 @@ def profile(target: str, name: str, out: Path | None, timeout: float, as_json: b
     from fusewise.lab.code import commands
     from fusewise.lab.folder import file_name
 
-    task, entries = _task(target, [name], {**options, "timeout": timeout})
+    task, entries = _task("profile", target, [name], {**options, "timeout": timeout})
     where = out or Path("fusewise-profiles") / file_name(f"{task.case}-{task.pass_}-{name}")
     try:
         found = commands.profile(task, entries[0], where, timeout)

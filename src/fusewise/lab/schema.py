@@ -99,15 +99,19 @@ def _key(key: str) -> str:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether the value is of a kind. No number is a bool, and none is beyond a double."""
+    """Whether the value is of a kind. No number is a bool, and each is finite, which JSON's 1e999 is not in Python; how
+    large it may be says the schema's range."""
     if kind in ("number", "integer"):
-        return isinstance(value, KINDS[kind]) and not isinstance(value, bool) and -1e308 < value < 1e308  # type: ignore[operator]
+        return isinstance(value, KINDS[kind]) and not isinstance(value, bool) and -math.inf < value < math.inf  # type: ignore[operator]
     return isinstance(value, KINDS[kind])
 
 
 def _type(value: Any, rule: str | list[str], _: Json) -> str:
     kinds = [rule] if isinstance(rule, str) else rule
-    return "" if any(_is(value, kind) for kind in kinds) else f"must be {' or '.join(kinds)}, got {_short(value)}"
+    if any(_is(value, kind) for kind in kinds):
+        return ""
+    words = ("a finite number" if kind == "number" else kind for kind in kinds)
+    return f"must be {' or '.join(words)}, got {_short(value)}"
 
 
 def _enum(value: Any, rule: list[Any], _: Json) -> str:

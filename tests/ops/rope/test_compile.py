@@ -1,4 +1,5 @@
-"""RoPE as operators of torch: opcheck, fake and meta tensors, torch.compile, torch.export."""
+"""RoPE under torch.compile: one graph, the bits and gradients of the call, and none compiled anew while a sequence grows. The
+operators, and graphs that write in place, have files of their own, which share what is made here."""
 
 from __future__ import annotations
 
@@ -10,18 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusewise
-from fusewise.ops._register import _COPIES_WRONGLY
 
-from .support import Operators, Place, assert_bits, make_table, places, require
+from .support import Place, assert_bits, make_table, require
 
 # torch.compile itself makes an instance of autograd.Function where it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-# An implementation is nothing that a trace sees: two stand for all.
-on_the_cpu = pytest.mark.parametrize("impl", ["reference", "cpu"])
 
 TABLE = make_table("half", 8, 2, torch.float32)
 COS, SIN = TABLE["cos"], TABLE["sin"]
@@ -36,55 +32,6 @@ def _cold() -> None:
 def tensors(requires_grad: bool = False, tokens: int = 6) -> tuple[Tensor, Tensor]:
     q, k = torch.randn(2, tokens, 4, 16), torch.randn(2, tokens, 2, 16)
     return q.requires_grad_(requires_grad), k.requires_grad_(requires_grad)
-
-
-OPERATORS = ["rope", "rope_qk", "rope_out", "rope_qk_out", "rope_", "rope_qk_"]
-SPECS: dict[str, tuple[Any, ...]] = {  # the arguments after the rotated tensors, without the implementation
-    "table": (COS, SIN, None, None, None, 3, ""),
-    "fused-transposed": (torch.cat((COS, SIN), -1), None, None, None, None, 0, "pairing=interleaved_to_half table=fused inverse=True"),
-    "frequencies-ids": (FREQ, None, torch.arange(6), None, None, 0, "table=inv_freq scale=1.5"),
-    "offsets-partial": (COS[:, :3], SIN[:, :3], None, torch.tensor([0, 7]), None, 0, "rotary_dim=6 rotary_start=-6"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(name: str, spec: str) -> None:
-    """Schema, autograd registration, fake tensor, and the same under aot_dispatch with dynamic shapes."""
-    q, k = tensors()
-    xs = (q, k) if "qk" in name else (q,)
-    outs: tuple[Any, ...] = ()
-    if "out" in name:
-        outs = tuple(torch.empty_like(x) for x in xs)
-    elif not name.endswith("_"):
-        outs = tuple([] for _ in xs)
-    torch.library.opcheck(getattr(torch.ops.fusewise, name).default, (*xs, *SPECS[spec], "reference", *outs))
-
-
-def test_opcheck_with_strides() -> None:
-    q, _ = tensors()
-    strides = list(q.transpose(1, 2).contiguous().transpose(1, 2).stride())
-    y = torch.ops.fusewise.rope(q, *SPECS["table"], "reference", strides)
-    assert list(y.stride()) == strides
-    torch.library.opcheck(torch.ops.fusewise.rope.default, (q, *SPECS["table"], "reference", strides))
-
-
-@pytest.mark.parametrize("dims", [(0, 1), (1, 2), None])
-def test_fake_and_meta_tensors(dims: tuple[int, int] | None) -> None:
-    """Shape, strides, dtype and device without a byte of data."""
-    q, k = (x if dims is None else x.transpose(*dims) for x in tensors())
-    layout = {None: "bshd", (0, 1): "sbhd", (1, 2): "bhsd"}[dims]
-    real = fusewise.rope(q, k, **TABLE, layout=layout)
-    meta = fusewise.rope(q.to("meta"), k.to("meta"), cos=COS.to("meta"), sin=SIN.to("meta"), layout=layout)
-    with FakeTensorMode() as mode:
-        fake = fusewise.rope(
-            *(mode.from_tensor(x) for x in (q, k)), cos=mode.from_tensor(COS), sin=mode.from_tensor(SIN), layout=layout
-        )
-        fusewise.rope_(mode.from_tensor(q), cos=mode.from_tensor(COS), sin=mode.from_tensor(SIN), layout=layout)
-    for r, *others in zip(real, meta, fake, strict=True):
-        for other in others:
-            assert (other.shape, other.stride(), other.dtype) == (r.shape, r.stride(), r.dtype)
-    assert meta[0].is_meta
 
 
 COLD = """
@@ -217,101 +164,6 @@ def test_compiled_errors_are_those_of_the_call() -> None:
         f(q, k, **TABLE, rotary_dim=7)
 
 
-@on_the_cpu
-def test_compiled_in_place_without_gradients(impl: str) -> None:
-    require(Place(impl, "cpu"))
-    q, k = tensors()
-    want = fusewise.rope(q, k, **TABLE, impl=impl)
-
-    def f(q: Tensor, k: Tensor) -> Tensor:
-        y, z = fusewise.rope_(q, k, **TABLE, impl=impl)
-        return y.sum() + z.sum()
-
-    total = torch.compile(f, fullgraph=True, backend="aot_eager")(q, k)
-    assert_bits(q, want[0])
-    assert_bits(k, want[1])
-    assert_bits(total, want[0].sum() + want[1].sum())
-
-
-def test_compiled_in_place_of_packed_views() -> None:
-    qkv = torch.randn(2, 6, 7, 16)
-    want = torch.cat((*fusewise.rope(qkv[:, :, :4], qkv[:, :, 4:6], **TABLE), qkv[:, :, 6:]), 2)
-
-    def f(qkv: Tensor) -> None:
-        fusewise.rope_(qkv[:, :, :4], qkv[:, :, 4:6], **TABLE)
-
-    torch.compile(f, fullgraph=True, backend="aot_eager")(qkv)
-    assert_bits(qkv, want)
-
-
-SHARED = {
-    "q must not have elements that share memory": lambda x: fusewise.rope_(x[:, :, :1].expand(-1, -1, 3, -1), **TABLE),
-    "k must not overlap q": lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 2:], **TABLE),
-    "out for q must not have elements": lambda x: fusewise.rope(
-        x[:, :, :2] * 1, **TABLE, out=x[:, :, :1].expand(-1, -1, 2, -1)
-    ),
-    "out for k must not overlap out for q": lambda x: fusewise.rope(
-        x[:, :, :2] * 1, x[:, :, 2:] * 1, **TABLE, out=(x[:, :, :2], x[:, :, 1:3])
-    ),
-}
-
-
-@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("message", SHARED)
-def test_compiled_writes_into_shared_memory_are_refused(message: str, dynamic: bool) -> None:
-    f, x = SHARED[message], torch.randn(2, 6, 4, 16)
-    with pytest.raises(Exception, match=f"rope_?: {message}"):
-        torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
-    with pytest.raises(ValueError, match=f"^rope_?: {message}"):
-        f(x)
-
-
-@pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
-def test_compiled_for_tensors_apart_refuses_those_that_share() -> None:
-    """A graph may not serve what it was not made for."""
-    x = torch.randn(2, 6, 4, 16)
-    f = torch.compile(lambda q, k: fusewise.rope_(q, k, **TABLE), backend="aot_eager")
-    f(x[:, :, :3].clone(), x[:, :, 2:].clone())
-    with pytest.raises(Exception, match="rope_: k must not overlap q"):
-        f(x[:, :, :3], x[:, :, 2:])
-
-
-def test_no_recompilation_in_place_while_the_sequence_grows() -> None:
-    counter = CompileCounter()
-    f = torch.compile(
-        lambda x: fusewise.rope_(x[:, :, :3], x[:, :, 3:], **TABLE), fullgraph=True, dynamic=True, backend=counter
-    )
-    for tokens in (5, 6, 17, 64, 33, 2):
-        x = torch.randn(2, tokens, 4, 16)
-        want = fusewise.rope(x, **TABLE)
-        f(x)
-        assert_bits(x, want)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # dynamo looks at it
-def test_compiled_in_place_with_gradients_is_refused() -> None:
-    """torch.compile would leave the mutation out of the graph of gradients and say nothing: a whole graph is refused, and
-    where the graph may break, the call runs outside it and is right."""
-    leaves = tensors(requires_grad=True)
-    dys = tuple(torch.randn_like(x) for x in leaves)
-
-    def f(q: Tensor, k: Tensor) -> Any:
-        return fusewise.rope_(q * 1, k * 1, **TABLE)
-
-    with pytest.raises(
-        Exception, match=r"rope_: q and k must not require grad under torch.compile, got requires_grad=True; use rope"
-    ):
-        torch.compile(f, fullgraph=True, backend="aot_eager")(*leaves)
-    ys = torch.compile(f, backend="aot_eager")(*leaves)
-    want = torch.autograd.grad(fusewise.rope(*leaves, **TABLE), leaves, dys)
-    for a, b in zip(torch.autograd.grad(ys, leaves, dys), want, strict=True):
-        assert_bits(a, b)
-
-
 CUBED = torch.randn(2, 6, 4, 16)
 
 
@@ -349,24 +201,6 @@ def test_compiled_transforms_do_not_recompile_while_the_sequence_grows(pairing: 
     assert counter.frame_count <= 2  # one for the first length, one for all
 
 
-def test_compiled_in_place_under_a_transform_is_refused() -> None:
-    def changed(q: Tensor) -> Tensor:
-        y = q * 1.0
-        return (fusewise.rope_(y, cos=COS, sin=SIN) ** 3).sum()
-
-    with pytest.raises(Exception, match=r"rope_: q and k must not require grad|Observed exception"):
-        torch.compile(torch.func.grad(changed), backend="aot_eager", fullgraph=True)(torch.randn(2, 6, 4, 16))
-
-
-def test_compiled_into_outputs() -> None:
-    q, k = tensors()
-    outs = torch.empty_like(q), torch.empty_like(k)
-    f = torch.compile(lambda q, k, *outs: fusewise.rope(q, k, **TABLE, out=outs), fullgraph=True, backend="aot_eager")
-    f(q, k, *outs)
-    for out, y in zip(outs, fusewise.rope(q, k, **TABLE), strict=True):
-        assert_bits(out, y)
-
-
 def test_compiled_with_another_operation_in_between() -> None:
     """The graph keeps the strides that the operator was given: a transposed q, its gradient alike."""
     q, k = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors())
@@ -380,78 +214,6 @@ def test_compiled_with_another_operation_in_between() -> None:
     got = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(q, k), (q, k), dy)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-
-
-class Rotation(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor) -> Any:
-        return fusewise.rope(q, k, inv_freq=FREQ)
-
-
-def test_export_keeps_the_operator() -> None:
-    q, k = tensors()
-    tokens = torch.export.Dim("tokens", min=2, max=1024)
-    program = torch.export.export(Rotation(), (q, k), dynamic_shapes={"q": {1: tokens}, "k": {1: tokens}})
-    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert "fusewise.rope_qk.default" in names
-    q, k = tensors(tokens=9)
-    for a, b in zip(program.module()(q, k), fusewise.rope(q, k, inv_freq=FREQ), strict=True):
-        assert_bits(a, b)
-
-
-class TableRotation(torch.nn.Module):
-    def forward(self, q: Tensor, cos: Tensor, sin: Tensor, offset: Tensor) -> Any:
-        return fusewise.rope(q, cos=cos, sin=sin, offset=offset)
-
-
-def test_an_exported_program_refuses_strides_that_it_was_not_validated_for() -> None:
-    """It looks at shapes alone; memory must not be read where there is none."""
-    q, cos, sin, offset = tensors()[0], TABLE["cos"], TABLE["sin"], torch.tensor([3, 5])
-    program = torch.export.export(TableRotation(), (q, cos, sin, offset)).module()
-    assert_bits(program(q, cos, sin, offset), fusewise.rope(q, cos=cos, sin=sin, offset=offset))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="rope: q and k must have a contiguous last dimension"):
-            program(q.mT.contiguous().mT, cos, sin, offset)
-        with pytest.raises(ValueError, match="rope: sin must have the strides of cos"):
-            program(q, cos, sin.mT.contiguous().mT, offset)
-        with pytest.raises(ValueError, match="rope: offset must have a contiguous last dimension"):
-            program(q, cos, sin, offset[:1].expand(2))
-
-
-@pytest.mark.parametrize("place", [p for p in places(interpreted=False) if p.values[0].device == "cpu"])
-def test_a_call_is_one_operator(place: Place) -> None:
-    """q and k out of place, into outputs, in place: one operator, and nothing before or after it."""
-    require(place)
-    q, k = tensors()
-    outs = torch.empty_like(q), torch.empty_like(k)
-    for expected, call in {
-        "fusewise::rope_qk": lambda: fusewise.rope(q, k, **TABLE, impl=place.impl),
-        "fusewise::rope": lambda: fusewise.rope(q, **TABLE, impl=place.impl),
-        "fusewise::rope_qk_out": lambda: fusewise.rope(q, k, **TABLE, impl=place.impl, out=outs),
-        "fusewise::rope_qk_": lambda: fusewise.rope_(q, k, **TABLE, impl=place.impl),
-        "fusewise::rope_": lambda: fusewise.rope_(q, **TABLE, impl=place.impl),
-    }.items():
-        with Operators() as ran:
-            call()
-        assert ran.names == {expected: 1}
-
-
-@pytest.mark.parametrize("into", ["in place", "out"])
-def test_compiled_writes_into_parts_of_one_tensor(into: str) -> None:
-    """Inputs of a graph that share a storage, of which one does not begin with it: torch 2.11 copies the second one that an
-    operator writes to from the wrong place."""
-    q, k, both = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 4, 16), torch.zeros(2, 2, 6, 4, 16)
-
-    def write(y: torch.Tensor, z: torch.Tensor) -> None:
-        if into == "in place":
-            fusewise.rope_(y, z, **TABLE)
-        else:
-            fusewise.rope(q, k, **TABLE, out=(y, z))
-
-    both.copy_(torch.stack((q, k)))
-    with torch.no_grad():
-        torch.compile(write, fullgraph=True)(both[0], both[1])
-    for y, z in zip(both, fusewise.rope(q, k, **TABLE), strict=True):
-        torch.testing.assert_close(y, z, rtol=0, atol=0)
 
 
 def test_a_tensor_in_two_places_of_one_call_compiles() -> None:

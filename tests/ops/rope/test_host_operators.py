@@ -21,8 +21,8 @@ from fusewise.ops.rope._validate import DEFAULTS, validated
 
 from .oracle import Call
 from .support import Case, Place, assert_bits, copy_of, in_threads, make, make_table, require
-from .test_compile import OPERATORS, SPECS
 from .test_matrix import CASES
+from .test_operators import OPERATORS, SPECS
 
 # torch.compile itself makes an instance of autograd.Function where it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

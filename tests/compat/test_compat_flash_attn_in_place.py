@@ -1,0 +1,146 @@
+"""The functions of fusewise.compat.flash_attn where they write to what they are given: derivatives, transforms, views and
+torch.compile, each of which could miss the write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compat_statement import assert_gradient, assert_rotated, assert_transforms, launches, rotate
+from torch import Tensor
+
+from fusewise.compat.flash_attn import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+
+from .test_compat_flash_attn import B, D, H, T, randn, rows, table, tensor_offset
+
+
+def test_derivatives_of_every_order_in_place() -> None:
+    cos, sin = (t.double() for t in table(8))
+    kv, qkv = randn(1, 2, 2, 1, 8).double().requires_grad_(), randn(1, 2, 4, 8).double().requires_grad_()
+    for function, x in (
+        (lambda x: apply_rotary_emb_kv_(x.clone(), cos, sin), kv),
+        (lambda x: apply_rotary_emb_qkv_(x.clone(), cos, sin, num_heads_q=2), qkv),
+        (lambda x: apply_rotary_emb(x.clone(), cos, sin, inplace=True), qkv),
+    ):
+        assert torch.autograd.gradcheck(function, x)
+        assert torch.autograd.gradgradcheck(function, x)
+        assert not torch.autograd.grad(function(x).sgn().sum(), x)[0].any()  # zeros without memory
+
+
+IN_PLACE: dict[str, tuple[tuple[int, ...], Any]] = {
+    "one": ((B, T, H, D), lambda x, t, _: apply_rotary_emb(x, *t, inplace=True)),
+    "stacked": ((B, T, 3, H, D), lambda x, t, _: apply_rotary_emb_qkv_(x, *t)),
+    "with tables for k": ((B, T, 3, H, D), lambda x, t, k: apply_rotary_emb_qkv_(x, *t, *k)),
+    "heads": ((B, T, 2 * H, D), lambda x, t, _: apply_rotary_emb_qkv_(x, *t, num_heads_q=H)),
+    "kv": ((B, T, 2, H, D), lambda x, t, _: apply_rotary_emb_kv_(x, *t)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_transforms_in_place(form: str) -> None:
+    shape, function = IN_PLACE[form]
+    tables = table(), table(seed=1)
+    assert_transforms(lambda x: function(x, *tables), randn(*shape))
+    xs = randn(2, *shape)
+    want = torch.stack([function(x.clone(), *tables) for x in xs])
+    torch.func.vmap(lambda x: function(x, *tables))(xs)
+    torch.testing.assert_close(xs, want)
+
+
+@pytest.mark.parametrize("form", ["view of the whole", "slice", "view of a leaf"])
+def test_in_place_through_a_view(form: str) -> None:
+    cos, sin = table()
+    source = randn(B, T, 3 * H * D).requires_grad_()
+    hidden = source if form == "view of a leaf" else source * 2
+    factor = 1 if form == "view of a leaf" else 2
+    packed = hidden.view(B, T, 3, H, D)
+
+    def statement(x: Tensor, parts: int) -> Tensor:
+        q, k, v = (factor * x).view(B, T, 3, H, D).unbind(2)
+        q, k = (rotate(t, rows(cos, 0), rows(sin, 0)) if i < parts else t for i, t in enumerate((q, k)))
+        return torch.stack((q.double(), k.double(), v.double()), 2).flatten(2)
+
+    if form == "slice":
+        y = apply_rotary_emb(packed[:, :, 0], cos, sin, inplace=True)
+        assert torch.equal(y, packed[:, :, 0])
+        assert_gradient(hidden, source, lambda x: statement(x, 1))
+        return
+    y = apply_rotary_emb_qkv_(packed, cos, sin)
+    assert y.data_ptr() == hidden.data_ptr()
+    assert_gradient(y.flatten(2), source, lambda x: statement(x, 2))
+    if form == "view of the whole":  # one launch backward and the copy of v; and every handle has the gradient
+        g = torch.randn_like(y)
+        again = apply_rotary_emb_qkv_((source * 2).view(B, T, 3, H, D), cos, sin)
+        counted = launches(torch.autograd.grad, again, source, g)
+        assert counted == {"fusewise::rope_out": 1, "aten::copy_": 1, "aten::mul": 1}
+        packed = (source * 2).view(B, T, 3, H, D)
+        apply_rotary_emb_qkv_(packed, cos, sin)
+        assert_gradient(packed.flatten(2), source, lambda x: statement(x, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_place_on_a_leaf_that_views_a_tensor_without_gradient(dtype: torch.dtype) -> None:
+    cos, sin = (t.to(dtype) for t in table())
+    base = randn(B * T, H, D).to(dtype)
+    before = base.clone().view(B, T, H, D)
+    x = base.view(B, T, H, D).requires_grad_()
+
+    def statement(x: Tensor) -> Tensor:
+        return rotate(x, rows(cos, 0), rows(sin, 0))
+
+    y = apply_rotary_emb(x, cos, sin, inplace=True)
+    assert y.data_ptr() == base.data_ptr()
+    assert_rotated(y, statement(before))
+    g = torch.randn_like(y)
+    expected = torch.autograd.grad(statement(before.requires_grad_()), before, g.double())[0]
+    torch.testing.assert_close(torch.autograd.grad(y, x, g)[0].double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_one_of_several_views_is_refused_before_it_is_written() -> None:
+    hidden = randn(B, T, 3, H, D).requires_grad_() * 2
+    before = hidden.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=r"q must not be one of several views made at once.*, got such a view; slice"
+    ):
+        apply_rotary_emb(hidden.unbind(2)[0], *table(), inplace=True)
+    assert torch.equal(hidden, before)
+
+
+def test_offsets_changed_before_backward_are_noticed() -> None:
+    offset = tensor_offset()
+    y = apply_rotary_emb_qkv_(randn(B, T, 3, H, D).requires_grad_(), *table(), seqlen_offsets=offset)
+    offset += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# dynamo makes an instance of every autograd function that it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiles_to_one_graph(grad: bool) -> None:
+    torch._dynamo.reset()
+    cos, sin = table()
+
+    def function(x: Tensor, qkv: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        x, qkv, kv = x * 1, qkv * 1, kv * 1
+        y = apply_rotary_emb(x, cos, sin, inplace=True, seqlen_offsets=1)
+        return (
+            y,
+            apply_rotary_emb(y, cos, sin),
+            apply_rotary_emb_qkv_(qkv, cos, sin),
+            apply_rotary_emb_kv_(kv, cos, sin),
+            qkv,
+        )
+
+    inputs = [randn(B, T, H, D), randn(B, T, 3, H, D), randn(B, T, 2, H, D)]
+    inputs = [x.requires_grad_(grad) for x in inputs]
+    eager = function(*inputs)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b)
+    if grad:
+        g = [torch.randn_like(y) for y in eager]
+        for a, b in zip(torch.autograd.grad(compiled, inputs, g), torch.autograd.grad(eager, inputs, g), strict=True):
+            torch.testing.assert_close(a, b)
