@@ -93,7 +93,9 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--providers", "egaer"), "got 'egaer'; try 'eager'"),
         (("study", "rope", "--preset", "rope-kube"), "got 'rope-kube'; try 'rope-cube'"),
         (("study", "rope", "--case", "llama-3-8b-trian"), "got 'llama-3-8b-trian'; try 'llama-3-8b-train'"),
-        (("providers", "--device", "tpu"), "device must be cpu or cuda[:index], got 'tpu'"),
+        (("providers", "--device", "tpu"), "providers: device must be cpu or cuda[:index], got 'tpu'"),
+        (("limits", "--device", "cuda:99"), "limits: device must be one of"),
+        (("tune", "geglu", "--device", "tpu", "--list"), "tune: device must be cpu or cuda[:index], got 'tpu'"),
     ],
 )
 def test_bad_command_lines_exit_2_with_a_fix(arguments, words):

@@ -227,7 +227,7 @@ def providers(device: str | None, as_json: bool) -> None:
     from fusewise.lab import commands, plan
 
     try:
-        found = commands.provider_states(plan.device(device))
+        found = commands.provider_states(plan.device(device, "providers"))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if as_json:

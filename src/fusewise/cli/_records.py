@@ -146,7 +146,7 @@ def limits(device: str | None, kept: bool, as_json: bool) -> None:
     from fusewise.lab import limits as measuring
 
     try:
-        where = plan.device(device)
+        where = plan.device(device, "limits")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if kept:

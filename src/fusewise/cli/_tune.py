@@ -83,7 +83,7 @@ def tune(
     from fusewise.lab import tune as tuning
 
     try:
-        where = plan.device(device)
+        where = plan.device(device, "tune")
         if list_kept:
             found = tuning.kept_results(tuning.target(target), where)
             click.echo(json.dumps(found) if as_json else "\n".join(tuning.kept_lines(found, where)))

@@ -123,8 +123,9 @@ def _passes(wanted: str | None, of_case: Sequence[Pass]) -> Sequence[Pass]:
     return [p for p in PASSES if p in PASS_CHOICES[wanted] and p in of_case]
 
 
-def device(name: str | None) -> str:
-    """The device of a name, or this machine's own. Under torchrun `cuda` is the GPU of this process's local rank."""
+def device(name: str | None, verb: str = "study") -> str:
+    """The device of a name, or this machine's own. Under torchrun `cuda` is the GPU of this process's local rank. `verb`: whose
+    the message is."""
     if name is None:
         return machine.default_device()
     try:
@@ -133,7 +134,7 @@ def device(name: str | None) -> str:
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"study: device must be cpu or cuda[:index], got {name!r}; leave it out for this machine's own"
+            f"{verb}: device must be cpu or cuda[:index], got {name!r}; leave it out for this machine's own"
         )
     if found.type == "cpu":
         return "cpu"
@@ -141,10 +142,10 @@ def device(name: str | None) -> str:
     if index is None and count:
         return machine.default_device()
     if index is None or index >= count:
-        raise ValueError(f"study: device must be one of {count} CUDA devices, got {name!r}; try --device cpu")
+        raise ValueError(f"{verb}: device must be one of {count} CUDA devices, got {name!r}; try --device cpu")
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"study: device must be one for each rank of this machine, got {name!r} for all, which would disturb each "
+            f"{verb}: device must be one for each rank of this machine, got {name!r} for all, which would disturb each "
             "other; say --device cuda"
         )
     return f"cuda:{index}"
