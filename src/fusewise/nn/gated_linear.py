@@ -63,11 +63,15 @@ class GatedLinear(nn.Module):
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
 
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as `nn.Linear` does: uniform within ± 1 / √in_features."""
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]  # it asks for weight and bias alone
+
     def forward(self, x: Tensor) -> Tensor:
-        # A parametrization, or load_state_dict(assign=True), may give it transposed.
+        # A parametrization, or load_state_dict(assign=True), may give them in another order of memory.
         return gated_linear(
-            x, unit_stride(self.weight), self.bias, activation=self.activation, gate_first=self.gate_first, save=self.save,
-            impl=self.impl,
+            x, unit_stride(self.weight), None if self.bias is None else unit_stride(self.bias), activation=self.activation,
+            gate_first=self.gate_first, save=self.save, impl=self.impl,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

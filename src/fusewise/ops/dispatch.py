@@ -76,7 +76,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     Raises:
         TypeError: `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, one is no
             tensor that has to be, or q or x has a dtype that is served by none.
-        ValueError: `impl` does not exist, or cannot serve the tensors.
+        ValueError: `impl` does not exist, or cannot serve the tensors, or one of them has no dimension.
 
     Example:
         >>> q, angles = torch.randn(1, 4, 2, 64), torch.randn(4, 32)
@@ -140,6 +140,8 @@ def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         value = call.arguments[name]
         if parameter.annotation == "Tensor" and not isinstance(value, Tensor):
             fail("explain_dispatch", name, "be a tensor", type(value).__name__, fix, TypeError)
+        if isinstance(value, Tensor) and parameter.annotation == "Tensor" and value.dim() == 0:
+            fail("explain_dispatch", name, "have at least one dimension", "none", fix)
     name = "q" if "q" in call.arguments else "x"
     dtype = call.arguments[name].dtype
     if dtype not in FLOATS:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fusewise.ops.gated_linear import _autograd, _op, gated_linear, gated_mlp, geglu_linear
+from fusewise.ops.gated_linear import _autograd, _op, _products, gated_linear, gated_mlp, geglu_linear
+from fusewise.ops.gated_linear._gate import stacked_gate
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +31,7 @@ def leaves(
     return leaf(rows, features), leaf(2 * hidden, features), leaf(2 * hidden)
 
 
-def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     value, gate = functional.linear(x, weight, bias).chunk(2, -1)
     return value * functional.gelu(gate, approximate="tanh")
 
@@ -151,17 +152,78 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert all(torch.equal(a.grad, b) for a, b in zip(inputs, plain, strict=True))
 
 
+FUNCTIONS: dict[str, tuple[Any, Any]] = {
+    "linear": (geglu_linear, lambda x, weight, bias: eager(x, weight, bias)),
+    "mlp": (
+        lambda x, weight, bias: gated_mlp(x, weight, None, weight[:3, :4], activation="gelu_tanh", gate_first=False),
+        lambda x, weight, bias: functional.linear(eager(x, weight, None), weight[:3, :4]),
+    ),
+    "gate": (
+        lambda x, weight, bias: stacked_gate(functional.linear(x, weight, bias), "gelu_tanh", gate_first=False),
+        lambda x, weight, bias: eager(x, weight, bias),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("how", ["called", "compiled"])
+@pytest.mark.parametrize("shape", [(5,), (6, 5), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_result_may_be_modified_in_place(name: str, shape: tuple[int, ...], how: str) -> None:
+    """As that of a product, in training too: residuals and dropout are added to it so."""
+    torch._dynamo.reset()
+    _, weight, bias = leaves()
+    x = torch.randn(shape, device=DEVICE, requires_grad=True)
+    found = []
+    for function in FUNCTIONS[name]:
+
+        def step(function: Any = function) -> Tensor:
+            y: Tensor = function(x, weight, bias)
+            y += 1
+            y[..., 0].mul_(2)
+            return y.square().sum()
+
+        run = torch.compile(step, backend="aot_eager", fullgraph=True) if how == "compiled" else step
+        found.append(torch.autograd.grad(run(), (x, weight)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("mlp", [False, True])
-def test_what_a_hook_keeps_is_not_overwritten(mlp: bool) -> None:
+def test_a_backward_that_failed_midway_does_not_go_on(mlp: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient has taken the place of the pre-activations by then, and would be taken for them."""
+    x, weight, bias = leaves()
+    if apart:
+        monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)  # value and gate have a tensor each
+    y = gated_mlp(x, weight, None, weight[:3, :4], activation="gelu") if mlp else geglu_linear(x, weight, bias)
+
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        for product in ("product", "transposed"):
+            patched.setattr(_products, product, fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            y.sum().backward()
+    freed = "backward through the graph a second time"
+    with pytest.raises(RuntimeError, match=freed if apart and not mlp else "modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("builtin", [False, True])
+def test_what_a_hook_keeps_is_not_overwritten(mlp: bool, builtin: bool) -> None:
+    """`builtin`: it is a method of a list, which is of no module."""
     x, weight, bias = leaves()
     down = torch.randn(3, 4, device=DEVICE, requires_grad=True)
     kept: list[Tensor] = []
+    in_turn = iter(kept)
 
-    def pack(t: Tensor) -> Tensor:
+    def pack(t: Tensor) -> None:
         kept.append(t)
-        return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(kept.append if builtin else pack, lambda _: next(in_turn)):
         y = gated_mlp(x, weight, None, down, activation="gelu") if mlp else geglu_linear(x, weight, bias)
     before = [t.detach().clone() for t in kept]
     y.sum().backward()

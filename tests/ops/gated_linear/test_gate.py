@@ -165,6 +165,7 @@ def test_mistakes() -> None:
         (lambda: gate(u[:, :0], u, "silu"), ValueError, r"gate: value must have at least one feature"),
         (lambda: stacked_gate(randn(3, 5), "silu", gate_first=True), ValueError, "x must have an even last dimension"),
         (lambda: stacked_gradient(u, u, "silu", gate_first=True), ValueError, r"dy must have shape \(3, 2\)"),
+        (lambda: stacked_gradient(u[:, :2].to("meta"), u, "silu", gate_first=True), ValueError, "device of x .*, got .* meta"),
         (lambda: stacked_gradient(None, u, "silu", gate_first=True), TypeError, "dy must be a torch.Tensor, got NoneType"),
         (lambda: gate(u.double(), u.double(), "silu", impl="cpu"), ValueError, "impl must be able to serve the tensors"),
     ):  # fmt: skip

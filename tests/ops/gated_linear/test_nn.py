@@ -170,3 +170,30 @@ def test_a_transposed_weight_is_that_of_a_linear() -> None:
     module = GatedLinear(32, 8, bias=False, activation="silu")
     module.load_state_dict({"weight": torch.randn(32, 16).T}, assign=True)
     assert module(x).shape == (3, 8)
+
+
+def test_a_bias_without_contiguous_memory_is_that_of_a_linear() -> None:
+    module, mlp = GatedLinear(16, 8, activation="silu"), GatedMLP(16, 8, bias=True, activation="silu")
+    module.bias = nn.Parameter(torch.randn(16, 2)[:, 0])
+    mlp.gate_proj.bias, mlp.down_proj.bias = (
+        nn.Parameter(torch.randn(8, 2)[:, 0]),
+        nn.Parameter(torch.ones(1).expand(16)),
+    )
+    x = torch.randn(3, 16)
+    value, gate = functional.linear(x, module.weight, module.bias).chunk(2, -1)
+    torch.testing.assert_close(module(x), value * functional.silu(gate))
+    y = functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(y))
+    plain = nn.Linear(8, 8)
+    y = functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    mlp.down_proj = nn.Sequential(plain)  # no plain projection: of the unit alone
+    torch.testing.assert_close(mlp(x), plain(y))
+
+
+def test_parameters_made_without_memory_are_drawn_as_those_of_a_linear() -> None:
+    module = GatedLinear(16, 8, activation="silu", device="meta").to_empty(device="cpu")
+    linear = nn.Linear(16, 16)
+    for made in (module, linear):
+        torch.manual_seed(5)
+        made.reset_parameters()
+    assert torch.equal(module.weight, linear.weight) and torch.equal(module.bias, linear.bias)

@@ -22,6 +22,8 @@ from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 #: From this size of both pre-activations on, a call takes more care of memory than of one product more: they are two
 #: tensors, each of which goes when it is not needed any more, and a recomputing backward makes them a half at a time.
 LARGE_BYTES = 256 << 20
+#: Where torch's own hooks are, which hand on what they get and keep nothing.
+HOOKS_OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
@@ -36,7 +38,7 @@ def seen_by_hooks() -> bool:
     if torch.compiler.is_compiling():
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch.")
+    return hooks is not None and getattr(hooks[0], "__module__", None) not in HOOKS_OF_TORCH
 
 
 def may_overwrite(saved: Tensor, seen: bool) -> bool:
@@ -45,6 +47,12 @@ def may_overwrite(saved: Tensor, seen: bool) -> bool:
     if seen or torch.compiler.is_compiling() or type(saved) is not Tensor:
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def overwritten(*saved: Tensor) -> None:
+    """Tell autograd, before it is done: a backward that fails midway and is called again must not take what it finds for what
+    was saved."""
+    torch.autograd.graph.increment_version(saved)
 
 
 def large(x_MD: Tensor, hidden: int) -> bool:
@@ -157,6 +165,8 @@ class GatedLinear(torch.autograd.Function):
         if len(saved) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(saved) == 2:
+            if overwrites:
+                overwritten(*saved)
             parts = list(saved) if overwrites else [part.clone() for part in saved]
             if not _products.pads(x_MD):
                 parts = [part[:, : dy_MF.shape[1]] for part in parts]
@@ -167,6 +177,7 @@ class GatedLinear(torch.autograd.Function):
             dpreact, dbias = _op.op_recompute_grad(dy_MF, x_MD, *tensors, text, impl, wants_bias)
         elif overwrites:
             dpreact = saved[0]
+            overwritten(dpreact)
             dbias = _op.op_grad_(dy_MF, *split_preact(dpreact, spec), text, impl, wants_bias)
         else:
             dpreact, dbias = _op.op_grad(dy_MF, saved[0], text, impl, wants_bias)
@@ -277,5 +288,5 @@ def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) 
 
 
 def shaped(y_MF: Tensor, x: Tensor) -> Tensor:
-    """y with the leading dimensions of x."""
-    return y_MF if x.dim() == 2 else y_MF.view(*x.shape[:-1], y_MF.shape[-1])
+    """y with the leading dimensions of x, as `F.linear` makes it: no view, which autograd would not let be modified in place."""
+    return y_MF if x.dim() == 2 else torch.ops.aten._unsafe_view(y_MF, (*x.shape[:-1], y_MF.shape[-1]))

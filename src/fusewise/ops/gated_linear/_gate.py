@@ -53,9 +53,9 @@ def stacked_gradient(
     """The gradient of `stacked_gate` for dy (..., F): (..., 2F), as x; by the formula where it is itself differentiated."""
     _check(op, "x", x, activation)
     _check(op, "dy", dy, activation)
-    if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype:
-        wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)} and the dtype of x"
-        fail(op, "dy", wanted, f"{tuple(dy.shape)} and {dy.dtype}", "pass the gradient of y")
+    if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype or dy.device != x.device:
+        wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)}, and dtype and device of x ({x.dtype}, {x.device})"
+        fail(op, "dy", wanted, f"{tuple(dy.shape)}, {dy.dtype}, {dy.device}", "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
     if transforms_active() or _autograd.needs_autograd(dy, x):
         return _differentiable(dy, x, None, spec)[0]
@@ -76,7 +76,7 @@ def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tenso
     if _autograd.needs_autograd(first, second):
         y: Tensor = apply_function(_Gate, first, second, text, impl)
         return y
-    return _shaped(op_gate(rows(first), _rows(second), text, impl), first)
+    return _autograd.shaped(op_gate(rows(first), _rows(second), text, impl), first)
 
 
 class _Gate(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
         ctx.save_for_backward(first, second)
         ctx.rest = text, impl
-        return _shaped(op_gate(rows(first), _rows(second), text, impl), first)
+        return _autograd.shaped(op_gate(rows(first), _rows(second), text, impl), first)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,10 +123,6 @@ def _halves(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, T
 
 def _rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else rows(x)
-
-
-def _shaped(y: Tensor, first: Tensor) -> Tensor:
-    return y.view(*first.shape[:-1], y.shape[-1])
 
 
 def _matrices(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,8 @@ class GatedMLP(torch.autograd.Function):
             overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
             overwrite = _autograd.may_overwrite(preact, seen)
+            if overwrite:
+                _autograd.overwritten(preact)
         wants_bias = bias is not None and (wants[3] or wants[4])
         if overwrite:
             y, dbias = _op.op_down_grad_(dz_MO, w_down, preact, text, impl, wants_bias)

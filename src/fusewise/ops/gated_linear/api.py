@@ -76,11 +76,12 @@ def gated_linear(
         weight: both matrices in one tensor, (2F, D), (2, F, D) or (F, 2, D), or with `w_gate` the value's (F, D). Read in
             place, never repacked; the last dimension must be contiguous. dtype and device of x.
         bias: for every row of `weight`, (2F,) or shaped as the weight without D; with `w_gate` the value's (F,); or None.
+            Contiguous.
         activation: of the gate: "gelu_tanh", "gelu" (erf), "silu", "relu", "sigmoid" or "identity".
         w_gate, b_gate: the gate's matrix (F, D) and bias (F,), where they are tensors of their own.
         layout: how the rows of one weight tensor are ordered: "stacked", all of one half and then the other, or
             "interleaved", in turn.
-        gate_first: the first half (or the first of each two rows) is the gate.
+        gate_first: the first half (or the first of each two rows) is the gate. Both say nothing where `w_gate` is given.
         save: what is held for backward. "preact": both pre-activations, 2F elements a row beside y; the fastest.
             "input": nothing but x and the weights; the product is computed again in the backward.
         impl: "auto", "cuda", "gluon", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells
@@ -95,13 +96,16 @@ def gated_linear(
     retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed
     order, by partial sums (2F for every 32 rows or more of a large problem): bitwise reproducible, no atomics.
     On a GPU, in 16 bits, what has rows that are no multiples of 16 bytes is copied besides (docs/gated-linear.md).
+    float64, which plain torch computes, takes what plain torch takes.
 
     Differentiable any number of times; a backward with `create_graph=True` or `is_grads_batched=True`, forward mode and
     torch.func transforms go through the formula in plain torch (`reference.py`), so the transforms need impl "auto" or
-    "reference". Under autocast the tensors are cast as `F.linear` casts them.
+    "reference". Under autocast the tensors are cast to the dtype that `F.linear` has, at every call: autocast's cache of cast
+    weights is not open to others, so a weight that is used several times is cast, and held for backward, as often.
 
     Raises:
         TypeError, ValueError: `gated_linear: <argument> must <contract>, got <value>; <one fix>`.
+        RuntimeError: the same of a named `impl` within a transform of torch.func.
 
     Example:
         >>> x, gate, up = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64)
@@ -153,6 +157,7 @@ def gated_mlp(
 
     Raises:
         TypeError, ValueError: `gated_mlp: <argument> must <contract>, got <value>; <one fix>`.
+        RuntimeError: the same of a named `impl` within a transform of torch.func.
 
     Example:
         >>> x, gate, up, down = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)

@@ -37,28 +37,33 @@ def is_untouched(module: nn.Module) -> bool:
     return not hooks and not _has_any_global_hook() and "forward" not in vars(module)
 
 
+def _parameters(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Its weight and bias, copied where a parametrization or load_state_dict(assign=True) gave them no contiguous rows."""
+    return unit_stride(linear.weight), None if linear.bias is None else unit_stride(linear.bias)
+
+
 def mlp(
     x: Tensor, gate: Any, up: Any, down: Any, *, activation: Activation, save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """down(up(x) · act(gate(x))) of three modules, x (..., D); activation, save and impl as in `gated_mlp`."""
-    fused = is_plain(gate, up) and (gate.bias is None) == (up.bias is None)
-    if fused and is_plain(down):
-        return gated_mlp(
-            x, unit_stride(gate.weight), unit_stride(up.weight), unit_stride(down.weight), b_gate=gate.bias, b_up=up.bias,
-            b_down=down.bias, activation=activation, save=save, impl=impl,
-        )  # fmt: skip
-    if fused:
-        y = gated_linear(
-            x,
-            unit_stride(up.weight),
-            up.bias,
-            w_gate=unit_stride(gate.weight),
-            b_gate=gate.bias,
-            activation=activation,
-            save=save,
-            impl=impl,
-        )
+    if is_plain(gate, up) and (gate.bias is None) == (up.bias is None):
+        (w_gate, b_gate), (w_up, b_up) = _parameters(gate), _parameters(up)
+        if is_plain(down):
+            w_down, b_down = _parameters(down)
+            return gated_mlp(
+                x,
+                w_gate,
+                w_up,
+                w_down,
+                b_gate=b_gate,
+                b_up=b_up,
+                b_down=b_down,
+                activation=activation,
+                save=save,
+                impl=impl,
+            )
+        y = gated_linear(x, w_up, b_up, w_gate=w_gate, b_gate=b_gate, activation=activation, save=save, impl=impl)
     else:
         y = gate_of_both(up(x), gate(x), activation, impl=impl)
     z: Tensor = down(y)
@@ -71,9 +76,10 @@ def stacked_mlp(
 ) -> Tensor:  # fmt: skip
     """The same where one projection, `both`, makes value and gate side by side: (..., 2F), the gate first if `gate_first`."""
     if is_plain(both, down):
+        (w_gate, b_gate), (w_down, b_down) = _parameters(both), _parameters(down)
         return gated_mlp(
-            x, unit_stride(both.weight), None, unit_stride(down.weight), b_gate=both.bias, b_down=down.bias,
-            gate_first=gate_first, activation=activation, save=save, impl=impl,
+            x, w_gate, None, w_down, b_gate=b_gate, b_down=b_down, gate_first=gate_first, activation=activation, save=save,
+            impl=impl,
         )  # fmt: skip
     z: Tensor = down(stacked(x, both, activation=activation, gate_first=gate_first, save=save, impl=impl))
     return z
@@ -84,7 +90,6 @@ def stacked(
 ) -> Tensor:
     """value · act(gate), (..., F), of the two halves that one projection, `both`, makes of x (..., D)."""
     if is_plain(both):
-        return gated_linear(
-            x, unit_stride(both.weight), both.bias, activation=activation, gate_first=gate_first, save=save, impl=impl
-        )
+        weight, bias = _parameters(both)
+        return gated_linear(x, weight, bias, activation=activation, gate_first=gate_first, save=save, impl=impl)
     return stacked_gate(both(x), activation, gate_first=gate_first, impl=impl)
