@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops._common import check_count, dtype_name, fail, unit_stride
+from ..ops._common import check_count, dtype_name, fail
 from ..ops.rope import rope
+from ._check import WRONG, check_tensor, explain, flag, shape_of, shown
 
 
-def check_tensor(op: str, name: str, x: object) -> None:
-    """Check that x is a tensor, in a function that looks into it before `rope` would."""
-    if not isinstance(x, Tensor):
-        fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
+def unit_stride(x: Tensor, name: str = "q", op: str = "rope") -> Tensor:
+    """x with a contiguous last dimension, a copy only where it has none."""
+    try:
+        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    except WRONG:
+        explain(op, name, x, 1)
+        raise
 
 
-def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tables with the same strides: themselves, or copies in the rare case that they were not made together. What is no
-    tensor comes back as it is, for `rope` to name."""
+def alike(op: str, cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tensor]:
+    """Both tables, the arguments cos and sin or cos_k and sin_k, with the same strides: themselves, or copies in the
+    rare case that they were not made together."""
     try:
         return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
-    except AttributeError:
-        return cos, sin
+    except WRONG:
+        explain(op, f"cos{of}", cos)
+        explain(op, f"sin{of}", sin)
+        raise
+
+
+def cut(op: str, cos: Tensor, sin: Tensor, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The same view of both tables."""
+    try:
+        return view(cos), view(sin)
+    except WRONG:
+        explain(op, "cos", cos)
+        explain(op, "sin", sin)
+        if sin.shape != cos.shape:
+            fix = "build both tables the same way"
+            fail(op, "sin", f"have the shape of cos, {tuple(cos.shape)}", tuple(sin.shape), fix)
+        raise
 
 
 def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
     """x, of `dims` dimensions and (heads, head_size) or (heads · head_size,), as (…, heads, head_size), a view."""
-    check_tensor(op, name, x)
+    shape = shape_of(op, name, x)
     check_count(op, "head_size", head_size)
-    if x.dim() == dims + 2 and x.shape[-1] == head_size:
+    if len(shape) == dims + 2 and shape[-1] == head_size:
         return x
-    if x.dim() != dims + 1 or x.shape[-1] % head_size:
+    if len(shape) != dims + 1 or shape[-1] % head_size:
         fail(
             op, name, f"have the shape of positions and (heads, {head_size}) or (heads · {head_size},)",
-            tuple(x.shape), "check head_size and the shape of positions",
+            tuple(shape), "check head_size and the shape of positions",
         )  # fmt: skip
-    return x.view(*x.shape[:-1], x.shape[-1] // head_size, head_size)
+    try:
+        return x.view(*shape[:-1], shape[-1] // head_size, head_size)
+    except WRONG:
+        explain(op, name, x)
+        raise
 
 
 def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
@@ -46,20 +70,33 @@ def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
     if not freqs_cis.is_complex():
         kind = dtype_name(freqs_cis.dtype)
         fail("rope", "freqs_cis", "be complex, cos θ + i sin θ", kind, "pass the model's freqs_cis", TypeError)
-    freqs_cis = freqs_cis.resolve_conj()
-    return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
+    try:
+        freqs_cis = freqs_cis.resolve_conj()
+        return {"cos": freqs_cis.real, "sin": freqs_cis.imag}
+    except WRONG:
+        explain("rope", "freqs_cis", freqs_cis)
+        raise
 
 
-def pairing(interleaved: bool) -> Any:
-    """The pairing of `rope` that a library's flag stands for."""
-    return "interleaved" if interleaved else "half"
+def pairing(op: str, name: str, interleaved: bool) -> Any:
+    """The pairing of `rope` that a library's flag of that name stands for."""
+    try:
+        return "interleaved" if interleaved else "half"
+    except WRONG:
+        flag(op, name, interleaved)
+        raise
+
+
+def pairing_of_neox(op: str, is_neox: bool) -> Any:
+    """The same of the flag that says the opposite."""
+    return "half" if flag(op, "is_neox", is_neox) else "interleaved"
 
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
     """`rope`, always a pair: (q, None) without a k."""
     if k is None:
         return rope(unit_stride(q), **arguments), None
-    rotated: tuple[Tensor, Tensor] = rope(unit_stride(q), unit_stride(k), **arguments)
+    rotated: tuple[Tensor, Tensor] = rope(unit_stride(q), unit_stride(k, "k"), **arguments)
     return rotated
 
 
@@ -71,13 +108,18 @@ def rotate_multimodal(
     The three tables are rows of one: token t of sequence b has row (axis · B + b) · T + t. Those rows are one small
     int32 tensor, a kernel of its own.
     """
-    check_tensor("rope", "cos", cos)
-    check_tensor("rope", "sin", sin)
-    if cos.dim() != 4 or cos.shape[0] != 3:
-        fail("rope", "cos", "have shape (3, B, T, 2P)", tuple(cos.shape), "pass the tables of the three axes")
-    axes, batch, tokens = cos.shape[:3]
+    shape = shape_of("rope", "cos", cos)
+    if len(shape) != 4 or shape[0] != 3:
+        fail("rope", "cos", "have shape (3, B, T, 2P)", tuple(shape), "pass the tables of the three axes")
+    cos, sin = cut("rope", cos, sin, lambda x: x.flatten(0, 2))
+    try:
+        sections = tuple(sections)
+    except WRONG:
+        contract = "be the numbers of pairs (t, h, w) of the three axes"
+        fail("rope", "mrope_section", contract, shown(sections), "pass the model's mrope_section", TypeError)
+    axes, batch, tokens = shape[:3]
     rows = torch.arange(axes * batch * tokens, dtype=torch.int32, device=cos.device).view(axes, batch, tokens)
     return rotate_pair(
-        q, k, cos=cos.flatten(0, 2), sin=sin.flatten(0, 2), positions=rows, sections=tuple(sections), layout=layout,
-        rotary_dim=cos.shape[-1],
+        q, k, cos=cos, sin=sin, positions=rows, sections=sections, layout=layout,
+        rotary_dim=shape[-1],
     )  # fmt: skip

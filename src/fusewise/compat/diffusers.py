@@ -18,6 +18,19 @@ from ..ops._common import fail
 from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import is_untouched, stacked, stacked_mlp
+from ._check import flag, number, shown, whole
+
+
+def _linear(op: str, taken: tuple[str, int], made: tuple[str, int], bias: bool) -> nn.Linear:
+    """A projection between two numbers of features, each with the name of the argument that it is from."""
+    return nn.Linear(whole(op, *taken, 0), whole(op, *made, 0), bias=flag(op, "bias", bias))
+
+
+def _inner_dim(op: str, dim: int, mult: float, inner_dim: int | None) -> int:
+    """The width of the gate."""
+    if inner_dim is None:
+        return int(whole(op, "dim", dim, 0) * number(op, "mult", mult, 0))
+    return whole(op, "inner_dim", inner_dim, 0)
 
 
 class GEGLU(nn.Module):
@@ -27,7 +40,7 @@ class GEGLU(nn.Module):
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True) -> None:
         super().__init__()
-        self.proj = nn.Linear(dim_in, dim_out * 2, bias=bias)
+        self.proj = _linear("GEGLU", ("dim_in", dim_in), ("dim_out", 2 * whole("GEGLU", "dim_out", dim_out)), bias)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Further arguments are without effect, as `scale` is there."""
@@ -41,7 +54,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True) -> None:
         super().__init__()
-        self.proj = nn.Linear(dim_in, dim_out * 2, bias=bias)
+        self.proj = _linear("SwiGLU", ("dim_in", dim_in), ("dim_out", 2 * whole("SwiGLU", "dim_out", dim_out)), bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return stacked(hidden_states, self.proj, activation=self.activation, gate_first=False)
@@ -65,13 +78,16 @@ class FeedForward(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if activation_fn not in ("geglu", "swiglu"):
-            fail("FeedForward", "activation_fn", "be geglu or swiglu", repr(activation_fn), "use diffusers' own layer")
-        inner_dim = int(dim * mult) if inner_dim is None else inner_dim
+        op = "FeedForward"
+        if not isinstance(activation_fn, str) or activation_fn not in ("geglu", "swiglu"):
+            fail(op, "activation_fn", "be geglu or swiglu", shown(activation_fn), "use diffusers' own layer")
+        if number(op, "dropout", dropout, 0) > 1:
+            fail(op, "dropout", "be a probability, at most 1", shown(dropout), "pass one from 0 to 1")
+        inner_dim = _inner_dim(op, dim, mult, inner_dim)
         unit = (GEGLU if activation_fn == "geglu" else SwiGLU)(dim, inner_dim, bias=bias)
-        out = nn.Linear(inner_dim, dim if dim_out is None else dim_out, bias=bias)
+        out = _linear(op, ("inner_dim", inner_dim), ("dim", dim) if dim_out is None else ("dim_out", dim_out), bias)
         self.net = nn.ModuleList([unit, nn.Dropout(dropout), out])
-        if final_dropout:
+        if flag(op, "final_dropout", final_dropout):
             self.net.append(nn.Dropout(dropout))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -106,10 +122,12 @@ class Flux2FeedForward(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        inner_dim = int(dim * mult) if inner_dim is None else inner_dim
-        self.linear_in = nn.Linear(dim, inner_dim * 2, bias=bias)
+        op = "Flux2FeedForward"
+        inner_dim = _inner_dim(op, dim, mult, inner_dim)
+        dim_out = dim if dim_out is None else whole(op, "dim_out", dim_out, 0) or dim
+        self.linear_in = _linear(op, ("dim", dim), ("inner_dim", inner_dim * 2), bias)
         self.act_fn = Flux2SwiGLU()
-        self.linear_out = nn.Linear(inner_dim, dim_out or dim, bias=bias)
+        self.linear_out = _linear(op, ("inner_dim", inner_dim), ("dim_out", dim_out), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_untouched(self.act_fn):

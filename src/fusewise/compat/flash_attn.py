@@ -18,15 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import fail, transforms_active, unit_stride, wants_formula
+from ..ops._common import fail, transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
+from ..ops.rope._validate import DEFAULTS, validated
 from ..ops.rope._written import check_followed
-from ._shared import alike, check_tensor, pairing
+from ._check import WRONG, explain, flag, number, shape_of, shown, whole
+from ._shared import alike, pairing, unit_stride
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
 Part = int | tuple[int, int]
 # The parts that are rotated with the tables of q and of k (None: with those of q, or not there), and what is left.
 Parts = tuple[Part | None, Part | None, Part | None]
+_Q: Parts = (None, None, None)
+_KV: Parts = (0, None, 1)
 
 
 def apply_rotary_emb(
@@ -46,10 +50,10 @@ def apply_rotary_emb(
         max_seqlen: only held against the rows of the table; the launch does not need it.
     """
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
-    if not inplace:
-        rotated: Tensor = rope(unit_stride(x), **call)
-        return rotated
-    return _in_place(x, (None, None, None), call, None)
+    if inplace is not False and flag("apply_rotary_emb", "inplace", inplace):
+        return _in_place(x, _Q, call, None)
+    rotated: Tensor = rope(unit_stride(x, "x"), **call)
+    return rotated
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -57,9 +61,11 @@ apply_rotary_emb_func = apply_rotary_emb
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate x (B, T, H, D) with tables (T, P) or (B, T, P); with float32 or wider arithmetic, unlike theirs."""
-    check_tensor("apply_rotary_emb_torch", "cos", cos)
-    cos, sin = alike(cos, sin)
-    rotated: Tensor = rope(unit_stride(x), cos=cos, sin=sin, pairing=pairing(interleaved), rotary_dim=2 * cos.shape[-1])
+    op = "apply_rotary_emb_torch"
+    width = 2 * shape_of(op, "cos", cos, 2)[-1]
+    cos, sin = alike(op, cos, sin)
+    order = pairing(op, "interleaved", interleaved)
+    rotated: Tensor = rope(unit_stride(x, "x"), cos=cos, sin=sin, pairing=order, rotary_dim=width)
     return rotated
 
 
@@ -77,32 +83,31 @@ def apply_rotary_emb_qkv_(
 
     With cos_k and sin_k (XPos), k has tables of its own and a launch of its own.
     """
-    check_tensor("apply_rotary_emb_qkv_", "qkv", qkv)
-    if qkv.dim() == 5:
-        if qkv.shape[2] != 3:
-            fail(
-                "apply_rotary_emb_qkv_",
-                "qkv",
-                "have shape (B, T, 3, H, D)",
-                tuple(qkv.shape),
-                "stack q, k and v in dim 2",
-            )
+    op = "apply_rotary_emb_qkv_"
+    shape = shape_of(op, "qkv", qkv)
+    if len(shape) == 5:
+        if shape[2] != 3:
+            fail(op, "qkv", "have shape (B, T, 3, H, D)", tuple(shape), "stack q, k and v in dim 2")
         parts: Parts = (0, 1, 2)
-    elif qkv.dim() == 4:
-        heads = qkv.shape[2]
+    elif len(shape) == 4:
+        heads = shape[2]
+        if num_heads_q is not None:
+            num_heads_q = whole(op, "num_heads_q", num_heads_q)
         if num_heads_q is None or num_heads_q < 1 or num_heads_q >= heads or (heads - num_heads_q) % 2:
             fail(
-                "apply_rotary_emb_qkv_", "num_heads_q", f"leave an even number of the {heads} heads to k and v",
-                num_heads_q, "pass the number of q heads",
+                op, "num_heads_q", f"leave an even number of the {heads} heads to k and v", num_heads_q,
+                "pass the number of q heads",
             )  # fmt: skip
         heads_k = (heads - num_heads_q) // 2
         parts = ((0, num_heads_q), (num_heads_q, heads_k), (num_heads_q + heads_k, heads_k))
     else:
-        fail("apply_rotary_emb_qkv_", "qkv", "have 4 or 5 dimensions", tuple(qkv.shape), "pass the packed projection")
+        fail(op, "qkv", "have 4 or 5 dimensions", tuple(shape), "pass the packed projection")
     call = _call(cos, sin, interleaved, seqlen_offsets)
     tables_k = None
     if cos_k is not None or sin_k is not None:
-        tables_k = _tables("cos_k", cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+        tables_k = _tables(cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, "_k")
+        if not all(map(_like, tables_k, (call["cos"], call["sin"]))):
+            _check(qkv, parts, call, tables_k)
     return _in_place(qkv, parts, call, tables_k)
 
 
@@ -114,10 +119,15 @@ def apply_rotary_emb_kv_(
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
     """Rotate k of kv (B, T, 2, H, D) in place."""
-    check_tensor("apply_rotary_emb_kv_", "kv", kv)
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        fail("apply_rotary_emb_kv_", "kv", "have shape (B, T, 2, H, D)", tuple(kv.shape), "stack k and v in dim 2")
-    return _in_place(kv, (0, None, 1), _call(cos, sin, interleaved, seqlen_offsets), None)
+    _kv_shape(kv)
+    return _in_place(kv, _KV, _call(cos, sin, interleaved, seqlen_offsets), None)
+
+
+def _kv_shape(kv: Tensor) -> torch.Size:
+    shape = shape_of("apply_rotary_emb_kv_", "kv", kv)
+    if len(shape) != 5 or shape[2] != 2:
+        fail("apply_rotary_emb_kv_", "kv", "have shape (B, T, 2, H, D)", tuple(shape), "stack k and v in dim 2")
+    return shape
 
 
 def apply_rotary(
@@ -133,10 +143,10 @@ def apply_rotary(
 ) -> Tensor:
     """The function below `apply_rotary_emb`: `conjugate` rotates by −θ. Differentiable out of place (theirs is not)."""
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
-    if inplace:
+    if inplace is not False and flag("apply_rotary", "inplace", inplace):
         rope_(x, **call, inverse=conjugate)
         return x
-    rotated: Tensor = rope(unit_stride(x), **call, inverse=conjugate)
+    rotated: Tensor = rope(unit_stride(x, "x"), **call, inverse=conjugate)
     return rotated
 
 
@@ -149,33 +159,51 @@ def _call(
     max_seqlen: int | None = None,
 ) -> dict[str, Any]:
     """The arguments of `rope` that the ones of this library stand for."""
-    cos, sin = _tables("cos", cos, sin)
-    offset = offset.contiguous() if isinstance(offset, Tensor) else offset
-    call = {"cos": cos, "sin": sin, "pairing": pairing(interleaved), "rotary_dim": 2 * cos.shape[1], "offset": offset}
+    op = "apply_rotary_emb"
+    cos, sin = _tables(cos, sin)
+    if isinstance(offset, Tensor):
+        try:
+            offset = offset.contiguous()
+        except WRONG:
+            explain(op, "seqlen_offsets", offset)
+            raise
+    order = pairing(op, "interleaved", interleaved)
+    call = {"cos": cos, "sin": sin, "pairing": order, "rotary_dim": 2 * cos.shape[1], "offset": offset}
     if cu_seqlens is not None:
-        first = 0 if isinstance(offset, Tensor) else offset
-        if max_seqlen is not None and first + max_seqlen > cos.shape[0]:
-            fail(
-                "apply_rotary_emb", "cos",
-                f"have a row for each of {first} + max_seqlen = {first + max_seqlen} positions",
-                f"{cos.shape[0]} rows", "build a longer table",
-            )  # fmt: skip
+        if max_seqlen is not None:
+            first = 0 if isinstance(offset, Tensor) else offset
+            try:
+                too_short = bool(first + max_seqlen > cos.shape[0])
+            except WRONG:
+                whole(op, "seqlen_offsets", first)
+                whole(op, "max_seqlen", max_seqlen)
+                raise
+            if too_short:
+                contract = f"have a row for each of {first} + max_seqlen = {first + max_seqlen} positions"
+                fail(op, "cos", contract, f"{cos.shape[0]} rows", "build a longer table")
         call["cu_seqlens"], call["layout"] = cu_seqlens, "thd"
     return call
 
 
-def _tables(name: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos, the argument of that name, and sin, both (R, rotary_dim / 2) and with the same strides."""
-    check_tensor("apply_rotary_emb", name, cos)
-    if cos.dim() != 2:
-        shape, fix = tuple(cos.shape), "pass one table for all sequences"
-        fail("apply_rotary_emb", name, "have shape (R, rotary_dim / 2)", shape, fix)
-    return alike(cos, sin)
+def _tables(cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tensor]:
+    """The arguments cos and sin, or cos_k and sin_k, both (R, rotary_dim / 2) and with the same strides."""
+    op = "apply_rotary_emb"
+    try:
+        if cos.dim() == 2 and cos.stride() == sin.stride():
+            return cos, sin
+    except WRONG:
+        explain(op, f"cos{of}", cos)
+    shape = shape_of(op, f"cos{of}", cos)
+    if len(shape) != 2:
+        fix = "pass one table for all sequences"
+        fail(op, f"cos{of}", "have shape (R, rotary_dim / 2)", tuple(shape), fix)
+    return alike(op, cos, sin, of)
 
 
 def _in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
     """Rotate the parts of x in place; return x, or what carries its gradient."""
-    check_tensor("apply_rotary_emb", "x", x)
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        explain("apply_rotary_emb", "x", x)
     recorded = x.requires_grad and torch.is_grad_enabled()
     if transforms_active() or (recorded and torch.compiler.is_compiling()):
         return _overwritten(x, parts, call, tables_k)
@@ -221,6 +249,23 @@ def _groups(
     if isinstance(q, tuple) and isinstance(k, tuple):  # q and k heads are neighbours: one tensor
         return [(((0, k[0] + k[1]),), call)]
     return [((q, k), call)]
+
+
+def _like(table: Tensor, other: Tensor) -> bool:
+    """Whether what can be rotated with one table can be with the other."""
+    return (
+        table.shape == other.shape
+        and table.dtype == other.dtype
+        and table.device == other.device
+        and table.requires_grad == other.requires_grad
+    )
+
+
+def _check(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> None:
+    """Check all launches: the first is not to write where another is going to be refused."""
+    for together, arguments in _groups(x, parts, call, tables_k):
+        for part in together:
+            validated("rope_", _take(x, part), None, tuple({**DEFAULTS, **arguments}.values()))
 
 
 def _rotate_parts(
@@ -342,10 +387,19 @@ class RotaryEmbedding(nn.Module):
         pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
+        op = "RotaryEmbedding"
         if isinstance(device, bool):
-            fail("RotaryEmbedding", "device", "be a device or None", device, "pass pos_idx_in_fp32 by its name")
-        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        self.pos_idx_in_fp32 = pos_idx_in_fp32
+            fail(op, "device", "be a device or None", device, "pass pos_idx_in_fp32 by its name")
+        if device is not None:
+            try:
+                torch.device(device)
+            except WRONG:
+                fail(op, "device", "be a device or None", shown(device), 'pass one as torch names it, as "cuda:0"')
+        number(op, "dim", dim, 0)
+        if scale_base is not None:
+            number(op, "scale_base", scale_base)
+        self.dim, self.base, self.interleaved, self.scale_base = dim, number(op, "base", base), interleaved, scale_base
+        self.pos_idx_in_fp32 = flag(op, "pos_idx_in_fp32", pos_idx_in_fp32)
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self.register_buffer("scale", None if scale_base is None else self._growth(device), persistent=False)
         self._tables: tuple[Tensor, ...] = ()
@@ -371,6 +425,7 @@ class RotaryEmbedding(nn.Module):
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Make `_tables` (cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2), on device."""
+        seqlen = whole("RotaryEmbedding", "max_seqlen", seqlen, 0)
         self._dtype = dtype or torch.float32
         device = device or self.inv_freq.device
         fake = self._tables and isinstance(self._tables[0], torch._subclasses.FakeTensor)  # of a trace that has ended
@@ -402,22 +457,26 @@ class RotaryEmbedding(nn.Module):
         Args:
             max_seqlen: rows of the table; needed on the first call where seqlen_offset is a tensor.
         """
+        op = "RotaryEmbedding"
+        shape = shape_of(op, "qkv", qkv, 2)
         if max_seqlen is None:
-            if isinstance(seqlen_offset, Tensor) and not self._tables:
-                fail(
-                    "RotaryEmbedding",
-                    "max_seqlen",
-                    "be given with a tensor of offsets",
-                    None,
-                    "pass the largest length",
-                )
-            max_seqlen = 0 if isinstance(seqlen_offset, Tensor) else qkv.shape[1] + seqlen_offset
+            by_tensor = isinstance(seqlen_offset, Tensor)
+            if by_tensor and not self._tables:
+                fail(op, "max_seqlen", "be given with a tensor of offsets", None, "pass the largest length")
+            try:
+                max_seqlen = 0 if by_tensor else shape[1] + whole(op, "seqlen_offset", seqlen_offset, 0)
+            except WRONG:
+                explain(op, "qkv", qkv)
+                raise
         self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         cos, sin, *tables_k = self._tables
         cos_k, sin_k = tables_k or (None, None)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
-        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        shape_kv = _kv_shape(kv)
+        call = call_k = _call(cos, sin, self.interleaved, seqlen_offset)
         if cos_k is not None and sin_k is not None:
-            cos, sin = cos_k, sin_k
-        return q, apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)
+            call_k = {**call, "cos": cos_k, "sin": sin_k}
+        if shape_kv[:2] != shape[:2] or shape_kv[-1] != shape[-1] or kv.dtype != qkv.dtype or kv.device != qkv.device:
+            _check(kv, _KV, call_k, None)
+        return _in_place(qkv, _Q, call, None), _in_place(kv, _KV, call_k, None)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import unit_stride
+from .._shared.memo import Memo
 from ..ops.rope import rope, rope_, tables
-from ._shared import check_tensor, heads, pairing, rotate_pair
+from ._check import check_tensor, number, shape_of, whole
+from ._shared import heads, pairing, pairing_of_neox, rotate_pair, unit_stride
 
 
 def apply_rope(
@@ -163,7 +164,7 @@ def apply_rope_with_cos_sin_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
     op = "apply_rope_with_cos_sin_cache"
-    q, k = (heads(op, n, unit_stride(x), 1, head_size) for n, x in (("query", query), ("key", key)))
+    q, k = (heads(op, n, unit_stride(x, n), 1, head_size) for n, x in (("query", query), ("key", key)))
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
     return q.view(query.shape), k.view(key.shape)
 
@@ -184,29 +185,33 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str, Any]:
     check_tensor("rope", "positions", positions)
-    check_tensor("rope", "cos_sin_cache", cos_sin_cache)
     return {
         "cos_sin": cos_sin_cache,
         "positions": positions,
         "layout": "thd",
-        "pairing": pairing(not is_neox),
-        "rotary_dim": cos_sin_cache.shape[-1],
+        "pairing": pairing_of_neox("rope", is_neox),
+        "rotary_dim": shape_of("rope", "cos_sin_cache", cos_sin_cache, 2)[-1],
     }
+
+
+# The names that the arguments of `rope` have there.
+_THEIRS = {"cu_seqlens": "indptr", "offset": "offsets", "positions": "pos_ids"}
 
 
 def _call(inv_freq: Tensor, interleave: bool, **positions: Tensor) -> dict[str, Any]:
     for name, x in positions.items():
-        check_tensor("rope", name, x)
-    rotary_dim = 2 * inv_freq.shape[0]
+        if not isinstance(x, Tensor):
+            check_tensor("rope", _THEIRS[name], x)
     return {
-        "inv_freq": inv_freq, "layout": "thd", "pairing": pairing(interleave), "rotary_dim": rotary_dim, **positions
+        "inv_freq": inv_freq, "layout": "thd", "pairing": pairing("rope", "interleave", interleave),
+        "rotary_dim": 2 * inv_freq.shape[0], **positions,
     }  # fmt: skip
 
 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
-    check_tensor("rope", "q", q)
-    key = (q.device, q.shape[-1] if rotary_dim is None else rotary_dim, scale, theta, *llama31)
+    head_dim = shape_of("rope", "q", q, 1)[-1]
+    key = (q.device, head_dim if rotary_dim is None else rotary_dim, scale, theta, *llama31)
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _keep_for_tracing(*key))
         return traced
@@ -214,27 +219,28 @@ def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, 
 
 
 # A model has one or two sets of frequencies; the bound is there only against a leak.
-_FREQUENCIES: dict[tuple[Any, ...], Tensor] = {}
-_FREQUENCIES_MAX = 256
+_FREQUENCIES: Memo[tuple[Any, ...], Tensor] = Memo(256)
 
 
 def _kept(*key: Any) -> Tensor:
-    inv_freq = _FREQUENCIES.get(key)
+    try:
+        inv_freq = _FREQUENCIES.get(key)
+    except TypeError:  # something is no number and cannot be hashed: the table names it
+        inv_freq = None
     if inv_freq is None:
         device, rotary_dim, scale, theta, *llama31 = key
         if llama31:
             low, high, context = llama31
+            length = int(number("rope_tables", "old_context_len", context))
             inv_freq, _ = tables.llama3(
                 rotary_dim=rotary_dim, base=theta, factor=scale, low_freq_factor=low, high_freq_factor=high,
-                original_max_position_embeddings=int(context),
+                original_max_position_embeddings=whole("rope_tables", "old_context_len", length, 1),
             )  # fmt: skip
         else:
             inv_freq, _ = tables.linear(rotary_dim=rotary_dim, base=theta, factor=scale)
         with torch.inference_mode(False):  # to be kept: others may want gradients through it
             inv_freq = inv_freq.to(device, copy=True)
         if type(inv_freq) is Tensor:  # a fake one must not outlive its mode
-            if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
-                _FREQUENCIES.clear()
             _FREQUENCIES[key] = inv_freq
     return inv_freq
 

@@ -18,11 +18,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops._common import fail, unit_stride
+from ..ops._common import fail
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._gate import gate, stacked_gate
-from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._shared import check_tensor, complex_tables, rotate_multimodal, rotate_pair
+from ..ops.gated_linear._validate import check_features, validated
+from ..ops.gated_linear.projections import is_plain, mlp, stacked_mlp
+from ..ops.gated_linear.reference import as_autocast
+from ._check import WRONG, explain, flag, number, setting, shape_of, shown, whole, width
+from ._shared import complex_tables, cut, rotate_multimodal, rotate_pair, unit_stride
 
 
 def liger_rotary_pos_emb(
@@ -42,17 +45,22 @@ def liger_rotary_pos_emb(
         position_ids: without effect, as there.
         rotary_dim: None: W. Given where the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
     """
-    check_tensor("liger_rotary_pos_emb", "q", q)
-    check_tensor("liger_rotary_pos_emb", "cos", cos)
-    check_tensor("liger_rotary_pos_emb", "sin", sin)
-    if cos.dim() == 4:
-        heads = next((dim for dim in (unsqueeze_dim, 1) if cos.shape[dim] == 1), 2)
-        cos, sin = cos.squeeze(heads), sin.squeeze(heads)
-    width = cos.shape[-1]
+    op = "liger_rotary_pos_emb"
+    head_dim, shape = shape_of(op, "q", q, 1)[-1], shape_of(op, "cos", cos, 2)
+    if len(shape) == 4:
+        unsqueeze_dim = whole(op, "unsqueeze_dim", unsqueeze_dim)
+        heads = next((dim for dim in (unsqueeze_dim, 1) if -4 <= dim < 4 and shape[dim] == 1), 2)
+        cos, sin = cut(op, cos, sin, lambda x: x.squeeze(heads))
+    columns = shape[-1]
     if rotary_dim is None:
-        rotary_dim = min(width, q.shape[-1]) // 2 * 2
-    if width not in (rotary_dim, rotary_dim // 2):
-        cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
+        rotary_dim = min(columns, head_dim) // 2 * 2
+    else:
+        rotary_dim = whole(op, "rotary_dim", rotary_dim, 2)
+    if columns not in (rotary_dim, rotary_dim // 2):
+        pairs = rotary_dim // 2
+        if pairs > columns:
+            fail(op, "cos", f"have a column for each of {pairs} pairs", tuple(shape), "check rotary_dim")
+        cos, sin = cut(op, cos, sin, lambda x: x.narrow(-1, 0, pairs))
     return rotate_pair(q, k, cos=cos, sin=sin, layout="bhsd", rotary_dim=rotary_dim)
 
 
@@ -67,15 +75,13 @@ class LigerRopeFunction:
 
 def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate whole heads of q and k (B, H, T, D) with tables (1 | B, T, D / 2) that hold every angle once."""
-    check_tensor("liger_rotary_pos_emb", "q", q)
-    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])
+    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=shape_of("liger_rotary_pos_emb", "q", q, 1)[-1])
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k (T, H, D) with tables (T, D) that hold every angle twice; in float32, rounded once."""
-    check_tensor("liger_rotary_pos_emb", "cos", cos)
-    check_tensor("liger_rotary_pos_emb", "sin", sin)
-    return rotate_pair(q, k, cos=cos, sin=sin, layout="thd", rotary_dim=cos.shape[-1])
+    columns = shape_of("liger_rotary_pos_emb", "cos", cos, 2)[-1]
+    return rotate_pair(q, k, cos=cos, sin=sin, layout="thd", rotary_dim=columns)
 
 
 def liger_multimodal_rotary_pos_emb(
@@ -105,8 +111,13 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries."""
-    check_tensor("rope", "freqs_ci", freqs_ci)
-    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(-1, freqs_ci.shape[-1]))
+    shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
+    try:
+        table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])
+    except WRONG:
+        explain("rope", "freqs_ci", freqs_ci)
+        raise
+    return liger_llama4_text_rotary_pos_emb(query, key, table)
 
 
 class LigerLlama4RopeFunction:
@@ -117,8 +128,23 @@ class LigerLlama4RopeFunction:
         return liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
 
 
-def _multiplied(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1.0 else x * factor
+def _is_one(name: str, factor: float) -> bool:
+    """Whether the argument of that name leaves everything as it is."""
+    if not isinstance(factor, (int, float)):
+        number("liger_swiglu", name, factor)
+    return bool(factor == 1.0)
+
+
+def _multiplied(name: str, x: Tensor, factor: float) -> Tensor:
+    """x times the argument of that name."""
+    if _is_one(name, factor):
+        return x
+    try:
+        return x * factor
+    except WRONG:
+        check_features("liger_swiglu", "a", x)
+        number("liger_swiglu", name, factor)
+        raise
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
@@ -134,8 +160,8 @@ class LigerGELUMulFunction:
 
 def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """silu(a · gate_multiplier) · b · down_multiplier; each factor that is not 1 is a kernel besides."""
-    y = gate(b, _multiplied(a, gate_multiplier), "silu", op="liger_swiglu")
-    return _multiplied(y, down_multiplier)
+    y = gate(b, _multiplied("gate_multiplier", a, gate_multiplier), "silu", op="liger_swiglu")
+    return _multiplied("down_multiplier", y, down_multiplier)
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -169,13 +195,26 @@ def _mlp(
     down_multiplier: float = 1.0,
 ) -> Tensor:
     """The SwiGLU MLP of (..., D), both multipliers as in `LigerSiLUMulFunction`; that of the gate undoes the fusion."""
-    gate_weight, up_weight, down_weight = (unit_stride(w) for w in (gate_weight, up_weight, down_weight))
-    if gate_multiplier == 1.0:
+    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    gate_weight, up_weight, down_weight = (unit_stride(w, name, "gated_mlp") for name, w in weights.items())
+    if _is_one("gate_multiplier", gate_multiplier):
         z = gated_mlp(input, gate_weight, up_weight, down_weight, activation="silu")
     else:
-        a, b = functional.linear(input, gate_weight), functional.linear(input, up_weight)
-        z = functional.linear(_silu_mul(a, b, gate_multiplier), down_weight)
-    return _multiplied(z, down_multiplier)
+        try:
+            a, b = functional.linear(input, gate_weight), functional.linear(input, up_weight)
+            z = functional.linear(_silu_mul(a, b, gate_multiplier), down_weight)
+        except WRONG:
+            _explain_mlp(input, gate_weight, up_weight, down_weight)
+            raise
+    return _multiplied("down_multiplier", z, down_multiplier)
+
+
+def _explain_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
+    """Where their products failed: what `gated_mlp` would have said of them."""
+    x, gate_weight, up_weight, down_weight = as_autocast(x, gate_weight, up_weight, down_weight)
+    weights = {"w_up": up_weight, "w_gate": gate_weight, "b_up": None, "b_gate": None}
+    options = "silu", "stacked", False, "preact", "auto"
+    validated("gated_mlp", x, {**weights, "w_down": down_weight, "b_down": None}, options)
 
 
 class LigerMLPFunction:
@@ -189,13 +228,16 @@ class LigerGEGLUMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self._build(config, config.intermediate_size)
+        self._build(config)
 
-    def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
-        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
+    def _build(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
+        """Of the configuration's width where none is given."""
+        op = type(self).__name__
+        self.config, self.hidden_size = config, width(op, config, "hidden_size")
+        self.intermediate_size = width(op, config, "intermediate_size", intermediate_size)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     # Liger binds the forward of this class and of those below to modules that are none of theirs: all it needs of self is
     # what a model's own MLP has.
@@ -208,11 +250,14 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         nn.Module.__init__(self)
-        shared = getattr(config, "num_kv_shared_layers", 0)
-        first = getattr(config, "num_hidden_layers", 0) - shared
-        shares = layer_idx is not None and shared > 0 and layer_idx >= first
-        wide = shares and getattr(config, "use_double_wide_mlp", False)
-        self._build(config, config.intermediate_size * (2 if wide else 1))
+        op = "LigerGEGLUMLPForGemma4"
+        layers, shared = (
+            whole(op, f"config.{name}", getattr(config, name, 0))
+            for name in ("num_hidden_layers", "num_kv_shared_layers")
+        )
+        shares = layer_idx is not None and shared > 0 and whole(op, "layer_idx", layer_idx) >= layers - shared
+        wide = shares and flag(op, "config.use_double_wide_mlp", getattr(config, "use_double_wide_mlp", False))
+        self._build(config, width(op, config, "intermediate_size") * (2 if wide else 1))
 
 
 class LigerSwiGLUMLP(LigerGEGLUMLP):
@@ -220,9 +265,9 @@ class LigerSwiGLUMLP(LigerGEGLUMLP):
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         nn.Module.__init__(self)
-        self._build(config, config.intermediate_size if intermediate_size is None else intermediate_size)
+        self._build(config, intermediate_size)
 
-    def _build(self, config: Any, intermediate_size: int, bias: bool = False) -> None:
+    def _build(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
         _check_silu(type(self).__name__, config)
         super()._build(config, intermediate_size, bias)
 
@@ -255,15 +300,27 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def __init__(self, config: Any) -> None:
         nn.Module.__init__(self)
-        self._build(config, config.intermediate_size, getattr(config, "mlp_bias", False))
-        self.gate_multiplier, self.down_multiplier = (float(factor) for factor in config.mlp_multipliers)
+        op = type(self).__name__
+        self._build(config, bias=flag(op, "config.mlp_bias", getattr(config, "mlp_bias", False)))
+        multipliers = setting(op, config, "mlp_multipliers")
+        try:
+            self.gate_multiplier, self.down_multiplier = (number(op, "config.mlp_multipliers", f) for f in multipliers)
+        except WRONG:
+            contract, fix = "be the factors of the gate and of the result", "pass the model's configuration"
+            fail(op, "config.mlp_multipliers", contract, shown(multipliers), fix, TypeError)
 
     def forward(self, x: Tensor) -> Tensor:
+        projections = self.gate_proj, self.up_proj, self.down_proj
         if self.gate_multiplier == 1.0:
-            z = mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
+            z = mlp(x, *projections, activation="silu")
         else:
-            z = self.down_proj(_silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier))
-        return _multiplied(z, self.down_multiplier)
+            try:
+                z = self.down_proj(_silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier))
+            except WRONG:
+                if is_plain(*projections):
+                    _explain_mlp(x, *(projection.weight for projection in projections))
+                raise
+        return _multiplied("down_multiplier", z, self.down_multiplier)
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
@@ -275,8 +332,10 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        _check_silu("LigerPhi3SwiGLUMLP", config)
-        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
+        op = "LigerPhi3SwiGLUMLP"
+        _check_silu(op, config)
+        self.config = config
+        self.hidden_size, self.intermediate_size = (width(op, config, n) for n in ("hidden_size", "intermediate_size"))
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
@@ -289,8 +348,9 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        _check_silu("LigerBlockSparseTop2MLP", config)
-        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        op = "LigerBlockSparseTop2MLP"
+        _check_silu(op, config)
+        self.ffn_dim, self.hidden_dim = (width(op, config, n) for n in ("intermediate_size", "hidden_size"))
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
@@ -300,5 +360,6 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 def _check_silu(op: str, config: Any) -> None:
-    if config.hidden_act not in ("silu", "swish"):
-        fail(op, "config", "have hidden_act silu or swish", repr(config.hidden_act), "use the model's own MLP")
+    act = setting(op, config, "hidden_act")
+    if not isinstance(act, str) or act not in ("silu", "swish"):
+        fail(op, "config", "have hidden_act silu or swish", shown(act), "use the model's own MLP")

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_one_of, fail, transforms_active, unit_stride, wants_formula
+from ..ops._common import check_count, check_one_of, fail, transforms_active, wants_formula
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
+from ..ops.gated_linear._validate import check_features
 from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
-from ..ops.rope._validate import DEFAULTS, validated
-from ._shared import check_tensor, pairing
+from ..ops.rope._validate import DEFAULTS, INTS, validated
+from ..ops.rope._validate import check_tensor as check_operand
+from ._check import WRONG, explain, flag, number, shape_of, shown, whole
+from ._shared import pairing, unit_stride
 
 
 def apply_rotary_pos_emb(
@@ -47,28 +50,33 @@ def apply_rotary_pos_emb(
         cu_seqlens: (B + 1,), read for thd alone: bounds of the whole sequences, also with cp_size > 1.
         cp_size, cp_rank: load-balanced context parallelism, rank r holds chunks r and 2 cp_size − 1 − r.
     """
-    check_one_of("apply_rotary_pos_emb", "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
+    op = "apply_rotary_pos_emb"
+    check_one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
     if tensor_format == "thd":
         if cu_seqlens is None:
-            fail("apply_rotary_pos_emb", "cu_seqlens", "be given for thd", None, "pass the bounds of the sequences")
+            fail(op, "cu_seqlens", "be given for thd", None, "pass the bounds of the sequences")
     else:
         cu_seqlens = None
-    check_tensor("apply_rotary_pos_emb", "t", t)
-    angles = _angles("apply_rotary_pos_emb", freqs)
+    try:
+        contiguous = t.is_contiguous()
+    except WRONG:
+        explain(op, "t", t)
+        raise
+    angles = _angles(op, "freqs", freqs)
     call = {
         "angles": angles,
         "offset": 0 if start_positions is None else start_positions,
         "cu_seqlens": cu_seqlens,
-        "context_parallel": None if cp_size == 1 else (cp_rank, cp_size),
+        "context_parallel": _context_parallel(op, cp_size, cp_rank),
         "layout": tensor_format,
-        "pairing": pairing(interleaved),
+        "pairing": pairing(op, "interleaved", interleaved),
         "rotary_dim": angles.shape[-1],
     }
-    if t.is_contiguous():
+    if contiguous:
         rotated: Tensor = rope(t, **call)
         return rotated
     # `rope` keeps the stride order of its input; here the operator writes the contiguous result directly.
-    t = unit_stride(t)
+    t = unit_stride(t, "t")
     arguments = validated("rope", t, None, tuple({**DEFAULTS, **call}.values()))
     rotated = _op.rotate(t, None, arguments, (_contiguous_strides(t), []))
     return rotated
@@ -100,25 +108,35 @@ def apply_fused_qkv_rotary_pos_emb(
     op = "apply_fused_qkv_rotary_pos_emb"
     if not isinstance(tensor_format, str) or tensor_format not in ("sbhd", "bshd"):
         fail(op, "tensor_format", "be sbhd or bshd", repr(tensor_format), "use apply_rotary_pos_emb for thd")
+    context_parallel = _context_parallel(op, cp_size, cp_rank)
+    shape = shape_of(op, "qkv", qkv)
     if start_positions is not None:
-        check_tensor(op, "start_positions", start_positions)
-    if cp_size > 1 and start_positions is not None:
-        fail(
-            op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), "use apply_rotary_pos_emb"
-        )
-    check_tensor(op, "qkv", qkv)
-    widths = tuple(qkv_split_arg_list)
-    if len(widths) != 3 or qkv.dim() != 4 or sum(widths) != qkv.shape[-1] or widths[1] < 1 or widths[0] % widths[1]:
-        fail(
-            op, "qkv_split_arg_list",
-            "be [w_q, w_k, w_v] that sum to the last dimension of a 4-D qkv, w_q a multiple of w_k",
-            f"{list(widths)} for shape {tuple(qkv.shape)}", "pass the widths of one group",
-        )  # fmt: skip
-    if not qkv.is_contiguous():
+        check_operand(op, "start_positions", start_positions, INTS, qkv.device)
+        if context_parallel is not None:
+            fix = "use apply_rotary_pos_emb"
+            fail(op, "start_positions", "be None with cp_size > 1", tuple(start_positions.shape), fix)
+    widths = _widths(op, qkv_split_arg_list)
+    right = len(widths) == 3 and len(shape) == 4 and sum(widths) == shape[-1] and min(widths) >= 0 < widths[1]
+    if not right or widths[0] % widths[1]:
+        got, fix = f"{list(widths)} for shape {tuple(shape)}", "pass the widths of one group"
+        contract = "be [w_q, w_k, w_v] that sum to the last dimension of a 4-D qkv, w_q a multiple of w_k"
+        fail(op, "qkv_split_arg_list", contract, got, fix)
+    batch = shape[1 if tensor_format == "sbhd" else 0]
+    if start_positions is not None and tuple(start_positions.shape) != (batch,):
+        fix = "pass the first position of every sequence"
+        fail(op, "start_positions", f"have shape ({batch},), one a sequence", tuple(start_positions.shape), fix)
+    try:
+        contiguous = qkv.is_contiguous()
+    except WRONG:
+        explain(op, "qkv", qkv)
+        raise
+    if not contiguous:
         fail(op, "qkv", "be contiguous", f"strides {qkv.stride()}", "call qkv.contiguous()")
-    tables = [_angles(op, q_freqs)] if q_freqs is k_freqs else [_angles(op, q_freqs), _angles(op, k_freqs)]
-    call = _folded_positions(qkv, tensor_format, start_positions, cp_size, cp_rank)
-    call["pairing"] = pairing(interleaved)
+    tables = [_angles(op, "q_freqs", q_freqs)]
+    if k_freqs is not q_freqs:
+        tables.append(_angles(op, "k_freqs", k_freqs))
+    call = _folded_positions(qkv, tensor_format, start_positions, context_parallel)
+    call["pairing"] = pairing(op, "interleaved", interleaved)
     recorded = qkv.requires_grad and torch.is_grad_enabled()
     if recorded and not torch.compiler.is_compiling() and not transforms_active():
         split: tuple[Tensor, Tensor, Tensor] = _split_rotate(qkv, widths, tensor_format, call, *tables)
@@ -128,18 +146,34 @@ def apply_fused_qkv_rotary_pos_emb(
     return *_unfold(q, k, qkv), v
 
 
-def _angles(op: str, freqs: Tensor) -> Tensor:
+def _angles(op: str, name: str, freqs: Tensor) -> Tensor:
     """(R, 1, 1, W) as the table (R, W), (R, B, 1, W) as (B, R, W)."""
-    check_tensor(op, "freqs", freqs)
-    if freqs.dim() != 4 or freqs.shape[2] != 1:
-        fail(
-            op,
-            "freqs",
-            "have shape (R, 1, 1, rotary_dim)",
-            tuple(freqs.shape),
-            "pass what RotaryPositionEmbedding returns",
-        )
-    return freqs.flatten(1) if freqs.shape[1] == 1 else freqs.squeeze(2).transpose(0, 1)
+    shape = shape_of(op, name, freqs)
+    if len(shape) != 4 or shape[2] != 1:
+        fix = "pass what RotaryPositionEmbedding returns"
+        fail(op, name, "have shape (R, 1, 1, rotary_dim)", tuple(shape), fix)
+    try:
+        return freqs.flatten(1) if shape[1] == 1 else freqs.squeeze(2).transpose(0, 1)
+    except WRONG:
+        explain(op, name, freqs)
+        raise
+
+
+def _context_parallel(op: str, cp_size: int, cp_rank: int) -> tuple[int, int] | None:
+    """`context_parallel` of `rope`; the rank of one is without effect, as there."""
+    size = whole(op, "cp_size", cp_size, 1)
+    return None if size == 1 else (whole(op, "cp_rank", cp_rank, 0, size - 1), size)
+
+
+def _widths(op: str, widths: Any) -> tuple[int, ...]:
+    try:
+        found = tuple(widths)
+        if type(sum(found)) is int:  # then they all are
+            return found
+        return tuple([whole(op, "qkv_split_arg_list", width) for width in found])
+    except WRONG:
+        contract, fix = "be three ints", "pass the widths of one group"
+        fail(op, "qkv_split_arg_list", contract, shown(widths), fix, TypeError)
 
 
 def _contiguous_strides(x: Tensor) -> list[int]:
@@ -169,16 +203,19 @@ def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _folded_positions(
-    qkv: Tensor, tensor_format: str, start: Tensor | None, cp_size: int, cp_rank: int
+    qkv: Tensor, tensor_format: str, start: Tensor | None, context_parallel: tuple[int, int] | None
 ) -> dict[str, Any]:
     """The arguments that give the folded tokens their positions."""
     if tensor_format == "sbhd" or qkv.shape[0] == 1:
         offset = 0 if start is None else start.repeat_interleave(qkv.shape[2])
-        return {"layout": "sbhd", "offset": offset, "context_parallel": None if cp_size == 1 else (cp_rank, cp_size)}
+        return {"layout": "sbhd", "offset": offset, "context_parallel": context_parallel}
     batch, tokens = qkv.shape[:2]
     positions = torch.arange(tokens, device=qkv.device, dtype=torch.int32)
-    if cp_size > 1:
-        half = tokens // 2
+    if context_parallel is not None:
+        if tokens % 2:
+            contract = "cut every rank's tokens into two equal chunks"
+            fail("apply_fused_qkv_rotary_pos_emb", "cp_size", contract, f"{tokens} tokens", "pad to an even number")
+        (cp_rank, cp_size), half = context_parallel, tokens // 2
         first, second = cp_rank * half, (2 * cp_size - 2 - cp_rank) * half
         positions = positions + torch.where(positions < half, first, second).to(torch.int32)
     if start is not None:
@@ -260,11 +297,20 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        if rotary_percent < 1.0:
+        op = "RotaryPositionEmbedding"
+        number(op, "dim", dim, 0)
+        if number(op, "rotary_percent", rotary_percent, 0) < 1.0:
             dim = int(dim * rotary_percent)
+        number(op, "rotary_base", rotary_base)
+        for name, value in (
+            ("seq_len_interpolation_factor", seq_len_interpolation_factor),
+            ("pretrained_max_position_embeddings", pretrained_max_position_embeddings),
+        ):
+            if value is not None and number(op, name, value) <= 0:
+                fail(op, name, "be above 0 or None", value, "leave it out")
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.rotary_base, self.interleaved = rotary_base, interleaved
+        self.rotary_base, self.interleaved = rotary_base, flag(op, "interleaved", interleaved)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
         self.register_buffer("inv_freq", 1.0 / rotary_base ** (steps / dim))
@@ -272,6 +318,12 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """The angles of positions offset, …, offset + max_seq_len − 1; in float32 under autocast too."""
+        op = "RotaryPositionEmbedding"
+        max_seq_len = whole(op, "max_seq_len", max_seq_len, 0)
+        if not isinstance(offset, Tensor):
+            number(op, "offset", offset)
+        elif shape := tuple(shape_of(op, "offset", offset)):
+            fail(op, "offset", "be an int", f"a tensor of shape {shape}", "pass the first position")
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
@@ -340,16 +392,21 @@ class _GateModule(nn.Module):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        if cache_quantized_input:
-            op = type(self).__name__
+        op = type(self).__name__
+        if flag(op, "cache_quantized_input", cache_quantized_input):
             fail(op, "cache_quantized_input", "be False: nothing is quantised here", True, "leave it out")
 
     def forward(self, input: Tensor) -> Tensor:
-        return stacked_gate(_autocast(input), self.activation, gate_first=True, op=type(self).__name__)
+        op = type(self).__name__
+        return stacked_gate(_autocast(op, input), self.activation, gate_first=True, op=op)
 
 
-def _autocast(x: Tensor) -> Tensor:
-    return x.to(torch.get_autocast_dtype(x.device.type)) if autocast_enabled(x) else x
+def _autocast(op: str, x: Tensor) -> Tensor:
+    try:
+        return x.to(torch.get_autocast_dtype(x.device.type)) if autocast_enabled(x) else x
+    except WRONG:
+        check_features(op, "input", x)
+        raise
 
 
 class GLU(_GateModule):
@@ -384,9 +441,13 @@ class SwiGLU(_GateModule):
     def forward(self, input: Tensor) -> Tensor:
         if self.glu_interleave_size is None:
             return super().forward(input)
-        check_tensor("SwiGLU", "input", input)
-        if input.dim() < 1 or input.shape[-1] % (2 * self.glu_interleave_size):
+        shape = shape_of("SwiGLU", "input", input, 1)
+        if shape[-1] % (2 * self.glu_interleave_size):
             blocks_of = f"be whole blocks of 2 · glu_interleave_size = {2 * self.glu_interleave_size} features"
-            fail("SwiGLU", "input", blocks_of, tuple(input.shape), "check glu_interleave_size")
-        blocks = _autocast(input).unflatten(-1, (-1, 2, self.glu_interleave_size))
+            fail("SwiGLU", "input", blocks_of, tuple(shape), "check glu_interleave_size")
+        try:
+            blocks = _autocast("SwiGLU", input).unflatten(-1, (-1, 2, self.glu_interleave_size))
+        except WRONG:
+            check_features("SwiGLU", "input", input)
+            raise
         return gate(blocks[..., 1, :], blocks[..., 0, :], self.activation, op="SwiGLU").flatten(-2)

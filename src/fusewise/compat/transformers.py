@@ -40,7 +40,8 @@ from torch import Tensor, nn
 from ..ops._common import fail
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._shared import alike, check_tensor, complex_tables, rotate_multimodal, rotate_pair
+from ._check import check_tensor, flag, setting, shape_of, shown, whole, width
+from ._shared import alike, complex_tables, cut, rotate_multimodal, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]
 
@@ -76,11 +77,9 @@ def apply_rotary_pos_emb_glm(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
     """Rotate the first W features, pairs (2i, 2i + 1), with tables (1 | B, T, W) `cat(f, f)`. Else as above."""
-    check_tensor("apply_rotary_pos_emb", "cos", cos)
-    check_tensor("apply_rotary_pos_emb", "sin", sin)
-    width = cos.shape[-1]
-    cos, sin = cos.narrow(-1, 0, width // 2), sin.narrow(-1, 0, width // 2)
-    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=width, pairing="interleaved")
+    columns = shape_of("apply_rotary_pos_emb", "cos", cos, 2)[-1]
+    cos, sin = cut("apply_rotary_pos_emb", cos, sin, lambda x: x.narrow(-1, 0, columns // 2))
+    return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=columns, pairing="interleaved")
 
 
 def apply_rotary_pos_emb_interleave(
@@ -93,9 +92,8 @@ def apply_rotary_pos_emb_interleave(
 
 def apply_rotary_pos_emb_deepseek_v4(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """Rotate the last 2W features of x, pairs (2i, 2i + 1); tables (1 | B, T, W) hold every angle once."""
-    check_tensor("apply_rotary_pos_emb", "cos", cos)
-    width = 2 * cos.shape[-1]
-    arguments: dict[str, Any] = {"rotary_dim": width, "rotary_start": -width, "pairing": "interleaved"}
+    rotated = 2 * shape_of("apply_rotary_pos_emb", "cos", cos, 2)[-1]
+    arguments: dict[str, Any] = {"rotary_dim": rotated, "rotary_start": -rotated, "pairing": "interleaved"}
     return _rotate(x, None, cos, sin, None, unsqueeze_dim, **arguments)[0]
 
 
@@ -130,9 +128,8 @@ def apply_multimodal_rotary_pos_emb(
 
     mrope_section is the number of pairs of each, in this order. One small kernel besides the launch numbers the rows.
     """
-    check_tensor("apply_rotary_pos_emb", "q", q)
-    check_tensor("apply_rotary_pos_emb", "cos", cos)
-    return rotate_multimodal(q, k, cos, sin, mrope_section, _layout(q, cos.dim() - 1, unsqueeze_dim))
+    dims, table_dims = (len(shape_of("apply_rotary_pos_emb", name, x)) for name, x in (("q", q), ("cos", cos)))
+    return rotate_multimodal(q, k, cos, sin, mrope_section, _layout(dims, table_dims - 1, unsqueeze_dim))
 
 
 def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
@@ -145,14 +142,16 @@ def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> P
     return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bhsd", pairing="interleaved")
 
 
-def _layout(q: Tensor, table_dims: int, unsqueeze_dim: int) -> str:
-    """The layout of q: the table gets its head dimension at unsqueeze_dim, and the two are aligned from the right."""
+def _layout(dims: int, table_dims: int, unsqueeze_dim: int) -> str:
+    """The layout of q with so many dimensions: the table gets its head dimension at unsqueeze_dim, and the two are
+    aligned from the right."""
+    unsqueeze_dim = whole("apply_rotary_pos_emb", "unsqueeze_dim", unsqueeze_dim)
     head_dim = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - table_dims - 1
-    layout = {(4, -3): "bhsd", (4, -2): "bshd", (3, -2): "thd"}.get((q.dim(), head_dim))
+    layout = {(4, -3): "bhsd", (4, -2): "bshd", (3, -2): "thd"}.get((dims, head_dim))
     if layout is None:
         fail(
             "apply_rotary_pos_emb", "unsqueeze_dim", "be 1 for q (B, H, T, D) or 2 for (B, T, H, D)",
-            f"{unsqueeze_dim} for {q.dim()} dimensions and a table of {table_dims}", "name the head dimension of q",
+            f"{unsqueeze_dim} for {dims} dimensions and a table of {table_dims}", "name the head dimension of q",
         )  # fmt: skip
     return layout
 
@@ -168,23 +167,25 @@ def _rotate(
     **arguments: Any,
 ) -> Pair:
     """`per_column`: how many features rotate for each column of the tables, where no rotary_dim says how many do."""
-    check_tensor("apply_rotary_pos_emb", "q", q)
-    check_tensor("apply_rotary_pos_emb", "cos", cos)
+    op = "apply_rotary_pos_emb"
+    shape, table = shape_of(op, "q", q), shape_of(op, "cos", cos, 2)
     if isinstance(position_ids, int):
-        unsqueeze_dim = position_ids
-    indexed = isinstance(position_ids, Tensor) and cos.dim() == 2
-    layout = _layout(q, position_ids.dim() + 1 if indexed else cos.dim(), unsqueeze_dim)
-    tokens = q.shape[{"bhsd": -2, "bshd": -3, "thd": -3}[layout]]
+        unsqueeze_dim, position_ids = position_ids, None
+    indexed = position_ids is not None and len(table) == 2
+    if indexed:
+        check_tensor(op, "position_ids", position_ids)
+    layout = _layout(len(shape), position_ids.dim() + 1 if indexed else len(table), unsqueeze_dim)
+    tokens = shape[{"bhsd": -2, "bshd": -3, "thd": -3}[layout]]
     if indexed:
         arguments["positions"] = position_ids
-    elif cos.shape[-2] != tokens:
+    elif table[-2] != tokens:
         fail(
-            "apply_rotary_pos_emb", "cos", f"have a row for each of the {tokens} tokens", tuple(cos.shape),
+            op, "cos", f"have a row for each of the {tokens} tokens", tuple(table),
             "check unsqueeze_dim, or select the rows of the tokens",
         )  # fmt: skip
     if per_column is not None:
-        arguments["rotary_dim"] = per_column * cos.shape[-1]
-    cos, sin = alike(cos, sin)
+        arguments["rotary_dim"] = per_column * table[-1]
+    cos, sin = alike(op, cos, sin)
     return rotate_pair(q, k, cos=cos, sin=sin, layout=layout, **arguments)
 
 
@@ -199,22 +200,24 @@ _ACTIVATIONS: dict[str, Activation] = {
 }  # fmt: skip
 
 
-def _activation(op: str, name: str) -> Activation:
-    if name not in _ACTIVATIONS:
-        fail(op, "config", f"name an activation of {', '.join(_ACTIVATIONS)}", repr(name), "use the model's own MLP")
+def _activation(op: str, name: Any) -> Activation:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        fail(op, "config", f"name an activation of {', '.join(_ACTIVATIONS)}", shown(name), "use the model's own MLP")
     return _ACTIVATIONS[name]
 
 
 class _SeparateMLP(nn.Module):
     """down_proj(up_proj(x) · act(gate_proj(x)))."""
 
-    def __init__(self, config: Any, intermediate_size: int, activation: str, bias: bool) -> None:
+    def __init__(self, config: Any, activation: str, intermediate_size: int | None = None, bias: bool = False) -> None:
         super().__init__()
-        self.activation = _activation(type(self).__name__, activation)
-        self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
+        op = type(self).__name__
+        self.activation = _activation(op, activation)
+        self.config, self.hidden_size = config, width(op, config, "hidden_size")
+        self.intermediate_size = width(op, config, "intermediate_size", intermediate_size)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
@@ -224,32 +227,32 @@ class GemmaMLP(_SeparateMLP):
     """Without biases, `config.hidden_act`; for the Gemma of transformers 4 `hidden_activation`, the tanh form if None."""
 
     def __init__(self, config: Any) -> None:
-        activation = config.hidden_act
+        activation = setting("GemmaMLP", config, "hidden_act")
         if hasattr(config, "hidden_activation"):  # there `hidden_act` says "gelu", and is not meant
-            activation = config.hidden_activation or "gelu_pytorch_tanh"
-        super().__init__(config, config.intermediate_size, activation, False)
+            activation = "gelu_pytorch_tanh" if config.hidden_activation is None else config.hidden_activation
+        super().__init__(config, activation)
 
 
 class Gemma2MLP(_SeparateMLP):
     """Without biases, `config.hidden_activation`."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, config.intermediate_size, config.hidden_activation, False)
+        super().__init__(config, setting("Gemma2MLP", config, "hidden_activation"))
 
 
 class LlamaMLP(_SeparateMLP):
     """With biases if `config.mlp_bias`, `config.hidden_act`."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, config.intermediate_size, config.hidden_act, config.mlp_bias)
+        bias = flag("LlamaMLP", "config.mlp_bias", setting("LlamaMLP", config, "mlp_bias"))
+        super().__init__(config, setting("LlamaMLP", config, "hidden_act"), bias=bias)
 
 
 class DeepseekV3MLP(_SeparateMLP):
     """Without biases, `config.hidden_act`, and a width of its own where one is given."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        width = config.intermediate_size if intermediate_size is None else intermediate_size
-        super().__init__(config, width, config.hidden_act, False)
+        super().__init__(config, setting("DeepseekV3MLP", config, "hidden_act"), intermediate_size)
 
 
 class Phi3MLP(nn.Module):
@@ -257,10 +260,11 @@ class Phi3MLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.activation = _activation("Phi3MLP", config.hidden_act)
+        self.activation = _activation("Phi3MLP", setting("Phi3MLP", config, "hidden_act"))
         self.config = config
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        hidden, intermediate = (width("Phi3MLP", config, n) for n in ("hidden_size", "intermediate_size"))
+        self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return stacked_mlp(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..ops._common import fail
 from ..ops.rope import rope_
-from ._shared import check_tensor, heads
+from ._check import shape_of
+from ._shared import heads, pairing_of_neox
 
 
 def rotary_embedding(
@@ -33,25 +34,19 @@ def rotary_embedding(
         rope_dim_offset: first rotated feature of a head.
         inverse: rotate by −θ.
     """
-    check_tensor("rotary_embedding", "positions", positions)
-    check_tensor("rotary_embedding", "cos_sin_cache", cos_sin_cache)
-    dims = positions.dim()
+    op = "rotary_embedding"
+    shape = shape_of(op, "positions", positions)
+    dims = len(shape)
     if dims not in (1, 2):
-        fail(
-            "rotary_embedding",
-            "positions",
-            "have shape (tokens,) or (batch, tokens)",
-            tuple(positions.shape),
-            "flatten them",
-        )
+        fail(op, "positions", "have shape (tokens,) or (batch, tokens)", tuple(shape), "flatten them")
     rope_(
-        heads("rotary_embedding", "query", query, dims, head_size),
-        None if key is None else heads("rotary_embedding", "key", key, dims, head_size),
+        heads(op, "query", query, dims, head_size),
+        None if key is None else heads(op, "key", key, dims, head_size),
         cos_sin=cos_sin_cache,
         positions=positions,
         layout="thd" if dims == 1 else "bshd",
-        pairing="half" if is_neox else "interleaved",
-        rotary_dim=cos_sin_cache.shape[-1],
+        pairing=pairing_of_neox(op, is_neox),
+        rotary_dim=shape_of(op, "cos_sin_cache", cos_sin_cache, 2)[-1],
         rotary_start=rope_dim_offset,
         inverse=inverse,
     )

@@ -1,0 +1,310 @@
+"""Whatever is passed to a function or module of a library, a wrong argument has an error in the form of all others."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusewise.compat import diffusers, flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
+
+B, T, H, D = 2, 4, 2, 8
+FORM = re.compile(r"\w+: [\w. ]+ must .+, got .+; .+", re.DOTALL)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(shape)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+X, XH, TOKENS, QKV = rand(B, T, H, D), rand(B, H, T, D), rand(T, H, D), rand(B, T, 3, H, D)
+HALF = {"cos": rand(T, D // 2), "sin": rand(T, D // 2)}
+TWICE = {"cos": rand(1, T, D), "sin": rand(1, T, D)}
+AXES = {"cos": rand(3, B, T, D), "sin": rand(3, B, T, D), "mrope_section": [2, 1, 1]}
+COMPLEX = torch.complex(HALF["cos"], HALF["sin"])
+PAIR = {"q": XH, "k": XH.clone()}
+CACHED = {"positions": torch.arange(T), "head_size": D, "cos_sin_cache": rand(T, D), "is_neox": True}
+PACKED = {"q": TOKENS, "k": TOKENS.clone(), "indptr": ints(0, T), "offsets": ints(0)}
+PLACED = {"q": TOKENS, "k": TOKENS.clone(), "pos_ids": torch.arange(T)}
+FREQUENCIES = {"rotary_dim": D, "interleave": False, "rope_scale": 1.0, "rope_theta": 1e4}
+LLAMA31 = {**FREQUENCIES, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+FREQS, FUSED = rand(2 * T, 1, 1, D), rand(B, T, H, 3 * D)
+SPLIT = {"q_freqs": FREQS, "k_freqs": FREQS.clone(), "qkv_split_arg_list": [D, D, D], "tensor_format": "bshd"}
+GATES, WEIGHT = {"a": rand(3, D), "b": rand(3, D)}, rand(D, D)
+WEIGHTS = {"input": rand(3, D), "gate_weight": WEIGHT, "up_weight": WEIGHT.clone(), "down_weight": WEIGHT.clone()}
+
+# Right calls. Arguments that have no effect in a call are not given: what they are is not looked at.
+CALLS: list[tuple[Any, dict[str, Any]]] = [
+    (flash_attn.apply_rotary_emb, {"x": X, **HALF, "interleaved": False, "inplace": False, "seqlen_offsets": 0}),
+    (flash_attn.apply_rotary_emb, {"x": X, **HALF, "inplace": True}),
+    (
+        flash_attn.apply_rotary_emb,
+        {"x": TOKENS, **HALF, "seqlen_offsets": 0, "cu_seqlens": ints(0, T), "max_seqlen": T},
+    ),
+    (flash_attn.apply_rotary_emb_torch, {"x": X, **HALF, "interleaved": False}),
+    (flash_attn.apply_rotary_emb_qkv_, {"qkv": QKV, **HALF, "cos_k": HALF["sin"], "sin_k": HALF["cos"]}),
+    (flash_attn.apply_rotary_emb_qkv_, {"qkv": rand(B, T, 4, D), **HALF, "num_heads_q": 2}),
+    (flash_attn.apply_rotary_emb_kv_, {"kv": QKV[:, :, :2], **HALF, "seqlen_offsets": 0}),
+    (flash_attn.apply_rotary, {"x": X, **HALF, "inplace": True, "conjugate": False}),
+    (
+        transformer_engine.apply_rotary_pos_emb,
+        {"t": X, "freqs": FREQS, "tensor_format": "bshd", "interleaved": False, "cp_size": 2, "cp_rank": 1},
+    ),
+    (
+        transformer_engine.apply_fused_qkv_rotary_pos_emb,
+        {"qkv": FUSED, **SPLIT, "start_positions": ints(0, 0), "interleaved": False},
+    ),
+    (transformer_engine.apply_fused_qkv_rotary_pos_emb, {"qkv": FUSED, **SPLIT, "cp_size": 2, "cp_rank": 1}),
+    (transformer_engine.geglu, {"input": rand(3, D), "quantizer": None}),
+    (transformer_engine.dgeglu, {"grad": rand(3, D), "fwd_input": rand(3, 2 * D), "quantizer": None}),
+    (vllm.rotary_embedding, {"query": TOKENS, "key": TOKENS.clone(), **CACHED, "rope_dim_offset": 0, "inverse": False}),
+    *[
+        (f, {"query": TOKENS.flatten(1), "key": TOKENS.flatten(1).clone(), **CACHED})
+        for f in (flashinfer.apply_rope_with_cos_sin_cache, flashinfer.apply_rope_with_cos_sin_cache_inplace)
+    ],
+    *[(f, {**PACKED, **FREQUENCIES}) for f in (flashinfer.apply_rope, flashinfer.apply_rope_inplace)],
+    *[(f, {**PLACED, **FREQUENCIES}) for f in (flashinfer.apply_rope_pos_ids, flashinfer.apply_rope_pos_ids_inplace)],
+    (flashinfer.apply_llama31_rope, {**PACKED, **LLAMA31}),
+    (flashinfer.apply_llama31_rope_pos_ids, {**PLACED, **LLAMA31}),
+    (liger.liger_rotary_pos_emb, {**PAIR, **TWICE, "rotary_dim": D}),
+    (
+        liger.liger_rotary_pos_emb,
+        {**PAIR, "cos": TWICE["cos"][:, None], "sin": TWICE["sin"][:, None], "unsqueeze_dim": 1},
+    ),
+    (liger.liger_rotary_pos_emb_gpt_oss, {**PAIR, "cos": HALF["cos"][None], "sin": HALF["sin"][None]}),
+    (liger.liger_rotary_pos_emb_vision, {"q": TOKENS, "k": TOKENS, "cos": TWICE["cos"][0], "sin": TWICE["sin"][0]}),
+    (liger.liger_multimodal_rotary_pos_emb, {**PAIR, **AXES}),
+    (liger.liger_llama4_text_rotary_pos_emb, {"xq": X, "xk": X, "freqs_cis": COMPLEX}),
+    (liger.liger_llama4_vision_rotary_pos_emb, {"query": X, "key": X, "freqs_ci": COMPLEX}),
+    (liger.liger_geglu, GATES),
+    (liger.LigerSiLUMulFunction.apply, {**GATES, "gate_multiplier": 1.5, "down_multiplier": 2.0}),
+    (liger.LigerFusedGateUpSiLUMulFunction.apply, {"y": rand(3, D)}),
+    (liger.LigerMLPFunction.apply, {**WEIGHTS, "gate_multiplier": 1.0, "down_multiplier": 2.0}),
+    (liger.LigerMLPFunction.apply, {**WEIGHTS, "gate_multiplier": 1.5}),
+    *[
+        (f, {**PAIR, **TWICE, "unsqueeze_dim": 1})
+        for f in (transformers.apply_rotary_pos_emb, transformers.apply_rotary_pos_emb_glm)
+    ],
+    (transformers.apply_rotary_pos_emb_deepseek_v4, {"x": XH, "cos": HALF["cos"][None], "sin": HALF["sin"][None]}),
+    (transformers.apply_rotary_pos_emb_vision, {"q": TOKENS, "k": TOKENS, **{n: x[0] for n, x in TWICE.items()}}),
+    (transformers.apply_multimodal_rotary_pos_emb, {**PAIR, **AXES, "unsqueeze_dim": 1}),
+    (transformers.apply_rotary_emb_llama4, {"xq": X, "xk": X, "freqs_cis": COMPLEX[None]}),
+    (flash_attn.RotaryEmbedding, {"dim": D, "base": 1e4, "scale_base": 512.0, "device": "cpu", "pos_idx_in_fp32": True}),
+    (flash_attn.RotaryEmbedding(D), {"qkv": QKV, "seqlen_offset": 0}),
+    (flash_attn.RotaryEmbedding(D), {"qkv": X, "kv": QKV[:, :, :2], "max_seqlen": T}),
+    (
+        transformer_engine.RotaryPositionEmbedding,
+        {"dim": D, "rotary_percent": 1.0, "seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 8,
+         "rotary_base": 1e4},
+    ),
+    (transformer_engine.RotaryPositionEmbedding(D), {"max_seq_len": T, "offset": 0}),
+    (transformer_engine.GEGLU, {"cache_quantized_input": False}),
+    (transformer_engine.GEGLU(), {"input": rand(3, D)}),
+    (transformer_engine.SwiGLU(glu_interleave_size=2), {"input": rand(3, D)}),
+    (diffusers.GEGLU, {"dim_in": D, "dim_out": D, "bias": True}),
+    (diffusers.SwiGLU(D, D), {"hidden_states": rand(3, D)}),
+    (
+        diffusers.FeedForward,
+        {"dim": D, "dim_out": D, "mult": 4, "dropout": 0.0, "activation_fn": "geglu", "final_dropout": False},
+    ),
+    (diffusers.Flux2FeedForward, {"dim": D, "dim_out": D, "inner_dim": D, "bias": False}),
+]  # fmt: skip
+
+
+def name_of(function: Any) -> str:
+    kind = type(function) if isinstance(function, nn.Module) else function
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
+
+
+def places(kind: type) -> list[Any]:
+    """The arguments of the calls above that are annotated with this type and have a value of it."""
+    found = []
+    for i, (function, arguments) in enumerate(CALLS):
+        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+        found += [
+            pytest.param(function, arguments, name, id=f"{i}-{name_of(function)}-{name}")
+            for name, value in arguments.items()
+            if isinstance(value, kind) and kind.__name__ in parameters[name].annotation.split(" | ")
+        ]
+    return found
+
+
+def check_named(function: Any, arguments: dict[str, Any], **wrong: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(**{**arguments, **wrong})
+    assert FORM.fullmatch(str(raised.value))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("function", "arguments"), CALLS, ids=[f"{i}-{name_of(f)}" for i, (f, _) in enumerate(CALLS)])
+def test_the_calls_are_right(function: Any, arguments: dict[str, Any]) -> None:
+    function(**arguments)
+
+
+@pytest.mark.parametrize(("function", "arguments", "name"), places(Tensor))
+def test_what_is_no_tensor(function: Any, arguments: dict[str, Any], name: str) -> None:
+    for wrong in ("0", 1.5, [1.0], object()):
+        check_named(function, arguments, **{name: wrong})
+
+
+@pytest.mark.parametrize(("function", "arguments", "name"), places(Tensor))
+def test_a_tensor_of_too_few_dimensions(function: Any, arguments: dict[str, Any], name: str) -> None:
+    x = arguments[name]
+    check_named(function, arguments, **{name: x.flatten()[0].clone()})
+    # Of what is computed elementwise, or laid out by other arguments, one dimension is as good as several.
+    if x.dim() > 1 and name not in ("input", "y"):
+        check_named(function, arguments, **{name: x.flatten()})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("function", "arguments", "name"), places(Tensor))
+def test_a_tensor_without_strides(function: Any, arguments: dict[str, Any], name: str) -> None:
+    x = arguments[name]
+    if arguments.get("gate_multiplier", 1.0) == 1.0 or "input" not in arguments:  # else `F.linear` takes it
+        check_named(function, arguments, **{name: x.to_sparse()})
+    check_named(function, arguments, **{name: torch.nested.nested_tensor([x, x])})
+
+
+@pytest.mark.parametrize(("function", "arguments", "name"), places(int))
+def test_what_is_no_int(function: Any, arguments: dict[str, Any], name: str) -> None:
+    for wrong in ("8", [8], {}, rand(3)):
+        check_named(function, arguments, **{name: wrong})
+
+
+@pytest.mark.parametrize(("function", "arguments", "name"), places(float))
+def test_what_is_no_number(function: Any, arguments: dict[str, Any], name: str) -> None:
+    for wrong in ("8", [8.0], {}, rand(3)):
+        check_named(function, arguments, **{name: wrong})
+
+
+@pytest.mark.parametrize(("function", "arguments", "name"), places(bool))
+def test_what_is_neither_true_nor_false(function: Any, arguments: dict[str, Any], name: str) -> None:
+    check_named(function, arguments, **{name: ints(0, 1)})
+
+
+FEW = "must have at least 2 dimensions, got shape"
+FUSED_QKV = transformer_engine.apply_fused_qkv_rotary_pos_emb
+ODD = {"qkv": FUSED[:, :3].contiguous(), "start_positions": None, "cp_size": 2}
+HF = "apply_rotary_pos_emb"
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "message"),
+    [
+        (flash_attn.apply_rotary_emb_torch, {"cos": rand()}, f"apply_rotary_emb_torch: cos {FEW} (); "),
+        (vllm.rotary_embedding, {"cos_sin_cache": rand(D)}, f"rotary_embedding: cos_sin_cache {FEW} (8,); "),
+        (vllm.rotary_embedding, {"positions": ints(0)[0]}, "positions must have shape (tokens,) or (batch, tokens), "),
+        (flashinfer.apply_rope, {"offsets": "0"}, "rope: offsets must be a torch.Tensor, got str; "),
+        (flashinfer.apply_rope, {"rotary_dim": "64"}, "rope_tables: rotary_dim must be an int, got '64'; "),
+        (flashinfer.apply_rope, {"rope_theta": []}, "rope_tables: base must be a number, got []; "),
+        (liger.liger_rotary_pos_emb, {"rotary_dim": 8.0}, "liger_rotary_pos_emb: rotary_dim must be an int, got 8.0; "),
+        (transformers.apply_rotary_pos_emb, {"unsqueeze_dim": "1"}, f"{HF}: unsqueeze_dim must be an int, got '1'; "),
+        (transformers.apply_rotary_pos_emb, {"cos": rand(T, D), "position_ids": [0]}, "position_ids must be a torch.T"),
+        (transformers.apply_rotary_pos_emb_vision, {"cos": rand(D)}, f"{HF}: cos {FEW} (8,); "),
+        (FUSED_QKV, {"start_positions": ints(0)}, "start_positions must have shape (2,), one a sequence, got (1,); "),
+        (FUSED_QKV, {"qkv_split_arg_list": None}, "qkv_split_arg_list must be three ints, got None; "),
+        (FUSED_QKV, ODD, "cp_size must cut every rank's tokens into two equal chunks, got 3 tokens; "),
+    ],
+)  # fmt: skip
+def test_messages(function: Any, wrong: dict[str, Any], message: str) -> None:
+    arguments = next(arguments for f, arguments in CALLS if f is function)
+    assert message in check_named(function, arguments, **wrong)
+
+
+@pytest.mark.parametrize("size", ["8", None, 8.0, -1, [8]])
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        liger.LigerGEGLUMLP, liger.LigerPhi3SwiGLUMLP, liger.LigerBlockSparseTop2MLP, transformers.LlamaMLP,
+        transformers.Phi3MLP,
+    ],
+)  # fmt: skip
+def test_sizes_of_a_configuration(build: Any, name: str, size: Any) -> None:
+    config = {"hidden_size": D, "intermediate_size": D, "hidden_act": "silu", "mlp_bias": False}
+    build(SimpleNamespace(**config))
+    assert f"config.{name} must be " in check_named(build, {"config": SimpleNamespace(**{**config, name: size})})
+    del config[name]
+    assert f"config must have {name}, got SimpleNamespace; " in check_named(
+        build, {"config": SimpleNamespace(**config)}
+    )
+
+
+@pytest.mark.parametrize("config", [None, "llama", {"hidden_size": D}])
+@pytest.mark.parametrize(
+    "build", [liger.LigerGEGLUMLP, liger.LigerFalconH1MLP, transformers.GemmaMLP, transformers.Phi3MLP]
+)
+def test_what_is_no_configuration(build: Any, config: Any) -> None:
+    check_named(build, {"config": config})
+
+
+def test_whole_numbers_of_other_kinds_are_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    for two in (numpy.int64(2), torch.tensor(2)):
+        flash_attn.apply_rotary_emb_qkv_(rand(B, T, 4, D), **HALF, num_heads_q=two)
+        liger.liger_rotary_pos_emb(**PAIR, **TWICE, rotary_dim=4 * two)
+        assert diffusers.GEGLU(two, two).proj.out_features == 4
+    flash_attn.apply_rotary_emb(X, **HALF, interleaved=numpy.True_, inplace=0)
+
+
+TABLES = {"cos_k": HALF["cos"], "sin_k": HALF["sin"]}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(
+    "tables_k",
+    [
+        {"cos_k": rand(T - 1, D // 2), "sin_k": rand(T - 1, D // 2)},
+        {**TABLES, "sin_k": rand(T, 1)},
+        {**TABLES, "cos_k": rand(T, D)},
+    ],
+)
+def test_q_is_not_written_to_where_k_is_refused(tables_k: dict[str, Tensor], needs_grad: bool) -> None:
+    qkv = rand(B, T, 3, H, D).requires_grad_(needs_grad)
+    before = qkv.detach().clone()
+    check_named(flash_attn.apply_rotary_emb_qkv_, {"qkv": qkv, **HALF, **tables_k})
+    assert torch.equal(qkv.detach(), before)
+
+
+@pytest.mark.parametrize("kv", [rand(D), rand(B, T, 3, H, D), rand(B, T + 1, 2, H, D), rand(B, T, 2, H, D).int()])
+def test_q_is_not_written_to_where_kv_is_refused(kv: Any) -> None:
+    q = rand(B, T, H, D)
+    before = q.clone()
+    check_named(flash_attn.RotaryEmbedding(D), {"qkv": q, "kv": kv})
+    assert torch.equal(q, before)
+
+
+class Own(Tensor):
+    """A tensor with a mistake of its user."""
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("a mistake of the user")
+
+
+@pytest.mark.parametrize(
+    "function", [vllm.rotary_embedding, transformers.apply_rotary_pos_emb, liger.liger_rotary_pos_emb]
+)
+def test_errors_of_others_are_raised_as_they_are(function: Any) -> None:
+    arguments = next(arguments for f, arguments in CALLS if f is function)
+    name = "query" if "query" in arguments else "q"
+    with pytest.raises(RuntimeError, match=r"^a mistake of the user$"):
+        function(**{**arguments, name: arguments[name].as_subclass(Own)})
+
+
+def test_a_flag_that_cannot_say_what_it_is_keeps_its_error() -> None:
+    class Flag:
+        def __bool__(self) -> bool:
+            raise RuntimeError("a mistake of the user")
+
+    with pytest.raises(TypeError, match="interleaved must be True or False, got Flag; ") as raised:
+        flash_attn.apply_rotary_emb(X, **HALF, interleaved=Flag())
+    assert "a mistake of the user" in str(raised.value.__context__)
