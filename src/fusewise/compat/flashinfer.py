@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.memo import Memo
 from ..ops.rope import rope, rope_, tables
 from ._check import check_tensor, number, shape_of, whole
 from ._shared import heads, pairing, pairing_of_neox, rotate_pair, unit_stride
@@ -219,7 +218,8 @@ def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, 
 
 
 # A model has one or two sets of frequencies; the bound is there only against a leak.
-_FREQUENCIES: Memo[tuple[Any, ...], Tensor] = Memo(256)
+_FREQUENCIES: dict[tuple[Any, ...], Tensor] = {}
+_FREQUENCIES_MAX = 256
 
 
 def _kept(*key: Any) -> Tensor:
@@ -241,6 +241,8 @@ def _kept(*key: Any) -> Tensor:
         with torch.inference_mode(False):  # to be kept: others may want gradients through it
             inv_freq = inv_freq.to(device, copy=True)
         if type(inv_freq) is Tensor:  # a fake one must not outlive its mode
+            if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
+                _FREQUENCIES.clear()
             _FREQUENCIES[key] = inv_freq
     return inv_freq
 
