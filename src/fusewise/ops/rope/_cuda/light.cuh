@@ -1,6 +1,6 @@
-// The calls that train most models and prefill: halves that pair, tensors and table read by vectors, a row of the table for each
-// token. They have a kernel of their own, since at large sizes it is the number of threads with an access under way that counts,
-// and what the general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
+// The calls of most models, but for a few tokens: halves that pair, tensors and table read by vectors, a row of the table for each
+// token. They have a kernel of their own, since it is the number of threads with an access under way that counts, and what the
+// general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
 //
 // Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses of 16 bytes: first the chunks that rotate, then
 // those that are copied (not in place). Accesses are of 8 bytes where alignment wants it and nothing is copied: what a thread
