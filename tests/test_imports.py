@@ -213,3 +213,10 @@ def test_importing_is_quick() -> None:
     time is that of the compiler.
     """
     assert min(float(fresh(TIMED, PYTHONDONTWRITEBYTECODE="")) for _ in range(5)) <= 0.1
+
+
+@pytest.mark.parametrize("name", ["compat", "distributed", "integrations", "native", "nn"])
+def test_parts_are_there_when_they_are_asked_for(name: str) -> None:
+    code = f"import sys, fusewise; assert 'fusewise.{name}' not in sys.modules; print(fusewise.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"fusewise.{name}"

@@ -39,11 +39,14 @@ __all__ = [
 ]
 
 
+_SUBMODULES = ("compat", "distributed", "integrations", "native", "nn")  # imported when they are first asked for
 study: Callable[..., Any]  # `fusewise.lab.api.study`, imported by `__getattr__` when it is first asked for
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name of this module for one that it has
 
     def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f".{name}", __name__)
         if name != "study":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

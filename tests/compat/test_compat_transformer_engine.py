@@ -286,3 +286,14 @@ def test_bad_input_is_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=r", got .*; ") as raised:
         call(freqs()[0])
     assert message in str(raised.value)
+
+
+def test_split_results_may_be_modified_in_place_in_training() -> None:
+    """q and k; v is a view of qkv."""
+    freqs, leaf = RotaryPositionEmbedding(8)(16), torch.randn(4, 2, 3, 32, requires_grad=True)
+    gradients = []
+    for in_place in (True, False):
+        q, k, v = apply_fused_qkv_rotary_pos_emb(leaf * 1, freqs, freqs, [16, 8, 8])
+        q, k = (q.mul_(2), k.add_(1)) if in_place else (q * 2, k + 1)
+        gradients += torch.autograd.grad((q.square().sum() + k.square().sum() + v.sum()), leaf)
+    assert torch.equal(*gradients)

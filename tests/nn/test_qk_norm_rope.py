@@ -70,3 +70,19 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
 def test_a_number_that_is_none(option: str) -> None:
     with pytest.raises(TypeError, match=rf"^QKNormRope: {option} must be a finite number of float32, got None; "):
         QKNormRope(RotaryEmbedding(16), **{option: None})
+
+
+def test_weights_of_any_memory_and_made_without() -> None:
+    with torch.device("meta"):
+        module = QKNormRope(RotaryEmbedding(16), weight_offset=1.0)
+    module.to_empty(device="cpu").reset_parameters()
+    assert all(torch.equal(weight, torch.zeros(16)) for weight in module.parameters())
+    q, k = torch.randn(1, 3, 2, 16), torch.randn(1, 3, 1, 16)
+    expected = module(q, k)
+    module.q_weight, module.k_weight = (torch.nn.Parameter(torch.zeros(16, 2)[:, 0]) for _ in range(2))
+    for a, b in zip(module(q, k), expected, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match=r"QKNormRope: eps must be at least 0, got -1\.0"):
+        QKNormRope(RotaryEmbedding(16), eps=-1.0)
+    with pytest.raises(ValueError, match=r"q_weight must be contiguous, .*; call q_weight.contiguous\(\)"):
+        fusewise.qk_norm_rope(q, None, torch.ones(32)[::2], inv_freq=module.rotary.inv_freq)

@@ -164,3 +164,14 @@ def test_compiles_whole_and_once_while_the_length_varies(table: Any) -> None:
         for y, x in zip(compiled(q, k), module(q, k), strict=True):
             assert torch.equal(y, x)
     assert compiles == 1
+
+
+def test_what_cannot_be_reserved_is_not_asked_for_again() -> None:
+    module, q = RotaryEmbedding(8, table="cos_sin"), torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="RotaryEmbedding: length must be at most 2147483647, got 8589934592"):
+        module.reserve(2**33)
+    module.half()(q)
+    dynamic = RotaryEmbedding(8, rope_type="dynamic", factor=2.0, max_position_embeddings=16)
+    with pytest.raises(ValueError, match="seq_len must be"):
+        dynamic.use_length(-1)
+    assert dynamic.rope_arguments.get("seq_len") != -1

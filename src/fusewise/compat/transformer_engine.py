@@ -235,7 +235,8 @@ class _SplitRotate(torch.autograd.Function):
         ctx.rest = widths, tensor_format, names, {name: x for name, x in call.items() if name not in names}
         ctx.like = qkv.shape, qkv.dtype, qkv.device
         ctx.set_materialize_grads(False)
-        return *_unfold(q, k, qkv), v
+        # No views of q and k, which autograd would not let be modified in place.
+        return *(torch.ops.aten._unsafe_view(x, x.shape) for x in _unfold(q, k, qkv)), v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_number, check_one_of
+from ..ops._common import check_count, check_number, check_one_of, fail, unit_stride
 from ..ops.qk_norm_rope import qk_norm_rope
 from ..ops.qk_norm_rope._op import IMPLEMENTATIONS
 from ..ops.qk_norm_rope._problem import OVERS, Over
@@ -56,6 +56,8 @@ class QKNormRope(nn.Module):
         check_one_of("QKNormRope", "impl", impl, ("auto", *IMPLEMENTATIONS))
         for option, value in (("eps", eps), ("weight_offset", weight_offset)):
             check_number("QKNormRope", option, value, f"pass the model's {option}")
+        if eps < 0:
+            fail("QKNormRope", "eps", "be at least 0", eps, "pass the model's rms_norm_eps")
         both = isinstance(heads, (tuple, list)) and len(heads) == 2
         if not (heads is None if norm == "head" else both):
             wanted = "be None" if norm == "head" else "be (heads of q, heads of k)"
@@ -65,8 +67,13 @@ class QKNormRope(nn.Module):
         self.rotary, self.eps, self.weight_offset, self.norm, self.impl = rotary, eps, weight_offset, norm, impl
         for name, count in zip(("q_weight", "k_weight"), heads or (1, 1), strict=True):
             features = check_count("QKNormRope", "heads", count) * rotary.head_dim
-            ones = torch.full((features,), 1.0 - weight_offset, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(ones))
+            self.register_parameter(name, nn.Parameter(torch.empty(features, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give the weights the value that makes weight + weight_offset 1."""
+        for weight in (self.q_weight, self.k_weight):
+            nn.init.constant_(weight, 1.0 - self.weight_offset)
 
     def forward(
         self,
@@ -84,7 +91,8 @@ class QKNormRope(nn.Module):
         )
         arguments = {**rotation, "impl": self.impl}
         return qk_norm_rope(
-            q, k, self.q_weight, self.k_weight, eps=self.eps, weight_offset=self.weight_offset, norm=self.norm, **arguments
+            q, k, unit_stride(self.q_weight), unit_stride(self.k_weight), eps=self.eps, weight_offset=self.weight_offset,
+            norm=self.norm, **arguments,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_one_of
+from ..ops._common import MAX_POSITION, check_count, check_one_of
 from ..ops.rope import rope, tables
 from ..ops.rope._auto import IMPLEMENTATIONS
 from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing
@@ -19,7 +19,7 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding of q, or of q and k in one launch, with the frequencies of any published model.
 
     Holds no parameters and nothing in the state_dict. Casting the module (`.to(torch.bfloat16)`, `.half()`) moves what it
-    holds but never rounds it, and a module built on the meta device has right values once it is moved off it.
+    holds but never rounds it, and a module built on the meta device has right values once `to_empty` has moved it off it.
 
     Args:
         head_dim: features of a head, even.
@@ -223,8 +223,8 @@ class RotaryEmbedding(nn.Module):
         """
         if device is not None:
             device = torch.empty(0, device=device).device  # "cuda" is one of several, and the tables know which
-        self._reserved = max(self._reserved, check_count("RotaryEmbedding", "length", length, 0))
-        self._cover(length, device)
+        self._cover(check_count("RotaryEmbedding", "length", length, 0, MAX_POSITION), device)
+        self._reserved = max(self._reserved, length)  # which is only asked of others once it could be had
 
     def _cover(self, length: int, device: torch.device | None) -> None:
         wanted = self.inv_freq.device if device is None else device
@@ -243,8 +243,12 @@ class RotaryEmbedding(nn.Module):
         """Take the frequencies of "dynamic" or "longrope" for sequences of `seq_len` tokens; the other types have one set
         for all lengths. Tables are made anew at the next call."""
         if self.rope_type in ("dynamic", "longrope"):
-            self.rope_arguments = {**self.rope_arguments, "seq_len": seq_len}
-            self._frequencies, self.scaling = self._computed()
+            before, self.rope_arguments = self.rope_arguments, {**self.rope_arguments, "seq_len": seq_len}
+            try:
+                self._frequencies, self.scaling = self._computed()
+            except BaseException:
+                self.rope_arguments = before
+                raise
             self._restore(self.inv_freq.device)
 
     def extra_repr(self) -> str:

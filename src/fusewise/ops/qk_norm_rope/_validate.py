@@ -106,7 +106,12 @@ def _check_weight(name: str, weight: Any, x: Tensor | None, layout: str, norm: N
     width = norm.width(x, layout)
     if shape_of(weight) != (width,) or not weight.is_contiguous():
         features = "head_dim" if norm.over == "head" else "heads · head_dim"
+        fix = (
+            f"call {name}.contiguous()"
+            if shape_of(weight) == (width,)
+            else f"pass an entry for each of {width} features"
+        )
         fail(
             OP, name, f'be contiguous, of shape ({features},) = ({width},) for norm="{norm.over}"',
-            f"shape {shape_of(weight)} with strides {weight.stride()}", f"pass one entry for each of the {width} features",
+            f"shape {shape_of(weight)} with strides {weight.stride()}", fix,
         )  # fmt: skip
