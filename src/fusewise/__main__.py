@@ -17,6 +17,9 @@ def main() -> None:
         from .cli import cli
 
         cli(prog_name="fusewise")
+    except KeyboardInterrupt:  # while torch is imported; what a verb leaves behind it says itself
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in LAB_EXTRA:
             raise

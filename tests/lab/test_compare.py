@@ -107,7 +107,9 @@ def test_notes_say_what_else_changed():
     )
     for i, r in enumerate(after.rows):
         after.rows[i] = dataclasses.replace(r, device_us=r.device_us * 1.5)
+    after.request["cache"], before.environment["torch_threads"], after.environment["torch_threads"] = "warm", 2, 1
     notes = compared(before, after).notes
+    assert {"cache: cold before, warm after", "torch threads: 2 before, 1 after"} <= set(notes)
     assert "torch: 2.10 before, 2.11 after" in notes
     assert "device: test before, other after" in notes
     assert any(note.startswith("the machine itself changed: copying takes 1.5") for note in notes)

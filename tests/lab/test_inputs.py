@@ -130,6 +130,11 @@ def test_arguments_become_specs_of_their_kind_and_range():
     spec = spec_of(torch.randn(1000) * 7, fixed_unless_wanted=True)
     assert (spec.fill, spec.fixed) == ("randn", True)
     assert 6 < spec.values[1] < 8
+    for count in (64, 10**5):  # the next draw has the same name
+        assert spec_of(torch.randn(count, generator=torch.Generator().manual_seed(1))) == TensorSpec("fp32", (count,))
+        drawn = torch.rand(count, generator=torch.Generator().manual_seed(1))
+        assert spec_of(drawn) == TensorSpec("fp32", (count,), fill="uniform", values=(0.0, 1.0))
+    assert spec_of(torch.linspace(0.2, 0.9, 100)).values == pytest.approx((0.2, 0.9))
     with pytest.raises(TypeError, match=r"arguments must be tensors, numbers, .*, got list"):
         spec_of([1])
     with pytest.raises(TypeError, match=r"tensors must be of .*, got torch.uint16"):

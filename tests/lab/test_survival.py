@@ -178,6 +178,11 @@ def test_a_function_in_a_folder_whose_name_is_no_utf8_is_studied(tmp_path):
     assert done.returncode == 0, done.stderr
     assert record.read(here / "run").request["tasks"][0]["detail"]["place"] == str(here / "twice.py:twice")
     assert "caf\\udce9/twice.py" in (here / "run" / "report.html").read_text(encoding="utf-8")
+    (here / "twice.py").write_text("def twice(x):\n    return x + x\n")
+    again = [sys.executable, "-m", "fusewise", *words.split(), "--resume"]
+    done = subprocess.run(again, cwd=here, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "--resume must keep the function's file as it was when the run began" in " ".join(done.stderr.split())
 
 
 def test_two_studies_do_not_share_a_folder(tmp_path):

@@ -100,6 +100,15 @@ def test_not_worth_it_worth_trying_or_not_to_be_told(times, noise, worth, words)
     assert found.kernel is None
 
 
+def test_a_floor_that_a_compiler_is_far_below_says_nothing():
+    """Neither what binds nor a least time, nor how far others are from it."""
+    judged = only(record({"floor-copy": 50.0, "eager": 20.0, "fusewise-cpu": 25.0}))
+    assert (judged.bound, judged.minimum_us, judged.left, judged.worth) == ("cannot tell", None, None, "cannot tell")
+    assert judged.why == "eager is faster than the floor, 250 %, so that was no limit"
+    assert all(gap.factor is None for gap in judged.gaps)
+    assert not any("at least" in sentence or "to gain" in sentence for sentence in sentences(judged))
+
+
 def test_products_without_a_time_are_not_called_memory_bound():
     found = record({"eager": 30.0})
     found.rows = [dataclasses.replace(r, flops_min=100 * r.bytes_min) for r in found.rows]

@@ -122,10 +122,8 @@ def study(
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
-    names = [
-        *functions.parameters(function, len(specs)),
-        *[""] * len(specs),
-    ]  # one too many is told with the command line's words
+    known = functions.parameters(function, len(specs)) if functions.tells(function) else {}
+    names = [*known, *[""] * len(specs)]  # one too many is told with the command line's words
     texts = [inputs.written(name, spec) for name, spec in zip(names, specs, strict=False)]
     if not tensors:
         raise ValueError(f"study: arguments must have a tensor among them, got {len(arguments)} without one; add one")

@@ -10,7 +10,7 @@ so that a machine that became slower as a whole is no regression.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ TOLERANCE = 0.02
 #: SM clocks that differ by more than this between the runs are looked at.
 CLOCKS_DIFFER = 0.02
 REGRESSIONS = ("slower", "broken")
+#: Of a record's environment, what a user sets or another machine has; devices and versions are in the rows.
+ENVIRONMENT = ("cpu", "cores", "torch_threads")
 
 Key = tuple[str, str, str, str, str]
 
@@ -39,6 +41,7 @@ class Side:
     rounds: Mapping[Key, Mapping[int, float]]
     noise: Mapping[tuple[str, str, str, str], float]
     unit: str = "µs"
+    conditions: Mapping[str, str] = field(default_factory=dict)  # of a record: under what it was measured
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def side(found: Record, name: str) -> Side:
         if c["provider"].endswith(TWIN) and c["noise"] is not None
     }
     rounds = {_measured(m): analysis.round_medians(m) for m in found.measurements if m.rounds}
-    return Side(name, {_key(row): row for row in found.rows}, rounds, noise)
+    conditions = {"cache": found.request.get("cache"), **{name: found.environment.get(name) for name in ENVIRONMENT}}
+    known = {name.replace("_", " "): str(value) for name, value in conditions.items() if value is not None}
+    return Side(name, {_key(row): row for row in found.rows}, rounds, noise, conditions=known)
 
 
 def _key(row: Row) -> Key:
@@ -125,7 +130,7 @@ def relative(side: Side) -> Side:
             rows[key] = replace(row, device_us=row.device_us * factor, device_us_iqr=iqr, clocks=None)
             mine, least = side.rounds.get(key, {}), side.rounds.get(floor, {})
             rounds[key] = {i: time / least[i] for i, time in mine.items() if i in least}
-    return Side(side.name, rows, rounds, side.noise, "× floor")
+    return replace(side, rows=rows, rounds=rounds, unit="× floor")
 
 
 def compare(before: Side, after: Side, tolerance: float = TOLERANCE) -> Comparison:
@@ -202,6 +207,9 @@ def _notes(shared: Sequence[Key], before: Side, after: Side) -> list[str]:
         old, new = devices if name == "device" else [v.get(name, set()) for v in versions]
         if old != new:
             found.append(f"{name}: {', '.join(sorted(old)) or 'none'} before, {', '.join(sorted(new)) or 'none'} after")
+    for name, old_word in before.conditions.items():
+        if (new_word := after.conditions.get(name, old_word)) != old_word:
+            found.append(f"{name}: {old_word} before, {new_word} after")
     floors = [
         after.rows[key].device_us / before.rows[key].device_us  # type: ignore[operator]
         for key in shared

@@ -16,8 +16,8 @@ from .names import checksum
 from .record import Record
 
 #: What must be the same for an interrupted run to go on: the rows of one record are made in one way.
-SAME_REQUEST = ("op", "cache", "seed", "providers", "tasks")
-SAME_MACHINE = ("device_name", "cpu", "cores", "python")
+SAME_REQUEST = ("op", "cache", "seed", "rounds", "providers", "tasks")
+SAME_MACHINE = ("device_name", "cpu", "cores", "torch_threads", "python")
 #: Of a file's name, characters; a few file systems take no more than 143 bytes.
 LONGEST_NAME = 100
 
@@ -74,6 +74,9 @@ def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[
     ):
         for name in names:
             if then.get(name) != now.get(name):
+                if name == "tasks" and _sources(then) != _sources(now):
+                    contract = "keep the function's file as it was when the run began"
+                    raise Refused(f"study: --resume must {contract}, got another content; choose another --out")
                 raise Refused(
                     f"study: --resume must keep the {kind}'s {name}, got {_short(now.get(name))} after"
                     f" {_short(then.get(name))}; {fix}"
@@ -81,6 +84,11 @@ def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[
     torches = before.environment.get("versions", {}).get("torch"), environment["versions"]["torch"]
     if torches[0] != torches[1]:
         raise Refused(f"study: --resume must keep torch {torches[0]}, got {torches[1]}; choose another --out")
+
+
+def _sources(request: Mapping[str, Any]) -> list[Any]:
+    """What tells the file of each task's function from an edited one; None for one of ours."""
+    return [task.get("detail", {}).get("source") for task in request.get("tasks", [])]
 
 
 def _short(value: Any) -> str:

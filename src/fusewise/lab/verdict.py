@@ -40,7 +40,7 @@ DOING: dict[Bound, str] = {
     "memory": "memory-bound: moving its bytes takes longer than computing on them",
     "compute": "compute-bound: its products take longer than moving its bytes",
     "launch": "launch-bound: starting any kernel takes longer than its bytes or its products",
-    "cannot tell": "bound by what cannot be told: a floor is missing, and the record has no limits of this machine",
+    "cannot tell": "bound by what cannot be told: the record has no floor, and no limit of this machine, that holds for it",
 }
 
 
@@ -91,6 +91,11 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     limited = next((r for r in timed if r.limit is not None and r.share_of_limit is not None), None)
     bound = BOUND_BY.get(limited.limit, "cannot tell") if limited else "cannot tell"
     minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
+    missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
+    worth, kernel, why = _worth(key, timed, missed, bound, minimum, record)
+    best = next((r for r in timed if is_compiler(r.provider)), None)
+    if best is not None and minimum is not None and minimum / _time(best) > BEYOND:
+        bound, minimum = "cannot tell", None  # the reason is said; nothing is to be measured by such a floor
     ledgers = {entry["provider"]: entry for entry in record.ledgers if _belongs(entry, key)}
     launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
     gaps = []
@@ -98,9 +103,6 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
         factor = None if minimum is None else _time(row) / minimum
         causes = _causes(row, factor, ledgers.get(row.provider), launch, timed, record)
         gaps.append(Gap(row.provider, row.id, _time(row), factor, tuple(causes)))
-    missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
-    worth, kernel, why = _worth(key, timed, missed, bound, minimum, record)
-    best = next((r for r in timed if is_compiler(r.provider)), None)
     left = None if best is None or minimum is None else max(0.0, 1 - minimum / _time(best))
     saved = _saved(ledgers.get("eager"), rows[0].bytes_min)
     return Verdict(key, bound, minimum, tuple(gaps), saved, left, worth, kernel, why)
@@ -160,7 +162,7 @@ def _causes(
         return causes or ["at the limit"]
     if row.device_us is not None and row.device_us < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
         causes.append("at the floor of what can be measured")
-    return causes or ["cannot tell: " + ("its ledger is lean" if ledger else "no ledger of its traffic")]
+    return causes or ["cannot tell: " + ("its traffic is the least" if ledger else "no ledger of its traffic")]
 
 
 def _of_row(stage: Json, row: Row) -> bool:

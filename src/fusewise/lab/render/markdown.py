@@ -112,9 +112,15 @@ def opening(record: Record) -> str:
     ok = len({row.provider for row in record.rows if row.status == "ok" and not is_floor(row.provider)})
     state = "" if record.finished else " **The run was cut short; the rows below are complete.**"
     seconds = "" if record.seconds is None else f" in {record.seconds:.0f} s"
+    state += (
+        f" It was gone on with {len(record.resumed)} time{'s' if len(record.resumed) > 1 else ''}."
+        if record.resumed
+        else ""
+    )
+    count = len(groups(record))
     return (
         f"Run `{text(record.run)}` of {text(record.created)} on {text(record.environment['device_name'])}: "
-        f"{len(groups(record))} comparisons, {ok} providers measured{seconds}.{state}"
+        f"{count} comparison{'' if count == 1 else 's'}, {ok} provider{'' if ok == 1 else 's'} measured{seconds}.{state}"
     )
 
 

@@ -111,6 +111,11 @@ def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return UNKNOWN
 
 
+def tells(function: Callable[..., Any]) -> bool:
+    """Whether it tells its parameters, so that inputs may be given by name."""
+    return _signature(function) is not UNKNOWN
+
+
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
     """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
     named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
@@ -119,7 +124,7 @@ def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[
             f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only, without a "
             "default; wrap it in a function that gives it"
         )
-    if _signature(function) is UNKNOWN and (names := [text for text in texts if inputs.parse(text)[0]]):
+    if not tells(function) and (names := [text for text in texts if inputs.parse(text)[0]]):
         raise ValueError(
             f"study: inputs must be without names where a function does not tell its parameters, got {names[0]!r}; give them in order"
         )

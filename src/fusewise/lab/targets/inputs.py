@@ -51,6 +51,8 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
 _TENSOR = re.compile(r"(?:torch\.)?(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
 _WORD = re.compile(r"\s*(?P<word>[a-z]+)\s*(?:\(\s*(?P<values>[^)]*)\))?")
 _NAME = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
+#: So many standard errors from what a generator makes, of so many values at least, a tensor is taken to be made by it.
+ERRORS, MANY = 4.0, 64
 #: The largest HIGH of randint: the double next to 2^63.
 LARGEST_HIGH = math.nextafter(2.0**63, 0.0)
 _COUNTS = {"randn": (0, 2), "uniform": (2,), "randint": (2,), "full": (1,)}
@@ -269,13 +271,20 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
         return replace(spec, fill="full", values=(low,))
     if not value.dtype.is_floating_point:
         return replace(spec, fill="randint", values=(low, min(high + 1, LARGEST_HIGH)))
-    most = torch.finfo(value.dtype).max  # which three digits may be beyond
-    mean, deviation, low, high = (
-        max(-most, min(most, float(f"{v:.3g}"))) for v in (wide.mean().item(), wide.std(correction=0).item(), low, high)
-    )
+    most, count = torch.finfo(value.dtype).max, wide.numel()  # three digits may be beyond the one
+    mean, deviation = wide.mean().item(), wide.std(correction=0).item()
+    # What torch.randn or torch.rand may have made is said as they are: the next draw is to have the same name.
+    if count >= MANY:
+        if abs(mean) <= ERRORS * deviation / math.sqrt(count):
+            mean = 0.0
+        if abs(deviation - 1) <= ERRORS / math.sqrt(2 * count):
+            deviation = 1.0
+        if 0 <= low <= 2 * ERRORS / count and 0 <= 1 - high <= 2 * ERRORS / count:
+            low, high = 0.0, 1.0
+    mean, deviation, low, high = (max(-most, min(most, float(f"{v:.3g}"))) for v in (mean, deviation, low, high))
     if 0 <= low < high:
         return replace(spec, fill="uniform", values=(low, high))
-    return replace(spec, fill="randn", values=(mean, deviation))
+    return spec if (mean, deviation) == (0.0, 1.0) else replace(spec, fill="randn", values=(mean, deviation))
 
 
 def written(name: str, spec: Spec) -> str:

@@ -8,6 +8,7 @@ Modules work as functions, and their parameters get gradients, too.
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 import sys
 import tempfile
@@ -91,7 +92,10 @@ class User(Target):
         return UserCase(text, (_changeable(specs) or "fp32",), passes, sum(spec.bytes for spec in tensors))
 
     def detail(self, case: Case) -> Mapping[str, Any]:
-        return {"place": self.place, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
+        file = Path(self.place.rpartition(":")[0])
+        # What a record is of, so that a study that is resumed is of the same; a module's file is found where it is imported.
+        source = hashlib.sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" else None
+        return {"place": self.place, "source": source, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
 
     def problem(self, task: Task) -> Problem:
         return UserProblem(task)
