@@ -175,3 +175,23 @@ def test_what_cannot_be_reserved_is_not_asked_for_again() -> None:
     with pytest.raises(ValueError, match="seq_len must be"):
         dynamic.use_length(-1)
     assert dynamic.rope_arguments.get("seq_len") != -1
+
+
+def test_threads_may_share_a_module_whose_table_grows() -> None:
+    """What one of them has found is of one table, whatever another puts in its place meanwhile."""
+    module = RotaryEmbedding(8, table="cos_sin", max_positions=1)
+    made = tables.cos_sin
+
+    def grown_meanwhile(*arguments: Any, **options: Any) -> Any:
+        found = made(*arguments, **options)
+        module.cos, module.sin = made(module._frequencies, 64)  # another thread, which was asked for more
+        return found
+
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tables, "cos_sin", grown_meanwhile)
+        one = module.arguments(q)
+    assert one["cos"].shape == one["sin"].shape == (4, 4)
+    module.cos = made(module._frequencies, 128)[0]  # it has put one of the two
+    other = module.arguments(q)
+    assert other["cos"].shape == other["sin"].shape

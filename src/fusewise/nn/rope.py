@@ -211,8 +211,10 @@ class RotaryEmbedding(nn.Module):
             rows, dim = self.max_positions, {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]
             if positions is None and cu_seqlens is None and isinstance(offset, int) and q.dim() > dim:
                 rows = offset + q.shape[dim] * _ranks(context_parallel)
-            self._cover(rows, q.device)
-        return {"cos": self.cos, "sin": self.sin, **given}
+            cos, sin = self._cover(rows, q.device)
+        else:
+            cos, sin = self.cos, self.sin
+        return {"cos": cos, "sin": sin, **given}
 
     def reserve(self, length: int, device: torch.device | str | None = None) -> None:
         """Make the tables of "cos_sin" cover positions below `length` on `device` (None: that of the frequencies).
@@ -226,18 +228,21 @@ class RotaryEmbedding(nn.Module):
         self._cover(check_count("RotaryEmbedding", "length", length, 0, MAX_POSITION), device)
         self._reserved = max(self._reserved, length)  # which is only asked of others once it could be had
 
-    def _cover(self, length: int, device: torch.device | None) -> None:
+    def _cover(self, length: int, device: torch.device | None) -> tuple[Any, Any]:
+        """The tables, which reach that far. They are read once: another thread may be about to put larger ones in their place."""
+        cos: Any = self.cos
+        sin: Any = self.sin
         wanted = self.inv_freq.device if device is None else device
         # An export has the table as a fake of its own; one that a trace left behind when it ended is of no use.
-        left = (
-            isinstance(self.cos, torch._subclasses.FakeTensor)
-            and self.cos.fake_mode is not torch._guards.detect_fake_mode()
-        )
-        rows = 0 if self.cos is None or left or self.cos.device != wanted else self.cos.shape[0]
+        left = isinstance(cos, torch._subclasses.FakeTensor) and cos.fake_mode is not torch._guards.detect_fake_mode()
+        whole = cos is not None and sin is not None and cos.shape == sin.shape
+        rows = cos.shape[0] if whole and not left and cos.device == wanted else 0
         if self.table == "cos_sin" and rows < max(length, 1):
             rows = max(length, self.max_positions, self._reserved, 2 * rows)
             with torch.inference_mode(False):  # as in `_computed`
-                self.cos, self.sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
+                cos, sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
+            self.cos, self.sin = cos, sin
+        return cos, sin
 
     def use_length(self, seq_len: int) -> None:
         """Take the frequencies of "dynamic" or "longrope" for sequences of `seq_len` tokens; the other types have one set
