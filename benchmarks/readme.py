@@ -161,7 +161,8 @@ def folded(sentence: str, table: str) -> str:
 
 def span(values: Iterable[float], form: str = ".0f") -> str:
     every = sorted(values)
-    return f"{every[0]:{form}} to {every[-1]:{form}}"
+    least, most = f"{every[0]:{form}}", f"{every[-1]:{form}}"
+    return least if least == most else f"{least} to {most}"
 
 
 def shares(found: Groups, pass_: str) -> str:
