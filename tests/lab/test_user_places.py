@@ -265,6 +265,13 @@ def test_a_study_from_python_shows_itself(tmp_path):
     assert "eager" in bundle["text/plain"]
 
 
+def test_a_study_of_a_function_that_does_not_tell_its_parameters(tmp_path):
+    made = fusewise.study(
+        torch.softmax, torch.randn(8, 8), 1, providers=["eager"], rounds=3, warm=True, code=False, out=tmp_path / "run"
+    )
+    assert [(r.op, r.case, r.status) for r in made.rows] == [("torch:softmax", "fp32[8,8] 1", "ok")]
+
+
 def test_a_table_for_a_notebook_is_harmless():
     made = Result(study_record([row("<script>alert(1)</script>")]), Path("report.html"))
     assert "<script>" not in made._repr_html_()

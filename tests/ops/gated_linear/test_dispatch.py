@@ -86,3 +86,8 @@ def test_the_way_through_triton_is_named_with_its_reason() -> None:
     assert "which the gate's weight lacks" in told(X, WEIGHT[:16], w_gate=wide[:16, :16]).path
     assert "platform's library" in told(torch.randn(65, 16), WEIGHT).path
     assert "platform's library" not in told(torch.randn(65, 16).half(), WEIGHT.half()).path
+
+
+def test_a_tensor_without_dimensions_is_named() -> None:
+    with pytest.raises(ValueError, match="explain_dispatch: weight must have at least one dimension, got none"):
+        fusewise.explain_dispatch(fusewise.geglu_linear, torch.randn(3, 4), torch.tensor(1.0))
