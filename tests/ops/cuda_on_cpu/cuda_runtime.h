@@ -35,8 +35,22 @@ enum cudaError_t {
 using cudaStream_t = void*;
 
 struct float2 { float x, y; };
-struct uint2 { uint32_t x, y; };
-struct uint4 { uint32_t x, y, z, w; };
+namespace on_cpu { inline void check(bool right, const char* what); }
+// Words that a thread reads and writes at once, which have to be aligned.
+template <int N>
+struct alignas(4 * N) Aligned {
+  uint32_t words[N];
+  Aligned() = default;
+  Aligned(const Aligned&) = default;
+  Aligned& operator=(const Aligned& from) {
+    const bool right = (reinterpret_cast<uintptr_t>(this) | reinterpret_cast<uintptr_t>(&from)) % (4 * N) == 0;
+    on_cpu::check(right, "a misaligned address");
+    if (right) std::memcpy(words, from.words, sizeof words);
+    return *this;
+  }
+};
+using uint2 = Aligned<2>;
+using uint4 = Aligned<4>;
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
@@ -89,6 +103,7 @@ struct Meeting {
 };
 
 struct Warp {
+  size_t left;  // threads that have not ended
   Meeting meeting;
   uint32_t given[WARP];
 };
@@ -132,13 +147,17 @@ inline void meet(Meeting& meeting, size_t count) {
   wait_until([&] { return meeting.times != before; });
 }
 inline Warp& warp() { return block().warps[thread_index() / WARP]; }
-inline void meet_warp() { meet(warp().meeting, WARP); }
+inline void meet_warp() { meet(warp().meeting, WARP); }  // a whole one
+
+// A barrier is for those that are left.
+inline void leave(Meeting& meeting, size_t& left) {
+  if (--left && left == meeting.arrived) meeting.arrived = 0, ++meeting.times;
+}
 
 inline void enter() {
   kernel();
   fibers[running].ended = true;
-  // A barrier is for those that are left.
-  if (--block().left && block().left == block().all.arrived) block().all.arrived = 0, ++block().all.times;
+  leave(block().all, block().left), leave(warp().meeting, warp().left);
 }
 
 // All threads of the blocks in `blocks`, to their end.
@@ -149,6 +168,7 @@ inline void run(unsigned count) {
   if (fibers.size() < count * threads) fibers = std::vector<Fiber>(count * threads);
   for (unsigned b = 0; b < count; ++b) {
     blocks[b].all = {}, blocks[b].left = threads, blocks[b].warps.assign((threads + WARP - 1) / WARP, {});
+    for (size_t w = 0; w < blocks[b].warps.size(); ++w) blocks[b].warps[w].left = std::min<size_t>(WARP, threads - w * WARP);
     std::fill(std::begin(blocks[b].names), std::end(blocks[b].names), Meeting());
     if (count > 1) std::memset(blocks[b].memory, 0xff, SHARED);  // NaN
     for (size_t i = 0; i < threads; ++i) {
@@ -192,7 +212,7 @@ cudaError_t launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, 
 }  // namespace on_cpu
 
 inline void __syncthreads() { on_cpu::meet(on_cpu::block().all, on_cpu::block().left); }
-inline void __syncwarp() { on_cpu::meet_warp(); }
+inline void __syncwarp() { on_cpu::meet(on_cpu::warp().meeting, on_cpu::warp().left); }
 inline float __shfl_xor_sync(uint32_t, float mine, int mask) {
   on_cpu::Warp& warp = on_cpu::warp();
   const size_t lane = on_cpu::thread_index() % on_cpu::WARP;

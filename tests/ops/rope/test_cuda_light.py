@@ -1,5 +1,5 @@
-"""The kernel that large calls have (`_cuda/light.cuh`): every instance of it, on a CPU against the oracle and on a GPU with
-Triton's bits, where nothing of a head is copied, one access of it, or more."""
+"""The kernel that large calls have (`_cuda/light.cuh`): every instance of it, on a CPU against the oracle, whichever thread is
+first, and on a GPU with Triton's bits, where nothing of a head is copied, one access of it, or more."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from fusewise.ops.rope._auto import choice
 
 from .. import cuda_on_cpu
 from .oracle import Call
-from .support import Case, assert_bits, copy_of, make, poisoned_like
-from .test_cuda_on_cpu import CUDA, changed, check
+from .support import Case, Place, assert_bits, copy_of, make, poisoned_like
+from .test_cuda_on_cpu import CUDA, changed, check, order
 from .test_matrix import ids, run
+
+__all__ = ["order"]  # a fixture
 
 BATCH, TOKENS = 3, 50
 ACCESS = {"fp32": 4, "bf16": 8, "fp16": 8}  # elements of 16 bytes
@@ -32,8 +34,9 @@ HEADS = {
     "narrow-k": (4, 9, 4, -4),
     "wide-k": (2, 2, 5, 0),
 }
-#: The same by accesses of 8 bytes; of what is not whole the kernel serves calls in place.
+#: The same by accesses of 8 bytes, where halves pair; of what is not whole the kernel serves calls in place.
 NARROW = {"narrow-whole": (6, 6, 6, 0), "narrow-part": (6, 8, 10, 1)}
+PAIRINGS = ("half", "interleaved", "interleaved_to_half", "half_to_interleaved")
 POSITIONS: list[dict[str, Any]] = [
     {},
     {"offset": 13},
@@ -46,13 +49,15 @@ POSITIONS: list[dict[str, Any]] = [
 def cases() -> list[Case]:
     found = []
     tables = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16")]
-    for i, ((dtype, table), shape) in enumerate(product(tables, HEADS | NARROW)):
+    for i, (pairing, (dtype, table), shape) in enumerate(product(PAIRINGS, tables, HEADS | NARROW)):
+        if pairing != "half" and shape in NARROW:
+            continue
         rotary, of_q, of_k, before = (HEADS | NARROW)[shape]
         access = ACCESS[dtype] // (2 if shape in NARROW else 1)
         found.append(
             Case(
-                name=f"{dtype}-{table}-{shape}", dtype=dtype, table_dtype=table, batch=BATCH, tokens=TOKENS,
-                heads=16, kv_heads=5, head_dim=of_q * access, k_head_dim=of_k * access, rotary_dim=rotary * access,
+                name=f"{pairing}-{dtype}-{table}-{shape}", batch=BATCH, tokens=TOKENS,
+                pairing=pairing, dtype=dtype, table_dtype=table, heads=16, kv_heads=5, head_dim=of_q * access, k_head_dim=of_k * access, rotary_dim=rotary * access,
                 layout=("bshd", "bhsd", "sbhd")[i % 3], memory="packed" if of_q == of_k and i % 4 == 0 else "contiguous",
                 options={**POSITIONS[i % len(POSITIONS)], "rotary_start": before * access},
             )
@@ -69,17 +74,18 @@ ROWS = [
          options={"positions": ids(150, 1, low=-8, high=72, dtype=torch.int32)}),
     Case(name="decode-bhsd", layout="bhsd", batch=150, tokens=1, heads=16, kv_heads=5, head_dim=8,
          options={"positions": ids(150, 1, low=-8, high=72)}),
+    Case(name="thd-reordered", layout="thd", batch=1, tokens=61, heads=36, kv_heads=5, head_dim=64, dtype="bf16",
+         pairing="interleaved_to_half", options={"offset": 3}),
     Case(name="q-alone", layout="thd", batch=1, tokens=60, heads=40, kv_heads=None, head_dim=16, dtype="bf16"),
 ]  # fmt: skip
 CASES = [*cases(), *ROWS]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
+@pytest.mark.usefixtures("order")
 @every_case
 def test_rotates(case: Case) -> None:
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_rope").plays()
-    with cuda_on_cpu.serving(_cuda, choice, kernels):
-        check(case)
+    check(case)
 
 
 def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,6 +104,36 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
             for x, was in zip(xs, call.xs, strict=True):
                 assert_bits(x, was)
+
+
+def test_heads_of_several_warps_are_not_reordered_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One warp would write what another has yet to read, where three threads have a head. The general kernel serves them."""
+    kernels = changed(monkeypatch, tmp_path, "return launch_light(", "return cudaSuccess; launch_light(").plays()
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        for head_dim, light in ((32, True), (48, False)):
+            shape = Case(name="", batch=BATCH, tokens=TOKENS, heads=16, kv_heads=5, head_dim=head_dim, dtype="bf16")
+            call = make(replace(shape, pairing="interleaved_to_half"))
+            xs, _ = copy_of(call.xs)
+            run(fusewise.rope_, Call(xs, call.kwargs), CUDA)
+            assert torch.equal(xs[0], call.xs[0]) is light
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(("head_dim", "shift"), [(24, 0), (32, 1), (32, 2), (32, 3)], ids=str)
+def test_what_it_cannot_read_others_do(pairing: str, head_dim: int, shift: int) -> None:
+    """An odd number of accesses a head, and a table that begins so many elements behind an aligned address."""
+    call = make(
+        Case(
+            name="", batch=BATCH, tokens=TOKENS, heads=16, kv_heads=5, head_dim=head_dim, dtype="bf16", pairing=pairing
+        )
+    )
+    for name in ("cos", "sin"):
+        moved = torch.empty(call.kwargs[name].numel() + shift)[shift:].view_as(call.kwargs[name])
+        call.kwargs[name] = moved.copy_(call.kwargs[name])
+    want = run(fusewise.rope, call, Place("reference", "cpu"))
+    with cuda_on_cpu.serving(_cuda, choice, cuda_on_cpu.library(_cuda, "fusewise_rope").plays()):
+        for y, w in zip(run(fusewise.rope, call, CUDA), want, strict=True):
+            torch.testing.assert_close(y, w, rtol=0.01, atol=0.01)
 
 
 def without_rows(device: str, heads: int) -> None:

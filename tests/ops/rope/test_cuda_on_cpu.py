@@ -80,13 +80,13 @@ def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -
 
 
 def test_stripes_of_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a few tokens each, so that there are many: none is left out, in the general kernel and in that of most halves."""
-    kernels = changed(monkeypatch, tmp_path, "STRIPE = 16 << 20", "STRIPE = 1 << 12").plays()
+    """Of a few tokens each, so that there are many: none is left out, in the general kernel and in that of most calls."""
+    kernels = changed(monkeypatch, tmp_path, " << 20;", " << 8;").plays()  # what a stripe moves, and reads of a table
     shape = Case(name="", batch=3, tokens=48, heads=6, kv_heads=3, head_dim=32, rotary_dim=16, dtype="bf16")
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for tokens in (48, 47):  # 47: no even share
-            for pairing in ("interleaved", "half"):
-                check(replace(shape, tokens=tokens, pairing=pairing, options={"positions": ids(3, tokens)}))
+            for rotary_dim in (8, 16):
+                check(replace(shape, tokens=tokens, rotary_dim=rotary_dim, options={"positions": ids(3, tokens)}))
 
 
 def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

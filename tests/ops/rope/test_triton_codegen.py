@@ -228,12 +228,22 @@ def test_the_kernel_divides_up_to_the_last_int32(divisor: int) -> None:
     assert to.tolist() == (n // divisor).tolist()
 
 
-@given(batch=st.integers(1, 100), tokens=st.integers(0, 10**6), bytes_per_token=st.integers(2, 10**6))
-def test_stripes_divide_the_tokens(batch: int, tokens: int, bytes_per_token: int) -> None:
-    stripe = _triton._stripe(batch, tokens, bytes_per_token)
+@given(
+    batch=st.integers(1, 100),
+    tokens=st.integers(0, 10**6),
+    bytes_per_token=st.integers(2, 10**6),
+    table_bytes=st.integers(0, 2**12),
+)
+def test_stripes_divide_the_tokens(batch: int, tokens: int, bytes_per_token: int, table_bytes: int) -> None:
+    stripe = _triton._stripe(batch, tokens, bytes_per_token, None)
     assert stripe >= 1 and tokens % stripe == 0
     if stripe < tokens:
         assert _triton.STRIPE_BYTES / 4 <= stripe * bytes_per_token <= _triton.STRIPE_BYTES
+    stripe = _triton._stripe(batch, tokens, bytes_per_token, table_bytes)
+    assert stripe >= 1 and tokens % stripe == 0
+    if stripe < tokens:
+        moved, read = stripe * bytes_per_token / _triton.STRIPE_BYTES, stripe * table_bytes / _triton.STRIPE_TABLE_BYTES
+        assert max(moved, read) >= 1 / 4 and min(moved, read) <= 1
 
 
 @pytest.mark.parametrize(
@@ -252,5 +262,6 @@ def test_stripes_divide_the_tokens(batch: int, tokens: int, bytes_per_token: int
     ],
 )
 def test_stripes_of_a_sweep(tokens: int, stripe: int) -> None:
-    """Eight heads of 256 in float32, q and k: 512 tokens move 16 MiB."""
-    assert _triton._stripe(32, tokens, 2**15) == stripe
+    """Eight heads of 256 in float32, q and k: 512 tokens move 16 MiB. A table of them has 1 KiB a token."""
+    assert _triton._stripe(32, tokens, 2**15, None) == stripe
+    assert _triton._stripe(32, tokens, 2**15, 2**10) == (2048 if tokens == 4096 else tokens)

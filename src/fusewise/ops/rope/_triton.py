@@ -21,6 +21,7 @@ from ._triton_kernel import rope_kernel
 NUM_WARPS = 4
 THREADS = 32 * NUM_WARPS
 STRIPE_BYTES = 16 * 2**20  # what a stripe of tokens reads and writes: well within the cache that holds its table rows
+STRIPE_TABLE_BYTES = 2 * 2**20  # or reads of the table, where that is longer: read again, these cost less than stripes
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     batches = max(problem.batch, 1)
     magic, shift = division(batches)
     bytes_per_token = 2 * itemsize * sum(operand.heads * operand.head_dim for operand in operands)
-    stripe = _stripe(problem.batch, problem.tokens, bytes_per_token)
+    table_bytes = {"cos_sin": 2, "angles": 1, "inv_freq": 0}[table] * problem.pairs * problem.cos.element_size()
+    stripe = _stripe(problem.batch, problem.tokens, bytes_per_token, None if access.flat else table_bytes)
     stripe_magic, stripe_shift = division(stripe)
     table_unit = math.gcd(16, *problem.table_strides[:2])
     sections = spec.sections or (0, 0, 0)
@@ -171,10 +173,13 @@ def division(divisor: int) -> tuple[int, int]:
     return magic - (1 << 32) if magic >= 1 << 31 else magic, shift
 
 
-def _stripe(batch: int, tokens: int, bytes_per_token: int) -> int:
-    """The tokens of a stripe: all, where they fit the cache; else the largest even share that moves STRIPE_BYTES at most. All
-    again, where that makes more than twice as many as uneven shares would be: short stripes are slower than none."""
+def _stripe(batch: int, tokens: int, bytes_per_token: int, table_bytes: int | None) -> int:
+    """The tokens of a stripe: all, where they fit the cache; else the largest even share that moves STRIPE_BYTES at most, or, of
+    tokens with `table_bytes` of the table each, reads STRIPE_TABLE_BYTES of it. All again, where that makes more than twice as
+    many as uneven shares would be: short stripes are slower than none."""
     stripes = triton.cdiv(tokens * bytes_per_token, STRIPE_BYTES)
+    if table_bytes is not None:
+        stripes = min(stripes, triton.cdiv(tokens * table_bytes, STRIPE_TABLE_BYTES))
     if batch <= 1 or stripes <= 1:
         return max(tokens, 1)
     return tokens // next((n for n in range(stripes, 2 * stripes + 1) if tokens % n == 0), 1)

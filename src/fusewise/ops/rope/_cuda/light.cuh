@@ -1,14 +1,13 @@
-// The calls of most models, but for a few tokens: halves that pair, tensors and table read by vectors, a row of the table for each
-// token. They have a kernel of their own, since it is the number of threads with an access under way that counts, and what the
-// general kernel can be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
+// The calls of most models, but for a few tokens: tensors and table read by vectors, a row of the table for each token. They have
+// a kernel of their own, since it is the number of threads with an access under way that counts, and what the general kernel can
+// be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
 //
-// Shape legend: as in rope.cu. A thread has a chunk of one head, two accesses of 16 bytes: first the chunks that rotate, then
-// those that are copied (not in place). Accesses are of 8 bytes where alignment wants it and nothing is copied: what a thread
-// does to find its place is worth that much work, but not also that of copying a wide rest by halves. Neighbours have
-// neighbouring chunks, then heads of q and k, then tokens. A block belongs to one stripe of tokens (z) of one batch entry (y):
-// those stripes of all entries follow each other, so that the rows of the table are still in the cache. Pairs of neighbours
-// have one access a chunk, too little work for what comes before it: they stay with the general kernel, whose threads have
-// several heads.
+// Shape legend: as in rope.cu. A thread has two accesses of 16 bytes in one head: of what rotates, the same place in its first and
+// in its second half, whichever elements pair; or of what is copied (not in place). With one access its first instructions would
+// serve too little. Where halves pair, accesses are of 8 bytes if alignment wants it and nothing is copied: copying a wide rest by
+// halves is too little again. Neighbouring threads have neighbouring accesses, then heads of q and k, then tokens. A block belongs
+// to one stripe of tokens (z) of one batch entry (y): those stripes of all entries follow each other, so that the rows of the
+// table are still in the cache.
 
 #pragma once
 
@@ -32,19 +31,74 @@ struct Light {
   int64_t position_strides[2], row, offset;  // bytes; bytes from a row of the table to the next; the row of the first token
   uint32_t rows, rotated;                    // rotated: chunks of a head
   uint32_t tokens, stripe;                   // of a batch entry, of a stripe
-  int32_t apart;                             // bytes from the first half of what rotates to the second
+  int32_t halves;                            // bytes from the first half of what rotates to the second
   uint32_t of_q;                             // threads of a token
   Divisor of_token;
+  float turn;                                // -1 for the inverse of neighbours
   bool wide_positions;
   LightTensor tensors[2];
 };
 
-constexpr int LIGHT_THREADS = 2048;  // of a multiprocessor
+constexpr int LIGHT_THREADS = 2048, WARP = 32;  // threads of a multiprocessor, of a warp
+
+// What a thread has of a head in two accesses of N elements each. Halves that pair: the first elements of N pairs, and their second
+// ones. Neighbours: N/2 pairs twice. On a side that has halves, where the other has neighbours, an access is in two parts.
+template <class T, int N, bool NEIGHBOURS>
+struct Accesses {
+  Words<T, N> one, other;
+  static constexpr int AT_ONCE = NEIGHBOURS ? N / 2 : N < 4 ? N : 4;  // pairs
+
+  template <bool INTERLEAVED>
+  __device__ __forceinline__ void read(const char* from, int32_t apart, bool both, int32_t halves, bool rotates) {
+    if (NEIGHBOURS && !INTERLEAVED && rotates) {
+      one.read_part(from, 0), one.read_part(from + halves, 1);
+      other.read_part(from + apart, 0), other.read_part(from + apart + halves, 1);
+    } else {
+      one.read(from);
+      if (both) other.read(from + apart);
+    }
+  }
+  template <bool INTERLEAVED>
+  __device__ __forceinline__ void write(char* to, int32_t apart, bool both, int32_t halves, bool rotates) const {
+    if (NEIGHBOURS && !INTERLEAVED && rotates) {
+      one.write_part(to, 0), one.write_part(to + halves, 1);
+      other.write_part(to + apart, 0), other.write_part(to + apart + halves, 1);
+    } else {
+      one.write(to);
+      if (both) other.write(to + apart);
+    }
+  }
+  // AT_ONCE pairs from the nth on.
+  template <bool INTERLEAVED>
+  __device__ __forceinline__ void get(float* a, float* b, int nth) const {
+    if constexpr (!NEIGHBOURS) {
+      one.template get<AT_ONCE>(a, nth), other.template get<AT_ONCE>(b, nth);
+    } else {
+      float x[N];
+      (nth == 0 ? one : other).get(x);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) a[j] = x[INTERLEAVED ? 2 * j : j], b[j] = x[INTERLEAVED ? 2 * j + 1 : j + AT_ONCE];
+    }
+  }
+  template <bool INTERLEAVED>
+  __device__ __forceinline__ void set(const float* a, const float* b, int nth) {
+    if constexpr (!NEIGHBOURS) {
+      one.template set<AT_ONCE>(a, nth), other.template set<AT_ONCE>(b, nth);
+    } else {
+      float x[N];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) x[INTERLEAVED ? 2 * j : j] = a[j], x[INTERLEAVED ? 2 * j + 1 : j + AT_ONCE] = b[j];
+      (nth == 0 ? one : other).set(x);
+    }
+  }
+};
 
 // Accesses are of BYTES; a head has elements that are copied: COPIES.
-template <class T, class TABLE, int BYTES, bool COPIES>
+template <class T, class TABLE, bool IN, bool OUT, int BYTES, bool COPIES>
 __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_kernel(const __grid_constant__ Light p) {
-  constexpr int NP = BYTES / sizeof(T), AT_ONCE = NP < 4 ? NP : 4;
+  constexpr int N = BYTES / sizeof(T);
+  constexpr bool NEIGHBOURS = IN || OUT;
+  using Mine = Accesses<T, N, NEIGHBOURS>;
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, nth = p.of_token(thread), batch = blockIdx.y;
   const uint32_t token = blockIdx.z * p.stripe + nth;
   if (nth >= p.stripe) return;
@@ -55,26 +109,26 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
 
   // Where the chunk lies in a head, and its second access from the first.
   const bool rotates = !COPIES || chunk < p.rotated;
-  uint32_t at = t.first + chunk * BYTES;
-  int32_t apart = p.apart;
+  constexpr uint32_t X_STEP = NEIGHBOURS && !IN ? BYTES / 2 : BYTES, Y_STEP = NEIGHBOURS && !OUT ? BYTES / 2 : BYTES;
+  uint32_t x_at = t.first + chunk * X_STEP, y_at = t.first + chunk * Y_STEP;
+  int32_t x_apart = NEIGHBOURS ? p.rotated * X_STEP : p.halves, y_apart = NEIGHBOURS ? p.rotated * Y_STEP : p.halves;
   bool both = true;
   if (!rotates) {
     const uint32_t copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses, then all second ones
-    at = copy * BYTES, both = other < t.accesses;
-    uint32_t other_at = other * BYTES;
+    uint32_t at = copy * BYTES, other_at = other * BYTES;
+    both = other < t.accesses;
     if (at >= t.start) at += p.rotated * 2 * BYTES;
     if (other_at >= t.start) other_at += p.rotated * 2 * BYTES;
-    apart = int32_t(other_at - at);
+    x_at = y_at = at, x_apart = y_apart = int32_t(other_at - at);
   }
-  const char* const x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + head * t.x_strides[2] + at;
-  char* const y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + head * t.y_strides[2] + at;
+  const char* const x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + head * t.x_strides[2] + x_at;
+  char* const y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + head * t.y_strides[2] + y_at;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
 #endif
-  Words<T, NP> one, other;
-  one.read(x);
-  if (both) other.read(x + apart);
+  Mine mine;
+  mine.template read<IN>(x, x_apart, both, p.halves, rotates);
 
   int64_t row = token + p.offset;
   if (p.positions) {
@@ -82,39 +136,49 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
     row = integer(position, p.wide_positions, 0);
   }
   const bool inside = row >= 0 && row < p.rows;
-  const int64_t row_at = (inside ? row : 0) * p.row + (rotates ? chunk : 0) * uint32_t(NP * sizeof(TABLE));
-  Words<TABLE, NP> cosines, sines;  // of chunks that are copied, too, so that no thread waits for another's branch
-  cosines.read(p.cos + row_at), sines.read(p.sin + row_at);
+  Words<TABLE, N> cosines, sines;  // of chunks that are copied, too, so that no thread waits for another's branch
+  constexpr uint32_t ENTRIES = (NEIGHBOURS ? N / 2 : N) * sizeof(TABLE);  // of an access, in bytes
+  const int64_t row_at = (inside ? row : 0) * p.row + (rotates ? chunk : 0) * ENTRIES;
+  if constexpr (NEIGHBOURS) {
+    const uint32_t apart = p.rotated * ENTRIES;
+    cosines.read_part(p.cos + row_at, 0), sines.read_part(p.sin + row_at, 0);
+    cosines.read_part(p.cos + row_at + apart, 1), sines.read_part(p.sin + row_at + apart, 1);
+  } else {
+    cosines.read(p.cos + row_at), sines.read(p.sin + row_at);
+  }
   if (rotates) {
     constexpr uint32_t nan = sizeof(T) == 4 ? 0x7fffffff : 0x7fff7fff;
-    if (!inside) one.fill(nan), other.fill(nan);
+    if (!inside) mine.one.fill(nan), mine.other.fill(nan);
 #pragma unroll
-    for (int first = 0; first < NP; first += AT_ONCE) {
-      float cos[AT_ONCE], sin[AT_ONCE], a[AT_ONCE], b[AT_ONCE];
-      cosines.template get<AT_ONCE>(cos, first), sines.template get<AT_ONCE>(sin, first);
-      one.template get<AT_ONCE>(a, first), other.template get<AT_ONCE>(b, first);
+    for (int first = 0; first < N; first += Mine::AT_ONCE) {
+      float cos[Mine::AT_ONCE], sin[Mine::AT_ONCE], a[Mine::AT_ONCE], b[Mine::AT_ONCE];
+      cosines.template get<Mine::AT_ONCE>(cos, first), sines.template get<Mine::AT_ONCE>(sin, first);
+      mine.template get<IN>(a, b, first);
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) {
-        const float x_a = a[j], x_b = b[j];
-        a[j] = fmaf(x_a, cos[j], -(x_b * sin[j]));
-        b[j] = fmaf(x_b, cos[j], x_a * sin[j]);
+      for (int j = 0; j < Mine::AT_ONCE; ++j) {
+        const float x_a = a[j], x_b = b[j], s = NEIGHBOURS ? p.turn * sin[j] : sin[j];
+        a[j] = fmaf(x_a, cos[j], -(x_b * s));
+        b[j] = fmaf(x_b, cos[j], x_a * s);
       }
-      one.template set<AT_ONCE>(a, first), other.template set<AT_ONCE>(b, first);
+      mine.template set<OUT>(a, b, first);
     }
   }
-  one.write(y);
-  if (both) other.write(y + apart);
+  if (IN != OUT) __syncwarp();  // in place a head, which one warp has, is read whole before another thread writes into it
+  mine.template write<OUT>(y, y_apart, both, p.halves, rotates);
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
 constexpr int64_t STRIPE = 16 << 20;  // bytes that a stripe of tokens moves: well within the cache that holds its table rows
+constexpr int64_t STRIPE_OF_TABLE = 2 << 20;  // or reads of the table, where that is longer: read again, these cost less than stripes
 constexpr int64_t MOST_BLOCKS = 65535;  // along y and z
 
-// The tokens of a stripe: all, where there is one batch entry or they fit; else the largest even share that moves STRIPE bytes at
-// most. All again, where that makes more than twice as many as uneven shares would be: short stripes are slower than none.
-inline int64_t stripe_of(int64_t batch, int64_t tokens, int64_t bytes_per_token) {
-  const int64_t stripes = ceil_div(tokens * bytes_per_token, STRIPE);
+// The tokens of a stripe: all, where there is one batch entry or they fit; else the largest even share that moves STRIPE bytes or
+// reads STRIPE_OF_TABLE of the table at most. All again, where that makes more than twice as many as uneven shares would be: short
+// stripes are slower than none. `times`: of so many tokens together.
+inline int64_t stripe_of(const Plan& plan, int64_t batch, int64_t tokens, int64_t bytes_per_token, int64_t times = 1) {
+  const int64_t row = plan.table == INV_FREQ ? 0 : plan.pairs * (plan.table_kind == FLOAT32 ? 4 : 2) * (plan.table == COS_SIN ? 2 : 1);
+  const int64_t stripes = std::min(ceil_div(tokens * times * bytes_per_token, STRIPE), ceil_div(tokens * times * row, STRIPE_OF_TABLE));
   if (batch <= 1) return tokens;
   for (int64_t n = std::max<int64_t>(1, stripes); n <= std::min(2 * stripes, MOST_BLOCKS); ++n)
     if (tokens % n == 0) return tokens / n;
@@ -122,15 +186,17 @@ inline int64_t stripe_of(int64_t batch, int64_t tokens, int64_t bytes_per_token)
 }
 
 inline bool copies(const Light& p) { return p.tensors[0].copied + p.tensors[1].copied > 0; }
+inline bool neighbours(const Plan& plan) { return plan.interleaved_in || plan.interleaved_out; }
 
 // Whether the kernel serves a call of so many batch entries and tokens, whose tensors may be read in accesses of `bytes`; and its
 // parameters if it does, but for where the tensors lie. `alone`: as for `set_angles`.
 inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, Light& p) {
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;  // elements
-  if (bytes < 8 || plan.interleaved_in || plan.interleaved_out || batch > MOST_BLOCKS) return false;
+  if (bytes < 8 || batch > MOST_BLOCKS) return false;
+  if (neighbours(plan) && (bytes < 16 || plan.pairs % access != 0)) return false;
   if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // a table without rows has none to read for those that are not there
   Work work{};
-  set_angles(work, plan, call, access, alone);
+  set_angles(work, plan, call, neighbours(plan) ? access / 2 : access, alone);
   const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
   const bool of_table = work.read == FLOATS || (work.read <= HALVES && plan.table_kind == plan.kind);
   if (!one_row || !of_table) return false;
@@ -140,20 +206,22 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   for (int o = 0; o < plan.operands; ++o) {
     LightTensor& t = p.tensors[o];
     t.start = static_cast<uint32_t>(plan.start[o] * size);
-    t.first = t.start + (plan.inverse ? plan.pairs * size : 0);
+    t.first = t.start + (plan.inverse && !neighbours(plan) ? plan.pairs * size : 0);
     t.accesses = static_cast<uint32_t>(plan.in_place ? 0 : (plan.head_dim[o] - 2 * plan.pairs) / access);
     t.copied = (t.accesses + 1) / 2;
     t.of_head = Divisor(p.rotated + t.copied);
+    if (plan.in_place && plan.interleaved_in != plan.interleaved_out && WARP % t.of_head.d != 0) return false;
     threads += plan.heads[o] * t.of_head.d;
     if (o == 0) p.of_q = static_cast<uint32_t>(threads);
   }
   if (bytes < 16 && copies(p)) return false;
-  p.stripe = static_cast<uint32_t>(stripe_of(batch, tokens, threads * 4 * bytes));
+  p.stripe = static_cast<uint32_t>(stripe_of(plan, batch, tokens, threads * 4 * bytes));
   threads *= p.stripe;
   if (threads > INT32_MAX - THREADS || threads < 8 * THREADS || tokens / p.stripe > MOST_BLOCKS) return false;
   p.of_token = Divisor(threads / p.stripe), p.tokens = static_cast<uint32_t>(tokens);
-  // The inverse of (a, b) is what (b, a) is turned to, which needs no other sign: the halves change places.
-  p.apart = static_cast<int32_t>(plan.inverse ? -plan.pairs * size : plan.pairs * size);
+  // The inverse of (a, b) is what (b, a) is turned to, which needs no other sign where halves can change places.
+  p.halves = static_cast<int32_t>(plan.inverse && !neighbours(plan) ? -plan.pairs * size : plan.pairs * size);
+  p.turn = plan.inverse ? -1.0f : 1.0f;
   p.rows = static_cast<uint32_t>(plan.rows);
   const int64_t table_size = plan.table_kind == FLOAT32 ? 4 : 2, position_size = plan.wide_positions ? 8 : 4;
   p.cos = work.cos, p.sin = work.sin, p.row = plan.table_strides[1] * table_size;
@@ -162,10 +230,21 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   return true;
 }
 
-template <class T, class TABLE>
+template <class T, class TABLE, bool IN, bool OUT>
 auto light_kernel(int64_t bytes, bool copies) {
-  if (bytes < 16) return light_rope_kernel<T, TABLE, 8, false>;
-  return copies ? light_rope_kernel<T, TABLE, 16, true> : light_rope_kernel<T, TABLE, 16, false>;
+  if constexpr (!IN && !OUT)
+    if (bytes < 16) return light_rope_kernel<T, TABLE, IN, OUT, 8, false>;
+  return copies ? light_rope_kernel<T, TABLE, IN, OUT, 16, true> : light_rope_kernel<T, TABLE, IN, OUT, 16, false>;
+}
+
+template <class T, class TABLE>
+auto light_kernel(const Plan& plan, int64_t bytes, bool copies) {
+#ifdef FUSEWISE_DTYPE
+  return light_kernel<T, TABLE, FUSEWISE_IN, FUSEWISE_OUT>(bytes, copies);
+#else
+  if (plan.interleaved_in) return (plan.interleaved_out ? light_kernel<T, TABLE, true, true> : light_kernel<T, TABLE, true, false>)(bytes, copies);
+  return (plan.interleaved_out ? light_kernel<T, TABLE, false, true> : light_kernel<T, TABLE, false, false>)(bytes, copies);
+#endif
 }
 
 inline cudaError_t launch_light(const Light& p, const Plan& plan, int64_t batch, int64_t bytes, const Device& device, void* stream) {
@@ -173,7 +252,7 @@ inline cudaError_t launch_light(const Light& p, const Plan& plan, int64_t batch,
   const dim3 grid(static_cast<unsigned>(ceil_div(threads, THREADS)), static_cast<unsigned>(batch), p.tokens / p.stripe);
   const auto kernel = with_dtype(plan.kind, [&](auto element) {
     using T = decltype(element);
-    return plan.table_kind == FLOAT32 ? light_kernel<T, float>(bytes, copies(p)) : light_kernel<T, T>(bytes, copies(p));
+    return plan.table_kind == FLOAT32 ? light_kernel<T, float>(plan, bytes, copies(p)) : light_kernel<T, T>(plan, bytes, copies(p));
   });
   return launched(kernel, grid, dim3(THREADS), stream, device, p);
 }

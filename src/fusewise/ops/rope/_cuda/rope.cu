@@ -11,7 +11,7 @@
 //
 // The kernel is bound by memory: all reads of a thread are under way before the first is needed, and what is the same
 // for a block is computed once for it. At a few tokens it is bound by latency: x is asked for before the position and
-// the table row, which have to follow one another. Most calls whose halves pair have a kernel of their own in light.cuh.
+// the table row, which have to follow one another. Most calls have a kernel of their own in light.cuh.
 
 #include <algorithm>
 
@@ -213,7 +213,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   }
   const int64_t tiles = ceil_div(tokens, block_tokens);
   p.parts = Divisor(parts);
-  p.stripe = Divisor(stripe_of(batch, tiles, all / (batch * tokens) * block_tokens * 4 * np * size));
+  p.stripe = Divisor(stripe_of(*plan, batch, tiles, all / (batch * tokens) * 4 * np * size, block_tokens));
   p.batches = Divisor(batch);
 
   const dim3 grid(static_cast<unsigned>(tiles * batch * parts));

@@ -46,6 +46,19 @@ struct Words {
   Pack<uint32_t, N / EACH> words;
   __device__ __forceinline__ void read(const char* from) { words.read(from); }
   __device__ __forceinline__ void write(char* to) const { words.write(to); }
+  // The nth half, in an access of its own.
+  __device__ __forceinline__ void read_part(const char* from, int nth) {
+    Pack<uint32_t, N / EACH / 2> part;
+    part.read(from);
+#pragma unroll
+    for (int i = 0; i < N / EACH / 2; ++i) words.values[nth * (N / EACH / 2) + i] = part.values[i];
+  }
+  __device__ __forceinline__ void write_part(char* to, int nth) const {
+    Pack<uint32_t, N / EACH / 2> part;
+#pragma unroll
+    for (int i = 0; i < N / EACH / 2; ++i) part.values[i] = words.values[nth * (N / EACH / 2) + i];
+    part.write(to);
+  }
   __device__ __forceinline__ void fill(uint32_t word) {
 #pragma unroll
     for (int i = 0; i < N / EACH; ++i) words.values[i] = word;
