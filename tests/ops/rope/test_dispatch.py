@@ -224,10 +224,23 @@ def test_in_place_a_part_of_the_head_is_all_that_moves(a_gpu: list[str]) -> None
         part = {"angles": None, "cos": torch.ones(9, 16), "sin": torch.ones(9, 16), "rotary_dim": 32}
         assert _auto.serving("auto", (q,), (q,), "rotary_dim=32") == "cuda"
         assert _auto.serving("auto", (q,), (q,), "rotary_dim=34") == "triton"
-        assert _auto.serving("auto", (q,), NEW, "rotary_dim=32") == "triton"
         assert _auto.serving("auto", (q,), (q,), "") == "triton"
         assert fusewise.explain_dispatch(fusewise.rope_, q, **part).impl == "cuda"
-        assert fusewise.explain_dispatch(fusewise.rope, q, **part).impl == "triton"
+
+
+def test_cuda_takes_what_copies_a_part_of_the_head_at_any_size(a_gpu: list[str]) -> None:
+    a_gpu.clear()
+    with FakeTensorMode():
+        q = torch.empty(1, _auto.MOST_BYTES_FOR_CUDA // 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+        for rotary_dim, taken in ((0, "triton"), (64, "triton"), (32, "cuda"), (24, "cuda"), (20, "triton")):
+            assert _auto.serving("auto", (q,), NEW, f"rotary_dim={rotary_dim}" if rotary_dim else "") == taken
+            assert _auto.serving("auto", (q,), (q,), f"rotary_dim={rotary_dim}" if rotary_dim else "") == "triton"
+        table = {"cos": torch.ones(9, 16), "sin": torch.ones(9, 16), "rotary_dim": 32}
+        told = fusewise.explain_dispatch(fusewise.rope, q, **table)
+        assert (told.impl, told.passed_over["triton"]) == ("cuda", "it is for heads that rotate whole")
+        assert fusewise.explain_dispatch(fusewise.rope_, q, **table).impl == "triton"
+        computed = {"inv_freq": torch.ones(16), "rotary_dim": 32}
+        assert fusewise.explain_dispatch(fusewise.rope, q, **computed).impl == "triton"
 
 
 def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
