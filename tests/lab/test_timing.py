@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusewise.lab import machine, memory, timing
-from fusewise.lab.timing import RESOLUTION_US, CpuTimer, CudaTimer, Work, calls_per_sample
+from fusewise.lab.timing import HOST_CALLS, RESOLUTION_US, CpuTimer, CudaTimer, Work, calls_per_sample
 
 
 class Clock:
@@ -229,6 +229,42 @@ def test_of_events_that_the_host_kept_apart_nothing_is_taken_off(monkeypatch):
     turn = timer.turn(Work(lambda i: i, lambda _: None), samples=2, calls=1)
     assert turn.device_us == [50.0, 50.0]
     assert not turn.held
+
+
+def bare_us(call):
+    """Microseconds a call in a loop with nothing else in it."""
+    start = time.perf_counter_ns()
+    for _ in range(HOST_CALLS):
+        call(None)
+    return (time.perf_counter_ns() - start) / 1e3 / HOST_CALLS
+
+
+def test_host_time_is_that_of_a_bare_loop(monkeypatch):
+    """Of a call of some 10 µs, the least of a few tries of each, so that another process does not decide."""
+    FakeCuda().serve(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), 0, lambda: None)
+
+    def call(_):
+        return sum(range(1000))
+
+    tries = [(timer.turn(Work(lambda i: i, call), samples=1, calls=1).host_us, bare_us(call)) for _ in range(25)]
+    assert min(host for host, _ in tries) == pytest.approx(min(bare for _, bare in tries), abs=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_host_time_of_a_launch_is_that_of_a_bare_loop():
+    timer = CudaTimer(torch.device("cuda:0"), 0, lambda: None)
+    x = torch.zeros(64, device="cuda")
+
+    def call(_):
+        return x.add_(1.0)
+
+    tries = []
+    for _ in range(25):
+        torch.cuda.synchronize()
+        tries.append((timer.turn(Work(lambda i: i, call), samples=1, calls=1).host_us, bare_us(call)))
+    assert min(host for host, _ in tries) == pytest.approx(min(bare for _, bare in tries), abs=1.0)
 
 
 @pytest.mark.gpu
