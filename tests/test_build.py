@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from fusewise._shared import build, host
-from fusewise._shared.cache import Refused, folder
+from fusewise._shared.cache import Refused, folder, locked
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
 
@@ -153,7 +154,7 @@ def test_symbolic_links_inside_are_refused(cache: Path, source: Path, tmp_path: 
 
 def test_a_folder_in_one_that_everybody_may_rewrite_is_refused(tmp_path: Path, source: Path, cache: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(build.BuildError, match="writable by everybody"):
+    with pytest.raises(build.BuildError, match="writable by others"):
         make(source)
     tmp_path.chmod(0o1777)  # as /tmp is: only the owner may rename
     forget()
@@ -381,3 +382,76 @@ def test_an_extension_shares_the_standard_library_that_torch_has(cache: Path, tm
     cxx = build.cxx()
     with_its_own = build.Compiler((*cxx.command, "-static-libstdc++"), cxx.version)
     assert build.library("digits", [source], with_its_own, host.flags()).digits(12345) == 5
+
+
+def test_without_a_compiler_a_folder_that_others_may_write_to_is_refused(
+    tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(source)
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    forget()
+    assert make(source) == 42
+    for part in (cache, cache.parent, tmp_path):
+        mode = part.stat().st_mode
+        part.chmod(0o777)
+        forget()
+        with pytest.raises(build.BuildError, match="writable by others"):
+            make(source)
+        part.chmod(mode)
+    forget()
+    assert make(source) == 42
+
+
+def test_an_ancestor_of_another_user_or_group_is_refused(
+    tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root gives folders away")
+    for user, group, mode, words in (
+        (54321, 0, 0o755, "belongs to user 54321"),
+        (0, 54321, 0o775, "writable by others"),
+    ):
+        os.chown(tmp_path, user, group)
+        tmp_path.chmod(mode)
+        forget()
+        with pytest.raises(build.BuildError, match=words):
+            make(source)
+    os.chown(tmp_path, 0, 0)
+    forget()
+    assert make(source) == 42  # writable by the user's own group
+
+
+def test_folders_that_are_made_are_the_users_alone_whatever_the_umask(
+    tmp_path: Path, cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
+    before = os.umask(0)
+    try:
+        forget()
+        assert make(source) == 42
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c", "a/b/c/native")} == {0o700}
+
+
+def test_a_lock_ends_with_its_block_though_a_child_was_forked_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "name.lock"
+    with locked(path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_child_forked_while_another_thread_builds_goes_on() -> None:
+    with build._LOCK:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if build._LOCK.acquire(timeout=5) and build.FORKED else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -219,3 +219,16 @@ def test_without_the_extra_study_says_what_to_install():
     environment = {**os.environ, "PYTHONPATH": str(Path(fusewise.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.stderr.strip().endswith("; pip install 'fusewise[lab]'")
+
+
+def test_resume_needs_a_run_to_go_on_with():
+    result = invoke("study", "gelu", "--case", "gelu-5x5", "--resume")
+    assert result.exit_code == 2
+    assert "study: --resume must come with --out, the run to go on with, got none; add --out" in result.output
+
+
+def test_a_named_provider_that_is_missing_is_not_left_out_without_a_word(tmp_path):
+    asked = "study gelu --case gelu-5x5 --pass fwd --rounds 3 --no-code --device cpu --providers eager,liger --out"
+    result = invoke(*asked.split(), str(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    assert "gelu-5x5 fp32 fwd: liger missing: " in result.output

@@ -122,3 +122,17 @@ def test_rotary_embedding_positions_in_the_dtype_of_a_cast_module() -> None:
         rounded = (torch.arange(300, device=DEVICE).bfloat16()[:, None] * module.inv_freq).cos().float()
         assert torch.equal(module._cos_cached, exact if pos_idx_in_fp32 else rounded)
         assert torch.equal(module._cos_cached[257], module._cos_cached[256]) != pos_idx_in_fp32
+
+
+def test_a_refused_kv_leaves_q_as_it_was() -> None:
+    rotary = RotaryEmbedding(16, device=DEVICE)
+    q = torch.randn(2, 10, 4, 16, device=DEVICE)
+    before = q.clone()
+    with torch.inference_mode():
+        inference = torch.randn(2, 10, 2, 4, 16, device=DEVICE)
+    transposed = torch.randn(2, 10, 2, 16, 4, device=DEVICE).transpose(3, 4)
+    expanded = torch.randn(1, 10, 2, 4, 16, device=DEVICE).expand(2, -1, -1, -1, -1)
+    for kv, words in ((transposed, "contiguous last"), (expanded, "share memory"), (inference, "inference tensor")):
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            rotary(q, kv)
+        assert torch.equal(q, before)

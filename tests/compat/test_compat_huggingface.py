@@ -386,3 +386,12 @@ def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form:
     actual = getattr(compat, ours)(*xs, *tables)
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, expected)), strict=True):
         assert_rotated(a, b.double())
+
+
+def test_llama4_frequencies_that_a_cast_made_real() -> None:
+    """Of a model in bfloat16: cos θ is left, and multiplies both elements of a pair."""
+    freqs = torch.polar(torch.ones(10, 1, 8), torch.rand(10, 1, 8)).to(DEVICE).real.bfloat16()
+    q = torch.randn(2, 10, 4, 16, device=DEVICE).bfloat16()
+    want = (q.float().view(2, 10, 4, 8, 2) * freqs.float()[None, ..., None]).view_as(q).bfloat16()
+    for y in liger.liger_llama4_vision_rotary_pos_emb(q, q, freqs):
+        assert torch.equal(y, want)

@@ -283,3 +283,33 @@ def test_flashinfer_bad_input_is_named() -> None:
             flashinfer.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), size, cache(D)[0])
     with pytest.raises(ValueError, match=r"cu_seqlens must have shape .*, got .*; "):
         flashinfer.apply_rope(q, k, positions[None], positions)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_flashinfer_numbers_that_change_between_compiled_calls(dynamic: bool | None) -> None:
+    """One compiled function for layers of other bases and widths, which torch.compile takes for variables then."""
+    q, wide, positions = (
+        torch.randn(10, 4, 16, device=DEVICE),
+        torch.randn(10, 4, 32, device=DEVICE),
+        torch.arange(10, device=DEVICE),
+    )
+    torch.compiler.reset()
+    compiled = torch.compile(flashinfer.apply_rope_pos_ids, backend="eager", fullgraph=True, dynamic=dynamic)
+    for x, theta in ((q, 1e4), (q, 5e5), (wide, 1e4), (q, 10000), (q, 500)):
+        want = flashinfer.apply_rope_pos_ids(x, x, positions, rope_theta=theta)
+        for got, right in zip(compiled(x, x, positions, rope_theta=theta), want, strict=True):
+            assert torch.equal(got, right)
+
+
+def test_vllm_positions_made_in_a_dynamic_graph() -> None:
+    """Their length is known there, that of the query is not."""
+    table, x = torch.randn(64, 16, device=DEVICE), torch.randn(10, 64, device=DEVICE)
+
+    def rotated(x: Tensor) -> Tensor:
+        y = x.clone()
+        rotary_embedding(torch.arange(10, device=x.device), y, None, 16, table, True)
+        return y
+
+    torch.compiler.reset()
+    compiled = torch.compile(rotated, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x), rotated(x))

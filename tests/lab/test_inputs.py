@@ -47,6 +47,8 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
         ("x=fp99[4]", "must have a dtype of fp64, fp32, .*, got 'fp99'; choose one"),
         ("x=pf32[4]", "got 'pf32'; try 'f32' or 'fp32'"),
         ("x=fp32[a]", "must have integers as sizes, got 'a'"),
+        ("x=fp32[32,,64]", "must have integers as sizes, got '32,,64'"),
+        ("x=fp32[4] uniform(0,,1)", "must have numbers in uniform"),
         ("x=fp32[-1]", "must have sizes of at least 0"),
         ("x=fp32[4,4] strides(1)", "must have 2 strides, got 1"),
         ("x=fp32[4] uniform(1)", "must have 2 numbers in uniform, got 1"),

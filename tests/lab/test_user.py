@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusewise.lab import truth
+from fusewise.lab import plugin, truth
 from fusewise.lab.plugin import Run
-from fusewise.lab.problem import Task
-from fusewise.lab.providers.pytorch import Eager
+from fusewise.lab.problem import Exportable, Task
+from fusewise.lab.providers.pytorch import Eager, TorchScript
 from fusewise.lab.targets.user import User, UserProblem
 from fusewise.lab.worker import Server
 
@@ -378,3 +378,17 @@ def test_a_function_that_refuses_float64_has_no_truth():
     p = problem("asserts", "fp32[4]")
     with pytest.raises(ValueError, match=r"must run on float64 tensors, too, .* got AssertionError: only float32"):
         truth.check(p, eager(p))
+
+
+@pytest.mark.parametrize("name", ["quantised", "through_numpy"])
+def test_a_trace_with_values_of_its_inputs_is_no_provider(name):
+    with pytest.raises(plugin.Unsupported, match="a trace keeps values of the inputs as constants"):
+        TorchScript().build(problem(name, "x=fp32[8,16]"))
+
+
+def test_what_is_returned_beside_tensors_is_nothing_to_export():
+    p = problem("with_words", "x=fp32[8,16]")
+    (x,) = p.tensors
+    result = Exportable(p.program().function, (x,))(x)
+    assert [type(y) for y in result] == [torch.Tensor] * 2
+    assert torch.equal(result[1], x + 1)

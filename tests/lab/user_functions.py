@@ -18,6 +18,19 @@ def several(x, y, index):
     return {"sum": x + y[index], "product": [x * y[index]], "largest": x.argmax(-1)}
 
 
+def with_words(x):
+    return {"of": "x", "result": (x * 2, 5), "also": x + 1}
+
+
+def quantised(x):
+    scale = max(abs(v) for v in (x.max().item(), x.min().item()))
+    return torch.round(x / scale * 127) * (scale / 127)
+
+
+def through_numpy(x):
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
 def doubled(x):
     return x * 2
 

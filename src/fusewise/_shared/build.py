@@ -123,6 +123,16 @@ Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
 _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
 _BUILT: list[Path] = []
 _LOCK = threading.Lock()
+#: Whether this process is a forked child of one that had this module: its threads, and what they held, are gone.
+FORKED = False
+
+
+def _forked() -> None:
+    global _LOCK, FORKED
+    _LOCK, FORKED = threading.Lock(), True
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> ctypes.CDLL:
@@ -165,7 +175,11 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
     with _as_build_error(name):
         if compiler.missing:
             return _left(name, sources, flags) is not None
-        return _intact(cache.folder("native") / f"{name}-{_key(sources, compiler, flags)}")
+        entry = cache.folder("native") / f"{name}-{_key(sources, compiler, flags)}"
+        if not entry.exists():
+            return False
+        cache.check_folder(entry.parent)
+        return _intact(entry)
 
 
 def why_not(recipe: Recipe, otherwise: str = "it is not built; `fusewise build` does that") -> str:
@@ -208,6 +222,7 @@ def _left(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path | No
     """That entry, where it is there and whole."""
     last = _last(name, sources, flags)
     try:
+        cache.check_folder(last.parent)
         cache.check_private(last, last.lstat())
         named = last.read_text()
     except FileNotFoundError:
@@ -276,6 +291,10 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
         path = work / "library.so"
         inputs = [os.path.abspath(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
         # By its bare name: nvcc hands paths to a shell, which would make something of a $ in that of the cache folder.
+        if any(set(path) & set('$`"\\') for path in inputs) and Path(compiler.command[0]).name.startswith("nvcc"):
+            raise BuildError(
+                f"building {name} failed: nvcc's shell would not take {inputs[0]} as it is; install it elsewhere"
+            )
         command = [*compiler.command, *flags, *inputs, "-o", path.name]
         try:
             result = _run(command, TIMEOUT_S, work)

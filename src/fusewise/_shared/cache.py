@@ -54,16 +54,43 @@ def make_private(folder: Path) -> None:
         Refused: somebody else can, or it cannot be made.
     """
     try:
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        for part in (folder.parent, folder):
-            part.mkdir(mode=0o700, exist_ok=True)
-            check_private(part, part.stat())
-        for part in folder.resolve().parents:
-            status = part.stat()
-            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-                raise Refused(f"{part}, which holds the cache folder, is writable by everybody; set FUSEWISE_CACHE_DIR")
+        for part in (*reversed(folder.parents), folder):
+            if not part.exists():
+                part.mkdir(mode=0o700, exist_ok=True)  # what is missing above, too, whatever the umask
+        check_folder(folder)
     except OSError as error:
         raise Refused(f"the cache folder {folder} cannot be used: {error}; set FUSEWISE_CACHE_DIR") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder of the cache, and the one around it, are the user's own, that nobody else can write to them, and that
+    nobody else can put others in their place.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        Refused: somebody can.
+    """
+    for part in (folder.parent, folder):
+        check_private(part, part.stat())
+    for part in folder.resolve().parents:
+        status = part.stat()
+        # Of a folder of the user's own group others are no part, as a rule; in one with the sticky bit each renames his own.
+        others = stat.S_IWOTH if status.st_gid == os.getgid() else stat.S_IWOTH | stat.S_IWGRP
+        if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+            raise Refused(f"{part}, which holds the cache folder, is writable by others; set FUSEWISE_CACHE_DIR")
+        if status.st_uid not in (0, os.getuid()) and not _unmapped(status.st_uid):
+            raise Refused(
+                f"{part}, which holds the cache folder, belongs to user {status.st_uid}; set FUSEWISE_CACHE_DIR"
+            )
+
+
+def _unmapped(user: int) -> bool:
+    """Whether that number stands for users that this container does not know, such as the root of the machine around it."""
+    try:
+        known = Path("/proc/self/uid_map").read_text().split()
+        return known != ["0", "0", str(2**32 - 1)] and user == int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def check_private(path: Path, status: os.stat_result) -> None:
@@ -90,8 +117,11 @@ def locked(path: Path) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             yield False
-        else:
+            return
+        try:
             yield True
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not, where a child was forked meanwhile
 
 
 def read(path: Path) -> Any:
@@ -101,8 +131,7 @@ def read(path: Path) -> Any:
         Refused: others could have written it, it is larger than MAX_BYTES, or it holds no JSON.
     """
     try:
-        for part in (path.parent.parent, path.parent):
-            check_private(part, part.stat())
+        check_folder(path.parent)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None

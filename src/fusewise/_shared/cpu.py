@@ -31,7 +31,9 @@ class Kernel:
 
 
 def _parallel() -> int:
-    """The address of `GOMP_parallel` in the OpenMP runtime that torch loaded, GNU's or LLVM's; 0 if there is none."""
+    """The address of `GOMP_parallel` in the OpenMP runtime that torch loaded, GNU's or LLVM's; 0 if there is none that works."""
+    if build.FORKED:
+        return 0
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
     except AttributeError:

@@ -174,6 +174,8 @@ def study(
             raise click.UsageError(str(error)) from None
         click.echo(json.dumps(listing) if as_json else commands.case_text(listing))
         return
+    if resume and out is None:
+        raise click.UsageError("study: --resume must come with --out, the run to go on with, got none; add --out")
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
         options = plan.options(request, plan.run_directory(request, stamp))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops._common import transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
 from ..ops.rope._validate import DEFAULTS, validated
-from ..ops.rope._written import check_followed
+from ..ops.rope._written import check_followed, check_written
 from ._check import explain
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
@@ -78,6 +78,7 @@ def alike_in_kind(table: Tensor, other: Tensor) -> bool:
         table.shape == other.shape
         and table.dtype == other.dtype
         and table.device == other.device
+        and table.layout == other.layout
         and table.requires_grad == other.requires_grad
     )
 
@@ -86,7 +87,10 @@ def check_all(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
     """Check all launches: the first is not to write where another is going to be refused."""
     for together, arguments in _groups(x, parts, call, tables_k):
         for part in together:
-            validated("rope_", _take(x, part), None, tuple({**DEFAULTS, **arguments}.values()))
+            options = tuple({**DEFAULTS, **arguments}.values())
+            validated("rope_", _take(x, part), None, options)
+            if not torch.compiler.is_compiling():
+                check_written("rope_", (_take(x, part),), options)
 
 
 def _rotate_parts(

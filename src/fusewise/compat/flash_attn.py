@@ -314,10 +314,9 @@ class RotaryEmbedding(nn.Module):
         cos_k, sin_k = tables_k or (None, None)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
-        shape_kv = _kv_shape(kv)
+        _kv_shape(kv)
         call = call_k = _call(cos, sin, self.interleaved, seqlen_offset)
         if cos_k is not None and sin_k is not None:
             call_k = {**call, "cos": cos_k, "sin": sin_k}
-        if shape_kv[:2] != shape[:2] or shape_kv[-1] != shape[-1] or kv.dtype != qkv.dtype or kv.device != qkv.device:
-            check_all(kv, KV, call_k, None)
+        check_all(kv, KV, call_k, None)
         return rotate_in_place(qkv, Q, call, None), rotate_in_place(kv, KV, call_k, None)

@@ -210,11 +210,19 @@ def _call(inv_freq: Tensor, interleave: bool, **positions: Tensor) -> dict[str, 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
     head_dim = shape_of("rope", "q", q, 1)[-1]
-    key = (q.device, head_dim if rotary_dim is None else rotary_dim, scale, theta, *llama31)
+    numbers = (head_dim if rotary_dim is None else rotary_dim, scale, theta, *llama31)
     if torch.compiler.is_compiling():
-        traced: Tensor = getattr(_TRACED, _keep_for_tracing(*key))
+        traced: Tensor = getattr(_TRACED, _keep_for_tracing(q.device, *map(_fixed, numbers)))
         return traced
-    return _kept(*key)
+    return _kept(q.device, *numbers)
+
+
+def _fixed(value: Any) -> Any:
+    """A number as torch.compile knows it for this graph alone, where it would otherwise stand for others, too: a float by its
+    digits, an int by its place."""
+    if isinstance(value, float):
+        return value.hex()
+    return range(value)[-1] + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
 # A model has one or two sets of frequencies; the bound is there only against a leak.
@@ -256,6 +264,7 @@ _TRACED = _Traced()
 
 
 def _keep_for_tracing(*key: Any) -> str:
+    key = tuple(float.fromhex(part) if isinstance(part, str) else part for part in key)
     # Dynamo takes no dotted attribute; a number's digits alone would be those of others, 1.5 and 15.
     name = f"inv_freq_{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}"
     setattr(_TRACED, name, _kept(*key))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -110,13 +111,16 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries."""
+    """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries. What a cast of the model
+    to a real dtype left of them, cos θ, multiplies both elements of a pair, as there."""
     shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
     try:
         table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])
     except WRONG:
         explain("rope", "freqs_ci", freqs_ci)
         raise
+    if table.is_floating_point():
+        return rotate_pair(query, key, cos=table, sin=torch.zeros_like(table), layout="bshd", pairing="interleaved")
     return liger_llama4_text_rotary_pos_emb(query, key, table)
 
 

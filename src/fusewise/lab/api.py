@@ -175,10 +175,11 @@ def place(function: Callable[..., Any], directory: Path) -> str:
     file = getattr(module, "__file__", None)
     if file is not None and Path(file).is_file():
         return f"{Path(file).resolve()}:{name}"
+    source = written(function)
     folder = directory.with_name(f"{directory.name}-source")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.py"
-    path.write_text(written(function), encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
     return f"{path}:{name}"
 
 

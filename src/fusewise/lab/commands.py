@@ -29,7 +29,7 @@ def run(
     _check_appendable(append_rows)
     with folder.claimed(options.out, resume), interruptible():
         before = folder.interrupted(options.out, resume)
-        with terminal.Live(terminal.console(stderr=True)) as live:
+        with terminal.Live(terminal.console(stderr=True), named=options.named) as live:
             study = Study(options, live, before)
             try:
                 study.run()

@@ -20,6 +20,7 @@ class Options:
     op: str
     tasks: Sequence[Task]
     providers: Sequence[plugin.Entry]
+    named: bool = False  # whether the user named them
     device: str
     out: Path
     title: str = ""  # the preset or the cases, for the report

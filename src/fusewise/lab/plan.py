@@ -85,6 +85,7 @@ def options(request: Request, out: Path) -> Options:
         op=target.name,
         tasks=tasks,
         providers=providers,
+        named=request.providers is not None,
         device=where,
         out=out,
         title=shortened(preset or ", ".join(request.cases) or target.name, LONGEST_TITLE),

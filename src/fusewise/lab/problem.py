@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Pass = Literal["fwd", "bwd", "fwd+bwd"]
@@ -90,7 +91,8 @@ class Program:
 
 
 class Exportable(nn.Module):
-    """A program's function over its tensor arguments alone, for torch.export; other arguments are fixed."""
+    """A program's function over its tensor arguments alone, for torch.export; other arguments are fixed, and of what it returns
+    there are the tensors, several in a row."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         super().__init__()
@@ -102,7 +104,10 @@ class Exportable(nn.Module):
         given = list(self.arguments)
         for i, x in zip(self.where, tensors, strict=True):
             given[i] = x
-        return self.function(*given)
+        result = self.function(*given)
+        if isinstance(result, Tensor):
+            return result
+        return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
 
 
 class Problem:

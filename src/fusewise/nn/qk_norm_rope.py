@@ -50,7 +50,7 @@ class QKNormRope(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not hasattr(rotary, "head_dim"):  # torch.compile wraps modules
+        if not (hasattr(rotary, "head_dim") and hasattr(rotary, "arguments")):  # torch.compile wraps modules
             raise TypeError(f"QKNormRope: rotary must be a RotaryEmbedding, got {type(rotary).__name__}; make one")
         check_one_of("QKNormRope", "norm", norm, OVERS)
         check_one_of("QKNormRope", "impl", impl, ("auto", *IMPLEMENTATIONS))

@@ -206,6 +206,10 @@ class RotaryEmbedding(nn.Module):
             **self.options,
         }
         if self.table == "inv_freq":
+            if (
+                isinstance(q, Tensor) and q.is_meta != self.inv_freq.is_meta
+            ):  # the values of a model made without memory
+                self._restore(q.device)
             return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
         if isinstance(q, Tensor):  # what is wrong with the rest, too, `fusewise.rope` says
             rows, dim = self.max_positions, {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]
@@ -276,6 +280,8 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryEmbedding:
         # What `.to`, `.half`, `.to_empty` and the like go through: follow the device, keep the values.
         self.cos = self.sin = None
+        if self.inv_freq.is_meta:  # which has nothing to copy
+            self._restore("cpu")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._restore(self.inv_freq.device)
         return self

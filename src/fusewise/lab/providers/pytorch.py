@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from ..code.stage import Stage
 from ..ledger import Kernel
@@ -104,9 +105,33 @@ def traced(problem: Problem, program: Program, cause: Exception) -> Any:
         compiled = torch.jit.trace(over_tensors, example, strict=False)
     except Exception as error:  # as above
         raise Unsupported(f"can be neither scripted ({message(cause)}) nor traced ({message(error)})") from error
+    if not _follows(compiled, over_tensors, example):
+        raise Unsupported(f"cannot be scripted ({message(cause)}), and a trace keeps values of the inputs as constants")
     if len(example) == len(arguments):
         return compiled
     return lambda *given: compiled(*(given[i] for i in tensors))
+
+
+def _follows(compiled: Any, function: Any, example: Sequence[Tensor]) -> bool:
+    """Whether a trace does what its function does with other values, too: much smaller ones, so that what was made of the old
+    ones shows, and in reverse. True where the function takes none but its own."""
+    reverse = [x.detach().flatten().flip(0).view(x.shape) for x in example]
+    other = [x / 64 if x.is_floating_point() or x.is_complex() else x for x in reverse]
+    try:
+        wanted = function(*map(torch.clone, other))
+    except Exception:
+        return True
+    results = (compiled(*other), wanted)
+    found, right = ([x.detach() for x in pytree.tree_leaves(r) if isinstance(x, Tensor)] for r in results)
+    return len(found) == len(right) and all(map(_near, found, right))
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    """Whether the first digit is the same; rounding changes others."""
+    if x.shape != y.shape or y.numel() == 0:
+        return x.shape == y.shape
+    x, y = (torch.view_as_real(z.resolve_conj()) if z.is_complex() else z.double() for z in (x, y))
+    return torch.allclose(x, y, 0.1, 0.1 * float(y.abs().nan_to_num().max()), equal_nan=True)
 
 
 class TorchCompile(Provider):

@@ -30,10 +30,12 @@ def console(stderr: bool = False) -> Console:
 
 
 class Live:
-    """Follows a study. Off a terminal it writes one plain line a group."""
+    """Follows a study. Off a terminal it writes one plain line a group. `named`: whether each provider was asked for by name,
+    so that one that is missing is not left out without a word."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, named: bool = False) -> None:
         self.console = console
+        self.worth_telling = ("wrong", "failed", "missing") if named else ("wrong", "failed")
         self.title = ""
         self.told: set[tuple[str, str]] = set()
         self.progress = Progress(
@@ -64,7 +66,7 @@ class Live:
         self.progress.update(self.bar, description=f"code and traffic: {plain(name)}")
 
     def provider(self, name: str, status: str, reason: str) -> None:
-        if status in ("wrong", "failed") and (name, reason) not in self.told:
+        if status in self.worth_telling and (name, reason) not in self.told:
             self.told.add((name, reason))
             self.console.print(
                 f"{self.title}: [bold]{plain(name)} {status}[/]: {plain(reason)}", highlight=False, soft_wrap=True

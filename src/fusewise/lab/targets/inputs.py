@@ -169,7 +169,7 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
         known = ", ".join(("strides", "fixed", *_COUNTS))
         raise _bad(text, f"have words of {known}", repr(word), "choose one")
     try:
-        numbers = tuple(float(v) for v in (values or "").split(",") if v.strip())
+        numbers = tuple(map(float, values.split(","))) if values else ()
     except ValueError:
         raise _bad(text, f"have numbers in {word}", repr(values), "write them as 0.5 or 1e-3") from None
     if len(numbers) not in _COUNTS[word]:
@@ -205,7 +205,7 @@ def _holds(dtype: str, value: float) -> bool:
 
 def _integers(text: str, whole: str, what: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(v) for v in text.split(",") if v.strip())
+        found = tuple(map(int, text.split(","))) if text.strip() else ()
     except ValueError:
         raise _bad(whole, f"have integers as {what}", repr(text), 'try "x=fp32[128,64]"') from None
     if any(v < 0 for v in found):

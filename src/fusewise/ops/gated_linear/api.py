@@ -27,8 +27,8 @@ def geglu_linear(
 
         y = (x W_valueᵀ + b_value) · gelu(x W_gateᵀ + b_gate)        Shazeer, arXiv 2002.05202
 
-    which is `x1 * gelu(x2)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly all other libraries stack the
-    gate first (`gelu(x1) * x2`): for their weights say `gate_first=True`.
+    which is `x1 * F.gelu(x2, approximate=approximate)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly all other
+    libraries stack the gate first (`gelu(x1) * x2`): for their weights say `gate_first=True`.
 
     `approximate="tanh"` and `"none"` (erf) are different functions, each exact to rounding. Everything else, the other
     arguments, what is held for backward and the errors, is as in `gated_linear`.

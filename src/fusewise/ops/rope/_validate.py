@@ -255,7 +255,9 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
         axes = () if a["sections"] is None else (3,)
         shape = shape_of(positions)
         allowed = [(*axes, tokens), (*axes, batch, tokens), (*axes, 1, tokens)]
-        if shape not in allowed:
+        if not any(
+            shape == one for one in allowed
+        ):  # as `in` torch.compile would not guard lengths that it does not know
             fix = "pass a position for every token" + (" and axis" if axes else "")
             fail(op, "positions", f"have shape {allowed[0]} or {allowed[1]}", shape, fix)
     sequences = batch
@@ -314,7 +316,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     if (
         not (batched or table.dim() == 2)
         or not any(table.shape[-1] == width for width in widths)
-        or (batched and table.shape[0] not in (1, batch))
+        or (batched and table.shape[0] != 1 and table.shape[0] != batch)
     ):
         form = f"(R, P) or (1 | B, R, P) with P = {pairs} (or 2P = {2 * pairs} duplicated) and B = {batch}"
         fix = "pass the half-width table"
