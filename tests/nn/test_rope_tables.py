@@ -195,3 +195,18 @@ def test_threads_may_share_a_module_whose_table_grows() -> None:
     module.cos = made(module._frequencies, 128)[0]  # it has put one of the two
     other = module.arguments(q)
     assert other["cos"].shape == other["sin"].shape
+
+
+def test_a_model_without_memory_gets_its_frequencies_at_a_call_or_a_move() -> None:
+    """As one whose weights were assigned: nothing but these buffers is on the meta device then."""
+    q = torch.randn(1, 3, 2, 64)
+    want = RotaryEmbedding(64)(q)
+
+    def made() -> RotaryEmbedding:
+        with torch.device("meta"):
+            return RotaryEmbedding(64)
+
+    halved = made().half()
+    assert halved(q.to("meta")).is_meta
+    for module in (made(), made().to("cpu"), halved, torch.compile(made(), backend="eager", fullgraph=True)):
+        assert torch.equal(module(q), want)
