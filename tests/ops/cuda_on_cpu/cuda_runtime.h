@@ -37,20 +37,21 @@ using cudaStream_t = void*;
 struct float2 { float x, y; };
 namespace on_cpu { inline void check(bool right, const char* what); }
 // Words that a thread reads and writes at once, which have to be aligned.
-template <int N>
-struct alignas(4 * N) Aligned {
-  uint32_t words[N];
+template <class Words>
+struct Aligned : Words {
   Aligned() = default;
   Aligned(const Aligned&) = default;
   Aligned& operator=(const Aligned& from) {
-    const bool right = (reinterpret_cast<uintptr_t>(this) | reinterpret_cast<uintptr_t>(&from)) % (4 * N) == 0;
+    const bool right = (reinterpret_cast<uintptr_t>(this) | reinterpret_cast<uintptr_t>(&from)) % sizeof(Words) == 0;
     on_cpu::check(right, "a misaligned address");
-    if (right) std::memcpy(words, from.words, sizeof words);
+    if (right) std::memmove(static_cast<Words*>(this), &from, sizeof(Words));
     return *this;
   }
 };
-using uint2 = Aligned<2>;
-using uint4 = Aligned<4>;
+struct alignas(8) TwoWords { uint32_t x, y; };
+struct alignas(16) FourWords { uint32_t x, y, z, w; };
+using uint2 = Aligned<TwoWords>;
+using uint4 = Aligned<FourWords>;
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
