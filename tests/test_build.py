@@ -455,3 +455,11 @@ def test_a_child_forked_while_another_thread_builds_goes_on() -> None:
         if child == 0:
             os._exit(0 if build._LOCK.acquire(timeout=5) and build.FORKED else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_nvcc_is_not_given_sources_that_its_shell_would_rewrite(tmp_path: Path, cache: Path) -> None:
+    source = tmp_path / "a$(touch made)" / "answer.cpp"
+    source.parent.mkdir()
+    source.write_text(SOURCE % 42)
+    with pytest.raises(build.BuildError, match=r"nvcc's shell would not take .* as it is; install it elsewhere"):
+        build.library("answer", [source], build.Compiler(("/bin/nvcc",), "13"), FLAGS)

@@ -86,3 +86,8 @@ def test_weights_of_any_memory_and_made_without() -> None:
         QKNormRope(RotaryEmbedding(16), eps=-1.0)
     with pytest.raises(ValueError, match=r"q_weight must be contiguous, .*; call q_weight.contiguous\(\)"):
         fusewise.qk_norm_rope(q, None, torch.ones(32)[::2], inv_freq=module.rotary.inv_freq)
+
+
+def test_a_module_with_heads_is_not_yet_a_rotary_embedding() -> None:
+    with pytest.raises(TypeError, match="QKNormRope: rotary must be a RotaryEmbedding, got MultiheadAttention"):
+        QKNormRope(torch.nn.MultiheadAttention(64, 1))  # type: ignore[arg-type]

@@ -221,7 +221,7 @@ def _fixed(value: Any) -> Any:
     """A number as torch.compile knows it for this graph alone, where it would otherwise stand for others, too: a float by its
     digits, an int by its place."""
     if isinstance(value, float):
-        return value.hex()
+        return ("float", value.hex())
     return range(value)[-1] + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
@@ -264,7 +264,7 @@ _TRACED = _Traced()
 
 
 def _keep_for_tracing(*key: Any) -> str:
-    key = tuple(float.fromhex(part) if isinstance(part, str) else part for part in key)
+    key = tuple(float.fromhex(part[1]) if isinstance(part, tuple) else part for part in key)
     # Dynamo takes no dotted attribute; a number's digits alone would be those of others, 1.5 and 15.
     name = f"inv_freq_{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}"
     setattr(_TRACED, name, _kept(*key))

@@ -27,7 +27,7 @@ choice = Choice("rope", IMPLEMENTATIONS)
 
 # Bytes read and written up to which auto takes CUDA. An H200 moves them in 65 µs (4.1 TB/s), and a call in Triton keeps its host
 # 46 to 106 in the published rows, in CUDA 5 to 16; above it is the device that counts, and Triton's kernel is 1 to 4 % faster. But
-# where a part of each head is copied CUDA's is the faster by up to 5 %, in training of Phi-2, GLM-4, DeepSeek-V3 and GPT-NeoX.
+# where a part of each head is copied CUDA's is level or faster by up to 7 %, in training of Phi-2, GLM-4, DeepSeek-V3 and GPT-NeoX.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 
 COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
