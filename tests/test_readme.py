@@ -38,6 +38,19 @@ def test_a_lost_place_is_an_error(page, name):
         generator().filled(PAGES | {page: PAGES[page].replace(f"<!-- {name} -->", "")})
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_day_of_the_models_is_that_of_their_rows(page):
+    module = generator()
+    forward = [
+        group
+        for (case, _, name), group in module.groups("h200").items()
+        if (name, module.published(case)) == ("fwd", True)
+    ]
+    days = {row["run"][:8] for group in forward for row in group.values()}
+    told = re.search(r"triton [\d.]+,\s(\d{4})-(\d\d)-(\d\d); B 4", PAGES[page])
+    assert {"".join(told.groups())} == days
+
+
 class MLP(nn.Module):
     """What `model` in the README stands for: a model of transformers, of which the code asks no more than this."""
 

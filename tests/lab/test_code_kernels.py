@@ -109,7 +109,8 @@ def test_our_cuda_kernels_from_source_to_machine_code() -> None:
     found = ours.cuda_stages(problem, "sm_90")
     assert [s.stage for s in found] == sorted((s.stage for s in found), key=["source", "ptx", "sass"].index)
     ptx, sass = ({s.part: s for s in found if s.stage == name} for name in ("ptx", "sass"))
-    assert set(ptx) == set(sass) == {"rope_kernel 8 wide, 1 heads", "rope_kernel 8 wide, 4 heads"}
+    kernels = {"rope_kernel 8 wide, 1 heads", "rope_kernel 8 wide, 4 heads", "light_rope_kernel of 16 bytes"}
+    assert set(ptx) == set(sass) == kernels
     widest = next(iter(sass.values()))
     assert widest.counts["LDG.128"] > 0 and widest.counts["spill_loads"] == 0
     for stage in (widest, ptx[widest.part]):
@@ -121,7 +122,11 @@ def test_our_cuda_kernels_from_source_to_machine_code() -> None:
 def test_the_cuda_kernels_of_a_serving_call() -> None:
     problem = targets.problem_for(Task("rope_and_cache", "glm-4-9b-cache-decode-b64", "bf16", "fwd", "cpu", 0))
     parts = {s.part for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}
-    assert {"direct_rope_and_cache_kernel 4 wide, 4 heads", "rope_and_cache_kernel 4 wide, 1 heads"} <= parts
+    direct = {
+        f"direct_rope_and_cache_kernel {of}" for of in ("2 wide, 1 heads, 2 at once", "4 wide, 4 heads, 4 at once")
+    }
+    assert {*direct, "rope_and_cache_kernel 4 wide, 1 heads"} <= parts
+    assert not any(" 8 wide" in part or ", copies" in part for part in parts)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")

@@ -324,6 +324,7 @@ CASES: dict[str, Case] = {
         Case(name="serving, many tokens, half a head", **{**LARGE, "dtype": "bf16", "kv_heads": 8, "heads": 24}, head_dim=64, rotary_dim=32, pairing="interleaved"),
         Case(name="serving, many tokens", **{**LARGE, "table_dtype": "fp16", "dtype": "fp16", "cache": "flashinfer hnd"}, head_dim=32),
         Case(name="serving, many tokens of five heads", **{**LARGE, "heads": 26, "kv_heads": 5}, head_dim=32, options={"write_k": False}),
+        Case(name="serving, a narrow table of another dtype", **{**LARGE, "table_dtype": "bf16", "dtype": "fp16"}, head_dim=32),
         Case(name="serving, many tokens, float32", **{**LARGE, "dtype": "fp32"}, pairing="interleaved", memory="packed"),
         Case(name="fp64", dtype="fp64", slots=(3, 9, -1, 23, 0)),
     )

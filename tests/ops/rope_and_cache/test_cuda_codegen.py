@@ -30,9 +30,11 @@ def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str]) -> None:
         ("IfLb0ELb0ELi4ELi1E", 6, 8),
         ("__nv_bfloat16Lb0ELb0ELi8ELi1E", 6, 8),
         ("__halfLb1ELb1ELi4ELi1E", 3, 4),
-        # q, k and v alike, in two places; a row of the table of 16 bits in two accesses, of float32 in four, one of them shared.
-        ("direct_rope_and_cache_kernelI13__nv_bfloat16Lb0ELi8ELi1E", 2 + 2 + 3, 4),
-        ("direct_rope_and_cache_kernelI6__halfLb1ELi4ELi4E", 4 + 2, 8),
+        # q, k and v alike, in three places; a row of the table of 16 bits in two accesses, of float32 in four, or in narrower ones.
+        ("direct_rope_and_cache_kernelI13__nv_bfloat16S1_Lb0ELi8ELi1ELi8E", 2 + 2, 6),
+        ("direct_rope_and_cache_kernelI13__nv_bfloat16fLb0ELi8ELi1ELi8E", 2 + 4, 6),
+        ("direct_rope_and_cache_kernelI13__nv_bfloat16fLb0ELi8ELi1ELi2E", 2, 6),
+        ("direct_rope_and_cache_kernelI6__halffLb1ELi4ELi4ELi4E", 4 + 2, 8),
     ],
 )
 def test_widest_accesses(compiled: tuple[Path, str], kernel: str, loads: int, stores: int) -> None:

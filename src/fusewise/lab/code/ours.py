@@ -204,8 +204,9 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 
 def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, interleaved, vector, heads>`,
-    `gated_linear_kernel<…, epilogue, …>` or `gate_gradient_kernel<…>` if it is for this problem, else nothing."""
+    """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, table, interleaved, vector, heads, at
+    once>`, `light_rope…<type, table, in, out, bytes, copies>`, `gated_linear_kernel<…, epilogue, …>` or `gate_gradient_kernel<…>` if
+    it is for this problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
             return "gate_gradient_kernel"
@@ -213,12 +214,25 @@ def _cuda_part(problem: Problem, name: str) -> str:
         kinds = ("y", "preact", "gradient", "down", *(f"y of {rows} rows sideways" for rows in (192, 160, 128)))
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
+    inputs, case = problem.inputs, problem.case  # type: ignore[attr-defined]
+    case = getattr(case, "rope", case)
+    tables = (table.dtype for key in ("cos", "cos_sin") if (table := inputs.kwargs.get(key)) is not None)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
-    pairings = rf"(?<=direct_rope_and_cache_kernelI{kind})Lb{of:d}E|Lb{of:d}ELb{to:d}E"
-    match = re.search(rf"\d((?:direct_)?rope(?:_and_cache)?_kernel)I{kind}(?:{pairings})Li(\d+)ELi(\d+)E", name)
-    # At a few tokens those of half the width are used as well.
-    wide = match and int(match[2]) in {(widest := _widest(problem)), widest // 2 if "direct" in name else widest}
-    return f"{match[1]} {match[2]} wide, {match[3]} heads" if match and wide else ""
+    table = "f" if any(dtype.itemsize == 4 for dtype in tables) else r"S\w?_"  # of the tensors' own dtype otherwise
+    widest = _widest(problem)
+    if found := re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}Lb{of:d}ELb{to:d}ELi{widest}ELi(\d+)E", name):
+        return f"{found[1]} {widest} wide, {found[2]} heads"
+    if found := re.search(rf"\ddirect_rope_and_cache_kernelI{kind}{table}Lb{of:d}ELi(\d+)ELi(\d+)ELi(\d+)E", name):
+        wide, heads, at_once = map(int, found.groups())
+        if wide not in {widest, max(widest // 2, 2)}:  # the latter at a few tokens
+            return ""
+        return f"direct_rope_and_cache_kernel {wide} wide, {heads} heads, {at_once} at once"
+    if found := re.search(rf"\dlight_rope_kernelI{kind}{table}Lb{of:d}ELb{to:d}ELi(\d+)ELb(\d)E", name):
+        size, copies = int(found[1]), found[2] == "1"
+        serves = size == widest * problem.dtype.itemsize * (2 if of or to else 1)
+        part = case.rotated < case.head_dim
+        return f"light_rope_kernel of {size} bytes{', copies' * copies}" if serves and copies <= part else ""
+    return ""
 
 
 def _widest(problem: Problem) -> int:

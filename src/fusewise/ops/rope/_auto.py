@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._shared import build
 from .._choice import Choice
 from .._common import KERNEL_FLOATS
-from ._problem import Spec
+from ._problem import Spec, Table
 
 # In order of preference. Each has `launch(xs, ys, rotation)`, which writes the rotation of every x into its
 # y; where y is x it works in place.
@@ -27,7 +27,8 @@ choice = Choice("rope", IMPLEMENTATIONS)
 
 # Bytes read and written up to which auto takes CUDA. An H200 moves them in 65 µs (4.1 TB/s), and a call in Triton keeps its host
 # 46 to 106 in the published rows, in CUDA 5 to 16; above it is the device that counts, and Triton's kernel is 1 to 4 % faster. But
-# where a part of each head is copied CUDA's is level or faster by up to 7 %, in training of Phi-2, GLM-4, DeepSeek-V3 and GPT-NeoX.
+# where a part of each head is copied CUDA's is level or faster by up to 7 %, in training of Phi-2, GLM-4, DeepSeek-V3 and GPT-NeoX,
+# but where halves are read and neighbours written, as in DeepSeek-V3's backward: 11 % slower.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 
 COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
@@ -38,19 +39,19 @@ def serving(impl: str, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], encoded: 
     x = xs[0]
     if impl == "auto" and x.device.type == "cuda" and x.dtype in KERNEL_FLOATS:
         spec = Spec.decode(encoded)
-        impl = "auto" if _passes_cuda_over(xs, spec.table, spec.rotary_dim, in_place=ys[0] is x) else "cuda"
+        impl = "auto" if _passes_cuda_over(xs, spec, in_place=ys[0] is x) else "cuda"
     return choice.serving(impl, x.device.type, x.dtype)
 
 
-def _passes_cuda_over(xs: tuple[Tensor, ...], table: str, rotary_dim: int, *, in_place: bool) -> str | None:
-    """Why auto does not take CUDA for a call on a GPU that rotates so many features of a head (0: all), or None if it does."""
+def _passes_cuda_over(xs: tuple[Tensor, ...], spec: Spec, *, in_place: bool) -> str | None:
+    """Why auto does not take CUDA for a call on a GPU, or None if it does."""
     if (reason := choice.unready(build.loads())) is not None:
         return reason
-    if table in ("angles", "inv_freq"):
+    if spec.table in ("angles", "inv_freq"):
         return COMPUTED_ANGLES
-    features = rotary_dim if in_place else 0  # that move
+    features = spec.rotary_dim if in_place else 0  # that move; 0: all
     moved = 2 * sum([x.shape[:-1].numel() * (features or x.shape[-1]) * x.element_size() for x in xs])
-    if moved > MOST_BYTES_FOR_CUDA and not _copies(xs, rotary_dim, in_place):
+    if moved > MOST_BYTES_FOR_CUDA and not _copies(xs, spec, in_place):
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g}"
         return (
             f"it is for calls that move up to {most} MiB, whose time is the host's; this one moves {moved / 2**20:.0f}"
@@ -58,9 +59,12 @@ def _passes_cuda_over(xs: tuple[Tensor, ...], table: str, rotary_dim: int, *, in
     return None
 
 
-def _copies(xs: tuple[Tensor, ...], rotary_dim: int, in_place: bool) -> bool:
-    """Whether a part of each head is copied, and what rotates is in halves of accesses of at least 8 bytes."""
-    return not in_place and 0 < rotary_dim < xs[0].shape[-1] and rotary_dim * xs[0].element_size() % 16 == 0
+def _copies(xs: tuple[Tensor, ...], spec: Spec, in_place: bool) -> bool:
+    """Whether a part of each head is copied, and what rotates is in halves of accesses of at least 8 bytes, of which two side by
+    side are not written as neighbours."""
+    neighbours = spec.pairing == ("interleaved_to_half" if spec.inverse else "half_to_interleaved")
+    rotates, x = spec.rotary_dim, xs[0]
+    return not in_place and not neighbours and 0 < rotates < x.shape[-1] and rotates * x.element_size() % 16 == 0
 
 
 def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
@@ -70,9 +74,9 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None
     in_place = "out" not in arguments  # which the functions that write to new tensors take
-    rotary_dim = arguments["rotary_dim"] or 0
-    reason = _passes_cuda_over(xs, table_of(arguments), rotary_dim, in_place=in_place)
-    if reason is None and _copies(xs, rotary_dim, in_place):
+    spec = Spec(pairing=arguments["pairing"], rotary_dim=arguments["rotary_dim"] or 0, table=table_of(arguments))
+    reason = _passes_cuda_over(xs, spec, in_place=in_place)
+    if reason is None and _copies(xs, spec, in_place):
         return (
             "cuda",
             "which is the faster where a part of each head is copied",
@@ -86,6 +90,6 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
 
 
-def table_of(arguments: Mapping[str, Any]) -> str:
+def table_of(arguments: Mapping[str, Any]) -> Table:
     """From which of the tables that the arguments of a call may hold its angles come."""
     return next((name for name in ("angles", "inv_freq") if arguments[name] is not None), "cos_sin")

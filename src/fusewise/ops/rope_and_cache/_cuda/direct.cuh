@@ -16,8 +16,6 @@
 
 namespace {
 
-constexpr int DIRECT_READ = 64;  // bytes that a thread reads at once where there is enough to do
-
 struct DirectTensor {
   char *x, *cache;                         // q has no cache
   uint32_t token, head, first_head;        // bytes from one to the next; its first among those of all tensors
@@ -32,7 +30,6 @@ struct Direct {
   uint32_t rows, count, tokens, heads;     // of the table; slots of the cache; of the call, of all tensors
   uint32_t apart;                          // bytes from the first half of a head to the second
   Divisor of_token, of_head, of_block;     // threads of a token, of a head, slots of a block; none is 1
-  Read read;
   bool wide_positions, wide_slots, write_k;
   DirectTensor tensors[MOVED];
 };
@@ -49,8 +46,9 @@ struct Index {
   __device__ __forceinline__ bool below(uint32_t end) const { return high == 0 && low < end; }
 };
 
-template <class T, bool INTERLEAVED, int NP, int HEADS>
-__global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : 1024) / THREADS)
+// Pairs of a chunk are rotated AT_ONCE: all of them, or so few that a multiprocessor has registers for all threads it can have.
+template <class T, class TABLE, bool INTERLEAVED, int NP, int HEADS, int AT_ONCE>
+__global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : AT_ONCE == NP ? 1024 : 2048) / THREADS)
     direct_rope_and_cache_kernel(const __grid_constant__ Direct p) {
   constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;  // accesses of a head; elements of one
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, token = quotient(thread, p.of_token);
@@ -80,62 +78,52 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : 
     const uint32_t block = quotient(slot, p.of_block), nth = slot - block * p.of_block.d;
     return t.cache + uint64_t(block) * t.block + uint64_t(nth) * t.slot + uint64_t(head) * t.cache_head + at;
   };
-  const auto write = [&](char* to, uint32_t step, int i) {
+  const auto write = [&](char* to, uint32_t step) {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) chunks[i][part].write(to + i * uint64_t(step) + part * p.apart);
+    for (int i = 0; i < HEADS; ++i)
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) chunks[i][part].write(to + i * uint64_t(step) + part * p.apart);
   };
   // Nothing waits for an index before this branch: across it the compiler moves no use of one, and chunks are asked for first.
   if (!rotates) {
     char* const cache = cache_at(slot.low);
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i)
-      if (slot.below(p.count)) write(cache, t.cache_head, i);
+    if (slot.below(p.count)) write(cache, t.cache_head);
     return;
   }
 
   // The slot has come with the position: its place is found while the row of the table is under way.
-  const bool inside = position.below(p.rows), there = cached && slot.below(p.count), floats = p.read == FLOATS;
+  const bool inside = position.below(p.rows), there = cached && slot.below(p.count);
   char* const cache = cache_at(slot.low);
-  float cos[NP], sin[NP];
-  const uint32_t row = inside ? position.low : 0, pairs_at = chunk * (floats ? NP * 4 : NP * 2);
+  const uint32_t row = inside ? position.low : 0, pairs_at = chunk * uint32_t(NP * sizeof(TABLE));
   const char* const cos_at = p.cos + pairs_at + uint64_t(row) * p.row;
   const char* const sin_at = p.sin + pairs_at + uint64_t(row) * p.row;
-  if (floats) {
-    Words<float, NP> c, s;
-    c.read(cos_at), s.read(sin_at);
-    c.get(cos), s.get(sin);
-  } else {
-    Words<__half, NP> c, s;  // or of bfloat16
-    c.read(cos_at), s.read(sin_at);
-    if (p.read == HALVES) {
-      c.get(cos), s.get(sin);
-    } else {
 #pragma unroll
-      for (int i = 0; i < NP; i += 2) {
-        unpack<__nv_bfloat16>(c.words.values[i / 2], cos + i);
-        unpack<__nv_bfloat16>(s.words.values[i / 2], sin + i);
+  for (int pair = 0; pair < NP; pair += AT_ONCE) {
+    Words<TABLE, AT_ONCE> cosines, sines;
+    cosines.read(cos_at + pair * sizeof(TABLE)), sines.read(sin_at + pair * sizeof(TABLE));
+    float cos[AT_ONCE], sin[AT_ONCE];
+    cosines.get(cos), sines.get(sin);
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (!inside) cos[j] = sin[j] = __int_as_float(0x7fffffff);
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i) {
+      constexpr int EACH = 2 * AT_ONCE / PARTS;  // elements of an access
+      float from[2 * AT_ONCE], to[2 * AT_ONCE];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) chunks[i][part].template get<EACH>(from + part * EACH, pair * 2 / PARTS);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int a = INTERLEAVED ? 2 * j : j, b = INTERLEAVED ? 2 * j + 1 : AT_ONCE + j;
+        to[a] = fmaf(from[a], cos[j], -(from[b] * sin[j]));
+        to[b] = fmaf(from[b], cos[j], from[a] * sin[j]);
       }
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) chunks[i][part].template set<EACH>(to + part * EACH, pair * 2 / PARTS);
     }
   }
-#pragma unroll
-  for (int i = 0; i < NP; ++i)
-    if (!inside) cos[i] = sin[i] = __int_as_float(0x7fffffff);
-#pragma unroll
-  for (int i = 0; i < HEADS; ++i) {
-    float from[2 * NP], to[2 * NP];
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) chunks[i][part].get(from + part * N);
-#pragma unroll
-    for (int j = 0; j < NP; ++j) {
-      const int a = INTERLEAVED ? 2 * j : j, b = INTERLEAVED ? 2 * j + 1 : NP + j;
-      to[a] = fmaf(from[a], cos[j], -(from[b] * sin[j]));
-      to[b] = fmaf(from[b], cos[j], from[a] * sin[j]);
-    }
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) chunks[i][part].set(to + part * N);
-    if (p.write_k || !cached) write(x, t.head, i);
-    if (there) write(cache, t.cache_head, i);
-  }
+  if (p.write_k || !cached) write(x, t.head);
+  if (there) write(cache, t.cache_head);
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
@@ -152,7 +140,8 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   const bool neighbours = plan.heads[1] == 1 || (cache.v_strides[2] == cache.v_dim && cache.cache_strides[1][2] == cache.v_dim);
   const bool even = (rest == 0 || half) && of_v > 0 && cache.v_dim == of_v * width && (of_v == 1 || neighbours) && chunks > 1;
   const bool given = rotation.positions && call.slots && !rotation.bounds && cache.mapped >= plan.tokens && p.axes == ONE;
-  if (!widest || !even || !given || p.read > HALVES || plan.inverse || plan.rows == 0) return false;
+  const bool of_table = p.read == FLOATS || (p.read <= HALVES && plan.table_kind == plan.kind);
+  if (!widest || !even || !given || !of_table || plan.inverse || plan.rows == 0) return false;
 
   bool fits = chunks * heads * tokens <= INT32_MAX - THREADS && plan.rows <= INT32_MAX;
   const auto narrow = [&](int64_t bytes) {
@@ -170,7 +159,7 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   d.position = next(plan.position_strides + 1, d.wide_positions ? 8 : 4);
   d.slots = static_cast<const char*>(call.slots), d.wide_slots = cache.wide_slots;
   d.slot = next(cache.slot_strides, d.wide_slots ? 8 : 4);
-  d.cos = p.cos, d.sin = p.sin, d.read = p.read, d.row = narrow(plan.table_strides[1] * table_size);
+  d.cos = p.cos, d.sin = p.sin, d.row = narrow(plan.table_strides[1] * table_size);
   d.rows = static_cast<uint32_t>(plan.rows), d.count = narrow(cache.blocks * cache.block_size);
   d.tokens = static_cast<uint32_t>(tokens), d.heads = static_cast<uint32_t>(heads);
   d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
@@ -195,30 +184,37 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   return fits;
 }
 
-template <class T, bool INTERLEAVED>
+// At a few tokens, when most of the device idles, chunks of half the width have half of the arithmetic in the chain. At many, when
+// all threads that it can have are busy, what counts is how many accesses of 16 bytes are under way: where halves pair, a thread
+// has two, and there are the more threads the fewer pairs it has at once; where neighbours do, it has one a head, and several heads.
+template <class T, class TABLE, bool INTERLEAVED>
 cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
   constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP;
-  constexpr int HEADS = DIRECT_READ / (2 * NP * sizeof(T));
   const Device device = current_device();
   const int64_t all = plan.pairs / NP * int64_t(d.heads) * d.tokens;
-  // Several heads a thread where that leaves enough of them, two if there are not as many side by side; at a few tokens, when
-  // most of the device idles, chunks of half the width have half of the arithmetic in the chain.
   const bool many = all >= int64_t(device.processors) * 2048, few = all < int64_t(device.processors) * THREADS;
-  const auto shared_by = [&](int n) { return many && plan.heads[0] % n == 0 && plan.heads[1] % n == 0 ? n : 1; };
-  const int64_t together = std::max(shared_by(HEADS), shared_by(2)), np = few ? HALF : NP;
+  int64_t np = NP, together = 1;
+  auto kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 1, NP>;
+  if (few) {
+    np = HALF, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, HALF, 1, HALF>;
+  } else if constexpr (INTERLEAVED) {
+    const auto shared_by = [&](int n) { return many && plan.heads[0] % n == 0 && plan.heads[1] % n == 0; };
+    if (shared_by(4)) together = 4, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 4, NP>;
+    else if (shared_by(2)) together = 2, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 2, NP>;
+  } else if (many) {
+    kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 1, 2>;
+  }
   const int64_t in_token = plan.pairs / np * (d.heads / together);
   d.of_head = Divisor(plan.pairs / np), d.of_token = Divisor(in_token);
-  const auto kernel = together == HEADS ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, HEADS>
-                      : together == 2   ? direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 2>
-                      : few             ? direct_rope_and_cache_kernel<T, INTERLEAVED, HALF, 1>
-                                        : direct_rope_and_cache_kernel<T, INTERLEAVED, NP, 1>;
   const dim3 grid(static_cast<unsigned>(ceil_div(in_token * d.tokens, THREADS)));
   return launched(kernel, grid, dim3(THREADS), stream, device, d);
 }
 
 template <class T>
 cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
-  return (plan.interleaved_in ? launch_direct<T, true> : launch_direct<T, false>)(d, plan, stream);
+  if (plan.table_kind == FLOAT32)
+    return (plan.interleaved_in ? launch_direct<T, float, true> : launch_direct<T, float, false>)(d, plan, stream);
+  return (plan.interleaved_in ? launch_direct<T, T, true> : launch_direct<T, T, false>)(d, plan, stream);
 }
 
 }  // namespace
