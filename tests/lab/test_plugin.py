@@ -97,6 +97,21 @@ def test_an_installed_namesake_costs_its_own_row(monkeypatch):
     assert "its name must be its own, got 'eager', which fusewise.lab.providers.pytorch:Eager has" in namesake.problem
 
 
+@pytest.mark.parametrize(
+    ("name", "where", "note"),
+    [
+        ("eager", "cpu", ""),
+        ("torch.compile-max-autotune", "cpu", "measured when named with --providers"),
+        ("torch.compile-max-autotune", "cuda:0", "measured when named with --providers, but for geglu"),
+        ("thunder-torchcompile", "cpu", "measured when named with --providers for rope"),
+        ("fusewise-cpu-inplace", "cpu", "measured when named with --providers"),
+    ],
+)
+def test_what_is_measured_when_named_alone_is_said(name, where, note):
+    (entry,) = plugin.select([name], "rope", where)
+    assert commands.named_only(entry.provider, where) == note
+
+
 def test_an_installed_provider_that_raises_costs_its_own_line(monkeypatch):
     names = ("BrokenCheck", "BrokenVersions", "BrokenChoice")
     points = [importlib.metadata.EntryPoint(name, f"lab_fakes:{name}", plugin.ENTRY_POINTS) for name in names]

@@ -160,6 +160,36 @@ def test_terminal_table_has_a_column_a_provider():
     assert "19.2" in text
 
 
+@pytest.mark.parametrize("width", [300, 80, 60])
+def test_a_terminal_of_any_width_has_names_and_times_whole(width):
+    """Columns that do not fit stand in a table of their own below, with the case's name again."""
+    names = ["eager", "torch.compile-max-autotune", "fusewise-cpu", *(f"provider-of-others-{i}" for i in range(9))]
+    record = study_record(
+        [row(name, case="a-model-prefill-8k", device_us=123456.0 + i) for i, name in enumerate(names)]
+    )
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(terminal.summary(record))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    assert set(names) <= set(words)
+    assert {f"{123456 + i:,}" for i in range(len(names))} <= set(words)
+    tables = words.count("case")
+    assert (tables == 1) == (width == 300)
+    assert words.count("a-model-prefill-8k") == tables
+
+
+def test_columns_of_words_fold_between_them():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal.verdict_table(verdict.verdicts(sweep_record())))
+    text = console.export_text()
+    assert text.split().count("case") == 1
+    assert {"compiler", "fusewise-cpu", "cube-16"} <= set(text.split())
+    empty = terminal.verdict_table([])
+    console.print(empty)
+    assert empty.lines == []
+
+
 def test_a_name_is_no_picture(capsys):
     record = sweep_record()
     record.request["title"] = "my.py:mask"

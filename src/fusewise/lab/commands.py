@@ -194,12 +194,25 @@ def provider_states(where: str) -> list[dict[str, Any]]:
                 state, note = "missing", str(error)
             except Exception as error:  # someone else's package may raise anything
                 state, note = "broken", reason(error)
-            if state == "here" and not entry.provider.default:
-                note = "measured when named with --providers"
+            if state == "here":
+                note = named_only(entry.provider, where)
         targets_of = list(entry.provider.ops) if entry.provider is not None else []
         place = {"provider": entry.name, "targets": targets_of, "where": entry.where}
         found.append({**place, "state": state, "versions": versions, "note": note})
     return found
+
+
+def named_only(provider: plugin.Provider, where: str) -> str:
+    """What is said of a provider that is not measured for each of its targets when none is named."""
+    of = provider.ops or targets.names()
+    named = [op for op in of if not provider.chosen(op, where)]
+    if not named:
+        return ""
+    others = [op for op in of if op not in named]
+    few = (
+        f" for {', '.join(named)}" if len(named) <= len(others) else f", but for {', '.join(others)}" if others else ""
+    )
+    return f"measured when named with --providers{few}"
 
 
 def show_providers(found: list[dict[str, Any]]) -> None:
@@ -207,8 +220,8 @@ def show_providers(found: list[dict[str, Any]]) -> None:
         (
             "  ".join([e["provider"], *e["targets"]]),
             e["state"],
-            " ".join(f"{k} {v}" for k, v in e["versions"].items()),
             e["note"],
+            " ".join(f"{k} {v}" for k, v in e["versions"].items()),
         )
         for e in found
     ]

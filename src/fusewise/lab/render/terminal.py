@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from rich.console import Console
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from ..analysis import is_floor, is_ours
 from ..compare import Comparison
@@ -85,18 +90,75 @@ class Live:
             self.console.print(f"{self.title}: {len(timed)} timed, fastest {fastest}", highlight=False, soft_wrap=True)
 
 
-def summary(record: Record) -> Table:
+@dataclass
+class Column:
+    name: str
+    right: bool = False
+    style: str = ""
+    folds: bool = False  # between words, where a table is too wide
+
+    def widths(self, texts: Iterable[str]) -> tuple[int, int]:
+        """The least and the most that texts in it ask for."""
+        lines = [Text.from_markup(text).plain for text in (self.name, *texts)]
+        most = max(map(cell_len, lines))
+        return max(cell_len(word) for line in lines for word in line.split() or [""]) if self.folds else most, most
+
+
+GAP = 2  # between two columns
+
+
+PLAIN: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "collapse_padding": True}
+
+
+@dataclass
+class Columns:
+    """A table, or several one under the other where a terminal is too narrow for all columns: each then begins with the first
+    `keys` of them. Names and cells are markup."""
+
+    title: str
+    columns: Sequence[Column]
+    keys: int = 1
+    lines: list[tuple[Sequence[str], str]] = field(default_factory=list)  # cells and the style of the line
+
+    def add(self, *cells: str, style: str = "") -> None:
+        self.lines.append((cells, style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
+        asked = [column.widths(cells[i] for cells, _ in self.lines) for i, column in enumerate(self.columns)]
+        for number, chosen in enumerate(self._chosen(asked, options.max_width)):
+            if number > 0:
+                yield ""
+            title = self.title if number == 0 else None
+            table = Table(title=title or None, title_justify="left", **PLAIN)
+            left = options.max_width + GAP - sum(asked[i][0] + GAP for i in chosen)
+            for i in chosen:
+                column, (least, most) = self.columns[i], asked[i]
+                width = least + min(most - least, max(0, left))
+                left -= width - least
+                justify: Literal["left", "right"] = "right" if column.right else "left"
+                table.add_column(column.name, overflow="fold", justify=justify, style=column.style, width=width)
+            for cells, style in self.lines:
+                table.add_row(*(cells[i] for i in chosen), style=style)
+            yield table
+
+    def _chosen(self, asked: Sequence[tuple[int, int]], width: int) -> list[list[int]]:
+        """The columns of each table."""
+        keys = list(range(self.keys))
+        tables = [[*keys]]
+        for i in range(self.keys, len(self.columns)):
+            if len(tables[-1]) > self.keys and sum(asked[j][0] + GAP for j in [*tables[-1], i]) - GAP > width:
+                tables.append([*keys])
+            tables[-1].append(i)
+        return tables
+
+
+def summary(record: Record) -> Columns:
     """A line a group, a column a provider: microseconds, the fastest in bold."""
     names = measured(record.rows)
-    table = Table(title=plain(f"{record.request['title']}: microseconds a call, {record.request['cache']} cache"))
-    table.add_column("case", overflow="fold")
-    for name in names:
-        table.add_column(
-            plain(name),
-            justify="right",
-            overflow="fold",
-            style="dim" if is_floor(name) else "cyan" if is_ours(name) else "",
-        )
+    styles = ("dim" if is_floor(name) else "cyan" if is_ours(name) else "" for name in names)
+    columns = [Column(plain(name), right=True, style=style) for name, style in zip(names, styles, strict=True)]
+    title = plain(f"{record.request['title']}: microseconds a call, {record.request['cache']} cache")
+    table = Columns(title, [Column("case"), *columns])
     by_group: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in record.rows:
         by_group.setdefault((row.case, row.dtype, row.pass_), {})[row.provider] = row
@@ -110,38 +172,37 @@ def summary(record: Record) -> Table:
             else:
                 value = number(mine.device_us)
                 cells.append(f"[bold]{value}[/]" if mine.device_us == min(rivals, default=None) else value)
-        table.add_row(plain(" ".join(key)), *cells)
+        table.add(plain(" ".join(key)), *cells)
     return table
 
 
-def verdict_table(found: Sequence[Verdict]) -> Table:
+def verdict_table(found: Sequence[Verdict]) -> Columns:
     """A line a group: what binds it, how near the best comes, and whether a kernel is worth it."""
-    table = Table(title="verdict")
-    for column in ("case", "bound by", "at least µs", "fastest", "left over the best compiler", "worth a kernel"):
-        table.add_column(column, overflow="fold")
+    names = ("case", "bound by", "at least µs", "fastest", "left over the best compiler", "worth a kernel")
+    table = Columns("verdict", [Column(name, folds=True) for name in names])
     for v in found:
         fastest = f"{v.gaps[0].provider} {number(v.gaps[0].time_us)} µs" if v.gaps else "–"
         worth = v.worth + (f": {v.kernel}" if v.kernel else "")
         cells = (" ".join(v.key[1:]), v.bound, number(v.minimum_us), fastest, percent(v.left), worth)
-        table.add_row(*(plain(cell) for cell in cells))
+        table.add(*(plain(cell) for cell in cells))
     return table
 
 
 STYLES = {"slower": "red", "broken": "red", "faster": "green", "mended": "green", "ambiguous": "yellow"}
 
 
-def comparison_table(found: Comparison) -> Table:
+def comparison_table(found: Comparison) -> Columns:
     """A line a row that both runs have, the regressions first."""
-    table = Table(title=plain(f"{found.before} → {found.after}"))
-    for column in ("case", "provider", f"before {found.unit}", f"after {found.unit}", "ratio", "noise", "verdict"):
-        table.add_column(column, overflow="fold")
+    names = ("case", "provider", f"before {found.unit}", f"after {found.unit}", "ratio", "noise", "verdict")
+    columns = [Column(plain(name), folds=name not in ("provider", "ratio")) for name in names]
+    table = Columns(plain(f"{found.before} → {found.after}"), columns, keys=2)
     order = list(STYLES)
     lines = sorted(found.changes, key=lambda c: order.index(c.verdict) if c.verdict in order else len(order))
     for c in lines:
         ratio = "–" if c.ratio is None else f"{c.ratio:.3f} [{c.low:.3f}, {c.high:.3f}]"
         said = c.verdict + (f": {c.note}" if c.note else "")
         cells = (f"{c.case} {c.dtype} {c.pass_}", c.provider, number(c.before_us), number(c.after_us), ratio)
-        table.add_row(*(plain(x) for x in (*cells, percent(c.noise), said)), style=STYLES.get(c.verdict, ""))
+        table.add(*(plain(x) for x in (*cells, percent(c.noise), said)), style=STYLES.get(c.verdict, ""))
     return table
 
 
@@ -154,7 +215,9 @@ def comparison_summary(found: Comparison) -> list[str]:
 
 def limits_table(found: Json) -> Table:
     """What the machine can do, as measured."""
-    table = Table(title=plain(f"limits of {found['device']}, measured {found['created']}"))
+    table = Table(
+        title=plain(f"limits of {found['device']}, measured {found['created']}"), title_justify="left", **PLAIN
+    )
     for column in ("limit", "measured"):
         table.add_column(column)
     table.add_row("copy", f"{number(found['copy_gb_s'])} GB/s")
@@ -167,11 +230,9 @@ def limits_table(found: Json) -> Table:
     return table
 
 
-def provider_table(lines: Sequence[tuple[str, str, str, str]]) -> Table:
-    """Name, state, versions and what to do."""
-    table = Table()
-    for column in ("provider", "state", "versions", "note"):
-        table.add_column(column, overflow="fold")
+def provider_table(lines: Sequence[tuple[str, str, str, str]]) -> Columns:
+    """Name, state, what to do and versions."""
+    table = Columns("", [Column(name, folds=True) for name in ("provider", "state", "note", "versions")])
     for line in lines:
-        table.add_row(*(plain(cell) for cell in line))
+        table.add(*(plain(cell) for cell in line))
     return table
