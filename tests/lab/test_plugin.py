@@ -118,6 +118,7 @@ def test_an_installed_provider_that_raises_costs_its_own_line(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: points)
     states = {e["provider"]: (e["state"], e["note"]) for e in commands.provider_states("cpu")}
     assert states["broken-check"] == ("broken", "RuntimeError: cannot even look")
+    assert states["broken-choice"] == ("broken", "RuntimeError: cannot choose")
     assert states["broken-versions"] == ("broken", "RuntimeError: knows no version")
     problems = {e.name: e.problem for e in plugin.select(None, "rope", "cpu")}
     assert problems["broken-choice"] == "RuntimeError: cannot choose"

@@ -190,12 +190,11 @@ def provider_states(where: str) -> list[dict[str, Any]]:
             try:
                 versions = plugin.versions(entry.provider)
                 entry.provider.check(where)
+                note = named_only(entry.provider, where)
             except plugin.Missing as error:
                 state, note = "missing", str(error)
             except Exception as error:  # someone else's package may raise anything
                 state, note = "broken", reason(error)
-            if state == "here":
-                note = named_only(entry.provider, where)
         targets_of = list(entry.provider.ops) if entry.provider is not None else []
         place = {"provider": entry.name, "targets": targets_of, "where": entry.where}
         found.append({**place, "state": state, "versions": versions, "note": note})

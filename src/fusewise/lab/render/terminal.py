@@ -125,10 +125,10 @@ class Columns:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
         asked = [column.widths(cells[i] for cells, _ in self.lines) for i, column in enumerate(self.columns)]
-        for number, chosen in enumerate(self._chosen(asked, options.max_width)):
-            if number > 0:
+        for nth, chosen in enumerate(self._chosen(asked, options.max_width)):
+            if nth > 0:
                 yield ""
-            title = self.title if number == 0 else None
+            title = self.title if nth == 0 else None
             table = Table(title=title or None, title_justify="left", **PLAIN)
             left = options.max_width + GAP - sum(asked[i][0] + GAP for i in chosen)
             for i in chosen:
