@@ -56,9 +56,11 @@ def test_a_function_is_run_before_a_study_begins(name, words, tmp_path):
         plan.options(request, tmp_path / "out")
 
 
-def test_one_pass_that_can_be_measured_is_enough(tmp_path):
+def test_a_backward_that_is_not_there_is_left_out_unless_it_is_asked_for(tmp_path):
     request = plan.Request(target=f"{FILE}:whole", inputs=["fp32[4]"], device="cpu")
-    assert [task.pass_ for task in plan.options(request, tmp_path / "out").tasks] == ["fwd", "bwd"]
+    assert [task.pass_ for task in plan.options(request, tmp_path / "out").tasks] == ["fwd"]
+    both = dataclasses.replace(request, passes="both")
+    assert [task.pass_ for task in plan.options(both, tmp_path / "out").tasks] == ["fwd", "bwd"]
     with pytest.raises(ValueError, match="must be differentiable for a backward pass; ask for fwd alone"):
         plan.options(dataclasses.replace(request, passes="bwd"), tmp_path / "out")
 

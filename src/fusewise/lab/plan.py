@@ -80,7 +80,9 @@ def options(request: Request, out: Path) -> Options:
         extra["time_limit"] = request.time_limit
     providers = plugin.select(request.providers, target.name, where)
     memory_limit = _memory_limit(request.memory_limit)
-    target.verify(tasks, request.timeout, memory_limit)  # the last, since it takes seconds
+    lacking = target.verify(tasks, request.timeout, memory_limit)  # the last, since it takes seconds
+    if request.passes is None:
+        tasks = [task for task in tasks if task.pass_ not in lacking]
     return Options(
         op=target.name,
         tasks=tasks,

@@ -128,8 +128,9 @@ class Columns:
         for nth, chosen in enumerate(self._chosen(asked, options.max_width)):
             if nth > 0:
                 yield ""
-            title = self.title if nth == 0 else None
-            table = Table(title=title or None, title_justify="left", **PLAIN)
+            if self.title and nth == 0:
+                yield f"[bold]{self.title}[/]"  # in a line of its own: over a narrow table it would be folded
+            table = Table(**PLAIN)
             left = options.max_width + GAP - sum(asked[i][0] + GAP for i in chosen)
             for i in chosen:
                 column, (least, most) = self.columns[i], asked[i]
@@ -213,20 +214,17 @@ def comparison_summary(found: Comparison) -> list[str]:
     return [f"{len(words)} compared: {counted}{alone}", *map(printable, found.notes)]
 
 
-def limits_table(found: Json) -> Table:
+def limits_table(found: Json) -> Columns:
     """What the machine can do, as measured."""
-    table = Table(
-        title=plain(f"limits of {found['device']}, measured {found['created']}"), title_justify="left", **PLAIN
-    )
-    for column in ("limit", "measured"):
-        table.add_column(column)
-    table.add_row("copy", f"{number(found['copy_gb_s'])} GB/s")
-    table.add_row("triad", f"{number(found['triad_gb_s'])} GB/s")
+    title = plain(f"limits of {found['device']}, measured {found['created']}")
+    table = Columns(title, [Column("limit"), Column("measured")])
+    table.add("copy", f"{number(found['copy_gb_s'])} GB/s")
+    table.add("triad", f"{number(found['triad_gb_s'])} GB/s")
     for name, rate in found["matmul_tflop_s"].items():
-        table.add_row(plain(f"matmul {name}"), f"{number(rate)} TFLOP/s")
-    table.add_row("launch", f"{number(found['launch_us'])} µs")
+        table.add(plain(f"matmul {name}"), f"{number(rate)} TFLOP/s")
+    table.add("launch", f"{number(found['launch_us'])} µs")
     for name, value in (found["clocks"] or {}).items():
-        table.add_row(plain(name.replace("_", " ")), plain(str(value)))
+        table.add(plain(name.replace("_", " ")), plain(str(value)))
     return table
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -70,8 +70,10 @@ class Target:
         """The tensors and the mathematics of a task; called in the provider's own process."""
         raise NotImplementedError
 
-    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> None:
-        """Raise ValueError for what would fail in every provider's process. Called once, before anything is measured."""
+    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> Collection[Pass]:
+        """Raise ValueError for what would fail in every provider's process; the passes that only a call shows not to be there.
+        Called once, before anything is measured."""
+        return ()
 
     def detail(self, case: Case) -> Mapping[str, Any]:
         """Plain JSON that `problem` needs beyond the case's name."""

@@ -12,7 +12,7 @@ import hashlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.c
 COMPLEX = "c64"
 #: The largest error of a second call's results against the first's, which sums in another order may bring.
 REPEATED = 1e-2
+#: Said of a function none of whose results depends on an input in a differentiable way.
+NO_BACKWARD = "must be differentiable for a backward pass"
 #: Characters of a case's name; the row's shape has all of the inputs.
 LONGEST_CASE = 1000
 
@@ -100,9 +102,9 @@ class User(Target):
     def problem(self, task: Task) -> Problem:
         return UserProblem(task)
 
-    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> None:
+    def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> Collection[Pass]:
         """Import the function and run it in a process like a provider's. A task that can be made is enough: of the others
-        each has rows with its reason."""
+        each has rows with its reason. Whether there is a backward is asked once."""
         start = {"provider": "fusewise.lab.providers.pytorch:Eager", "device": tasks[0].device, "flush_bytes": 0}
         worker: WorkerProcess | None = None
         reasons = []
@@ -112,9 +114,13 @@ class User(Target):
                 worker.ready()
                 for task in tasks:
                     reply = worker.ask("load", task=task.to_json())
-                    if reply["ok"]:
-                        return
-                    reasons.append(reply["reason"])
+                    if not reply["ok"]:
+                        reasons.append(reply["reason"])
+                    elif task.pass_ != "fwd" or not (backward := [t for t in tasks if t.pass_ != "fwd"]):
+                        return ()
+                    else:
+                        reply = worker.ask("load", task=backward[0].to_json())
+                        return () if reply["ok"] or NO_BACKWARD not in reply["reason"] else {t.pass_ for t in backward}
             except WorkerFailed as error:
                 fix = "take out what ends or overfills the process"
                 if error.hung:
@@ -250,7 +256,7 @@ class UserProblem(Problem):
             for y in outputs
         )
         if gradient and not any(g is not None for g in self.upstream):
-            raise ValueError(f"study: {self.op} must be differentiable for a backward pass; ask for fwd alone")
+            raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
         # Errors are judged by the coarsest dtype that the function takes or gives.
         coarse = [x.dtype for x in (*self.tensors, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
