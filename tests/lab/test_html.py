@@ -164,6 +164,9 @@ def test_a_row_prints_itself_as_a_program_that_measures_it_again(tmp_path):
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, timeout=120)
     assert "'status': 'ok'" in done.stdout
     assert "us a call here; the record has 3.0 on test" in done.stdout
+    made.rows[0] = row("eager", case="no such case", device_us=3.0)
+    program.write_text(script.program(made, made.rows[0]))
+    assert subprocess.run([sys.executable, program], capture_output=True, check=False, timeout=120).returncode == 1
 
 
 def test_a_hostile_row_is_only_literals_in_its_program():
