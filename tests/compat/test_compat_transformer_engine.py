@@ -235,6 +235,13 @@ def test_compiles_to_one_graph(grad: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+def test_start_positions_of_any_strides() -> None:
+    t, starts = randn(T, 2, H, D), ints(1, 9, 2, 9)[::2]
+    f = randn(64, 1, 1, D)
+    found = apply_rotary_pos_emb(t, f, start_positions=starts)
+    torch.testing.assert_close(found, apply_rotary_pos_emb(t, f, start_positions=starts.clone()))
+
+
 @pytest.mark.parametrize(("factor", "trained", "scale"), [(None, None, 1.0), (4, 8, 0.25), (2, 4, 4 / 10)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, interleaved: bool) -> None:
@@ -258,7 +265,11 @@ def test_rotary_position_embedding(factor: Any, trained: Any, scale: float, inte
         ),
         (lambda f: apply_rotary_pos_emb(randn(T, H, D), f, "thd"), "cu_seqlens must be given for thd"),
         (lambda f: apply_rotary_pos_emb(randn(T, B, H, D), f[:, 0, 0]), "freqs must have shape (R, 1, 1, rotary_dim)"),
-        (lambda f: apply_rotary_pos_emb(randn(99, B, H, D), f), "the table must have a row for each"),
+        (lambda f: apply_rotary_pos_emb(randn(99, B, H, D), f), "freqs must have a row for each of 99 positions, got"),
+        (
+            lambda f: apply_rotary_pos_emb(randn(9, B, H, D), f, cp_size=11),
+            "freqs must have a row for each of 99 positions, got",
+        ),
         (lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [16, 16, 8]), "qkv_split_arg_list must be"),
         (lambda f: apply_fused_qkv_rotary_pos_emb(randn(T, B, 2, 48), f, f, [24, 16, 8]), "qkv_split_arg_list must be"),
         (

@@ -129,6 +129,17 @@ def test_what_is_wrong_with_q_is_told_as_by_the_function(q: Any) -> None:
         RotaryEmbedding(16, table="cos_sin")(q)
 
 
+@pytest.mark.parametrize("table", ["inv_freq", "cos_sin"])
+def test_heads_of_another_width_are_refused_where_the_whole_head_rotates(table: Any) -> None:
+    q = torch.randn(1, 4, 2, 16)
+    with pytest.raises(
+        ValueError, match=r"^RotaryEmbedding: q must have heads of head_dim = 8 features, got 16; .*rotary_dim=8"
+    ):
+        RotaryEmbedding(8, table=table)(q)
+    y = RotaryEmbedding(8, table=table, rotary_dim=8)(q)
+    assert torch.equal(y[..., 8:], q[..., 8:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

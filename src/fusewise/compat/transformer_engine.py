@@ -63,11 +63,19 @@ def apply_rotary_pos_emb(
         explain(op, "t", t)
         raise
     angles = _angles(op, "freqs", freqs)
+    context_parallel = _context_parallel(op, cp_size, cp_rank)
+    if isinstance(start_positions, Tensor):
+        start_positions = start_positions.contiguous()
+    elif cu_seqlens is None and t.dim() == 4:
+        positions = t.shape[1 if tensor_format == "bshd" else 0] * (1 if context_parallel is None else cp_size)
+        if positions > angles.shape[-2]:
+            contract = f"have a row for each of {positions} positions"
+            fail(op, "freqs", contract, f"{angles.shape[-2]} rows", "make them for longer sequences")
     call = {
         "angles": angles,
         "offset": 0 if start_positions is None else start_positions,
         "cu_seqlens": cu_seqlens,
-        "context_parallel": _context_parallel(op, cp_size, cp_rank),
+        "context_parallel": context_parallel,
         "layout": tensor_format,
         "pairing": pairing(op, "interleaved", interleaved),
         "rotary_dim": angles.shape[-1],

@@ -79,6 +79,7 @@ class RotaryEmbedding(nn.Module):
         ):  # fmt: skip
             check_one_of("RotaryEmbedding", name, value, allowed)
         self.head_dim = check_count("RotaryEmbedding", "head_dim", head_dim)
+        self._whole = rotary_dim is None
         self.rotary_dim = head_dim if rotary_dim is None else check_count("RotaryEmbedding", "rotary_dim", rotary_dim)
         if self.rotary_dim > head_dim:
             raise ValueError(
@@ -198,6 +199,11 @@ class RotaryEmbedding(nn.Module):
         context_parallel: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
         """The keyword arguments of `fusewise.rope` for a q: frequencies, or tables that reach far enough on its device."""
+        if self._whole and isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"RotaryEmbedding: q must have heads of head_dim = {self.head_dim} features, got {q.shape[-1]}; make the module for "
+                f"those, or with rotary_dim={self.head_dim} where a part of them rotates"
+            )
         given: dict[str, Any] = {
             "positions": positions,
             "offset": offset,

@@ -77,6 +77,18 @@ def wants_formula(dy: Tensor) -> bool:
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy) or dy._is_zerotensor()
 
 
+def jit_traces() -> bool:
+    """Whether `torch.jit.trace` runs the code, where a size is a tensor."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
+def exporting() -> bool:
+    """Whether a graph is exported, whose nodes record gradients themselves (`_register.register`): of an autograd function there
+    would be left what its forward does, without gradients."""
+    # Not torch.compiler.is_exporting(), which torch 2.11 takes to be true in every trace.
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def apply_function(function: Any, *args: Any) -> Any:
     """`function.apply`, untyped in torch's stubs."""
     if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view

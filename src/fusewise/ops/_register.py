@@ -22,13 +22,17 @@ def copies_wrongly() -> bool:
 
 
 def register(
-    schema: str, function: Callable[..., Any], fake: Callable[..., Any], vmap: Callable[..., Any] | None = None
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    vmap: Callable[..., Any] | None = None,
+    recorded: Callable[..., Any] | None = None,
 ) -> Any:
     """Define an operator that looks at exact strides, with its function for every device and for fake tensors, and its
     rule for vmap if it has one.
 
-    The function runs without recording gradients: autograd lies outside the operators, yet a compiled or exported graph
-    may call them with parameters that require gradients.
+    The function runs without recording gradients: autograd lies outside the operators. An exported graph has lost what lies
+    outside, and its nodes may have parameters that require gradients: `recorded` is the same call through an autograd function.
     """
 
     def below_autograd(*args: Any) -> Any:
@@ -43,6 +47,16 @@ def register(
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, below_autograd, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusewise::{name}", fake, lib=_library)
+    if recorded is not None:
+
+        def at_autograd(keys: Any, *args: Any) -> Any:
+            if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+                return recorded(*args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+        _library.impl(name, at_autograd, "Autograd", with_keyset=True)
     if vmap is not None:
         torch.library.register_vmap(f"fusewise::{name}", vmap, lib=_library)
-    return getattr(torch.ops.fusewise, name).default
+    operator = getattr(torch.ops.fusewise, name).default
+    return operator

@@ -195,3 +195,13 @@ def test_a_bias_shaped_as_its_weight_compiles_where_sizes_are_symbols(hidden: in
     torch.testing.assert_close(
         compiled(x, weight, bias, activation="silu"), gated_linear(x, weight, bias, activation="silu")
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_serves_other_sizes() -> None:
+    module = GatedMLP(16, 8, activation="silu")
+    with torch.no_grad():
+        traced = torch.jit.trace(module, (randn(2, 3, 16),), check_trace=False)
+    x = randn(4, 5, 16)
+    close(traced(x), module(x))

@@ -389,3 +389,37 @@ def test_inference_mode_and_no_grad_record_nothing() -> None:
         for y, w in zip(ys, want, strict=True):
             assert not y.requires_grad
             assert_bits(y.detach().clone(), w.detach())
+
+
+@pytest.mark.parametrize("k_dim", [0, None])
+@pytest.mark.parametrize("entries", [0, 1, 3])
+def test_vmap_over_any_number_of_entries(entries: int, k_dim: int | None) -> None:
+    """None and one, too, which are not to be taken for an operand that is not mapped; with positions that are, also."""
+    q, k, kwargs = inputs(Place("reference", "cpu"))
+    qs = torch.randn(entries, *q.shape)
+    ks = torch.randn(entries, *k.shape) if k_dim == 0 else k.detach()
+    positions = torch.arange(q.shape[1]).expand(entries, -1)
+    kwargs = {**kwargs, "positions": None}
+    for call, more in (
+        (lambda q, k, _: fusewise.rope(q, k, **kwargs), None),
+        (lambda q, k, p: fusewise.rope(q, k, **{**kwargs, "positions": p}), 0),
+    ):
+        ys, zs = torch.func.vmap(call, in_dims=(0, k_dim, more))(qs, ks, positions if more == 0 else None)
+        assert (ys.shape, zs.shape) == (qs.shape, (entries, *k.shape))
+        for i in range(entries):
+            want = fusewise.rope(qs[i], ks[i] if k_dim == 0 else ks, **kwargs)
+            assert_bits(ys[i], want[0])
+            assert_bits(zs[i], want[1])
+    with pytest.raises(ValueError, match=r"^rope: out must be None under a torch.func transform"):
+        torch.func.vmap(lambda q: fusewise.rope(q, **kwargs, out=q))(torch.randn(2, *q.shape))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_serves_other_sizes() -> None:
+    q, k, kwargs = inputs(Place("reference", "cpu"))
+    kwargs = {name: x for name, x in kwargs.items() if name != "positions"}
+    traced = torch.jit.trace(lambda q, k: fusewise.rope(q, k, **kwargs), (q.detach(), k.detach()), check_trace=False)
+    q, k = (x.detach()[:, :3].repeat(2, 1, 1, 1) for x in (q, k))
+    for y, want in zip(traced(q, k), fusewise.rope(q, k, **kwargs), strict=True):
+        assert_bits(y, want)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, unpacked, wants_formula
+from .._common import apply_function, exporting, jit_traces, unpacked, wants_formula
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -27,10 +27,9 @@ HOOKS_OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether autograd must see a call on these tensors: not in an exported graph, which has no place for it."""
+    """Whether autograd must see a call on these tensors, around the operators."""
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    # Not torch.compiler.is_exporting(), which torch 2.11 takes to be true in every trace.
-    return wanted and not torch.compiler._is_exporting_flag
+    return wanted and not exporting()
 
 
 def seen_by_hooks() -> bool:
@@ -289,4 +288,10 @@ def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) 
 
 def shaped(y_MF: Tensor, x: Tensor) -> Tensor:
     """y with the leading dimensions of x, as `F.linear` makes it: no view, which autograd would not let be modified in place."""
-    return y_MF if x.dim() == 2 else torch.ops.aten._unsafe_view(y_MF, (*x.shape[:-1], y_MF.shape[-1]))
+    if x.dim() == 2:
+        return y_MF
+    shape = (*x.shape[:-1], y_MF.shape[-1])
+    if jit_traces():  # which takes the sizes of an operator that is called by its name for constants
+        return y_MF.reshape(shape)
+    y: Tensor = torch.ops.aten._unsafe_view(y_MF, shape)
+    return y

@@ -167,5 +167,7 @@ def _fake_gate_grad(dy: Tensor, first: Tensor, second: Tensor | None, text: str,
 
 
 _ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
-op_gate = register(f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate)
+op_gate = register(
+    f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate, recorded=lambda *args: apply_function(_Gate, *args)
+)
 op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)

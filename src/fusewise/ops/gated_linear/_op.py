@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import compute_dtype
+from .._common import apply_function, compute_dtype
 from .._register import register
 from . import reference
 from ._problem import Halves, Preact, Spec, new_preact, rows, split_preact
@@ -206,7 +206,17 @@ def _fake_down_grad_(
 
 
 _GRAD = "str spec, str impl, bool bias"
-op_gated_linear = register(f"gated_linear(Tensor x, {_WEIGHTS}) -> Tensor", _gated_linear, _fake_gated_linear)
+
+
+def _recorded(x_MD: Tensor, *rest: Any) -> Any:
+    from ._autograd import GatedLinear
+
+    return apply_function(GatedLinear, x_MD, *rest, "preact")
+
+
+op_gated_linear = register(
+    f"gated_linear(Tensor x, {_WEIGHTS}) -> Tensor", _gated_linear, _fake_gated_linear, recorded=_recorded
+)
 op_gated_linear_preact = register(
     f"gated_linear_preact(Tensor x, {_WEIGHTS}) -> (Tensor, Tensor)", _gated_linear_preact, _fake_gated_linear_preact
 )

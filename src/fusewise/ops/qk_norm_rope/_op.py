@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import apply_function, transforms_active, unpacked, wants_formula
+from .._common import apply_function, exporting, transforms_active, unpacked, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -71,7 +71,16 @@ def _fake_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor], *rest
     return [torch.empty_like(x) for x in (*xs, *(weights if rest[-1] else []))]
 
 
-_op = register(f"qk_norm_rope(Tensor[] xs, Tensor[] weights, {_COMMON}) -> Tensor[]", _qk_norm_rope, _fake)
+def _recorded(xs: list[Tensor], weights: list[Tensor], *call: Any) -> list[Tensor]:
+    given = (*xs, None) if len(xs) == 1 else xs
+    of_weights = (*weights, *(None,) * (2 - len(weights)))
+    ys = apply_function(_QkNormRope, *given, *of_weights, *call)
+    return [ys] if len(xs) == 1 else list(ys)
+
+
+_op = register(
+    f"qk_norm_rope(Tensor[] xs, Tensor[] weights, {_COMMON}) -> Tensor[]", _qk_norm_rope, _fake, recorded=_recorded
+)
 _op_grad = register(
     f"qk_norm_rope_grad(Tensor[] dys, Tensor[] xs, Tensor[] weights, {_COMMON}, bool weight_grad) -> Tensor[]",
     _qk_norm_rope_grad,
@@ -137,7 +146,11 @@ def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor
     if transforms_active():
         rotation, norm, _ = _split(call)
         ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight)):
+    elif (
+        not exporting()
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight))
+    ):
         return apply_function(_QkNormRope, q, k, q_weight, k_weight, *call)
     else:
         ys = _op(*_lists(q, k, q_weight, k_weight), *call)

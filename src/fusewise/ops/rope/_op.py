@@ -2,8 +2,7 @@
 
 Three operators for one tensor and three for a pair: out of place, into given outputs, in place; the mutation stands in
 the schema. They take a validated call (`api.py` validates) and know nothing of autograd: `autograd.Function` lies
-outside, so that a call without gradients pays for one operator boundary and no autograd key, and so that the backward
-is an ordinary call of the same operator with the transposed spec, differentiable in turn.
+outside, so that the backward is an ordinary call of the same operator with the transposed spec, differentiable in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, transforms_active, unit_stride
+from .._common import apply_function, exporting, transforms_active, unit_stride
 from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._overlap import check_apart
@@ -105,6 +104,13 @@ def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
         strides: list[list[int]] = [[]] * count
         call = args[: len(args) - count]  # without the strides, whose in_dims are lists of their own
         if any(dim is not None for dim in in_dims[count : len(call)]):
+            if info.batch_size == 0:
+                ys = [
+                    x.new_empty((0, *x.shape)) if d is None else x.movedim(d, 0)
+                    for x, d in zip(args, in_dims[:count], strict=False)
+                ]
+                none = tuple(torch.empty_like(y) for y in ys)
+                return (none[0], 0) if count == 1 else (none, (0,) * count)
             results = [
                 op(*(a if d is None else a.select(d, i) for a, d in zip(call, in_dims, strict=False)), *strides)
                 for i in range(info.batch_size)
@@ -120,7 +126,7 @@ def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
             folded.append(x.flatten(h_dim, h_dim + 1))
         out = op(*folded, *call[count:], *strides)
         outs = [y.unflatten(h_dim, size) for y, size in zip((out,) if count == 1 else out, sizes, strict=True)]
-        dims = [h_dim if size[0] > 1 or info.batch_size == 1 else None for size in sizes]
+        dims = [h_dim if size[0] == info.batch_size else None for size in sizes]
         outs = [y if dim is not None else y.squeeze(h_dim) for y, dim in zip(outs, dims, strict=True)]
         return (outs[0], dims[0]) if count == 1 else (tuple(outs), tuple(dims))
 
@@ -130,11 +136,12 @@ def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
 # Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient takes
 # the strides of the tensor it belongs to, not of the gradient that came in.
 _op_rope = register(
-    f"rope(Tensor q, {ROTATION}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope, _vmap_functional("rope", 1)
-)
+    f"rope(Tensor q, {ROTATION}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope, _vmap_functional("rope", 1),
+    lambda q, *rest: apply_function(_Rope, q, None, *rest, []),
+)  # fmt: skip
 _op_rope_qk = register(
     f"rope_qk(Tensor q, Tensor k, {ROTATION}, SymInt[] q_strides, SymInt[] k_strides) -> (Tensor, Tensor)",
-    _rope_qk, _fake_rope_qk, _vmap_functional("rope_qk", 2),
+    _rope_qk, _fake_rope_qk, _vmap_functional("rope_qk", 2), lambda *args: apply_function(_Rope, *args),
 )  # fmt: skip
 _op_rope_out = register(
     f"rope_out(Tensor q, {ROTATION}, Tensor(a!) q_out) -> ()", _rope_out, fake_writing("rope", {"out for q": -1})
@@ -152,7 +159,7 @@ _op_rope_qk_ = register(
 
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
     """Rotate those of q and k that are there, recording a gradient where one is wanted; always a pair."""
-    if needs_autograd(q, k):
+    if needs_autograd(q, k) and not exporting():
         if transforms_active():
             out = apply_function(_RopeTransformable, q, k, *call)
         else:

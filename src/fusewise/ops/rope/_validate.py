@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import FLOATS, KERNEL_FLOATS, MAX_POSITION, check_number, check_one_of, dtype_name, fail, kinds
+from .._common import (
+    FLOATS,
+    KERNEL_FLOATS,
+    MAX_POSITION,
+    check_number,
+    check_one_of,
+    dtype_name,
+    fail,
+    jit_traces,
+    kinds,
+)
 from ._op import choice
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
 
@@ -96,6 +106,8 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     pairing, scale = a["pairing"], a["scale"]
     check_one_of(op, "pairing", pairing, PAIRINGS)
     rotary_dim, start = _check_rotary(op, q.shape[-1], a["rotary_dim"], a["rotary_start"])
+    if jit_traces():
+        rotary_dim = int(rotary_dim)
     if k is not None:
         _check_rotary(op, k.shape[-1], rotary_dim, a["rotary_start"])
     for name in ("sections_interleaved", "inverse"):

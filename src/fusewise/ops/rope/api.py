@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail, traced
+from .._common import fail, traced, transforms_active
 from . import _host, _op
 from ._problem import Layout, Pairing
 from ._validate import validated_as_far
@@ -121,6 +121,9 @@ def rope(
         rotated = _op.rotate(q, k, call)
         _host.remember(_host.NEW, (q, k, *options), call, reach, rotated)
         return rotated
+    if transforms_active():
+        contract = "be None under a torch.func transform or forward mode"
+        fail("rope", "out", contract, "out=", "call rope without out=")
     if _op.needs_autograd(q, k):
         fail(
             "rope",

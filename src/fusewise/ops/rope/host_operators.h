@@ -127,6 +127,16 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
   for (int o = 0; FORM == NEW && o < N; ++o) stack->emplace_back(std::move(made[o]));
 }
 
+// What is above: a call without a gradient to record goes on without Python, any other to the autograd function there.
+void at_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const auto wanted = [](const IValue& value) { return value.isTensor() && value.toTensor().requires_grad(); };
+  if (c10::GradMode::is_enabled() && std::any_of(arguments.begin(), arguments.end(), wanted))
+    op.callBoxedForDispatchKey(DispatchKey::Autograd, *stack);
+  else
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
 // Take the operators over from Python, for as long as the process lives.
 void register_operators() {
   for (const DispatchKey key : {DispatchKey::CPU, DispatchKey::CUDA}) {
@@ -139,6 +149,10 @@ void register_operators() {
     library.impl("rope_qk_", torch::CppFunction::makeFromBoxedFunction<&operate<IN_PLACE, 2>>());
     library.impl("rope_and_cache_keep_k_", torch::CppFunction::makeFromBoxedFunction<&operate<CACHED, 1>>());
     library.impl("rope_and_cache_", torch::CppFunction::makeFromBoxedFunction<&operate<CACHED, 2>>());
+  }
+  for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
+    auto& library = *new torch::Library(torch::Library::IMPL, "fusewise", key, __FILE__, __LINE__);
+    for (const char* const name : {"rope", "rope_qk"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&at_autograd>());
   }
 }
 

@@ -1,0 +1,89 @@
+"""Exported graphs are trained like the modules that they are of: their nodes record gradients themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusewise
+from fusewise.ops.gated_linear._gate import gate, stacked_gate
+
+# An operator without a formula warns of the gradients that are missing.
+pytestmark = [
+    pytest.mark.filterwarnings("error:.*autograd kernel was not registered:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # strict export makes one
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+class After(nn.Module):
+    """A module after a layer with parameters, of whose result also others depend on that layer."""
+
+    def __init__(self, call: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.parts, self.call = nn.Linear(8, 8), nn.ModuleList(parts), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        found = self.call(h, *self.parts)
+        return sum((y * y.detach().cos()).sum() for y in (found if isinstance(found, tuple) else (found,))) + h.sum()
+
+
+def modules() -> dict[str, tuple[After, str]]:
+    rotary, norm = (
+        fusewise.nn.RotaryEmbedding(8),
+        fusewise.nn.QKNormRope(fusewise.nn.RotaryEmbedding(8), weight_offset=0.5),
+    )
+    unit, mlp = (make(8, 12, activation="silu") for make in (fusewise.nn.GatedLinear, fusewise.nn.GatedMLP))
+
+    def heads(h: Tensor) -> Tensor:
+        return h.unsqueeze(-2)
+
+    return {
+        "rope of q": (After(lambda h, rotary: rotary(heads(h)), rotary), "rope"),
+        "rope of q and k": (After(lambda h, rotary: rotary(heads(h), heads(2 * h)), rotary), "rope_qk"),
+        "rope of q, not of k": (After(lambda h, rotary: rotary(heads(h), heads(h.detach())), rotary), "rope_qk"),
+        "norm and rope of q": (
+            After(lambda h, rotary: fusewise.qk_norm_rope(heads(h), None, h[0, 0], inv_freq=rotary.inv_freq), rotary),
+            "qk_norm_rope",
+        ),
+        "norm and rope of q and k": (After(lambda h, norm: norm(heads(h), heads(2 * h)), norm), "qk_norm_rope"),
+        "gated linear": (After(lambda h, unit: unit(h), unit), "gated_linear"),
+        "gated mlp": (After(lambda h, mlp: mlp(h), mlp), "gated_linear"),
+        "gate": (After(lambda h: gate(h, 2 * h, "gelu")), "gate"),
+        "stacked gate": (After(lambda h: stacked_gate(h, "gelu", gate_first=True)), "gate"),
+    }
+
+
+def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    module.zero_grad()
+    module(x).backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["strict", "not strict", "decomposed", "compiled"])
+@pytest.mark.parametrize("name", modules())
+def test_an_exported_graph_has_the_gradients_of_its_module(name: str, how: str) -> None:
+    torch.manual_seed(0)
+    module, operator = modules()[name]
+    x = torch.randn(2, 5, 8)
+    program = torch.export.export(module, (x,), strict=how == "strict")
+    if how == "decomposed":
+        program = program.run_decompositions()
+    nodes = [str(node.target) for node in program.graph.nodes if "fusewise" in str(node.target)]
+    assert nodes == [f"fusewise.{operator}.default"]
+    made = program.module()
+    run: Any = torch.compile(made, backend="aot_eager") if how == "compiled" else made
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), module(x))
+    made.zero_grad()
+    run(x).backward()
+    want = gradients(module, x)
+    found = {name: p.grad for name, p in made.named_parameters()}
+    assert sorted(found) == sorted(want)
+    for key, gradient in want.items():
+        torch.testing.assert_close(found[key], gradient, msg=lambda text, key=key: f"{key}: {text}")
