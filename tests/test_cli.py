@@ -84,9 +84,15 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--rounds", "9:4"), "rounds must be MIN:MAX with 3 <= MIN <= MAX, got 9:4"),
         (("study", "rope", "--providers", "nosuch"), "providers must be among"),
         (("study", "rope", "--time-limit", "-1"), "--time-limit"),
-        (("study", "rope", "--time-limit", "nan"), "time_limit must be a finite number of seconds, got nan"),
-        (("study", "rope", "--timeout", "inf"), "timeout must be a finite number of seconds, got inf"),
-        (("study", "rope", "--memory-limit", "inf"), "memory_limit must be a finite number of GiB, got inf"),
+        (
+            ("study", "rope", "--time-limit", "nan"),
+            "time_limit must be a finite number of seconds, at least 0, got nan",
+        ),
+        (("study", "rope", "--timeout", "inf"), "timeout must be a finite number of seconds, at least 0, got inf"),
+        (
+            ("study", "rope", "--memory-limit", "inf"),
+            "memory_limit must be a finite number of GiB, at least 0, got inf",
+        ),
         (("study", "rope", "--seed", str(2**64)), "seed must fit into 64 bits"),
         (("study", "rope", "--providers", ","), "providers must be one name at least, got none"),
         (("study", "rop"), "got 'rop'; try 'rope'"),
@@ -160,6 +166,18 @@ def test_rows_for_a_full_disk_are_told_by_their_file(tmp_path):
     )
     assert f"the study is done, add {out / 'rows.jsonl'}" in said
     assert json.loads((out / "record.json").read_text())["finished"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_for_what_is_printed_is_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "fusewise", "study", "rope", "--list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "Error: what is to be printed must find room, got [Errno 28] No space left on device; "
+    )
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_whole_small_study(tmp_path):

@@ -35,7 +35,16 @@ SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 @pytest.mark.parametrize(
     ("name", "texts"),
-    [("rms", RMS), ("several", SEVERAL), ("Net", ("fp32[3,6]",)), ("Lazy", ("fp32[3,6]",)), ("Lazy", ("bf16[3,6]",))],
+    [
+        ("rms", RMS),
+        ("several", SEVERAL),
+        ("Net", ("fp32[3,6]",)),
+        ("Lazy", ("fp32[3,6]",)),
+        ("Lazy", ("bf16[3,6]",)),
+        ("scripted", ("fp32[3,4]",)),
+        ("scripted", ("bf16[3,4]",)),
+        ("of_torch_compile", ("fp32[3,4]",)),
+    ],
 )
 def test_a_function_agrees_with_itself_in_float64(name, texts, pass_):
     p = problem(name, *texts, dtype=texts[0].split("[")[0].removeprefix("x="), pass_=pass_)
@@ -97,6 +106,7 @@ def test_bytes_and_flops():
         ("largest", "x=fp32[8,16]", True),  # which elements have one is known from x
         ("above", "x=fp32[8,16]", True),  # and here how many gradients there are
         ("entropy", "p=fp32[8,16] uniform(0.1,0.9)", True),  # takes nothing but probabilities
+        ("demanding", "x=fp32[16] full(1)", True),  # refuses other values
         ("doubled", "x=fp32[8,16] strides(0,1)", False),
         ("doubled", "x=fp32[]", False),
     ],
@@ -309,6 +319,7 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
     [
         ("noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
         ("faintly_noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
+        ("hardly_noisy", ("fp32[64]",), "fwd", "must give the same result when called again"),
         ("of_random_size", ("fp32[1000]",), "fwd", "must give the same result when called again"),
         ("nothing", ("fp32[4]",), "fwd", "must return a tensor, .* got NoneType; return one"),
         ("number", ("fp32[4]",), "fwd", "must return a tensor, .* got float; return one"),

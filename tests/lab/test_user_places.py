@@ -151,6 +151,7 @@ def uses_state(x):
 state = [1]
 shape = [1, 2]
 lowest, highest, unknown, turn = -math.inf, math.inf, math.nan, complex(1, -math.inf)
+dims, place, one = (0, (1, "a")), torch.device("cpu"), (lowest,)
 class Width(enum.IntEnum):
     narrow = 4
 width = Width.narrow
@@ -158,7 +159,7 @@ width = Width.narrow
 def masked(x: torch.Tensor, low: float = lowest) -> tuple:
     def inside(y):
         return y.shape, [lowest for _ in y.shape]
-    return low, highest, unknown, turn, width, *inside(x)
+    return low, highest, unknown, turn, width, dims, one, place, *inside(x)
 """
 
 
@@ -181,7 +182,20 @@ def test_a_function_of_a_notebook_is_written_to_a_file(notebook, tmp_path):
 
 def test_constants_defaults_and_decorators_come_along_and_attributes_are_no_names(notebook, tmp_path):
     found = load(place(notebook.masked, tmp_path / "run"))(torch.ones(2))
-    assert repr(found) == repr((-math.inf, math.inf, math.nan, complex(1, -math.inf), 4, torch.Size([2]), [-math.inf]))
+    assert repr(found) == repr(
+        (
+            -math.inf,
+            math.inf,
+            math.nan,
+            complex(1, -math.inf),
+            4,
+            (0, (1, "a")),
+            (-math.inf,),
+            torch.device("cpu"),
+            torch.Size([2]),
+            [-math.inf],
+        )
+    )
 
 
 def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
@@ -194,6 +208,23 @@ def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
     for other in (torch.nn.ReLU().forward, torch.vmap(torch.nn.functional.softmax), torch.Tensor.exp):
         with pytest.raises(ValueError, match="must be defined at the top of a file or cell"):
             place(other, tmp_path)  # what its name stands for is another function
+
+
+def test_a_script_of_another_name_is_told(monkeypatch, tmp_path):
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "script")
+    Path(main.__file__).write_text("def f(x):\n    return x\n")
+    exec("def f(x):\n    return x", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(ValueError, match=r"^study: function must be in a file NAME.py, got 'script'; rename it"):
+        place(main.f, tmp_path)
+
+
+def test_a_parameter_may_have_any_letters(tmp_path):
+    options = plan.options(
+        plan.Request(target=f"{FILE}:greek", inputs=["fp32[4]", "β=0.5"], device="cpu", passes="fwd"), tmp_path / "out"
+    )
+    assert options.tasks[0].case == "fp32[4] β=0.5"
 
 
 def test_importable_functions_are_named_by_their_module():
@@ -212,11 +243,13 @@ def test_what_is_no_function_is_told():
         ({"round": 5}, r"options must be among providers, passes, .*, code, got 'round'; try 'rounds'"),
         ({"tango": 5}, r"got 'tango'; give a function's own arguments by position"),
         ({"eps": 1e-3}, r"got 'eps'; give the function its eps by position"),
+        ({"out": ""}, r"out must be the path of a folder, got ''; give it a name"),
+        ({"out": 5}, r"out must be the path of a folder, got 5; "),
         ({"rounds": "many"}, r"rounds must be a number or \(MIN, MAX\), got 'many'; try"),
         ({"rounds": 5.0}, r"rounds must be a number or \(MIN, MAX\), got 5.0"),
         ({"rounds": (3, 4, 5)}, r"rounds must be a number or \(MIN, MAX\), got \(3, 4, 5\)"),
         ({"rounds": 2}, r"rounds must be MIN:MAX with 3 <= MIN <= MAX, got 2:2"),
-        ({"timeout": "5"}, r"timeout must be a finite number of seconds, got '5'"),
+        ({"timeout": "5"}, r"timeout must be a finite number of seconds, at least 0, got '5'"),
         ({"seed": 0.5}, r"seed must be an integer, got 0.5"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 
 import torch
 from torch import nn
@@ -53,6 +54,10 @@ def by_keyword(x, *, width, height, depth=1):
 
 def faintly_noisy(x):
     return 1e-3 * torch.randn_like(x)
+
+
+def hardly_noisy(x):
+    return x + 1e-3 * torch.randn_like(x)
 
 
 def of_random_size(x):
@@ -292,4 +297,17 @@ class Normalized(nn.Module):
         return self.norm(self.linear(x))
 
 
+def demanding(x):
+    assert (x >= 0.9).all()
+    return x * x
+
+
+def greek(x, β=1.0):
+    return x * β
+
+
+of_torch_compile = torch.compile(nn.Linear(4, 4))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    scripted = torch.jit.script(nn.Linear(4, 4))
 not_a_function = 7

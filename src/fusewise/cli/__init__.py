@@ -34,6 +34,11 @@ class Verbs(click.Group):
         except KeyboardInterrupt as interruption:
             click.echo(f"interrupted{interruption}", err=True)
             sys.exit(130)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            click.echo(f"Error: what is to be printed must find room, got {error}; print it somewhere else", err=True)
+            sys.exit(2)  # of `compare`, 1 would be a result
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)

@@ -119,6 +119,8 @@ def study(
     two = isinstance(low_high, tuple | list) and [type(n) for n in low_high] == [int, int]
     if rounds is not None and not two:
         raise TypeError(f"study: rounds must be a number or (MIN, MAX), got {rounds!r}; try (5, 30)")
+    if out is not None and (not isinstance(out, str | Path) or out == ""):
+        raise TypeError(f"study: out must be the path of a folder, got {out!r}; give it a name, or leave it out")
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
@@ -174,6 +176,8 @@ def place(function: Callable[..., Any], directory: Path) -> str:
         return f"{module.__name__}:{name}"
     file = getattr(module, "__file__", None)
     if file is not None and Path(file).is_file():
+        if Path(file).suffix != ".py":
+            raise ValueError(f"study: function must be in a file NAME.py, got {Path(file).name!r}; rename it")
         return f"{Path(file).resolve()}:{name}"
     source = written(function)
     folder = directory.with_name(f"{directory.name}-source")
@@ -219,29 +223,42 @@ def written(function: Callable[..., Any]) -> str:
             add(value)
         elif getattr(value, "__module__", None) not in (None, "__main__") and hasattr(value, "__name__"):
             lines[name] = f"from {value.__module__} import {value.__name__} as {name}"
-        elif isinstance(value, torch.dtype):
-            lines[name] = f"import torch\n{name} = {value!r}"
-        elif isinstance(value, int | float | complex | str | None):
-            lines[name] = f"{name} = {_constant(value)}"
         else:
-            raise ValueError(
-                f"study: function must use modules, functions and constants only, got {name} of type "
-                f"{type(value).__name__}; make it an argument, or save the function to a file"
-            )
+            try:
+                lines[name] = f"import torch\n{name} = {_constant(value)}"
+            except TypeError:
+                fix = (
+                    "save both to a file"
+                    if isinstance(value, type)
+                    else "make it an argument, or save the function to a file"
+                )
+                raise ValueError(
+                    f"study: function must use modules, functions and constants only, got {name} of type "
+                    f"{type(value).__name__}; {fix}"
+                ) from None
 
     add(function)
     return "\n".join([*lines.values(), "", *reversed(sources)])
 
 
-def _constant(value: float | complex | str | None) -> str:
-    """An expression with that value; of a subclass (an IntEnum, NumPy's float64) the number or text that it is."""
+def _constant(value: Any) -> str:
+    """An expression with that value; of a subclass (an IntEnum, NumPy's float64) the number or text that it is. TypeError if it
+    has none."""
     if isinstance(value, float):
         return float.__repr__(value) if math.isfinite(value) else f"float('{float(value)}')"
     if isinstance(value, complex):
         return f"complex({_constant(value.real)}, {_constant(value.imag)})"
     if isinstance(value, int) and not isinstance(value, bool):
         return int.__repr__(value)
-    return str.__repr__(value) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return str.__repr__(value)
+    if isinstance(value, torch.device):
+        return f"torch.{value!r}"
+    if value is None or isinstance(value, bool | torch.dtype):
+        return repr(value)
+    if isinstance(value, tuple):  # not a list, which a function may change
+        return f"({''.join(f'{_constant(item)}, ' for item in value)})"
+    raise TypeError(f"no constant: {type(value).__name__}")
 
 
 _LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")

@@ -109,7 +109,7 @@ def _check_numbers(request: Request) -> None:
     ):
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
             raise ValueError(
-                f"study: {name} must be a finite number of {unit}, got {value!r}; leave it out for the default"
+                f"study: {name} must be a finite number of {unit}, at least 0, got {value!r}; leave it out for the default"
             )
     if not isinstance(request.seed, int):
         raise ValueError(f"study: seed must be an integer, got {request.seed!r}; leave it out for 0")

@@ -63,9 +63,12 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     except AttributeError:
         fix = nearest(attribute, [name for name in vars(module) if not name.startswith("_")], "check its name")
         raise ValueError(f"study: {attribute} must be defined at the top of {where}, got no such name; {fix}") from None
+    compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    if isinstance(found, compiled):  # a module of torch.compile, which does not trace a copy of its own
+        found = found._orig_mod
     made: Any = found
     if isinstance(found, nn.Module):
-        made = copy.deepcopy(found)  # a study casts and calls it, and what is imported is there for the next dtype, too
+        made = copied(found)  # a study casts and calls it, and what is imported is there for the next dtype, too
     elif isinstance(found, type) and issubclass(found, nn.Module):
         try:
             made = found()
@@ -82,6 +85,15 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     if not callable(made):
         raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
     return made  # type: ignore[no-any-return]
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy with parameters of its own: those of a scripted module's are results of the old ones."""
+    made = copy.deepcopy(module)
+    for p in made.parameters():
+        if not p.is_leaf:
+            p.detach_().requires_grad_()
+    return made
 
 
 def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
 }
 _TENSOR = re.compile(r"(?:torch\.)?(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
 _WORD = re.compile(r"\s*(?P<word>[a-z]+)\s*(?:\(\s*(?P<values>[^)]*)\))?")
-_NAME = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
+_NAME = re.compile(r"\s*(?P<name>[^\W\d]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
 #: So many standard errors from what a generator makes, of so many values at least, a tensor is taken to be made by it.
 ERRORS, MANY = 4.0, 64
 #: The largest HIGH of randint: the double next to 2^63.
