@@ -113,8 +113,7 @@ def show(found: Record) -> None:
     """The tables of times and verdicts on standard output."""
     console = terminal.console()
     judged = verdict.verdicts(found)
-    console.print(terminal.summary(found))
-    console.print(terminal.verdict_table(judged))
+    console.print(terminal.summary(found), "", terminal.verdict_table(judged), "", sep="\n")
     console.print(printable(" ".join(verdict.summary(judged))), markup=False, highlight=False)
 
 

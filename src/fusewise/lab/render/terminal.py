@@ -195,7 +195,7 @@ STYLES = {"slower": "red", "broken": "red", "faster": "green", "mended": "green"
 def comparison_table(found: Comparison) -> Columns:
     """A line a row that both runs have, the regressions first."""
     names = ("case", "provider", f"before {found.unit}", f"after {found.unit}", "ratio", "noise", "verdict")
-    columns = [Column(plain(name), folds=name not in ("provider", "ratio")) for name in names]
+    columns = [Column(plain(name), folds=name not in ("provider", "ratio", "noise")) for name in names]
     table = Columns(plain(f"{found.before} → {found.after}"), columns, keys=2)
     order = list(STYLES)
     lines = sorted(found.changes, key=lambda c: order.index(c.verdict) if c.verdict in order else len(order))
