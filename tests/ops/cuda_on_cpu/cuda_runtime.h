@@ -62,6 +62,12 @@ using std::max;
 using std::min;
 using std::rint;
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t(a) * b) >> 32); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  return bytes;
+}
 inline float __int_as_float(int bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);

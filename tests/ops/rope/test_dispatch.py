@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 import fusewise
 from fusewise._shared import build
 from fusewise.ops.rope import _auto, _host, _op
-from fusewise.ops.rope._problem import Spec
 
 from ..a_gpu import as_dispatch_sees_it
 from .support import Case, Place, assert_bits, make, make_table, require
@@ -237,14 +235,6 @@ def test_cuda_takes_what_copies_a_part_of_the_head_at_any_size(a_gpu: list[str])
         for rotary_dim, taken in ((0, "triton"), (64, "triton"), (32, "cuda"), (24, "cuda"), (20, "triton")):
             assert _auto.serving("auto", (q,), NEW, f"rotary_dim={rotary_dim}" if rotary_dim else "") == taken
             assert _auto.serving("auto", (q,), (q,), f"rotary_dim={rotary_dim}" if rotary_dim else "") == "triton"
-        for pairing, forward, inverse in (
-            ("interleaved", "cuda", "cuda"),
-            ("interleaved_to_half", "cuda", "triton"),
-            ("half_to_interleaved", "triton", "cuda"),
-        ):
-            spec = Spec(pairing=pairing, rotary_dim=32)
-            assert _auto.serving("auto", (q,), NEW, spec.encode()) == forward
-            assert _auto.serving("auto", (q,), NEW, replace(spec, inverse=True).encode()) == inverse
         table = {"cos": torch.ones(9, 16), "sin": torch.ones(9, 16), "rotary_dim": 32}
         told = fusewise.explain_dispatch(fusewise.rope, q, **table)
         assert (told.impl, told.passed_over["triton"]) == ("cuda", "it is for heads that rotate whole")

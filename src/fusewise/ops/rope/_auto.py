@@ -27,8 +27,7 @@ choice = Choice("rope", IMPLEMENTATIONS)
 
 # Bytes read and written up to which auto takes CUDA. An H200 moves them in 65 µs (4.1 TB/s), and a call in Triton keeps its host
 # 46 to 106 in the published rows, in CUDA 5 to 16; above it is the device that counts, and Triton's kernel is 1 to 4 % faster. But
-# where a part of each head is copied CUDA's is level or faster by up to 7 %, in training of Phi-2, GLM-4, DeepSeek-V3 and GPT-NeoX,
-# but where halves are read and neighbours written, as in DeepSeek-V3's backward: 11 % slower.
+# where a part of each head is copied CUDA's is level or faster by up to 7 %, in training of Phi-2, GLM-4, DeepSeek-V3 and GPT-NeoX.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 
 COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
@@ -60,11 +59,9 @@ def _passes_cuda_over(xs: tuple[Tensor, ...], spec: Spec, *, in_place: bool) -> 
 
 
 def _copies(xs: tuple[Tensor, ...], spec: Spec, in_place: bool) -> bool:
-    """Whether a part of each head is copied, and what rotates is in halves of accesses of at least 8 bytes, of which two side by
-    side are not written as neighbours."""
-    neighbours = spec.pairing == ("interleaved_to_half" if spec.inverse else "half_to_interleaved")
+    """Whether a part of each head is copied, and what rotates is in halves of accesses of at least 8 bytes."""
     rotates, x = spec.rotary_dim, xs[0]
-    return not in_place and not neighbours and 0 < rotates < x.shape[-1] and rotates * x.element_size() % 16 == 0
+    return not in_place and 0 < rotates < x.shape[-1] and rotates * x.element_size() % 16 == 0
 
 
 def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:

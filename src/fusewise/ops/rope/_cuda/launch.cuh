@@ -80,6 +80,17 @@ auto kernel_for(const Plan& plan, int64_t np, int64_t heads) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+constexpr int64_t SECTOR = 32;  // bytes that memory is written in
+
+// Of `count` accesses of `bytes` that copy what does not rotate of a head, those that are the first of two of a thread: half of them,
+// and as many more as it takes for the second ones to begin with a sector, which is written in two parts otherwise.
+inline int64_t first_of_two(const Plan& plan, int operand, int64_t count, int64_t bytes) {
+  const int64_t start = plan.start[operand] > 0 ? 0 : 2 * plan.pairs * (plan.kind == FLOAT32 ? 4 : 2);
+  int64_t first = ceil_div(count, 2);
+  while (first < count && (start + first * bytes) % SECTOR != 0) ++first;
+  return first;
+}
+
 // The largest power of two, 16 at most, that divides all bits seen.
 struct Alignment {
   uint64_t bits = 16;

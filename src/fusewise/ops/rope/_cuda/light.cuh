@@ -41,64 +41,74 @@ struct Light {
 
 constexpr int LIGHT_THREADS = 2048, WARP = 32;  // threads of a multiprocessor, of a warp
 
-// What a thread has of a head in two accesses of N elements each. Halves that pair: the first elements of N pairs, and their second
-// ones. Neighbours: N/2 pairs twice. On a side that has halves, where the other has neighbours, an access is in two parts.
-template <class T, int N, bool NEIGHBOURS>
+// What a thread has of a head in two accesses of N elements each. N pairs where either side has halves: their first elements and
+// their second ones, which are neighbours in two accesses side by side before `unzip` and after `zip`. Else N/2 pairs twice.
+template <class T, int N, bool IN, bool OUT>
 struct Accesses {
   Words<T, N> one, other;
-  static constexpr int AT_ONCE = NEIGHBOURS ? N / 2 : N < 4 ? N : 4;  // pairs
+  static constexpr bool NEIGHBOURS = IN && OUT, MIXED = IN != OUT;
+  static constexpr int AT_ONCE = NEIGHBOURS ? N / 2 : MIXED ? 2 : N < 4 ? N : 4;  // pairs, as many as there are registers for
 
-  template <bool INTERLEAVED>
-  __device__ __forceinline__ void read(const char* from, int32_t apart, bool both, int32_t halves, bool rotates) {
-    if (NEIGHBOURS && !INTERLEAVED && rotates) {
-      one.read_part(from, 0), one.read_part(from + halves, 1);
-      other.read_part(from + apart, 0), other.read_part(from + apart + halves, 1);
-    } else {
-      one.read(from);
-      if (both) other.read(from + apart);
-    }
+  __device__ __forceinline__ void read(const char* from, int32_t apart, bool both) {
+    one.read(from);
+    if (both) other.read(from + apart);
   }
-  template <bool INTERLEAVED>
-  __device__ __forceinline__ void write(char* to, int32_t apart, bool both, int32_t halves, bool rotates) const {
-    if (NEIGHBOURS && !INTERLEAVED && rotates) {
-      one.write_part(to, 0), one.write_part(to + halves, 1);
-      other.write_part(to + apart, 0), other.write_part(to + apart + halves, 1);
-    } else {
-      one.write(to);
-      if (both) other.write(to + apart);
-    }
+  __device__ __forceinline__ void write(char* to, int32_t apart, bool both) const {
+    one.write(to);
+    if (both) other.write(to + apart);
   }
-  // AT_ONCE pairs from the nth on.
-  template <bool INTERLEAVED>
-  __device__ __forceinline__ void get(float* a, float* b, int nth) const {
+  // AT_ONCE pairs from the first on.
+  __device__ __forceinline__ void get(float* a, float* b, int first) const {
     if constexpr (!NEIGHBOURS) {
-      one.template get<AT_ONCE>(a, nth), other.template get<AT_ONCE>(b, nth);
+      one.template get<AT_ONCE>(a, first), other.template get<AT_ONCE>(b, first);
     } else {
       float x[N];
-      (nth == 0 ? one : other).get(x);
+      (first == 0 ? one : other).get(x);
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) a[j] = x[INTERLEAVED ? 2 * j : j], b[j] = x[INTERLEAVED ? 2 * j + 1 : j + AT_ONCE];
+      for (int j = 0; j < AT_ONCE; ++j) a[j] = x[2 * j], b[j] = x[2 * j + 1];
     }
   }
-  template <bool INTERLEAVED>
-  __device__ __forceinline__ void set(const float* a, const float* b, int nth) {
+  __device__ __forceinline__ void set(const float* a, const float* b, int first) {
     if constexpr (!NEIGHBOURS) {
-      one.template set<AT_ONCE>(a, nth), other.template set<AT_ONCE>(b, nth);
+      one.template set<AT_ONCE>(a, first), other.template set<AT_ONCE>(b, first);
     } else {
       float x[N];
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) x[INTERLEAVED ? 2 * j : j] = a[j], x[INTERLEAVED ? 2 * j + 1 : j + AT_ONCE] = b[j];
-      (nth == 0 ? one : other).set(x);
+      for (int j = 0; j < AT_ONCE; ++j) x[2 * j] = a[j], x[2 * j + 1] = b[j];
+      (first == 0 ? one : other).set(x);
     }
   }
+  __device__ __forceinline__ void unzip() {
+    const Accesses zipped = *this;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const uint32_t low = zipped.word(2 * i), high = zipped.word(2 * i + 1);
+      if constexpr (sizeof(T) == 4) word(i) = low, word(WORDS + i) = high;
+      else word(i) = __byte_perm(low, high, 0x5410), word(WORDS + i) = __byte_perm(low, high, 0x7632);
+    }
+  }
+  __device__ __forceinline__ void zip() {
+    const Accesses unzipped = *this;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const uint32_t a = unzipped.word(i), b = unzipped.word(WORDS + i);
+      if constexpr (sizeof(T) == 4) word(2 * i) = a, word(2 * i + 1) = b;
+      else word(2 * i) = __byte_perm(a, b, 0x5410), word(2 * i + 1) = __byte_perm(a, b, 0x7632);
+    }
+  }
+
+ private:
+  static constexpr int WORDS = N * sizeof(T) / 4;  // of an access
+  __device__ __forceinline__ uint32_t& word(int i) { return (i < WORDS ? one : other).words.values[i % WORDS]; }
+  __device__ __forceinline__ uint32_t word(int i) const { return (i < WORDS ? one : other).words.values[i % WORDS]; }
 };
 
 // Accesses are of BYTES; a head has elements that are copied: COPIES.
 template <class T, class TABLE, bool IN, bool OUT, int BYTES, bool COPIES>
 __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_kernel(const __grid_constant__ Light p) {
   constexpr int N = BYTES / sizeof(T);
-  constexpr bool NEIGHBOURS = IN || OUT;
-  using Mine = Accesses<T, N, NEIGHBOURS>;
+  using Mine = Accesses<T, N, IN, OUT>;
+  constexpr bool NEIGHBOURS = Mine::NEIGHBOURS, MIXED = Mine::MIXED;
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, nth = p.of_token(thread), batch = blockIdx.y;
   const uint32_t token = blockIdx.z * p.stripe + nth;
   if (nth >= p.stripe) return;
@@ -109,9 +119,8 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
 
   // Where the chunk lies in a head, and its second access from the first.
   const bool rotates = !COPIES || chunk < p.rotated;
-  constexpr uint32_t X_STEP = NEIGHBOURS && !IN ? BYTES / 2 : BYTES, Y_STEP = NEIGHBOURS && !OUT ? BYTES / 2 : BYTES;
-  uint32_t x_at = t.first + chunk * X_STEP, y_at = t.first + chunk * Y_STEP;
-  int32_t x_apart = NEIGHBOURS ? p.rotated * X_STEP : p.halves, y_apart = NEIGHBOURS ? p.rotated * Y_STEP : p.halves;
+  uint32_t x_at = t.first + chunk * (MIXED && IN ? 2 : 1) * BYTES, y_at = t.first + chunk * (MIXED && OUT ? 2 : 1) * BYTES;
+  int32_t x_apart = MIXED && IN ? BYTES : p.halves, y_apart = MIXED && OUT ? BYTES : p.halves;
   bool both = true;
   if (!rotates) {
     const uint32_t copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses, then all second ones
@@ -128,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
 #endif
   Mine mine;
-  mine.template read<IN>(x, x_apart, both, p.halves, rotates);
+  mine.read(x, x_apart, both);
 
   int64_t row = token + p.offset;
   if (p.positions) {
@@ -149,22 +158,24 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   if (rotates) {
     constexpr uint32_t nan = sizeof(T) == 4 ? 0x7fffffff : 0x7fff7fff;
     if (!inside) mine.one.fill(nan), mine.other.fill(nan);
+    if (MIXED && IN) mine.unzip();
 #pragma unroll
     for (int first = 0; first < N; first += Mine::AT_ONCE) {
       float cos[Mine::AT_ONCE], sin[Mine::AT_ONCE], a[Mine::AT_ONCE], b[Mine::AT_ONCE];
       cosines.template get<Mine::AT_ONCE>(cos, first), sines.template get<Mine::AT_ONCE>(sin, first);
-      mine.template get<IN>(a, b, first);
+      mine.get(a, b, first);
 #pragma unroll
       for (int j = 0; j < Mine::AT_ONCE; ++j) {
-        const float x_a = a[j], x_b = b[j], s = NEIGHBOURS ? p.turn * sin[j] : sin[j];
+        const float x_a = a[j], x_b = b[j], s = NEIGHBOURS || MIXED ? p.turn * sin[j] : sin[j];
         a[j] = fmaf(x_a, cos[j], -(x_b * s));
         b[j] = fmaf(x_b, cos[j], x_a * s);
       }
-      mine.template set<OUT>(a, b, first);
+      mine.set(a, b, first);
     }
+    if (MIXED && OUT) mine.zip();
   }
-  if (IN != OUT) __syncwarp();  // in place a head, which one warp has, is read whole before another thread writes into it
-  mine.template write<OUT>(y, y_apart, both, p.halves, rotates);
+  if (MIXED) __syncwarp();  // in place a head, which one warp has, is read whole before another thread writes into it
+  mine.write(y, y_apart, both);
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
@@ -196,7 +207,7 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   if (neighbours(plan) && (bytes < 16 || plan.pairs % access != 0)) return false;
   if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // a table without rows has none to read for those that are not there
   Work work{};
-  set_angles(work, plan, call, neighbours(plan) ? access / 2 : access, alone);
+  set_angles(work, plan, call, plan.interleaved_in && plan.interleaved_out ? access / 2 : access, alone);
   const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
   const bool of_table = work.read == FLOATS || (work.read <= HALVES && plan.table_kind == plan.kind);
   if (!one_row || !of_table) return false;
@@ -208,7 +219,7 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
     t.start = static_cast<uint32_t>(plan.start[o] * size);
     t.first = t.start + (plan.inverse && !neighbours(plan) ? plan.pairs * size : 0);
     t.accesses = static_cast<uint32_t>(plan.in_place ? 0 : (plan.head_dim[o] - 2 * plan.pairs) / access);
-    t.copied = (t.accesses + 1) / 2;
+    t.copied = static_cast<uint32_t>(first_of_two(plan, o, t.accesses, bytes));
     t.of_head = Divisor(p.rotated + t.copied);
     if (plan.in_place && plan.interleaved_in != plan.interleaved_out && WARP % t.of_head.d != 0) return false;
     threads += plan.heads[o] * t.of_head.d;

@@ -53,12 +53,6 @@ struct Words {
 #pragma unroll
     for (int i = 0; i < N / EACH / 2; ++i) words.values[nth * (N / EACH / 2) + i] = part.values[i];
   }
-  __device__ __forceinline__ void write_part(char* to, int nth) const {
-    Pack<uint32_t, N / EACH / 2> part;
-#pragma unroll
-    for (int i = 0; i < N / EACH / 2; ++i) part.values[i] = words.values[nth * (N / EACH / 2) + i];
-    part.write(to);
-  }
   __device__ __forceinline__ void fill(uint32_t word) {
 #pragma unroll
     for (int i = 0; i < N / EACH; ++i) words.values[i] = word;

@@ -48,7 +48,7 @@ struct Index {
 
 // Pairs of a chunk are rotated AT_ONCE: all of them, or so few that a multiprocessor has registers for all threads it can have.
 template <class T, class TABLE, bool INTERLEAVED, int NP, int HEADS, int AT_ONCE>
-__global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : AT_ONCE == NP ? 1024 : 2048) / THREADS)
+__global__ void __launch_bounds__(THREADS, (HEADS > 1 || AT_ONCE < NP ? 2048 : 1024) / THREADS)
     direct_rope_and_cache_kernel(const __grid_constant__ Direct p) {
   constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;  // accesses of a head; elements of one
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, token = quotient(thread, p.of_token);
@@ -91,9 +91,10 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : 
     return;
   }
 
-  // The slot has come with the position: its place is found while the row of the table is under way.
+  // The slot has come with the position: its place is found while the row of the table is under way, where there are registers
+  // for it.
   const bool inside = position.below(p.rows), there = cached && slot.below(p.count);
-  char* const cache = cache_at(slot.low);
+  char* const cache = HEADS > 1 ? nullptr : cache_at(slot.low);
   const uint32_t row = inside ? position.low : 0, pairs_at = chunk * uint32_t(NP * sizeof(TABLE));
   const char* const cos_at = p.cos + pairs_at + uint64_t(row) * p.row;
   const char* const sin_at = p.sin + pairs_at + uint64_t(row) * p.row;
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 2 ? 768 : HEADS > 1 ? 896 : 
     }
   }
   if (p.write_k || !cached) write(x, t.head);
-  if (there) write(cache, t.cache_head);
+  if (there) write(HEADS > 1 ? cache_at(slot.low) : cache, t.cache_head);
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
@@ -185,25 +186,19 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
 }
 
 // At a few tokens, when most of the device idles, chunks of half the width have half of the arithmetic in the chain. At many, when
-// all threads that it can have are busy, what counts is how many accesses of 16 bytes are under way: where halves pair, a thread
-// has two, and there are the more threads the fewer pairs it has at once; where neighbours do, it has one a head, and several heads.
+// all threads that it can have are busy, what counts is how many accesses of 16 bytes are under way: a thread has two of them, of one
+// head where halves pair and of two where neighbours do, and there are the more threads the fewer pairs it has at once.
 template <class T, class TABLE, bool INTERLEAVED>
 cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
-  constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP;
+  constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP, TOGETHER = INTERLEAVED ? 2 : 1;
   const Device device = current_device();
   const int64_t all = plan.pairs / NP * int64_t(d.heads) * d.tokens;
   const bool many = all >= int64_t(device.processors) * 2048, few = all < int64_t(device.processors) * THREADS;
   int64_t np = NP, together = 1;
   auto kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 1, NP>;
-  if (few) {
-    np = HALF, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, HALF, 1, HALF>;
-  } else if constexpr (INTERLEAVED) {
-    const auto shared_by = [&](int n) { return many && plan.heads[0] % n == 0 && plan.heads[1] % n == 0; };
-    if (shared_by(4)) together = 4, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 4, NP>;
-    else if (shared_by(2)) together = 2, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 2, NP>;
-  } else if (many) {
-    kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, 1, 2>;
-  }
+  if (few) np = HALF, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, HALF, 1, HALF>;
+  else if (many && plan.heads[0] % TOGETHER == 0 && plan.heads[1] % TOGETHER == 0)
+    together = TOGETHER, kernel = direct_rope_and_cache_kernel<T, TABLE, INTERLEAVED, NP, TOGETHER, 2>;
   const int64_t in_token = plan.pairs / np * (d.heads / together);
   d.of_head = Divisor(plan.pairs / np), d.of_token = Divisor(in_token);
   const dim3 grid(static_cast<unsigned>(ceil_div(in_token * d.tokens, THREADS)));
