@@ -68,8 +68,7 @@ def publish(runs: Iterable[Path], to: Path, fewer: bool = False) -> list[str]:
     for key, rows in comparisons(row for run in runs for row in record.read_rows(run)).items():
         why = objection(rows, published.get(key, []), fewer)
         if why is None:
-            published.pop(key, None)  # the newest last
-            published[key] = rows
+            published[key] = rows  # where the one before was: pages have the order of the file
         else:
             refused.append(f"{' '.join(key)}: {why}")
     rows = (anywhere(row) for group in published.values() for row in group)
