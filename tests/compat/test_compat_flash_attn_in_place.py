@@ -10,7 +10,12 @@ import torch
 from compat_statement import assert_gradient, assert_rotated, assert_transforms, launches, rotate
 from torch import Tensor
 
-from fusewise.compat.flash_attn import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from fusewise.compat.flash_attn import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
 
 from .test_compat_flash_attn import B, D, H, T, randn, rows, table, tensor_offset
 
@@ -98,14 +103,48 @@ def test_in_place_on_a_leaf_that_views_a_tensor_without_gradient(dtype: torch.dt
     torch.testing.assert_close(torch.autograd.grad(y, x, g)[0].double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_one_of_several_views_is_refused_before_it_is_written() -> None:
-    hidden = randn(B, T, 3, H, D).requires_grad_() * 2
-    before = hidden.detach().clone()
-    with pytest.raises(
-        RuntimeError, match=r"q must not be one of several views made at once.*, got such a view; slice"
-    ):
-        apply_rotary_emb(hidden.unbind(2)[0], *table(), inplace=True)
-    assert torch.equal(hidden, before)
+@pytest.mark.parametrize(
+    "made", [lambda x: x.unbind(2), lambda x: x.flatten(2, 3).split(H, 2), tuple], ids=["unbind", "split", "rows"]
+)
+def test_in_place_on_one_of_several_views_made_at_once(made: Any) -> None:
+    cos, sin = table()
+    source = randn(B, T, 3, H, D).requires_grad_() if made is not tuple else randn(2, B, T, H, D).requires_grad_()
+    q, *others = made(source * 2)
+    before = q.detach().clone()
+    with torch.no_grad():
+        want = rotate(before, rows(cos, 0), rows(sin, 0))
+    y = apply_rotary_emb(q, cos, sin, inplace=True)
+    assert y.data_ptr() == q.data_ptr()
+    assert_rotated(y, want)
+    # the other views are not spoilt, and the returned tensor has the gradient
+    g, g_other = torch.randn_like(y), torch.randn_like(y)
+    found = torch.autograd.grad((y, others[-1]), source, (g, g_other))[0]
+    twin = source.detach().clone().requires_grad_()
+    first, *rest = made(twin.double() * 2)
+    rotated = rotate(first, rows(cos, 0), rows(sin, 0))
+    expected = torch.autograd.grad((rotated, rest[-1]), twin, (g.double(), g_other.double()))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_module_in_place_on_split_projections() -> None:
+    w = randn(4 * D, 6).requires_grad_()
+    x = randn(B, T, 6)
+    rotary = RotaryEmbedding(D)
+
+    def heads(w: Tensor, rotated: bool) -> tuple[Tensor, ...]:
+        q, k, v = (y.unflatten(2, (-1, D)) for y in (x.to(w.dtype) @ w.T).split([2 * D, D, D], 2))
+        if rotated:
+            q, kv = rotary(q, torch.stack((k, v), 2))
+            return q, kv[:, :, 0], v
+        cos, sin = rotary._tables
+        q, k = (rotate(y, rows(cos, 0), rows(sin, 0)) for y in (q, k))
+        return q, k, v
+
+    ours, gs = heads(w, True), [randn(B, T, h, D) for h in (2, 1, 1)]
+    found = torch.autograd.grad(ours, w, gs)[0]
+    twin = w.detach().double().requires_grad_()
+    expected = torch.autograd.grad(heads(twin, False), twin, [g.double() for g in gs])[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_offsets_changed_before_backward_are_noticed() -> None:

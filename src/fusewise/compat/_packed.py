@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops._common import transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
 from ..ops.rope._validate import DEFAULTS, validated
-from ..ops.rope._written import check_followed, check_written
+from ..ops.rope._written import check_written
 from ._check import explain
 
 # A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
@@ -39,8 +39,6 @@ def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tup
         base = x._base
         if base is not None and base.requires_grad and base.dtype == x.dtype and base.numel() == x.numel():
             covered = base if base.is_contiguous() and x.is_contiguous() else x
-    if covered is x and not _source(x).is_leaf:
-        check_followed((x,))
     rotated: Tensor = _rotate_parts_in_place(covered, x.shape, parts, call, tables_k)
     return rotated if covered is x else rotated.view(x.shape)
 
@@ -48,6 +46,12 @@ def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tup
 def _source(x: Tensor) -> Tensor:
     """The tensor that x is a view of, or x."""
     return x if x._base is None else x._base
+
+
+def _alone(x: Tensor) -> bool:
+    """Whether x is no view that was made with others at once, as by split, or without gradients: of those autograd cannot
+    follow a write."""
+    return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _take(x: Tensor, part: Part | None) -> Tensor:
@@ -134,9 +138,13 @@ class _RotatePartsInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
         seen = x.detach()
-        _rotate_parts(seen if x.shape == shape else seen.view(shape), None, parts, call, tables_k)
-        if not _source(x).is_leaf:
-            ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
+        if _alone(x):
+            _rotate_parts(seen if x.shape == shape else seen.view(shape), None, parts, call, tables_k)
+            if not _source(x).is_leaf:
+                ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
+        else:  # there, too; and if it heard of the write, it would refuse the views that were made with this one
+            with torch.autograd._unsafe_preserve_version_counter(x):
+                _rotate_parts(seen, None, parts, call, tables_k)
         _save(ctx, parts, call, tables_k)
         ctx.shape = shape
         return x
