@@ -97,6 +97,13 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     (transformers.apply_rotary_pos_emb_vision, {"q": TOKENS, "k": TOKENS, **{n: x[0] for n, x in TWICE.items()}}),
     (transformers.apply_multimodal_rotary_pos_emb, {**PAIR, **AXES, "unsqueeze_dim": 1}),
     (transformers.apply_rotary_emb_llama4, {"xq": X, "xk": X, "freqs_cis": COMPLEX[None]}),
+    (flash_attn.swiglu, {"x": rand(3, D), "y": rand(3, D)}),
+    (
+        flash_attn.GatedMlp,
+        {"in_features": D, "hidden_features": D, "out_features": D, "bias1": True, "bias2": False, "multiple_of": 8,
+         "return_residual": False},
+    ),
+    (flash_attn.GatedMlp(D), {"x": rand(3, D)}),
     (flash_attn.RotaryEmbedding, {"dim": D, "base": 1e4, "scale_base": 512.0, "device": "cpu", "pos_idx_in_fp32": True}),
     (flash_attn.RotaryEmbedding(D), {"qkv": QKV, "seqlen_offset": 0}),
     (flash_attn.RotaryEmbedding(D), {"qkv": X, "kv": QKV[:, :, :2], "max_seqlen": T}),

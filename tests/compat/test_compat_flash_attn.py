@@ -87,6 +87,18 @@ def test_the_raw_function_and_the_torch_form() -> None:
     assert_rotated(apply_rotary_emb_torch(x, *each), rotate(x, each[0][:, :, None], each[1][:, :, None]))
 
 
+@pytest.mark.parametrize("shape", [(T, H, D), (2, B, T, H, D), (2, 3, B, T, H, D)])
+def test_the_torch_form_of_other_dimensions(shape: tuple[int, ...]) -> None:
+    cos, sin = (x[:T] for x in table())
+    x = randn(*shape)
+    y = apply_rotary_emb_torch(x, cos, sin)
+    assert y.shape == x.shape
+    assert_rotated(y, rotate(x.view(-1, T, H, D), rows(cos, 0), rows(sin, 0)).view(shape))
+    if len(shape) > 4:
+        with pytest.raises(ValueError, match=r"^apply_rotary_emb_torch: cos must have shape \(T, P\) for x of"):
+            apply_rotary_emb_torch(x, cos[None], sin[None])
+
+
 def test_tables_and_offsets_of_any_strides() -> None:
     cos, sin = table()
     x = randn(B, T, H, D)

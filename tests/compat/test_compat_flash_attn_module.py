@@ -28,10 +28,12 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
     k_table = [(f / growth)[None, :, None] for f in (angles.cos(), angles.sin())]
 
     qkv = randn(B, T, 3, H, D)
+    assert module._seq_len_cached == 0
     q, k, v = qkv.clone().unbind(2)
     expected = rotate(q, *q_table, interleaved=interleaved), rotate(k, *k_table, interleaved=interleaved)
     y = module(qkv)
     assert y is qkv
+    assert module._seq_len_cached == T
     assert_rotated(y, torch.stack((*expected, v.double()), 2), angle_error=1e-6)
 
     q_in, kv_in = q.clone(), torch.stack((k, v), 2)

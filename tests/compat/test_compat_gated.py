@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from compat_statement import DEVICE, launches
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusewise.compat import diffusers, liger, transformer_engine, transformers
+from fusewise.compat import diffusers, flash_attn, liger, transformer_engine, transformers
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -63,6 +64,26 @@ def test_liger_gates(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(both, before)
     scaled = liger.LigerSiLUMulFunction.apply
     assert_same(lambda a, b: scaled(a, b, 1.7, 0.85), lambda a, b: functional.silu(1.7 * a) * b * 0.85, [a, b], 2)
+
+
+def test_flash_attn_gate_and_mlp() -> None:
+    x, y = randn(3, 7, 24), randn(3, 7, 24)
+    assert_same(flash_attn.swiglu, lambda x, y: functional.silu(x) * y, [x, y])
+    assert flash_attn.SwiGLUFunction.apply is flash_attn.swiglu
+    assert flash_attn.GatedMlp(24).fc1.weight.shape == (2 * 128, 24)
+    assert flash_attn.GatedMlp(96).fc2.weight.shape == (96, 256)
+    mlp = flash_attn.GatedMlp(24, return_residual=True).to(DEVICE)
+    out, residual = mlp(x)
+    assert residual is x
+    mlp.return_residual = False
+    assert torch.equal(out, mlp(x))
+    for act, got in (
+        (torch.tanh, "tanh"),
+        (partial(functional.gelu, approximate="erf"), "partial"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(ValueError, match=rf"^GatedMlp: activation must be .*, got {got}; use their GatedMlp$"):
+            flash_attn.GatedMlp(24, activation=act)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,6 +185,10 @@ MLPS: list[tuple[Any, Any]] = [
     (lambda: transformers.LlamaMLP(config(hidden_act="relu")), separate(torch.relu)),
     (lambda: transformers.DeepseekV3MLP(config(), 16), SILU),
     (lambda: transformers.Phi3MLP(config()), PHI3),
+    (lambda: flash_attn.GatedMlp(24), stacked(torch.sigmoid, ("fc1", "fc2"), False)),
+    (lambda: flash_attn.GatedMlp(24, 30, 8, functional.silu, False, multiple_of=16), stacked(functional.silu, ("fc1", "fc2"), False)),
+    (lambda: flash_attn.GatedMlp(24, 40, activation=partial(functional.gelu, approximate="tanh")), stacked(gelu_tanh, ("fc1", "fc2"), False)),
+    (lambda: flash_attn.GatedMlp(24, 40, activation=nn.GELU()), stacked(functional.gelu, ("fc1", "fc2"), False)),
     (lambda: diffusers.FeedForward(24), stacked(functional.gelu, ("net.0.proj", "net.2"), False)),
     (lambda: diffusers.FeedForward(24, 8, 2, 0.5, "swiglu", True, 32, False).eval(), stacked(functional.silu, ("net.0.proj", "net.2"), False)),
     (lambda: diffusers.Flux2FeedForward(24), stacked(functional.silu, ("linear_in", "linear_out"))),

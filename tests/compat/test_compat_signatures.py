@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 VARLEN = "seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
 FREQUENCIES = "rotary_dim=None, interleave=False, rope_scale=1, rope_theta=10000.0"
@@ -30,12 +31,26 @@ SIGNATURES = {
             "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None"
         ),
         "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+        "ApplyRotaryEmb.apply": f"x, cos, sin, interleaved=False, inplace=False, {VARLEN}",
+        "ApplyRotaryEmbQKV_.apply": (
+            "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None"
+        ),
+        "ApplyRotaryEmbKV_.apply": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
         "apply_rotary": f"x, cos, sin, {VARLEN}, interleaved=False, inplace=False, conjugate=False",
         "RotaryEmbedding": (
             "dim, base=10000.0, interleaved=False, scale_base=None, device=None, *, pos_idx_in_fp32=True"
         ),
         "RotaryEmbedding._update_cos_sin_cache": "self, seqlen, device=None, dtype=None",
         "RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
+    },
+    "_flash_attn_mlp": {
+        "swiglu": "x, y",
+        "SwiGLUFunction.apply": "x, y",
+        "GatedMlp": (
+            f"in_features, hidden_features=None, out_features=None, activation={torch.nn.functional.sigmoid!r}, bias1=True, "
+            "bias2=True, multiple_of=128, return_residual=False, device=None, dtype=None"
+        ),
+        "GatedMlp.forward": "self, x",
     },
     "transformer_engine": {
         **dict.fromkeys(("glu", "geglu", "reglu", "swiglu"), "input, quantizer"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..ops._common import transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
@@ -143,7 +144,7 @@ class _RotatePartsInPlace(torch.autograd.Function):
             if not _source(x).is_leaf:
                 ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
         else:  # there, too; and if it heard of the write, it would refuse the views that were made with this one
-            with torch.autograd._unsafe_preserve_version_counter(x):
+            with _unsafe_preserve_version_counter(x):
                 _rotate_parts(seen, None, parts, call, tables_k)
         _save(ctx, parts, call, tables_k)
         ctx.shape = shape

@@ -1,4 +1,5 @@
-"""`flash_attn.layers.rotary` and `flash_attn.ops.triton.rotary.apply_rotary`.
+"""`flash_attn.layers.rotary`, `flash_attn.ops.triton.rotary.apply_rotary`; `flash_attn.modules.mlp.GatedMlp` and
+`flash_attn.ops.activations.swiglu`.
 
     from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_qkv_      # before
     from fusewise.compat.flash_attn import apply_rotary_emb, apply_rotary_emb_qkv_    # after
@@ -13,7 +14,7 @@ needs a gradient rotates out of place and copies the result over the input.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 from ..ops._common import fail
 from ..ops.rope import rope, rope_
 from ._check import WRONG, explain, flag, number, shape_of, shown, whole
+from ._flash_attn_mlp import GatedMlp as GatedMlp
+from ._flash_attn_mlp import SwiGLUFunction as SwiGLUFunction
+from ._flash_attn_mlp import swiglu as swiglu
 from ._packed import KV, Parts, Q, alike_in_kind, check_all, rotate_in_place
 from ._shared import alike, pairing, unit_stride
 
@@ -51,14 +55,29 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+class ApplyRotaryEmb:
+    """For callers of `ApplyRotaryEmb.apply`."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate x (B, T, H, D) with tables (T, P) or (B, T, P); with float32 or wider arithmetic, unlike theirs."""
+    """Rotate x (..., T, H, D) with tables (T, P), or x (B, T, H, D) with (1 | B, T, P); in float32 or wider, unlike theirs, and
+    the result has the dtype of x."""
     op = "apply_rotary_emb_torch"
-    width = 2 * shape_of(op, "cos", cos, 2)[-1]
+    shape, table = shape_of(op, "x", x, 3), shape_of(op, "cos", cos, 2)
     cos, sin = alike(op, cos, sin)
     order = pairing(op, "interleaved", interleaved)
-    rotated: Tensor = rope(unit_stride(x, "x"), cos=cos, sin=sin, pairing=order, rotary_dim=width)
-    return rotated
+    layout: Literal["bshd", "thd"] = "bshd"
+    x = unit_stride(x, "x")
+    if len(shape) == 3 and len(table) == 2:
+        layout = "thd"
+    elif len(shape) != 4:
+        if len(table) > 2:
+            fail(op, "cos", f"have shape (T, P) for x of {len(shape)} dimensions", tuple(table), "flatten x to 4")
+        x = x.flatten(0, -4)
+    rotated: Tensor = rope(x, cos=cos, sin=sin, pairing=order, rotary_dim=2 * table[-1], layout=layout)
+    return rotated.view(shape)
 
 
 def apply_rotary_emb_qkv_(
@@ -103,6 +122,12 @@ def apply_rotary_emb_qkv_(
     return rotate_in_place(qkv, parts, call, tables_k)
 
 
+class ApplyRotaryEmbQKV_:  # noqa: N801
+    """For callers of `ApplyRotaryEmbQKV_.apply`."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
 def apply_rotary_emb_kv_(
     kv: Tensor,
     cos: Tensor,
@@ -113,6 +138,12 @@ def apply_rotary_emb_kv_(
     """Rotate k of kv (B, T, 2, H, D) in place."""
     _kv_shape(kv)
     return rotate_in_place(kv, KV, _call(cos, sin, interleaved, seqlen_offsets), None)
+
+
+class ApplyRotaryEmbKV_:  # noqa: N801
+    """For callers of `ApplyRotaryEmbKV_.apply`."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
 
 
 def _kv_shape(kv: Tensor) -> torch.Size:
@@ -216,6 +247,7 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     _cos_cached, _sin_cached, _cos_k_cached, _sin_k_cached = map(_rounded, range(4))
+    _seq_len_cached = property(lambda self: self._tables[0].shape[0] if self._tables else 0)
 
     def __init__(
         self,

@@ -1,0 +1,94 @@
+"""`flash_attn.modules.mlp.GatedMlp` and the gate of `flash_attn.ops.activations`, as `compat.flash_attn` has them.
+
+The parameters and their names are those of the library. A projection that is no longer a plain `nn.Linear` is called as it is,
+and only the gate is fused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ops._common import fail
+from ..ops.gated_linear._gate import gate
+from ..ops.gated_linear._problem import Activation
+from ..ops.gated_linear.projections import stacked_mlp
+from ._check import flag, whole
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """silu(x) · y, (..., F) each: flash_attn.ops.activations.swiglu."""
+    return gate(y, x, "silu", op="swiglu")
+
+
+class SwiGLUFunction:
+    """For callers of `SwiGLUFunction.apply`."""
+
+    apply = staticmethod(swiglu)
+
+
+# The functions and modules that `GatedMlp` is given, by what they compute.
+_ACTIVATIONS: dict[Any, Activation] = {
+    functional.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", nn.Sigmoid: "sigmoid", functional.silu: "silu", nn.SiLU: "silu",
+    functional.relu: "relu", torch.relu: "relu", nn.ReLU: "relu", functional.gelu: "gelu", nn.Identity: "identity",
+}  # fmt: skip
+
+
+def _activation(activation: Any) -> Activation:
+    form = None
+    if isinstance(activation, nn.GELU):
+        form = activation.approximate
+    elif isinstance(activation, partial) and activation.func is functional.gelu and not activation.args:
+        form = activation.keywords.get("approximate", "none") if set(activation.keywords) <= {"approximate"} else None
+    if form in ("none", "tanh"):
+        return "gelu" if form == "none" else "gelu_tanh"
+    name = type(activation) if isinstance(activation, nn.Module) else activation
+    try:
+        return _ACTIVATIONS[name]
+    except (KeyError, TypeError):
+        got = getattr(activation, "__name__", type(activation).__name__)
+        fail(
+            "GatedMlp", "activation", "be sigmoid, silu, relu or gelu of torch.nn.functional", got, "use their GatedMlp"
+        )
+
+
+class GatedMlp(nn.Module):
+    """fc2(u · act(g)), (u, g) = fc1(x): flash_attn.modules.mlp.GatedMlp, one operation.
+
+    Args:
+        hidden_features: rounded up to a multiple of multiple_of; None: 8/3 of in_features.
+        activation: torch.nn.functional's sigmoid, silu, relu or gelu, also `partial(gelu, approximate="tanh")`, or their modules.
+        return_residual: return (y, x).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Any = functional.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        return_residual: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = "GatedMlp"
+        width = whole(op, "in_features", in_features, 0)
+        hidden = int(8 * width / 3) if hidden_features is None else whole(op, "hidden_features", hidden_features, 0)
+        out = width if out_features is None else whole(op, "out_features", out_features, 0)
+        hidden = -(-hidden // whole(op, "multiple_of", multiple_of, 1)) * multiple_of
+        self.activation, self._gate = activation, _activation(activation)
+        self.return_residual = flag(op, "return_residual", return_residual)
+        self.fc1 = nn.Linear(width, 2 * hidden, flag(op, "bias1", bias1), device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out, flag(op, "bias2", bias2), device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = stacked_mlp(x, self.fc1, self.fc2, activation=self._gate, gate_first=False)
+        return (y, x) if self.return_residual else y
