@@ -14,7 +14,7 @@ from compat_statement import DEVICE, launches
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fusewise.compat import diffusers, flash_attn, liger, transformer_engine, transformers
+from fusewise.compat import diffusers, flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -84,6 +84,72 @@ def test_flash_attn_gate_and_mlp() -> None:
     ):
         with pytest.raises(ValueError, match=rf"^GatedMlp: activation must be .*, got {got}; use their GatedMlp$"):
             flash_attn.GatedMlp(24, activation=act)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_serving_engines(dtype: torch.dtype) -> None:
+    x = randn(3, 5, 2 * 24, dtype=dtype)
+    for name, act, first in (
+        ("silu_and_mul", functional.silu, True), ("mul_and_silu", functional.silu, False),
+        ("gelu_and_mul", functional.gelu, True), ("gelu_tanh_and_mul", gelu_tanh, True),
+    ):  # fmt: skip
+
+        def statement(x: Tensor, act: Any = act, first: bool = first) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return act(a) * b if first else a * act(b)
+
+        layer = {
+            "silu_and_mul": vllm.SiluAndMul, "mul_and_silu": vllm.MulAndSilu, "gelu_and_mul": vllm.GeluAndMul,
+            "gelu_tanh_and_mul": lambda: vllm.GeluAndMul("tanh"),
+        }[name]()  # fmt: skip
+        assert_same(layer, statement, [x])
+        y = layer(x)
+        outs = [torch.full_like(y, 7), torch.full((3, 5, 100), 7.0, device=DEVICE, dtype=dtype)[..., 4:28]]
+        for out in outs:
+            assert launches(getattr(vllm, name), out, x) == {"fusewise::gate_out": 1}
+            assert torch.equal(out, y)
+        assert (outs[1]._base == 7).sum() == 3 * 5 * 76, "features beside out were written"
+        if name != "mul_and_silu":
+            theirs = getattr(flashinfer, name)
+            assert_same(theirs, statement, [x])
+            out = torch.empty_like(y)
+            assert theirs(x, out, enable_pdl=True) is out
+            assert torch.equal(out, y)
+
+
+def test_where_a_gate_is_not_written() -> None:
+    x, base = randn(4, 6), randn(4, 4, 3)
+    for out, message in (
+        (randn(4, 4), r"out must have shape \(4, 3\), and dtype and device of x"),
+        (randn(4, 3).double(), "out must have shape"),
+        (x[:, :3], "out must not overlap x"),
+        (randn(1, 3).expand(4, 3), "out must not have elements that share memory"),
+        (randn(3, 4).mT, "out must have rows of contiguous features"),
+        (randn(4, 3).requires_grad_(), "out must not be given where a gradient is recorded"),
+    ):
+        before = out.detach().clone()
+        with pytest.raises(ValueError, match=f"^silu_and_mul: {message}"):
+            vllm.silu_and_mul(out, x)
+        assert torch.equal(out, before)
+    with pytest.raises(ValueError, match=r"^silu_and_mul: out must have rows of contiguous features, each as far"):
+        flashinfer.silu_and_mul(randn(4, 2, 6), base[:, :2])
+    with pytest.raises(ValueError, match=r"^GeluAndMul: approximate must be none or tanh, got 'erf'; "):
+        vllm.GeluAndMul("erf")
+
+
+def test_gates_into_memory_compile_to_one_graph() -> None:
+    torch._dynamo.reset()
+    x, out = randn(4, 6), randn(4, 3)
+
+    def function(x: Tensor, out: Tensor) -> Tensor:
+        vllm.silu_and_mul(out, x)
+        return out + flashinfer.gelu_and_mul(x)
+
+    with torch.no_grad():
+        expected = function(x, out.clone())
+        found = torch.compile(function, backend="aot_eager", fullgraph=True)(x, out)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(out, vllm.SiluAndMul()(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

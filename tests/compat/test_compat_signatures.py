@@ -73,6 +73,9 @@ SIGNATURES = {
         "rotary_embedding": (
             "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False"
         ),
+        **dict.fromkeys(("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"), "out, x"),
+        **dict.fromkeys(("SiluAndMul.forward", "MulAndSilu.forward", "GeluAndMul.forward"), "self, x"),
+        "GeluAndMul": "approximate='none'",
     },
     "flashinfer": {
         **{f"apply_rope{end}": f"q, k, indptr, offsets, {FREQUENCIES}" for end in ("", "_inplace")},
@@ -80,6 +83,7 @@ SIGNATURES = {
         **{f"apply_llama31_rope{end}": f"q, k, indptr, offsets, {LLAMA31}" for end in ("", "_inplace")},
         **{f"apply_llama31_rope_pos_ids{end}": f"q, k, pos_ids, {LLAMA31}" for end in ("", "_inplace")},
         **{f"apply_rope_with_cos_sin_cache{end}": CACHED for end in ("", "_inplace")},
+        **dict.fromkeys(("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"), "input, out=None, enable_pdl=None"),
     },
     "liger": {
         "liger_rotary_pos_emb": f"{HF}, rotary_dim=None",

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops._common import check_count, dtype_name, fail
+from ..ops.gated_linear._gate import stacked_gate, stacked_gate_into
+from ..ops.gated_linear._problem import Activation
 from ..ops.rope import rope
 from ._check import WRONG, check_tensor, explain, flag, shape_of, shown
 
@@ -90,6 +92,16 @@ def pairing(op: str, name: str, interleaved: bool) -> Any:
 def pairing_of_neox(op: str, is_neox: bool) -> Any:
     """The same of the flag that says the opposite."""
     return "half" if flag(op, "is_neox", is_neox) else "interleaved"
+
+
+def gate_of_halves(
+    op: str, x: Tensor, activation: Activation, out: Tensor | None = None, gate_first: bool = True, name: str = "input"
+) -> Tensor:
+    """The gate of the two halves of the last dimension of x, (..., 2F) to (..., F); into out where that is given."""
+    check_tensor(op, name, x)
+    if out is None:
+        return stacked_gate(x, activation, gate_first=gate_first, op=op)
+    return stacked_gate_into(x, out, activation, gate_first=gate_first, op=op)
 
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:

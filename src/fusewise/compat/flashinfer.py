@@ -1,4 +1,4 @@
-"""`flashinfer.rope` (also exported as `flashinfer.apply_rope` and so on).
+"""`flashinfer.rope` and the gates of `flashinfer.activation` (also exported as `flashinfer.apply_rope` and so on).
 
     from flashinfer import apply_rope_pos_ids_inplace                    # before
     from fusewise.compat.flashinfer import apply_rope_pos_ids_inplace    # after
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops.rope import rope, rope_, tables
 from ._check import check_tensor, number, shape_of, whole
-from ._shared import heads, pairing, pairing_of_neox, rotate_pair, unit_stride
+from ._shared import gate_of_halves, heads, pairing, pairing_of_neox, rotate_pair, unit_stride
 
 
 def apply_rope(
@@ -180,6 +180,22 @@ def apply_rope_with_cos_sin_cache_inplace(
     op = "apply_rope_with_cos_sin_cache_inplace"
     q, k = (heads(op, n, x, 1, head_size) for n, x in (("query", query), ("key", key)))
     rope_(q, k, **_cached(positions, cos_sin_cache, is_neox))
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """silu of the first half of input (..., 2F), times the second: (..., F), or into out, then without a gradient.
+    enable_pdl is without effect."""
+    return gate_of_halves("silu_and_mul", input, "silu", out)
+
+
+def gelu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """`silu_and_mul` with GELU, the erf form."""
+    return gate_of_halves("gelu_and_mul", input, "gelu", out)
+
+
+def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """`silu_and_mul` with GELU, the tanh form."""
+    return gate_of_halves("gelu_tanh_and_mul", input, "gelu_tanh", out)
 
 
 def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str, Any]:

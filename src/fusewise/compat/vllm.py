@@ -1,17 +1,21 @@
-"""`vllm._custom_ops.rotary_embedding` (`torch.ops._C.rotary_embedding`).
+"""`vllm._custom_ops.rotary_embedding` and the gates of `torch.ops._C` and `vllm.model_executor.layers.activation`.
 
-from vllm._custom_ops import rotary_embedding        # before
-from fusewise.compat.vllm import rotary_embedding    # after
+from vllm._custom_ops import rotary_embedding                        # before
+from vllm.model_executor.layers.activation import SiluAndMul
+from fusewise.compat.vllm import SiluAndMul, rotary_embedding        # after
+
+Of `torch.ops._C.silu_and_mul(out, x)` and its like there is a function of that name.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops._common import fail
+from ..ops.gated_linear._problem import Activation
 from ..ops.rope import rope_
-from ._check import shape_of
-from ._shared import heads, pairing_of_neox
+from ._check import check_tensor, shape_of, shown
+from ._shared import gate_of_halves, heads, pairing_of_neox
 
 
 def rotary_embedding(
@@ -50,3 +54,59 @@ def rotary_embedding(
         rotary_start=rope_dim_offset,
         inverse=inverse,
     )
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    """Write silu of the first half of x (..., 2F), times the second, to out (..., F). No gradient is recorded."""
+    _write("silu_and_mul", out, x, "silu")
+
+
+def mul_and_silu(out: Tensor, x: Tensor) -> None:
+    """`silu_and_mul` with the halves the other way about: the first times silu of the second."""
+    _write("mul_and_silu", out, x, "silu", gate_first=False)
+
+
+def gelu_and_mul(out: Tensor, x: Tensor) -> None:
+    """`silu_and_mul` with GELU, the erf form."""
+    _write("gelu_and_mul", out, x, "gelu")
+
+
+def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
+    """`silu_and_mul` with GELU, the tanh form."""
+    _write("gelu_tanh_and_mul", out, x, "gelu_tanh")
+
+
+def _write(op: str, out: Tensor, x: Tensor, activation: Activation, gate_first: bool = True) -> None:
+    check_tensor(op, "out", out)
+    gate_of_halves(op, x, activation, out, gate_first, "x")
+
+
+class SiluAndMul(nn.Module):
+    """silu of the first half of x (..., 2F), times the second; differentiable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gate_of_halves("SiluAndMul", x, "silu", name="x")
+
+
+class MulAndSilu(nn.Module):
+    """The first half of x (..., 2F) times silu of the second; differentiable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gate_of_halves("MulAndSilu", x, "silu", gate_first=False, name="x")
+
+
+class GeluAndMul(nn.Module):
+    """GELU of the first half of x (..., 2F), times the second; differentiable.
+
+    Args:
+        approximate: "none", the erf form, or "tanh".
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+            fail("GeluAndMul", "approximate", "be none or tanh", shown(approximate), "pass one of them")
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gate_of_halves("GeluAndMul", x, "gelu" if self.approximate == "none" else "gelu_tanh", name="x")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusewise.ops.gated_linear import _gate
-from fusewise.ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
+from fusewise.ops.gated_linear._gate import gate, stacked_gate, stacked_gate_into, stacked_gradient
 from fusewise.ops.gated_linear._problem import ACTIVATIONS
 
 # Of numpy, in the interpreter: exponentials that overflow are meant.
@@ -72,6 +72,18 @@ def test_values_and_gradients_match_float64(impl: str, activation: str) -> None:
             halves = dx.chunk(2, -1)
             assert_rounded_once([y, *(reversed(halves) if gate_first else halves)], truth, u, g, dy)
             assert torch.equal(stacked_gradient(dy, x, activation, gate_first=gate_first, impl=impl), dx)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_into_a_part_of_a_tensor(impl: str, dtype: torch.dtype) -> None:
+    for rows, features, first in ((7, 24, 0), (7, 24, 3), (3, 300, 8), (1, 5, 1), (0, 4, 0)):
+        x = randn(rows, 2 * features, dtype=dtype)
+        around = torch.full((rows, features + 11), 7.0, dtype=dtype, device=DEVICE)
+        out = around[:, first : first + features]
+        assert stacked_gate_into(x, out, "silu", gate_first=True, impl=impl) is out
+        assert torch.equal(out, stacked_gate(x, "silu", gate_first=True, impl=impl))
+        assert (around[:, :first] == 7).all() and (around[:, first + features :] == 7).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusewise
-from fusewise.ops.rope._overlap import overlaps, overlaps_itself
+from fusewise.ops._overlap import overlaps, overlaps_itself
 from fusewise.ops.rope._validate import DEFAULTS
 from fusewise.ops.rope._written import check_written
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fusewise
+from fusewise.ops._overlap import overlaps, overlaps_itself
 from fusewise.ops.rope._op import unavailable
-from fusewise.ops.rope._overlap import overlaps, overlaps_itself
 from fusewise.ops.rope._problem import Spec, transposed_spec
 
 from .oracle import Call, expected

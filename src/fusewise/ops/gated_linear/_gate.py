@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .._choice import Choice
 from .._common import apply_function, check_one_of, compute_dtype, fail, transforms_active, wants_formula
-from .._register import register
+from .._overlap import check_apart
+from .._register import copies_wrongly, register
 from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, rows, split_preact
 from ._validate import check_features
@@ -41,10 +42,35 @@ def stacked_gate(
     x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto"
 ) -> Tensor:
     """The gate of x (..., 2F), which holds value and gate side by side: y (..., F)."""
-    _check(op, "x", x, activation)
-    if x.shape[-1] % 2:
-        fail(op, "x", "have an even last dimension, 2F", tuple(x.shape), "stack the value and the gate")
+    _check_stacked(op, x, activation)
     return _apply(x, None, Spec(activation, "stacked", gate_first), impl)
+
+
+def stacked_gate_into(
+    x: Tensor, out: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto"
+) -> Tensor:
+    """`stacked_gate` written to `out` (..., F), whose rows may lie apart; returns it. Records no gradient."""
+    _check_stacked(op, x, activation)
+    check_features(op, "out", out)
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
+        wanted = f"have shape {shape}, and dtype and device of x ({x.dtype}, {x.device})"
+        fail(op, "out", wanted, f"{tuple(out.shape)}, {out.dtype}, {out.device}", "allocate it so, or leave it out")
+    if _autograd.needs_autograd(out, x):
+        fail(op, "out", "not be given where a gradient is recorded", "one that is", "use torch.no_grad(), or no out")
+    if transforms_active() or copies_wrongly():
+        return out.copy_(stacked_gate(x, activation, gate_first=gate_first, op=op, impl=impl))
+    if not torch.compiler.is_compiling():  # the compiler reads inputs before it writes outputs
+        check_apart(op, {"out": out}, {"x": x})
+    try:
+        y = out.view(-1, shape[-1])
+    except RuntimeError:
+        y = out
+    if y.dim() != 2 or (y.stride(1) != 1 and y.shape[1] > 1):
+        contract = "have rows of contiguous features, each as far from the next"
+        fail(op, "out", contract, f"strides {tuple(out.stride())}", "pass a contiguous tensor")
+    op_gate_out(rows(x), None, Spec(activation, "stacked", gate_first).encode(), impl, y)
+    return out
 
 
 def stacked_gradient(
@@ -61,6 +87,12 @@ def stacked_gradient(
         return _differentiable(dy, x, None, spec)[0]
     dx: Tensor = op_gate_grad(rows(dy), rows(x), None, spec.encode(), impl)[0]
     return dx.view(x.shape)
+
+
+def _check_stacked(op: str, x: Any, activation: str) -> None:
+    _check(op, "x", x, activation)
+    if x.shape[-1] % 2:
+        fail(op, "x", "have an even last dimension, 2F", tuple(x.shape), "stack the value and the gate")
 
 
 def _check(op: str, name: str, x: Any, activation: str) -> None:
@@ -137,11 +169,15 @@ def _matrices(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor,
 
 
 def _gate_op(first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
+    y = _fake_gate(first, second, text, impl)
+    _gate_out(first, second, text, impl, y)
+    return y
+
+
+def _gate_out(first: Tensor, second: Tensor | None, text: str, impl: str, y: Tensor) -> None:
     spec = Spec.decode(text)
     u, g = _matrices(first, second, spec)
-    y = u.new_empty(u.shape)
     choice.serving(impl, u.device.type, u.dtype).gate(u, g, y, spec.activation)
-    return y
 
 
 def _new_gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -170,4 +206,5 @@ _ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
 op_gate = register(
     f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate, recorded=lambda *args: apply_function(_Gate, *args)
 )
+op_gate_out = register(f"gate_out({_ARGUMENTS}, Tensor(a!) y) -> ()", _gate_out, lambda *args: None)
 op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)

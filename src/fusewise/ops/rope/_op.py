@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .._common import apply_function, exporting, transforms_active, unit_stride
+from .._overlap import check_apart
 from .._register import copies_wrongly, register
 from . import _auto, _host
-from ._overlap import check_apart
 from ._problem import Spec, transposed_spec
 
 # The arguments after the rotated tensors, the same in every operator: a `Rotation`, and the name of an implementation or

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._shared.memo import Memo
 from .._common import fail, transforms_active
-from ._overlap import check_apart, overlaps
+from .._overlap import check_apart, overlaps
 from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
 
 

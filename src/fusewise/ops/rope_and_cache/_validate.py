@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._shared.memo import Memo
 from .._common import check_one_of, fail, kinds, transforms_active
-from ..rope._overlap import overlaps, overlaps_itself
+from .._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
     DEFAULTS,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import fail
+from ._common import fail
 
 _MAX_STEPS = 10_000
 
