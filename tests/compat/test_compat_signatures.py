@@ -141,6 +141,8 @@ SIGNATURES = {
         "Phi3MLP.forward": "self, hidden_states",
     },
     "diffusers": {
+        "apply_rotary_emb": "x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2",
+        "apply_rotary_emb_qwen": "x, freqs_cis, use_real=True, use_real_unbind_dim=-1",
         "GEGLU": "dim_in, dim_out, bias=True",
         "GEGLU.forward": "self, hidden_states, *args, **kwargs",
         "SwiGLU": "dim_in, dim_out, bias=True",

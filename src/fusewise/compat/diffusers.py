@@ -1,11 +1,13 @@
-"""The gated linear units of `diffusers.models`.
+"""The gated linear units and rotary functions of `diffusers.models`.
 
-    from diffusers.models.activations import GEGLU     # before
-    from fusewise.compat.diffusers import GEGLU        # after
+    from diffusers.models.activations import GEGLU                # before
+    from diffusers.models.embeddings import apply_rotary_emb
+    from fusewise.compat.diffusers import GEGLU, apply_rotary_emb # after
 
 GEGLU and SwiGLU are `gated_linear` with the value first, as here; FeedForward and Flux2FeedForward are `gated_mlp` with
 their projection out. The parameters and their names are those of diffusers, so that its checkpoints load. A projection
 that is no longer a plain `nn.Linear` (LoRA, quantised) is called as it is, and only the gate is fused.
+Shape legend: B batch, S tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -18,7 +20,59 @@ from ..ops._common import fail
 from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import is_untouched, stacked, stacked_mlp
-from ._check import flag, number, shown, whole
+from ._check import check_tensor, flag, number, shape_of, shown, whole
+from ._shared import alike, complex_tables, rotate_pair
+
+
+def apply_rotary_emb(
+    x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2
+) -> Tensor:
+    """Rotate x (B, H, S, D), or (B, S, H, D) with sequence_dim=1.
+
+    Args:
+        freqs_cis: (cos, sin), each (S, D), every angle twice; with use_real=False complex (1 | B, S, D / 2) for x (B, S, H, D).
+        use_real_unbind_dim: -1: pairs (2i, 2i + 1), angles repeated side by side; -2: pairs (i, i + D / 2), `cat(f, f)`.
+    """
+    op = "apply_rotary_emb"
+    if not flag(op, "use_real", use_real):
+        return _rotated_by_complex(op, x, freqs_cis, 3)
+    if whole(op, "sequence_dim", sequence_dim) not in (1, 2):
+        fail(op, "sequence_dim", "be 1 or 2", sequence_dim, "name the dimension of the tokens")
+    return _rotated_by_pairs(op, x, freqs_cis, use_real_unbind_dim, "bhsd" if sequence_dim == 2 else "bshd")
+
+
+def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1) -> Tensor:
+    """`apply_rotary_emb` as Qwen-Image has it: with use_real=False x (B, S, H, D) and complex freqs_cis (S, D / 2), else x
+    (B, H, S, D)."""
+    op = "apply_rotary_emb_qwen"
+    if not flag(op, "use_real", use_real):
+        return _rotated_by_complex(op, x, freqs_cis, 2)
+    return _rotated_by_pairs(op, x, freqs_cis, use_real_unbind_dim, "bhsd")
+
+
+def _rotated_by_pairs(op: str, x: Tensor, tables: Any, unbind_dim: int, layout: str) -> Tensor:
+    if whole(op, "use_real_unbind_dim", unbind_dim) not in (-1, -2):
+        fail(op, "use_real_unbind_dim", "be -1 or -2", unbind_dim, "pass that of the model")
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+        fail(op, "freqs_cis", "be (cos, sin)", type(tables).__name__, "pass both tables, or use_real=False", TypeError)
+    shape = shape_of(op, "x", x, 4)
+    for name, table in zip(("cos", "sin"), tables, strict=True):
+        check_tensor(op, name, table)
+        if table.shape != (shape[2 if layout == "bhsd" else 1], shape[3]):
+            wanted = f"have shape (S, D) of x, {(shape[2 if layout == 'bhsd' else 1], shape[3])}"
+            fail(op, name, wanted, tuple(table.shape), "check sequence_dim, or cut the tables to the tokens")
+    cos, sin = alike(op, *(table.to(x.device) for table in tables))
+    pairs = "interleaved" if unbind_dim == -1 else "half"
+    return rotate_pair(x, None, cos=cos, sin=sin, layout=layout, pairing=pairs, rotary_dim=shape[3])[0]
+
+
+def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Tensor:
+    """x (B, S, H, D), whose heads are missing in freqs_cis of so many dimensions."""
+    shape, freqs = shape_of(op, "x", x, 4), shape_of(op, "freqs_cis", freqs_cis)
+    if len(freqs) != dims or freqs[-2:] != (shape[1], shape[3] // 2):
+        wanted = f"have shape ({'1 | B, ' if dims == 3 else ''}S, D / 2) of x, {(shape[1], shape[3] // 2)}"
+        fail(op, "freqs_cis", wanted, tuple(freqs), "pass that of the tokens of x")
+    return rotate_pair(x, None, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")[0]
 
 
 def _linear(op: str, taken: tuple[str, int], made: tuple[str, int], bias: bool) -> nn.Linear:
