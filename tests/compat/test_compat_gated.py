@@ -237,6 +237,7 @@ MLPS: list[tuple[Any, Any]] = [
     (lambda: liger.LigerSwiGLUMLP(config()), SILU),
     (lambda: liger.LigerSwiGLUMLP(config(), intermediate_size=16), SILU),
     (lambda: liger.LigerMLP(config(hidden_act="swish")), SILU),
+    (lambda: liger.LigerSwiGLUMLPForMuseGlimmer(config(hidden_act="gelu", hidden_activation="silu")), SILU),
     (lambda: liger.LigerQwen3MoeSwiGLUMLP(config(), 16), SILU),
     (lambda: liger.LigerHunyuanV1SwiGLUMLP(config(), 3, True), SILU),
     (lambda: liger.LigerFalconH1SwiGLUMLP(config(mlp_bias=True)), SILU),

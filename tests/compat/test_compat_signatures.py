@@ -113,6 +113,7 @@ SIGNATURES = {
                 "LigerBlockSparseTop2MLP",
                 "LigerFalconH1SwiGLUMLP",
                 "LigerFalconH1MLP",
+                "LigerSwiGLUMLPForMuseGlimmer",
             ),
             "config",
         ),

@@ -279,6 +279,16 @@ class LigerSwiGLUMLP(LigerGEGLUMLP):
         return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
 
 
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """The same, of a configuration that says `hidden_activation`."""
+
+    def __init__(self, config: Any) -> None:
+        nn.Module.__init__(self)
+        named = getattr(config, "hidden_activation", None)
+        _check_silu(type(self).__name__, config, "hidden_activation" if named else "hidden_act")
+        LigerGEGLUMLP._build(self, config)
+
+
 class LigerMLP(LigerSwiGLUMLP):
     """The same, of the configuration's width: what Liger fuses in this class alone is fused in all of these."""
 
@@ -363,7 +373,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         return mlp(x, self.w1, self.w3, self.w2, activation="silu")
 
 
-def _check_silu(op: str, config: Any) -> None:
-    act = setting(op, config, "hidden_act")
+def _check_silu(op: str, config: Any, name: str = "hidden_act") -> None:
+    act = setting(op, config, name)
     if not isinstance(act, str) or act not in ("silu", "swish"):
-        fail(op, "config", "have hidden_act silu or swish", shown(act), "use the model's own MLP")
+        fail(op, "config", f"have {name} silu or swish", shown(act), "use the model's own MLP")
