@@ -141,6 +141,22 @@ def test_a_hopelessly_slow_provider_gets_three_rounds_and_its_verdict(monkeypatc
     assert row.device_us == pytest.approx(5e4, rel=0.3)
 
 
+def test_one_round_on_a_busy_machine_makes_nobody_hopeless(monkeypatch, tmp_path):
+    class Stalled(Machine):
+        """In its third turn, of five samples, one provider waits for a core."""
+
+        count = 0
+
+        def sample(self, provider):
+            self.count += provider == "liger"
+            return super().sample(provider) + (5e4 if provider == "liger" and 10 < self.count <= 15 else 0.0)
+
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 100.0}, kind=Stalled, spread=0.004)
+    assert {len(m.rounds) for m in made.measurements} == {12}
+    (stalled,) = (m for m in made.measurements if m.provider == "liger")
+    assert min(stalled.rounds[2]["device_us"]) > 5e4
+
+
 def test_the_verdict_is_what_was_put_in(monkeypatch, tmp_path):
     times = {"floor-copy": 100.0, "floor-launch": 5.0, "eager": 400.0, "torch.compile": 150.0, "fusewise-cpu": 110.0}
     made = studied(monkeypatch, tmp_path, times, spread=0.004)

@@ -54,10 +54,12 @@ def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
-    """Whether a provider is too slow for more rounds than a comparison needs."""
-    last = measurement.rounds[-1]["device_us"]
-    seconds = sum(last) * measurement.prepared.get("calls_per_sample", 1) / 1e6
-    return bool(seconds > HOPELESS_SECONDS and median(last) > HOPELESS * fastest_us)
+    """Whether a provider was too slow in every round: a busy machine makes anyone slow in one."""
+    calls = measurement.prepared.get("calls_per_sample", 1)
+    return all(
+        sum(turn["device_us"]) * calls / 1e6 > HOPELESS_SECONDS and median(turn["device_us"]) > HOPELESS * fastest_us
+        for turn in measurement.rounds
+    )
 
 
 class Study:
