@@ -180,7 +180,8 @@ def test_a_worker_holds_no_more_of_a_large_problem_than_its_turns_need(shared, m
         assert asked(server, "prepare", pass_=pass_)["ok"]
         mine = ["copied", "checked", "given back", "copied", "measured", "given back"]
         assert did == (mine if pass_ == "fwd" else ["given back", *mine])  # of the pass before, first
-        assert len(tensors) == 2 and not any(x() is not None for x in tensors)
+        of_input, of_gradient = (x() is not None for x in tensors)
+        assert (of_input, of_gradient) == (False, pass_ == "bwd")  # of which every backward is handed a copy
         for do in ("warm", "round", "round"):
             assert asked(server, do)["ok"]
     assert did[len(mine) + 1 :] == []  # nothing is asked of the allocator between turns where there is room

@@ -75,6 +75,26 @@ def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
+def handed_over(outputs: Sequence[Tensor], upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Stand-ins for copies of `upstream`, which the backward of `outputs` meets in their place and nobody else holds. So it is in
+    training, where the function that made a gradient lets go of it, and its memory can be used again."""
+    return tuple(None if g is None else _handed_over(y, g) for y, g in zip(outputs, upstream, strict=True))
+
+
+def _handed_over(y: Tensor, g: Tensor) -> Tensor:
+    alone = [g.to(y.dtype, copy=True)]
+    if y.grad_fn is None:  # no function of its own would meet it
+        return alone[0]
+    stand_in = alone[0].new_zeros(()).expand_as(y)
+
+    def meet(incoming: Tensor) -> Tensor:
+        """Where others depend on y, too, their part has been added to the stand-in."""
+        return alone.pop() if incoming is stand_in else incoming + alone.pop()
+
+    y.register_hook(meet)
+    return stand_in
+
+
 @dataclass(frozen=True)
 class Program:
     """A problem as plain PyTorch, for whatever runs or compiles that: `leave(function(*enter(*problem.tensors)))`.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .counting import counted
 from .plugin import Run
-from .problem import Problem
+from .problem import Problem, handed_over
 from .truths import MOST_BYTES, Truths
 
 #: Elements compared at a time: on a CPU so few that a float64 copy stays in the cache and torch starts no threads for them,
@@ -234,12 +234,11 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
     arguments = run.enter(*leaves)
     poison(problem)
     gradients: tuple[Tensor, ...] = ()
-    # A provider may overwrite the gradients it is given.
-    upstream = tuple(None if g is None else g.clone() for g in problem.upstream) if backward else ()
     if backward and run.vjp is not None:
         result, kept = run.vjp.forward(arguments)
         outputs = run.leave(result)
-        gradients = run.vjp.leave(run.vjp.backward(kept, run.vjp.enter(tuple(g for g in upstream if g is not None))))
+        upstream = run.vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))  # it may overwrite them
+        gradients = run.vjp.leave(run.vjp.backward(kept, upstream))
     else:
         outputs = run.leave(run.call(*arguments))
     shapes = tuple(tuple(y.shape) for y in outputs)
@@ -248,7 +247,7 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
     found = [y.detach().clone() for y in outputs] if problem.task.pass_ != "bwd" else []
     if backward and run.vjp is None:
         held = len(problem.parameters)
-        gradients = problem.gradients(outputs, leaves, upstream)
+        gradients = problem.gradients(outputs, leaves, handed_over(outputs, problem.upstream))
         gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
     return [*found, *gradients], ""
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import machine, memory, plugin, spent, targets, truth
-from .problem import Problem, Task
+from .problem import Problem, Task, handed_over
 from .reason import message, reason
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 from .truths import Truths
@@ -317,14 +317,9 @@ def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
     if not backward:
         arguments = [run.enter(*xs) for xs in sets]
         return Work(lambda i: arguments[i % copies], lambda xs: call(*xs))
-    upstream = [tuple(None if g is None else g.clone() for g in problem.upstream) for _ in range(copies)]
-
     if run.vjp is not None:
         vjp = run.vjp
-        own = [
-            (run.enter(*xs), vjp.enter(tuple(g for g in gs if g is not None)))
-            for xs, gs in zip(sets, upstream, strict=True)
-        ]
+        own = [(run.enter(*xs), vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))) for xs in sets]
         if problem.task.pass_ == "fwd+bwd":
             return Work(lambda i: own[i % copies], lambda pair: vjp.both(*pair))
         return Work(
@@ -334,12 +329,21 @@ def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
     def forward(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run.leave(call(*run.enter(*xs)))
 
-    def gradients(state: tuple[Any, ...]) -> Any:
-        return problem.gradients(*state)
+    given = problem.upstream  # the problem lets go of its own
 
     if problem.task.pass_ == "bwd":
-        return Work(lambda i: (forward(sets[i % copies]), sets[i % copies], upstream[i % copies]), gradients)
-    return Work(lambda i: (sets[i % copies], upstream[i % copies]), lambda s: gradients((forward(s[0]), *s)))
+
+        def begin(i: int) -> tuple[Any, ...]:
+            xs = sets[i % copies]
+            outputs = forward(xs)
+            return outputs, xs, handed_over(outputs, given)
+
+        return Work(begin, lambda state: problem.gradients(*state))
+    upstream = [tuple(None if g is None else g.clone() for g in given) for _ in range(copies)]
+    return Work(
+        lambda i: (sets[i % copies], upstream[i % copies]),
+        lambda state: problem.gradients(forward(state[0]), *state),
+    )
 
 
 def _finite(value: float) -> float | None:

@@ -97,9 +97,24 @@ def test_the_second_call_has_the_bits_of_the_first(case: Case, device: str, monk
         xs = tuple(x.detach().requires_grad_() for x in again(call).xs)
         return torch.autograd.grad(tensors(fusewise.rope(*xs, **call.kwargs)), xs, dys)
 
-    for dx, want in zip(gradients(), by_python(monkeypatch, gradients), strict=True):
-        assert_bits(dx, want)
-        assert dx.stride() == want.stride()
+    def handed_over() -> tuple[Tensor, ...]:
+        """Of gradients that nobody else has: they are rotated where they lie."""
+        xs = tuple(x.detach().requires_grad_() for x in again(call).xs)
+        ys = tensors(fusewise.rope(*xs, **call.kwargs))
+        places = []
+        for y, dy in zip(ys, dys, strict=True):
+            alone = [dy.clone()]
+            places.append(alone[0].data_ptr())
+            y.register_hook(lambda _, alone=alone: alone.pop())
+        grads = torch.autograd.grad(ys, xs, dys)
+        assert [dx.data_ptr() for dx in grads] == places
+        return grads
+
+    want_grads = by_python(monkeypatch, gradients)
+    for grads in (gradients(), handed_over()):
+        for dx, want in zip(grads, want_grads, strict=True):
+            assert_bits(dx, want)
+            assert dx.stride() == want.stride()
 
     for outs in (tuple(torch.full_like(y, float("nan")) for y in expected) for _ in range(2)):
         out = outs if len(outs) == 2 else outs[0]

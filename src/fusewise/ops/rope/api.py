@@ -92,7 +92,8 @@ def rope(
     the table is never read. Where that can be known beforehand it is a ValueError.
 
     Gradients are the inverse rotation by the same kernel; nothing of q or k is saved, tables get none. Differentiable
-    any number of times, also forward-mode, and under vmap. Bitwise deterministic.
+    any number of times, also forward-mode, and under vmap. Bitwise deterministic. Native code rotates a gradient where it lies
+    if nobody else can read it any more; one that a hook, a saved tensor or anybody else has is never written to.
 
     Raises:
         TypeError, ValueError: `rope: <argument> must <contract>, got <value>; <one fix>`, before anything is written.

@@ -153,6 +153,20 @@ struct Geometry {
   }
 };
 
+// Whether one reference to x is left, in C++ or, through its Python object, there.
+bool sole(const at::TensorBase& x) {
+  return x.use_count() == 1 || (x.use_count() == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
+}
+
+// Whether what x holds ends with x: nobody else has x, the tensor that it is a view of, or their memory; x fills that, and it is
+// torch's own, not lent by another library, which may go on reading it. Torch adds gradients in place by the same signs.
+bool ends_here(const Tensor& x) {
+  const c10::Storage& memory = x.storage();
+  const bool view = x.is_view();
+  return sole(x) && (!view || sole(x._base())) && memory.use_count() == (view ? 2 : 1) &&
+         memory.nbytes() == static_cast<size_t>(x.numel()) * x.element_size() && memory.unsafeGetStorageImpl()->resizable();
+}
+
 // y = R x, dx = Rᵀ dy; of x nothing is saved. Torch's own node with a context serves compiled autograd alone.
 struct RopeBackward : torch::autograd::CppNode<Rope> {
   Remembered entry;
@@ -214,10 +228,14 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     is_variable_input_.assign(num_inputs(), true);
   }
 
+  // In place where every gradient ends here and has the strides that it is to leave with: then what does not rotate need not move.
   variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
     const There there(device);
+    bool in_place = true;
+    for (size_t o = 0; o < dys.size(); ++o)
+      in_place = in_place && (!dys[o].defined() || (dys[o].strides() == at::IntArrayRef(entry->dense[o]) && ends_here(dys[o])));
     Plan plan = entry->plan.rotation;
-    plan.inverse ^= 1, plan.in_place = 0;
+    plan.inverse ^= 1, plan.in_place = in_place;
     std::swap(plan.interleaved_in, plan.interleaved_out);
     variable_list dxs(dys.size()), sources(dys.size());
     int count = 0, from[2] = {};
@@ -225,7 +243,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
       if (!dys[o].defined()) continue;
       // The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`.
       sources[o] = dys[o].stride(-1) == 1 || dys[o].size(-1) == 1 ? dys[o] : dys[o].contiguous();
-      dxs[o] = empty(sources[o], sources[o].sizes(), entry->dense[o]);
+      dxs[o] = in_place ? dys[o] : empty(sources[o], sources[o].sizes(), entry->dense[o]);
       from[count++] = o;
     }
     if (count == 1) from[1] = from[0];

@@ -1,0 +1,67 @@
+"""How gradients come in for a backward that is checked and timed."""
+
+import weakref
+
+import torch
+
+from fusewise.lab import worker
+from fusewise.lab.plugin import Run
+from fusewise.lab.problem import Task, handed_over
+from fusewise.lab.targets import problem_for
+
+
+class Doubled(torch.autograd.Function):
+    """Overwrites the gradient that comes in, of which `seen` is told."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.seen.append((weakref.ref(dy), dy.clone()))
+        dx = 2 * dy
+        dy.zero_()
+        return dx, None
+
+
+def test_every_backward_has_a_gradient_that_nobody_else_holds():
+    problem = problem_for(Task(op="gelu", case="gelu-256", dtype="fp32", pass_="bwd", device="cpu", seed=0))
+    (wanted,) = problem.upstream
+    seen = []
+    work = worker.make_work(problem, Run(lambda x: Doubled.apply(x, seen)), 2)
+    for i in range(4):
+        (dx,) = work.step(work.begin(i))
+        assert torch.equal(dx, 2 * wanted)
+    assert len(seen) == 4
+    for gone, value in seen:
+        assert gone() is None
+        assert torch.equal(value, wanted)
+
+
+def test_outputs_may_depend_on_each_other():
+    """Or be one tensor twice, an input as it came, a leaf, or without a gradient."""
+    x, leaf = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    gs = [torch.randn(3, 4) for _ in range(6)]
+
+    def outputs():
+        y = x.sin()
+        return y, y.exp(), y, leaf, leaf * y, y.detach()
+
+    ys = outputs()
+    given = handed_over(ys, [*gs[:5], None])
+    assert given[5] is None
+    found = torch.autograd.grad(ys[:5], (x, leaf), given[:5])
+    expected = torch.autograd.grad(outputs()[:5], (x, leaf), gs[:5])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_comes_in_as_it_lies():
+    """Its strides are those of the output, and its dtype is."""
+    x = torch.randn(3, 4, requires_grad=True)
+    seen = []
+    (stand_in,) = handed_over([y := Doubled.apply(x.T, seen)], [torch.randn(3, 4, dtype=torch.float64).T])
+    torch.autograd.grad(y, x, stand_in)
+    ((_, value),) = seen
+    assert (value.stride(), value.dtype) == (y.stride(), torch.float32)
