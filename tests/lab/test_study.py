@@ -1,6 +1,7 @@
 """Whole studies in real processes: the good, the wrong, the dead."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising C
 
 
 class Silent:
-    """Follows a study and remembers the order in which providers had their turns."""
+    """Follows a study and remembers who had a turn in each round."""
 
     def __init__(self):
         self.groups, self.turns = [], []
@@ -158,9 +159,10 @@ def test_one_that_ran_is_given_up_only_where_each_failure_costs_the_time_limit(t
         assert (reply["status"], bool(seat.gone)) == ("failed", failures > 4)
 
 
-def test_rounds_visit_everyone_in_changing_order(tmp_path):
+def test_rounds_visit_everyone(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "HOPELESS", math.inf)  # on a busy machine the right one is, at ten times eager's time
     made, listener = run(tmp_path / "out", ["eager", "lab_fakes:Right", "floor-launch"], rounds=(8, 8))
-    assert all(set(turn) == {"eager", "eager#2", "right", "floor-launch"} for turn in listener.turns)
+    assert [set(turn) for turn in listener.turns] == [{"eager", "eager#2", "right", "floor-launch"}] * 8
     assert {len(m.rounds) for m in made.measurements} == {8}
     assert listener.groups == [(0, 1, "cube-4")]
     assert made.environment["versions"]["torch"]
