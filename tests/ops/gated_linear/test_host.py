@@ -190,7 +190,6 @@ def test_it_wants_all_arguments() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*Profiler clears events",
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
     "ignore::torch.jit.TracerWarning",

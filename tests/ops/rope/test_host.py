@@ -222,7 +222,6 @@ def test_what_equals_an_option_but_is_of_another_type_is_refused_the_second_time
             fusewise.rope(q, k, **TABLE, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's, of its own default
 def test_who_watches_sees_the_operator() -> None:
     """Dispatch modes, torch.func, forward mode and profiles: none of them loses the call."""
     q, k = qk()

@@ -180,7 +180,6 @@ class Named(Tensor):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's, of its own default
 def test_who_watches_sees_the_operator() -> None:
     made = make(CASE)
     called(made)
