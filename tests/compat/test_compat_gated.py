@@ -177,10 +177,21 @@ def test_transformer_engine_gates(dtype: torch.dtype) -> None:
         for call, args in ((forward, (x,)), (backward, (dy, x))):
             with pytest.raises(ValueError, match="quantizer must be None: the result is not quantised here, got fp8"):
                 call(*args, "fp8")
-    with pytest.raises(ValueError, match="GEGLU: cache_quantized_input must be False"):
-        te.GEGLU(cache_quantized_input=True)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert te.GEGLU()(randn(3, 8)).dtype == te.SwiGLU(glu_interleave_size=2)(randn(3, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["GLU", "GEGLU", "ReGLU", "SwiGLU"])
+def test_transformer_engine_gates_keep_their_input_as_it_came(name: str) -> None:
+    build, x = getattr(transformer_engine, name), randn(5, 26, dtype=torch.bfloat16)
+    plain, cached = build(), build(cache_quantized_input=True)
+    assert (plain.cache_quantized_input, cached.cache_quantized_input) == (False, True)
+    dy, results = randn(5, 13, dtype=torch.bfloat16), []
+    for module in (plain, cached):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, dy)))
+    assert all(map(torch.equal, *results))
 
 
 def test_transformer_engine_blocks_of_gates_and_values() -> None:

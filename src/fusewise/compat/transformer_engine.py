@@ -395,15 +395,17 @@ def dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
 
 
 class _GateModule(nn.Module):
-    """A gate of the last dimension, its first half activated; in the autocast dtype under autocast, as there."""
+    """A gate of the last dimension, its first half activated; in the autocast dtype under autocast, as there.
+
+    Args:
+        cache_quantized_input: without effect: what backward reads is kept as it came, so that gradients are not rounded to FP8.
+    """
 
     activation: Activation
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        op = type(self).__name__
-        if flag(op, "cache_quantized_input", cache_quantized_input):
-            fail(op, "cache_quantized_input", "be False: nothing is quantised here", True, "leave it out")
+        self.cache_quantized_input = flag(type(self).__name__, "cache_quantized_input", cache_quantized_input)
 
     def forward(self, input: Tensor) -> Tensor:
         op = type(self).__name__
