@@ -153,6 +153,27 @@ def test_gates_into_memory_compile_to_one_graph() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "layer",
+    [vllm.SiluAndMul(compile_native=False), vllm.MulAndSilu(), vllm.GeluAndMul(), vllm.GeluAndMul(approximate="tanh")],
+)
+def test_vllm_layers_have_a_native_form(layer: Any, dtype: torch.dtype) -> None:
+    x, dy = randn(3, 7, 26, dtype=dtype), randn(3, 7, 13, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for _ in range(3)]
+    y, cuda, native = (
+        f(leaf) for f, leaf in zip((layer, layer.forward_cuda, layer.forward_native), leaves, strict=True)
+    )
+    grads = [torch.autograd.grad(z, leaf, dy)[0] for z, leaf in zip((y, cuda, native), leaves, strict=True)]
+    assert torch.equal(y, cuda) and torch.equal(grads[0], grads[1])
+    torch.testing.assert_close(y, native)
+    torch.testing.assert_close(grads[0], grads[2])
+    if isinstance(layer, vllm.SiluAndMul):
+        assert torch.equal(vllm.SiluAndMul.forward_native(x), native)
+    elif isinstance(layer, vllm.GeluAndMul):
+        assert repr(layer) == f"GeluAndMul(approximate={layer.approximate!r})"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_transformer_engine_gates(dtype: torch.dtype) -> None:
     te = transformer_engine
     for name, act in (("glu", torch.sigmoid), ("geglu", gelu_tanh), ("reglu", torch.relu), ("swiglu", functional.silu)):

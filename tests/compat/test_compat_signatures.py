@@ -75,6 +75,9 @@ SIGNATURES = {
         ),
         **dict.fromkeys(("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"), "out, x"),
         **dict.fromkeys(("SiluAndMul.forward", "MulAndSilu.forward", "GeluAndMul.forward"), "self, x"),
+        **dict.fromkeys(("MulAndSilu.forward_native", "GeluAndMul.forward_native"), "self, x"),
+        "SiluAndMul": "*, compile_native=True",
+        "SiluAndMul.forward_native": "x",
         "GeluAndMul": "approximate='none'",
     },
     "flashinfer": {

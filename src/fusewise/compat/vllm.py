@@ -12,9 +12,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..ops._common import fail
+from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.rope import rope_
-from ._check import check_tensor, shape_of, shown
+from ._check import check_tensor, flag, shape_of, shown
 from ._shared import gate_of_halves, heads, pairing_of_neox
 
 
@@ -81,18 +82,40 @@ def _write(op: str, out: Tensor, x: Tensor, activation: Activation, gate_first: 
     gate_of_halves(op, x, activation, out, gate_first, "x")
 
 
+def _gate(op: str, x: Tensor, activation: Activation, gate_first: bool = True, impl: str = "auto") -> Tensor:
+    return stacked_gate(x, activation, gate_first=gate_first, op=op, impl=impl)
+
+
+# `forward_native` is the same as `forward` in torch's own operations, rounded once like it: theirs rounds the activation, too.
+
+
 class SiluAndMul(nn.Module):
-    """silu of the first half of x (..., 2F), times the second; differentiable."""
+    """silu of the first half of x (..., 2F), times the second; differentiable. compile_native is without effect."""
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__()
+        flag("SiluAndMul", "compile_native", compile_native)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gate_of_halves("SiluAndMul", x, "silu", name="x")
+        return _gate("SiluAndMul", x, "silu")
+
+    forward_cuda = forward
+
+    @staticmethod
+    def forward_native(x: Tensor) -> Tensor:
+        return _gate("SiluAndMul", x, "silu", impl="reference")
 
 
 class MulAndSilu(nn.Module):
     """The first half of x (..., 2F) times silu of the second; differentiable."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return gate_of_halves("MulAndSilu", x, "silu", gate_first=False, name="x")
+        return _gate("MulAndSilu", x, "silu", gate_first=False)
+
+    forward_cuda = forward
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return _gate("MulAndSilu", x, "silu", gate_first=False, impl="reference")
 
 
 class GeluAndMul(nn.Module):
@@ -109,4 +132,12 @@ class GeluAndMul(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return gate_of_halves("GeluAndMul", x, "gelu" if self.approximate == "none" else "gelu_tanh", name="x")
+        return _gate("GeluAndMul", x, "gelu" if self.approximate == "none" else "gelu_tanh")
+
+    forward_cuda = forward
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return _gate("GeluAndMul", x, "gelu" if self.approximate == "none" else "gelu_tanh", impl="reference")
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
