@@ -88,6 +88,8 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     (liger.liger_multimodal_rotary_pos_emb, {**PAIR, **AXES}),
     (liger.liger_llama4_text_rotary_pos_emb, {"xq": X, "xk": X, "freqs_cis": COMPLEX}),
     (liger.liger_llama4_vision_rotary_pos_emb, {"query": X, "key": X, "freqs_ci": COMPLEX}),
+    (transformers.vision_apply_rotary_emb, {"query": X, "key": X, "freqs_ci": COMPLEX}),
+    (transformers.apply_rotary_pos_emb_qwen4_exp, {"q": XH, **TWICE, "unsqueeze_dim": 1}),
     (liger.liger_geglu, GATES),
     (liger.LigerSiLUMulFunction.apply, {**GATES, "gate_multiplier": 1.5, "down_multiplier": 2.0}),
     (liger.LigerFusedGateUpSiLUMulFunction.apply, {"y": rand(3, D)}),

@@ -110,6 +110,10 @@ def test_single_tensors() -> None:
     cos, sin = table(8)
     at = cos[:, None], sin[:, None]
     assert_rotated(compat.apply_rotary_pos_emb_single(q, *twice(cos, sin)), rotate(q, *at))
+    c, s = twice(cos, sin)
+    assert_rotated(compat.apply_rotary_pos_emb_qwen4_exp(q, cos=c, sin=s), rotate(q, *at))
+    for y, x in zip(compat.apply_rotary_pos_emb_qwen4_exp(q, 2 * q, c, s, 1), (q, 2 * q), strict=True):
+        assert_rotated(y, rotate(x, *at))
     trailing = rotate(q, *at, start=D - 8, interleaved=True)
     assert_rotated(compat.apply_rotary_pos_emb_deepseek_v4(q, cos, sin), trailing)
     x = q.transpose(1, 2)
@@ -183,15 +187,16 @@ def test_complex_tables(function: Any, dim: int) -> None:
             assert_rotated(y, rotate(x, cos.unsqueeze(dim), sign * sin.unsqueeze(dim), interleaved=True))
 
 
+@pytest.mark.parametrize("function", [compat.vision_apply_rotary_emb, liger.liger_llama4_vision_rotary_pos_emb])
 @pytest.mark.parametrize("shape", [(), (1,), (0, 2)])
-def test_complex_tables_of_liger_for_images(shape: tuple[int, ...]) -> None:
+def test_complex_tables_for_images(function: Any, shape: tuple[int, ...]) -> None:
     """(T, P), (T, 1, P) as transformers keeps it, and (1, T, 1, P)."""
     q, k = pair("bshd")
     cos, sin = (x[0] for x in table(D))
     freqs = torch.complex(cos, sin)
     for dim in shape:
         freqs = freqs.unsqueeze(dim)
-    for y, x in zip(liger.liger_llama4_vision_rotary_pos_emb(q, k, freqs), (q, k), strict=True):
+    for y, x in zip(function(q, k, freqs), (q, k), strict=True):
         assert_rotated(y, rotate(x, cos[:, None], sin[:, None], interleaved=True))
 
 
@@ -351,6 +356,7 @@ MODELS = [
     *[("apply_rotary_pos_emb", model, twice, D) for model in ("olmo2", "modernbert", "esm", "starcoder2")],
     *[("apply_rotary_pos_emb", model, twice, 8) for model in ("gpt_neox", "phi3", "glm4_moe", "nemotron")],
     ("apply_rotary_pos_emb_single", "gemma3n", twice, D),
+    ("apply_rotary_pos_emb_qwen4_exp", "qwen4_exp", twice, 8),
     *[("apply_rotary_pos_emb_interleaved", model, repeated, D) for model in ("cohere", "cohere2", "blt")],
     *[("apply_rotary_pos_emb_glm", model, twice, 8) for model in ("glm", "glm4", "moonshine")],
     *[("apply_rotary_pos_emb_glm", model, twice, D) for model in ("helium", "ernie4_5")],
@@ -388,12 +394,13 @@ def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form:
         assert_rotated(a, b.double())
 
 
-def test_llama4_frequencies_that_a_cast_made_real() -> None:
+@pytest.mark.parametrize("function", [compat.vision_apply_rotary_emb, liger.liger_llama4_vision_rotary_pos_emb])
+def test_llama4_frequencies_that_a_cast_made_real(function: Any) -> None:
     """Of a model in bfloat16: cos θ is left, and multiplies both elements of a pair."""
     freqs = torch.polar(torch.ones(10, 1, 8), torch.rand(10, 1, 8)).to(DEVICE).real.bfloat16()
     q = torch.randn(2, 10, 4, 16, device=DEVICE).bfloat16()
     want = (q.float().view(2, 10, 4, 8, 2) * freqs.float()[None, ..., None]).view_as(q).bfloat16()
-    for y in liger.liger_llama4_vision_rotary_pos_emb(q, q, freqs):
+    for y in function(q, q, freqs):
         assert torch.equal(y, want)
 
 

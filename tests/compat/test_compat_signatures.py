@@ -128,6 +128,7 @@ SIGNATURES = {
     "transformers": {
         "apply_rotary_pos_emb": HF,
         "apply_rotary_pos_emb_single": "x, cos, sin, unsqueeze_dim=1",
+        "apply_rotary_pos_emb_qwen4_exp": "q, k=None, cos=None, sin=None, unsqueeze_dim=1",
         "apply_rotary_pos_emb_interleaved": HF,
         "apply_rotary_pos_emb_glm": HF,
         "apply_rotary_pos_emb_interleave": HF,
@@ -139,6 +140,7 @@ SIGNATURES = {
         "apply_multimodal_rotary_pos_emb": "q, k, cos, sin, mrope_section, unsqueeze_dim=1",
         "apply_rotary_emb_llama4": "xq, xk, freqs_cis",
         "apply_rotary_emb_deepseek_v2": "xq, xk, freqs_cis",
+        "vision_apply_rotary_emb": "query, key, freqs_ci",
         **dict.fromkeys(("GemmaMLP", "Gemma2MLP", "LlamaMLP", "Phi3MLP"), "config"),
         "DeepseekV3MLP": "config, intermediate_size=None",
         "LlamaMLP.forward": "self, x",

@@ -135,3 +135,17 @@ def rotate_multimodal(
         q, k, cos=cos, sin=sin, positions=rows, sections=sections, layout=layout,
         rotary_dim=shape[-1],
     )  # fmt: skip
+
+
+def rotate_images(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rotate pairs (2i, 2i + 1) of (B, T, H, D) as llama4's towers do, by freqs_ci of T · D / 2 elements, the same for all batch
+    entries; where they are real, cos θ, both elements of a pair are multiplied."""
+    shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
+    try:
+        table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])
+    except WRONG:
+        explain("rope", "freqs_ci", freqs_ci)
+        raise
+    real = table.is_floating_point()
+    tables = {"cos": table, "sin": torch.zeros_like(table)} if real else complex_tables(table)
+    return rotate_pair(query, key, **tables, layout="bshd", pairing="interleaved")

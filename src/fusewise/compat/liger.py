@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,8 +24,8 @@ from ..ops.gated_linear._gate import gate, stacked_gate
 from ..ops.gated_linear._validate import check_features, validated
 from ..ops.gated_linear.projections import is_plain, mlp, stacked_mlp
 from ..ops.gated_linear.reference import as_autocast
-from ._check import WRONG, explain, flag, number, setting, shape_of, shown, whole, width
-from ._shared import complex_tables, cut, rotate_multimodal, rotate_pair, unit_stride
+from ._check import WRONG, flag, number, setting, shape_of, shown, whole, width
+from ._shared import complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair, unit_stride
 
 
 def liger_rotary_pos_emb(
@@ -113,15 +112,7 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries. What a cast of the model
     to a real dtype left of them, cos θ, multiplies both elements of a pair, as there."""
-    shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
-    try:
-        table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])
-    except WRONG:
-        explain("rope", "freqs_ci", freqs_ci)
-        raise
-    if table.is_floating_point():
-        return rotate_pair(query, key, cos=table, sin=torch.zeros_like(table), layout="bshd", pairing="interleaved")
-    return liger_llama4_text_rotary_pos_emb(query, key, table)
+    return rotate_images(query, key, freqs_ci)
 
 
 class LigerLlama4RopeFunction:

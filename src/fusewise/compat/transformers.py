@@ -9,6 +9,7 @@ Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may di
 
     apply_rotary_pos_emb                llama and most others, also partial: gpt_neox, phi3, glm4_moe, olmo, esm
     apply_rotary_pos_emb_single         gemma3n, gemma4: one tensor
+    apply_rotary_pos_emb_qwen4_exp      one tensor or two
     apply_rotary_pos_emb_interleaved    cohere, cohere2, blt: tables of repeated angles
     apply_rotary_pos_emb_glm            glm, glm4, ernie4_5, helium, moonshine: interleaved pairs, tables `cat(f, f)`
     apply_rotary_pos_emb_interleave     deepseek_v3, longcat_flash, glm4_moe_lite: reads interleaved, writes halves
@@ -19,6 +20,7 @@ Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may di
     apply_rotary_pos_emb_vision         the towers of qwen2_vl, glm4v and others: no batch, heads after tokens
     apply_multimodal_rotary_pos_emb     qwen2_vl and qwen2_5_vl of transformers 4
     apply_rotary_emb_llama4, apply_rotary_emb_deepseek_v2    complex tables
+    vision_apply_rotary_emb             the towers of llama4: complex tables of all images
 
 Their MLPs have the five forms below, each under the name of its best-known model. The parameters and their names are
 theirs; the whole MLP is one operation, `gated_mlp`, unless a projection is no longer a plain `nn.Linear`, which is then
@@ -41,7 +43,7 @@ from ..ops._common import fail
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
 from ._check import check_tensor, flag, setting, shape_of, shown, whole, width
-from ._shared import alike, complex_tables, cut, rotate_multimodal, rotate_pair
+from ._shared import alike, complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]
 
@@ -64,6 +66,14 @@ def apply_rotary_pos_emb(
 def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """`apply_rotary_pos_emb` of one tensor."""
     return _rotate(x, None, cos, sin, None, unsqueeze_dim, per_column=1)[0]
+
+
+def apply_rotary_pos_emb_qwen4_exp(
+    q: Tensor, k: Tensor | None = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1
+) -> Tensor | Pair:
+    """`apply_rotary_pos_emb` of q and k, `apply_rotary_pos_emb_single` of q alone."""
+    rotated = _rotate(q, k, cos, sin, None, unsqueeze_dim, per_column=1)
+    return rotated[0] if k is None else rotated
 
 
 def apply_rotary_pos_emb_interleaved(
@@ -140,6 +150,12 @@ def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
 def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
     """Rotate pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
     return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bhsd", pairing="interleaved")
+
+
+def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
+    """Rotate pairs (2i, 2i + 1) of query and key (B, T, H, D) by complex freqs_ci (T, 1, D / 2), or what a cast to a real dtype
+    left of them, cos θ alone, as there."""
+    return rotate_images(query, key, freqs_ci)
 
 
 def _layout(dims: int, table_dims: int, unsqueeze_dim: int) -> str:
