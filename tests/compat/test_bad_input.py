@@ -68,6 +68,16 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     (vllm.rotary_embedding, {"query": TOKENS, "key": TOKENS.clone(), **CACHED, "rope_dim_offset": 0, "inverse": False}),
     *[(f, {"out": rand(3, D), "x": rand(3, 2 * D)}) for f in (vllm.silu_and_mul, vllm.mul_and_silu)],
     (vllm.GeluAndMul("tanh"), {"x": rand(3, D)}),
+    (vllm.SiluAndMul, {"compile_native": True}),
+    (
+        vllm.RotaryEmbedding,
+        {"head_size": D, "rotary_dim": D, "max_position_embeddings": T, "base": 1e4, "is_neox_style": True,
+         "dtype": torch.float32},
+    ),
+    (
+        vllm.RotaryEmbedding(D, D, T, 1e4, True, torch.float32),
+        {"positions": torch.arange(T), "query": TOKENS, "key": TOKENS.clone()},
+    ),
     (flashinfer.silu_and_mul, {"input": rand(3, 2 * D), "out": rand(3, D)}),
     (flashinfer.gelu_and_mul, {"input": rand(3, D)}),
     *[

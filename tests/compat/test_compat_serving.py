@@ -11,7 +11,7 @@ from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, 
 from torch import Tensor
 
 from fusewise.compat import flashinfer
-from fusewise.compat.vllm import rotary_embedding
+from fusewise.compat.vllm import RotaryEmbedding, rotary_embedding
 
 N, HQ, HK, D, ROWS = 9, 4, 2, 16, 20
 
@@ -69,6 +69,60 @@ def test_vllm_one_launch_and_nothing_else() -> None:
     assert launches(rotary_embedding, positions, q, None, D, both, True) == {"fusewise::rope_": 1}
     empty = randn(0, HQ * D)
     rotary_embedding(positions[:0], empty, randn(0, HK * D), D, both, True)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("form", ["heads", "flat", "padded"])
+@pytest.mark.parametrize("width", [D, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vllm_layer(is_neox: bool, batched: bool, form: str, width: int, dtype: torch.dtype) -> None:
+    layer = RotaryEmbedding(D, width, ROWS, 10000, is_neox, dtype).to(DEVICE)
+    assert layer.cos_sin_cache.dtype == dtype and not layer.state_dict()
+    angles = torch.arange(ROWS).double()[:, None] * 10000.0 ** (-torch.arange(0, width, 2).double() / width)
+    for table, exact in zip(layer.get_cos_sin(ROWS), (angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(table.cpu(), exact.to(dtype))
+    lead = (3, 3) if batched else (N,)
+    positions = torch.randint(ROWS, lead, device=DEVICE)
+    q, k = (randn(*lead, h, D + (8 if form == "padded" else 0), dtype=dtype)[..., :D] for h in (HQ, HK))
+    cos, sin = (table[positions][..., None, :] for table in layer.get_cos_sin(ROWS))
+    expected = [rotate(x, cos, sin, interleaved=not is_neox) for x in (q, k)]
+    if form == "flat":
+        q, k = q.flatten(-2), k.flatten(-2)
+    before = q.clone(), k.clone()
+    native = layer.forward_native(positions, q, k)
+    assert torch.equal(q, before[0]) and torch.equal(k, before[1])
+    alone, none = layer.forward_native(positions, q)
+    assert none is None and torch.equal(alone, native[0])
+    found = layer(positions, q, k)
+    assert found[0] is q and found[1] is k
+    for x, y, exact in zip(found, native, expected, strict=True):
+        assert x.shape == y.shape
+        assert_rotated(x.unflatten(-1, (-1, D)) if form == "flat" else x, exact)
+        assert_rotated(y.unflatten(-1, (-1, D)) if form == "flat" else y, exact)
+    alone, none = layer.forward_cuda(positions, before[0])
+    assert none is None and alone is before[0] and torch.equal(alone, q)
+
+
+def test_vllm_layer_of_other_frequencies() -> None:
+    class Slower(RotaryEmbedding):
+        def _compute_inv_freq(self, base: float) -> Tensor:
+            return super()._compute_inv_freq(base) / 2
+
+    layer = Slower(D, D, ROWS, 10000.0, True, torch.float32)
+    plain = RotaryEmbedding(D, D, ROWS, 10000.0, True, torch.float32)
+    torch.testing.assert_close(layer.cos_sin_cache[::2], plain.cos_sin_cache[: ROWS // 2])
+    assert repr(plain) == (
+        "RotaryEmbedding(head_size=16, rotary_dim=16, max_position_embeddings=20, base=10000.0, is_neox_style=True)"
+    )
+
+
+def test_vllm_layer_with_gradients() -> None:
+    layer = RotaryEmbedding(D, D, ROWS, 10000.0, True, torch.float32).to(DEVICE)
+    positions, leaves = torch.arange(N, device=DEVICE), [randn(N, HQ * D).requires_grad_() for _ in range(2)]
+    (a, _), (b, _) = layer(positions, leaves[0] * 1), layer.forward_native(positions, leaves[1])
+    dy = torch.randn_like(a)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y, x in zip((a, b), leaves, strict=True)))
 
 
 def test_vllm_compiles_to_one_graph() -> None:

@@ -73,6 +73,11 @@ SIGNATURES = {
         "rotary_embedding": (
             "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False"
         ),
+        "RotaryEmbedding": "head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype",
+        **dict.fromkeys(
+            (f"RotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), "self, positions, query, key=None"
+        ),
+        "RotaryEmbedding.get_cos_sin": "self, seqlen",
         **dict.fromkeys(("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"), "out, x"),
         **dict.fromkeys(("SiluAndMul.forward", "MulAndSilu.forward", "GeluAndMul.forward"), "self, x"),
         **dict.fromkeys(("MulAndSilu.forward_native", "GeluAndMul.forward_native"), "self, x"),
