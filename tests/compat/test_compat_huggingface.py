@@ -430,6 +430,32 @@ def test_diffusers(dtype: torch.dtype) -> None:
     assert_rotated(diffusers.apply_rotary_emb_qwen(x, freqs[0], use_real=False), expected)
 
 
+def test_diffusers_without_a_batch() -> None:
+    """As CogView4 rotates one image of a packed batch: the result has a batch of one."""
+    x, tables = randn(HQ, T, D), twice(*(t[0] for t in table(D, 1)))
+    y = diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=-2)
+    assert torch.equal(y, diffusers.apply_rotary_emb(x[None], tables, use_real_unbind_dim=-2))
+    x = x.transpose(0, 1)
+    assert torch.equal(diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=-2, sequence_dim=1), y.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_diffusers_tables_of_64_bits(dtype: torch.dtype) -> None:
+    angles = torch.rand(T, D // 2, device=DEVICE, dtype=torch.float64)
+    freqs, x = torch.polar(torch.ones_like(angles), angles), randn(B, T, HQ, D).to(dtype)
+    expected = rotate(x, angles.cos()[:, None], angles.sin()[:, None], interleaved=True)
+    tables = repeated(angles.cos(), angles.sin())
+    for y in (
+        diffusers.apply_rotary_emb(x, freqs[None], use_real=False),
+        diffusers.apply_rotary_emb_qwen(x, freqs, use_real=False),
+        diffusers.apply_rotary_emb(x, tables, sequence_dim=1),
+    ):
+        assert y.dtype == dtype
+        assert_rotated(y, expected)
+        if dtype == torch.float64:
+            torch.testing.assert_close(y, expected)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -439,7 +465,7 @@ def test_diffusers(dtype: torch.dtype) -> None:
         ({"freqs_cis": torch.ones(T, D)}, "freqs_cis must be (cos, sin), got Tensor; "),
         ({"freqs_cis": (torch.ones(T, D), torch.ones(T, 8))}, "sin must have shape (S, D) of x, (5, 16), got (5, 8); "),
         ({"freqs_cis": torch.ones(T, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) of x, (4, 8), got (5, 8)"),
-        ({"x": torch.ones(T, D)}, "x must have at least 4 dimensions, got shape (5, 16); "),
+        ({"x": torch.ones(T, D)}, "x must have at least 3 dimensions, got shape (5, 16); "),
     ],
 )  # fmt: skip
 def test_diffusers_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops._common import fail
@@ -27,10 +28,11 @@ from ._shared import alike, complex_tables, rotate_pair
 def apply_rotary_emb(
     x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2
 ) -> Tensor:
-    """Rotate x (B, H, S, D), or (B, S, H, D) with sequence_dim=1.
+    """Rotate x (B, H, S, D), or (B, S, H, D) with sequence_dim=1; without B it is a batch of one in the result, as there.
 
     Args:
         freqs_cis: (cos, sin), each (S, D), every angle twice; with use_real=False complex (1 | B, S, D / 2) for x (B, S, H, D).
+            What is in float64, as the tables of Lumina, is converted unless x is, too.
         use_real_unbind_dim: -1: pairs (2i, 2i + 1), angles repeated side by side; -2: pairs (i, i + D / 2), `cat(f, f)`.
     """
     op = "apply_rotary_emb"
@@ -55,13 +57,14 @@ def _rotated_by_pairs(op: str, x: Tensor, tables: Any, unbind_dim: int, layout: 
         fail(op, "use_real_unbind_dim", "be -1 or -2", unbind_dim, "pass that of the model")
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
         fail(op, "freqs_cis", "be (cos, sin)", type(tables).__name__, "pass both tables, or use_real=False", TypeError)
-    shape = shape_of(op, "x", x, 4)
+    if len(shape := shape_of(op, "x", x, 3)) == 3:
+        x, shape = x[None], torch.Size((1, *shape))
     for name, table in zip(("cos", "sin"), tables, strict=True):
         check_tensor(op, name, table)
         if table.shape != (shape[2 if layout == "bhsd" else 1], shape[3]):
             wanted = f"have shape (S, D) of x, {(shape[2 if layout == 'bhsd' else 1], shape[3])}"
             fail(op, name, wanted, tuple(table.shape), "check sequence_dim, or cut the tables to the tokens")
-    cos, sin = alike(op, *(table.to(x.device) for table in tables))
+    cos, sin = alike(op, *(table.to(x.device, _table_dtype(x, table)) for table in tables))
     pairs = "interleaved" if unbind_dim == -1 else "half"
     return rotate_pair(x, None, cos=cos, sin=sin, layout=layout, pairing=pairs, rotary_dim=shape[3])[0]
 
@@ -72,7 +75,14 @@ def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Ten
     if len(freqs) != dims or freqs[-2:] != (shape[1], shape[3] // 2):
         wanted = f"have shape ({'1 | B, ' if dims == 3 else ''}S, D / 2) of x, {(shape[1], shape[3] // 2)}"
         fail(op, "freqs_cis", wanted, tuple(freqs), "pass that of the tokens of x")
+    freqs_cis = freqs_cis.to(_table_dtype(x, freqs_cis))
     return rotate_pair(x, None, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")[0]
+
+
+def _table_dtype(x: Tensor, table: Tensor) -> torch.dtype:
+    """That of the table, in half the bits where it has 64 for a real number and x has not."""
+    narrower = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+    return table.dtype if x.dtype == torch.float64 else narrower.get(table.dtype, table.dtype)
 
 
 def _linear(op: str, taken: tuple[str, int], made: tuple[str, int], bias: bool) -> nn.Linear:
