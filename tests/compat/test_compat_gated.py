@@ -53,6 +53,7 @@ def test_liger_gates(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for call, act in (
         (liger.liger_geglu, gelu_tanh), (liger.LigerGELUMulFunction.apply, gelu_tanh),
         (liger.liger_swiglu, functional.silu), (liger.LigerSiLUMulFunction.apply, functional.silu),
+        (liger.geglu, gelu_tanh), (liger.swiglu, functional.silu),
     ):  # fmt: skip
         assert_same(call, lambda a, b, act=act: act(a) * b, [a, b])
         assert launches(call, a, b) == {"fusewise::gate": 1}
@@ -62,8 +63,13 @@ def test_liger_gates(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         before = both.clone()
         assert_same(lambda y, i=in_place: call(y, i), lambda y: functional.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1], [both])  # fmt: skip
         assert torch.equal(both, before)
-    scaled = liger.LigerSiLUMulFunction.apply
-    assert_same(lambda a, b: scaled(a, b, 1.7, 0.85), lambda a, b: functional.silu(1.7 * a) * b * 0.85, [a, b], 2)
+    for scaled in (liger.LigerSiLUMulFunction.apply, liger.swiglu):
+        assert_same(
+            lambda a, b, f=scaled: f(a, b, 1.7, 0.85), lambda a, b: functional.silu(1.7 * a) * b * 0.85, [a, b], 2
+        )
+    # Which of Liger's kernels is wanted is without effect.
+    assert torch.equal(liger.geglu(a, b, impl="nvidia-cutile", mode="chunked"), liger.liger_geglu(a, b))
+    assert torch.equal(liger.swiglu(a, b, backend="cutedsl"), liger.liger_swiglu(a, b))
 
 
 def test_flash_attn_gate_and_mlp() -> None:

@@ -235,6 +235,9 @@ def test_liger(form: str) -> None:
     assert torch.equal(liger.LigerRopeFunction.apply(q, k, *tables, None, *extra.values())[0], q_out) or form == "once"
     if form == "once":
         assert torch.equal(liger.liger_rotary_pos_emb_gpt_oss(q, k, *tables)[0], q_out)
+    else:
+        found = liger.rope(q, k, *tables, **extra, impl="nvidia-triton")
+        assert torch.equal(found[0], q_out) and torch.equal(found[1], k_out)
 
 
 @pytest.mark.parametrize("batch", [1, B])

@@ -21,6 +21,7 @@ CACHED = "positions, query, key, head_size, cos_sin_cache, is_neox=True"
 TE = "start_positions=None, interleaved=False"
 CP = "cu_seqlens=None, cp_size=1, cp_rank=0"
 HF = "q, k, cos, sin, position_ids=None, unsqueeze_dim=1"
+NAMED = "impl=None, mode=None, backend=None"
 
 SIGNATURES = {
     "flash_attn": {
@@ -105,6 +106,9 @@ SIGNATURES = {
         "liger_llama4_text_rotary_pos_emb": "xq, xk, freqs_cis",
         "liger_llama4_vision_rotary_pos_emb": "query, key, freqs_ci",
         "LigerLlama4RopeFunction.apply": "q, k, freqs_cis, BLOCK_SIZE=None",
+        "rope": f"{HF}, *, {NAMED}",
+        "geglu": f"a, b, *, {NAMED}",
+        "swiglu": f"a, b, gate_multiplier=1.0, down_multiplier=1.0, *, {NAMED}",
         "liger_geglu": "a, b",
         "liger_swiglu": "a, b",
         "LigerGELUMulFunction.apply": "a, b",

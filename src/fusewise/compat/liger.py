@@ -1,4 +1,4 @@
-"""The rotary functions, gates and gated MLPs of `liger_kernel.transformers` and `liger_kernel.ops`.
+"""The rotary functions, gates and gated MLPs of `liger_kernel.transformers`, `liger_kernel.functional` and `liger_kernel.ops`.
 
     from liger_kernel.transformers.rope import liger_rotary_pos_emb    # before
     from liger_kernel.transformers import LigerSwiGLUMLP
@@ -65,6 +65,22 @@ def liger_rotary_pos_emb(
 
 
 liger_rope = liger_rotary_pos_emb
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`liger_kernel.functional.rope`; impl, mode and backend name kernels that are not here, and are without effect."""
+    return liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim)
 
 
 class LigerRopeFunction:
@@ -147,6 +163,13 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     return gate(b, a, "gelu_tanh", op="liger_geglu")
 
 
+def geglu(
+    a: Tensor, b: Tensor, *, impl: str | None = None, mode: str | None = None, backend: str | None = None
+) -> Tensor:
+    """`liger_kernel.functional.geglu`; impl, mode and backend are without effect."""
+    return liger_geglu(a, b)
+
+
 class LigerGELUMulFunction:
     """For callers of `LigerGELUMulFunction.apply`; a and b are saved and never written to."""
 
@@ -162,6 +185,20 @@ def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplie
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
     """silu(a) · b, (..., F) each, in their dtype."""
     return _silu_mul(a, b)
+
+
+def swiglu(
+    a: Tensor,
+    b: Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    *,
+    impl: str | None = None,
+    mode: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`liger_kernel.functional.swiglu`; impl, mode and backend are without effect."""
+    return _silu_mul(a, b, gate_multiplier, down_multiplier)
 
 
 class LigerSiLUMulFunction:
