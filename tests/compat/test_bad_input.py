@@ -72,7 +72,7 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     (
         vllm.RotaryEmbedding,
         {"head_size": D, "rotary_dim": D, "max_position_embeddings": T, "base": 1e4, "is_neox_style": True,
-         "dtype": torch.float32},
+         "dtype": torch.float32, "init_cache": True},
     ),
     (
         vllm.RotaryEmbedding(D, D, T, 1e4, True, torch.float32),

@@ -112,6 +112,11 @@ def test_vllm_layer_of_other_frequencies() -> None:
     layer = Slower(D, D, ROWS, 10000.0, True, torch.float32)
     plain = RotaryEmbedding(D, D, ROWS, 10000.0, True, torch.float32)
     torch.testing.assert_close(layer.cos_sin_cache[::2], plain.cos_sin_cache[: ROWS // 2])
+    without = RotaryEmbedding(D, D, ROWS, 10000.0, True, torch.float32, init_cache=False)
+    assert not list(without.buffers())
+    without.register_buffer("cos_sin_cache", plain.cos_sin_cache)
+    q, positions = torch.randn(N, HQ * D), torch.arange(N)
+    assert torch.equal(without(positions, q.clone())[0], plain(positions, q.clone())[0])
     assert repr(plain) == (
         "RotaryEmbedding(head_size=16, rotary_dim=16, max_position_embeddings=20, base=10000.0, is_neox_style=True)"
     )

@@ -74,7 +74,10 @@ SIGNATURES = {
         "rotary_embedding": (
             "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False"
         ),
-        "RotaryEmbedding": "head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype",
+        "RotaryEmbedding": "head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache=True",
+        "RotaryEmbedding.forward_static": (
+            "positions, query, key, head_size, rotary_dim, cos_sin_cache, is_neox_style"
+        ),
         **dict.fromkeys(
             (f"RotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), "self, positions, query, key=None"
         ),

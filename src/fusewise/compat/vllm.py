@@ -69,7 +69,8 @@ def _arguments(
 
 class RotaryEmbedding(nn.Module):
     """The layer without scaling: the table [cos | sin] of p · base^(−2i / rotary_dim) for positions below max_position_embeddings,
-    in `dtype` as there, and its application. A subclass may define `_compute_inv_freq` and `_compute_cos_sin_cache`."""
+    in `dtype` as there, and its application. A subclass may define `_compute_inv_freq` and `_compute_cos_sin_cache`, or with
+    init_cache=False make the buffer cos_sin_cache itself."""
 
     cos_sin_cache: Tensor
 
@@ -81,6 +82,7 @@ class RotaryEmbedding(nn.Module):
         base: float,
         is_neox_style: bool,
         dtype: torch.dtype,
+        init_cache: bool = True,
     ) -> None:
         super().__init__()
         op = "RotaryEmbedding"
@@ -90,8 +92,9 @@ class RotaryEmbedding(nn.Module):
         self.head_size, self.rotary_dim, self.base, self.dtype = head_size, rotary_dim, base, dtype
         self.max_position_embeddings = whole(op, "max_position_embeddings", max_position_embeddings, 0)
         self.is_neox_style = flag(op, "is_neox_style", is_neox_style)
-        cache = self._compute_cos_sin_cache().to(torch.get_default_device(), dtype)
-        self.register_buffer("cos_sin_cache", cache, persistent=False)
+        if flag(op, "init_cache", init_cache):
+            cache = self._compute_cos_sin_cache().to(torch.get_default_device(), dtype)
+            self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def _compute_inv_freq(self, base: float) -> Tensor:
         return tables.default(rotary_dim=self.rotary_dim, base=base)[0]
@@ -118,7 +121,20 @@ class RotaryEmbedding(nn.Module):
         """The same as new tensors, in torch's own operations; differentiable."""
         check_tensor("rotary_embedding", "query", query)
         cache = self.cos_sin_cache.to(query.device)
-        q, k, call = _arguments(positions, query, key, self.head_size, cache, self.is_neox_style)
+        return self.forward_static(positions, query, key, self.head_size, self.rotary_dim, cache, self.is_neox_style)
+
+    @staticmethod
+    def forward_static(
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        head_size: int,
+        rotary_dim: int,
+        cos_sin_cache: Tensor,
+        is_neox_style: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward_native` without a layer; rotary_dim is the width of the table."""
+        q, k, call = _arguments(positions, query, key, head_size, cos_sin_cache, is_neox_style)
         q, k = rotate_pair(q, k, **call, impl="reference")
         return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
 
