@@ -267,7 +267,8 @@ def falcon(module: Any, x: Tensor) -> Tensor:
 
 
 SILU = separate(functional.silu)
-PHI3 = stacked(functional.silu, ("gate_up_proj", "down_proj"))
+PHI3_OF = partial(stacked, names=("gate_up_proj", "down_proj"))
+PHI3 = PHI3_OF(functional.silu)
 DOUBLE = {"use_double_wide_mlp": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 MLPS: list[tuple[Any, Any]] = [
     (lambda: liger.LigerGEGLUMLP(config(hidden_act="gelu")), separate(gelu_tanh)),  # the tanh form all the same
@@ -330,6 +331,37 @@ def test_mlps_are_one_operation(build: Any) -> None:
     assert sum(count.values()) - count.pop("aten::dropout", 0) == 2, count  # and the product behind it
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "name"),
+    [
+        *[
+            (transformers.LlamaMLP, {"hidden_act": act}, "act_fn")
+            for act in ("silu", "gelu", "gelu_new", "relu", "linear")
+        ],
+        (transformers.Gemma2MLP, {"hidden_activation": "sigmoid"}, "act_fn"),
+        (transformers.Phi3MLP, {}, "activation_fn"),
+    ],
+)
+def test_the_activation_is_a_module_that_may_be_replaced(kind: Any, fields: dict[str, str], name: str) -> None:
+    module = kind(config(**fields)).to(DEVICE)
+    x = randn(5, 24)
+    assert not [key for key in module.state_dict() if name in key]
+
+    def statement(act: Any) -> Tensor:
+        if kind is transformers.Phi3MLP:
+            return PHI3_OF(act)(module, x)
+        return separate(act)(module, x)
+
+    torch.testing.assert_close(module(x), statement(getattr(module, name)))
+    setattr(module, name, nn.Softsign())
+    torch.testing.assert_close(module(x), statement(functional.softsign))
+    setattr(module, name, nn.SiLU())
+    torch.testing.assert_close(module(x), statement(functional.silu))
+    getattr(module, name).register_forward_hook(lambda _module, _args, y: 2 * y)
+    torch.testing.assert_close(module(x), statement(lambda x: 2 * functional.silu(x)))
+    assert launches(module, x).get("fusewise::gated_linear") is None
+
+
 class Scaled(nn.Module):
     """Stands for an adapted or quantised projection: more than the weight that it shows."""
 
@@ -367,7 +399,7 @@ def test_a_projection_that_is_more_than_its_weight_is_called(build: Any, stateme
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
-def test_hooks_of_all_modules_see_every_projection() -> None:
+def test_hooks_of_all_modules_see_every_part() -> None:
     seen: list[str] = []
 
     def note(module: nn.Module, *_: Any) -> None:
@@ -382,7 +414,7 @@ def test_hooks_of_all_modules_see_every_projection() -> None:
     ):  # fmt: skip
         with register(note):
             mlp(x).sum().backward()
-        assert sorted(seen) == ["down_proj", "gate_proj", "up_proj"], register.__name__
+        assert sorted(seen) == ["act_fn", "down_proj", "gate_proj", "up_proj"], register.__name__
         seen.clear()
     with registers.register_module_forward_hook(lambda module, _, y: 2 * y if module is mlp.up_proj else None):
         torch._dynamo.reset()
