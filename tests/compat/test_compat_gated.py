@@ -260,6 +260,12 @@ def stacked(act: Any, names: tuple[str, str], gate_first: bool = True) -> Any:
     return statement
 
 
+def glu(x: Tensor, act: Any, gate_first: bool = True) -> Tensor:
+    first, second = x.chunk(2, -1)
+    y: Tensor = act(first) * second if gate_first else first * act(second)
+    return y
+
+
 def falcon(module: Any, x: Tensor) -> Tensor:
     y = functional.silu(1.7 * module.gate_proj(x)) * module.up_proj(x)
     out: Tensor = 0.85 * module.down_proj(y)
@@ -360,6 +366,39 @@ def test_the_activation_is_a_module_that_may_be_replaced(kind: Any, fields: dict
     getattr(module, name).register_forward_hook(lambda _module, _args, y: 2 * y)
     torch.testing.assert_close(module(x), statement(lambda x: 2 * functional.silu(x)))
     assert launches(module, x).get("fusewise::gated_linear") is None
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "statement"),
+    [
+        (lambda: diffusers.SwiGLU(24, 16), "activation", lambda m, x, act: glu(m.proj(x), act, gate_first=False)),
+        (
+            lambda: diffusers.FeedForward(24, activation_fn="swiglu"),
+            "net.0.activation",
+            lambda m, x, act: m.net[2](glu(m.net[0].proj(x), act, gate_first=False)),
+        ),
+        (lambda: diffusers.Flux2SwiGLU(), "gate_fn", lambda m, x, act: glu(x, act)),
+        (
+            lambda: diffusers.Flux2FeedForward(24),
+            "act_fn.gate_fn",
+            lambda m, x, act: m.linear_out(glu(m.linear_in(x), act)),
+        ),
+    ],
+)
+def test_the_activation_of_diffusers_may_be_replaced(build: Any, name: str, statement: Any) -> None:
+    module, x = build().to(DEVICE), randn(5, 24)
+    owner, _, leaf = name.rpartition(".")
+    assert type(module.get_submodule(name)) is nn.SiLU
+    torch.testing.assert_close(module(x), statement(module, x, functional.silu))
+    for other, act in ((nn.Softsign(), functional.softsign), (nn.ReLU(), torch.relu)):
+        setattr(module.get_submodule(owner), leaf, other)
+        torch.testing.assert_close(module(x), statement(module, x, act))
+
+
+def test_another_unit_in_the_feed_forward_layer_of_flux2_is_called() -> None:
+    module, x = diffusers.Flux2FeedForward(24).to(DEVICE), randn(5, 24)
+    module.act_fn = nn.GLU()
+    torch.testing.assert_close(module(x), module.linear_out(functional.glu(module.linear_in(x))))
 
 
 class Scaled(nn.Module):

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops._common import check_count, dtype_name, fail
 from ..ops.gated_linear._gate import stacked_gate, stacked_gate_into
 from ..ops.gated_linear._problem import Activation
+from ..ops.gated_linear.projections import is_untouched
 from ..ops.rope import rope
 from ._check import WRONG, check_tensor, explain, flag, shape_of, shown
 
@@ -102,6 +103,27 @@ def gate_of_halves(
     if out is None:
         return stacked_gate(x, activation, gate_first=gate_first, op=op)
     return stacked_gate_into(x, out, activation, gate_first=gate_first, op=op)
+
+
+_MODULES: dict[type[nn.Module], Activation] = {
+    nn.SiLU: "silu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid", nn.Identity: "identity",
+}  # fmt: skip
+
+
+def activation_module(activation: Activation) -> nn.Module:
+    """The activation as the child that a library's layer has, for who reads it or puts another in its place."""
+    if activation in ("gelu", "gelu_tanh"):
+        return nn.GELU("none" if activation == "gelu" else "tanh")
+    return next(kind for kind, name in _MODULES.items() if name == activation)()
+
+
+def fused_activation(module: nn.Module) -> Activation | None:
+    """The activation that the module is; None if it has to be called."""
+    if not is_untouched(module):
+        return None
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    return _MODULES.get(type(module))
 
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:

@@ -22,7 +22,7 @@ from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import is_untouched, stacked, stacked_mlp
 from ._check import check_tensor, flag, number, shape_of, shown, whole
-from ._shared import alike, complex_tables, rotate_pair
+from ._shared import alike, complex_tables, fused_activation, rotate_pair
 
 
 def apply_rotary_emb(
@@ -100,28 +100,39 @@ def _inner_dim(op: str, dim: int, mult: float, inner_dim: int | None) -> int:
 class GEGLU(nn.Module):
     """u · gelu(g), (u, g) = proj(x), with the erf form; (..., dim_in) to (..., dim_out)."""
 
-    activation: Activation = "gelu"
-
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True) -> None:
         super().__init__()
         self.proj = _linear("GEGLU", ("dim_in", dim_in), ("dim_out", 2 * whole("GEGLU", "dim_out", dim_out)), bias)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Further arguments are without effect, as `scale` is there."""
-        return stacked(hidden_states, self.proj, activation=self.activation, gate_first=False)
+        return stacked(hidden_states, self.proj, activation="gelu", gate_first=False)
 
 
 class SwiGLU(nn.Module):
-    """u · silu(g), (u, g) = proj(x); (..., dim_in) to (..., dim_out)."""
-
-    activation: Activation = "silu"
+    """u · silu(g), (u, g) = proj(x); (..., dim_in) to (..., dim_out). The module `activation` may be replaced."""
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True) -> None:
         super().__init__()
         self.proj = _linear("SwiGLU", ("dim_in", dim_in), ("dim_out", 2 * whole("SwiGLU", "dim_out", dim_out)), bias)
+        self.activation = nn.SiLU()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return stacked(hidden_states, self.proj, activation=self.activation, gate_first=False)
+        activation = fused_activation(self.activation)
+        if activation is not None:
+            return stacked(hidden_states, self.proj, activation=activation, gate_first=False)
+        value, gate = self.proj(hidden_states).chunk(2, -1)
+        y: Tensor = value * self.activation(gate)
+        return y
+
+
+def _unit(unit: nn.Module) -> Activation | None:
+    """The activation of a unit that is fused with what is behind it; None if it has to be called."""
+    if not is_untouched(unit):
+        return None
+    if type(unit) is GEGLU:
+        return "gelu"
+    return fused_activation(unit.activation) if type(unit) is SwiGLU else None
 
 
 class FeedForward(nn.Module):
@@ -158,8 +169,9 @@ class FeedForward(nn.Module):
         """Further arguments are without effect, as `scale` is there."""
         unit, dropout, out, *rest = self.net
         idle = isinstance(dropout, nn.Dropout) and not (dropout.training and dropout.p)
-        if (type(unit) is GEGLU or type(unit) is SwiGLU) and idle and is_untouched(unit) and is_untouched(dropout):
-            x = stacked_mlp(hidden_states, unit.proj, out, activation=unit.activation, gate_first=False)
+        activation = _unit(unit) if idle and is_untouched(dropout) else None
+        if activation is not None:
+            x = stacked_mlp(hidden_states, unit.proj, out, activation=activation, gate_first=False)
         else:
             x = out(dropout(unit(hidden_states)))
         for layer in rest:
@@ -168,10 +180,19 @@ class FeedForward(nn.Module):
 
 
 class Flux2SwiGLU(nn.Module):
-    """silu of the first half of x (..., 2F), times the second."""
+    """silu of the first half of x (..., 2F), times the second. The module `gate_fn` may be replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_fn = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return stacked_gate(x, "silu", gate_first=True, op="Flux2SwiGLU")
+        activation = fused_activation(self.gate_fn)
+        if activation is not None:
+            return stacked_gate(x, activation, gate_first=True, op="Flux2SwiGLU")
+        gate, value = x.chunk(2, -1)
+        y: Tensor = self.gate_fn(gate) * value
+        return y
 
 
 class Flux2FeedForward(nn.Module):
@@ -194,7 +215,9 @@ class Flux2FeedForward(nn.Module):
         self.linear_out = _linear(op, ("inner_dim", inner_dim), ("dim_out", dim_out), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_untouched(self.act_fn):
-            return stacked_mlp(x, self.linear_in, self.linear_out, activation="silu", gate_first=True)
+        own = type(self.act_fn) is Flux2SwiGLU and is_untouched(self.act_fn)
+        activation = fused_activation(self.act_fn.gate_fn) if own else None
+        if activation is not None:
+            return stacked_mlp(x, self.linear_in, self.linear_out, activation=activation, gate_first=True)
         z: Tensor = self.linear_out(self.act_fn(self.linear_in(x)))
         return z

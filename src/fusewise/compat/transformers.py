@@ -41,9 +41,18 @@ from torch import Tensor, nn
 
 from ..ops._common import fail
 from ..ops.gated_linear._problem import Activation
-from ..ops.gated_linear.projections import is_untouched, mlp, stacked_mlp
+from ..ops.gated_linear.projections import mlp, stacked_mlp
 from ._check import check_tensor, flag, setting, shape_of, shown, whole, width
-from ._shared import alike, complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair
+from ._shared import (
+    activation_module,
+    alike,
+    complex_tables,
+    cut,
+    fused_activation,
+    rotate_images,
+    rotate_multimodal,
+    rotate_pair,
+)
 
 Pair = tuple[Tensor, Tensor | None]
 
@@ -222,27 +231,6 @@ def _activation(op: str, name: Any) -> Activation:
     return _ACTIVATIONS[name]
 
 
-# What the layers have for it where theirs have `ACT2FN[…]`, for who reads it or puts another in its place.
-_MODULES: dict[type[nn.Module], Activation] = {
-    nn.SiLU: "silu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid", nn.Identity: "identity",
-}  # fmt: skip
-
-
-def _module(activation: Activation) -> nn.Module:
-    if activation in ("gelu", "gelu_tanh"):
-        return nn.GELU("none" if activation == "gelu" else "tanh")
-    return next(kind for kind, name in _MODULES.items() if name == activation)()
-
-
-def _fused(module: nn.Module) -> Activation | None:
-    """The activation that the module is; None if it has to be called."""
-    if not is_untouched(module):
-        return None
-    if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    return _MODULES.get(type(module))
-
-
 class _SeparateMLP(nn.Module):
     """down_proj(up_proj(x) · act_fn(gate_proj(x)))."""
 
@@ -251,14 +239,14 @@ class _SeparateMLP(nn.Module):
         op = type(self).__name__
         self.config, self.hidden_size = config, width(op, config, "hidden_size")
         self.intermediate_size = width(op, config, "intermediate_size", intermediate_size)
-        act_fn = _module(_activation(op, activation))
+        act_fn = activation_module(_activation(op, activation))
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
         self.act_fn = act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = _fused(self.act_fn)
+        activation = fused_activation(self.act_fn)
         if activation is not None:
             return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=activation)
         z: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -302,7 +290,7 @@ class Phi3MLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        activation_fn = _module(_activation("Phi3MLP", setting("Phi3MLP", config, "hidden_act")))
+        activation_fn = activation_module(_activation("Phi3MLP", setting("Phi3MLP", config, "hidden_act")))
         self.config = config
         hidden, intermediate = (width("Phi3MLP", config, n) for n in ("hidden_size", "intermediate_size"))
         self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
@@ -310,7 +298,7 @@ class Phi3MLP(nn.Module):
         self.activation_fn = activation_fn
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        both, down, activation = self.gate_up_proj, self.down_proj, _fused(self.activation_fn)
+        both, down, activation = self.gate_up_proj, self.down_proj, fused_activation(self.activation_fn)
         if activation is not None:
             return stacked_mlp(hidden_states, both, down, activation=activation, gate_first=True)
         gate, up = both(hidden_states).chunk(2, -1)
