@@ -103,6 +103,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """Memory for a result in the stride order of x. Of elements that share memory, as of a head that was expanded, torch may take
+    the features for an outer dimension; then it is contiguous."""
+    y = torch.empty_like(x)
+    return y if y.stride(-1) == 1 or y.shape[-1] == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What is no tensor, or has no
     dimension, comes back as it is, for the operation's own check to name."""

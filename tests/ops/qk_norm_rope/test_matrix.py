@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import fusewise
+
 from ..rope.support import Case, Place
 from .support import NormCase, build, check, places
 from .support import small_device as small_device
@@ -121,3 +123,20 @@ def test_nothing_to_do(place: Place, empty: dict[str, int], norm: str) -> None:
     for x, weight, of_weight in zip(made.xs, made.weights, gradients[2:], strict=True):
         assert of_weight.shape == weight.shape
         assert (of_weight == 0).all() or x.numel()
+
+
+@pytest.mark.parametrize("place", places())
+@pytest.mark.parametrize("weighted", [True, False])
+def test_elements_that_share_memory_in_any_way(place: Place, weighted: bool) -> None:
+    """Torch gives memory like theirs whose features are not contiguous."""
+    q = torch.randn(64, device=place.device).as_strided((1, 3, 5, 8), (1, 8, 0, 1))
+    inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001], device=place.device)
+    weights = [torch.randn(8, device=place.device)] if weighted else []
+
+    def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, *weights)]
+        y = fusewise.qk_norm_rope(leaves[0], None, *(leaves[1:] or [None]), inv_freq=inv_freq, impl=place.impl)
+        return y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    for result, expected in zip(results(q), results(q.contiguous()), strict=True):
+        torch.testing.assert_close(result, expected)

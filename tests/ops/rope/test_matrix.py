@@ -376,3 +376,21 @@ def test_signs_of_zeros_and_payloads_of_nans_pass_through(case: Case, place: Pla
         finite = w.rotated & w.exact.isfinite()
         assert y[finite].isfinite().all()
         assert not y[w.rotated & ~w.exact.isfinite()].isfinite().any()
+
+
+@pytest.mark.parametrize("strides", [(1, 8, 0, 1), (1, 1, 1, 1), (24, 0, 1, 1)], ids=str)
+@every_place
+def test_elements_that_share_memory_in_any_way(strides: tuple[int, ...], place: Place) -> None:
+    """Torch gives memory like theirs whose features are not contiguous: heads of one, and windows that move by an element."""
+    require(place)
+    sizes = (1, 3, 5, 8) if strides[0] == 1 else (2, 3, 5, 8)
+    q = torch.randn(64, device=place.device).as_strided(sizes, strides)
+    inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001], device=place.device)
+    call = {"inv_freq": inv_freq, "impl": place.impl}
+    expected = fusewise.rope(q.contiguous(), **call)
+    assert_bits(fusewise.rope(q, **call), expected)
+    leaf = q.detach().requires_grad_()
+    assert_bits(
+        torch.autograd.grad(fusewise.rope(leaf, **call), leaf, expected)[0],
+        fusewise.rope(expected, **call, inverse=True),
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import apply_function, exporting, transforms_active, unpacked, wants_formula
+from .._common import apply_function, empty_like, exporting, transforms_active, unpacked, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -49,7 +49,7 @@ def _module(impl: str, x: Tensor) -> Any:
 
 def _qk_norm_rope(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     rotation, norm, impl = _split(rest)
-    ys = [torch.empty_like(x) for x in xs]
+    ys = [empty_like(x) for x in xs]
     _module(impl, xs[0]).forward(xs, ys, weights, rotation, norm)
     return ys
 
@@ -57,18 +57,18 @@ def _qk_norm_rope(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[T
 def _qk_norm_rope_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     *call, wants_weights = rest
     rotation, norm, impl = _split(tuple(call))
-    dxs = [torch.empty_like(x) for x in xs]
-    dweights = [torch.empty_like(weight) for weight in weights] if wants_weights else []
+    dxs = [empty_like(x) for x in xs]
+    dweights = [empty_like(weight) for weight in weights] if wants_weights else []
     _module(impl, xs[0]).backward(dys, xs, dxs, weights, dweights, rotation, norm)
     return [*dxs, *dweights]
 
 
 def _fake(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in xs]
+    return [empty_like(x) for x in xs]
 
 
 def _fake_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in (*xs, *(weights if rest[-1] else []))]
+    return [empty_like(x) for x in (*xs, *(weights if rest[-1] else []))]
 
 
 def _recorded(xs: list[Tensor], weights: list[Tensor], *call: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._common import compute_dtype
+from .._common import compute_dtype, unit_stride
 from ..rope._problem import Rotation, layout_dims, transposed_spec
 from ..rope.reference import formula as rope
 from ._problem import Norm
@@ -107,6 +107,6 @@ def _scale(weight: Tensor, x: Tensor, layout: str, norm: Norm) -> Tensor:
 
 
 def _rotated(zs: list[Tensor], rotation: Rotation) -> list[Tensor]:
-    k = zs[1] if len(zs) == 2 else None
-    rotated = rope(zs[0], k, rotation)
+    z, k = unit_stride(zs[0]), unit_stride(zs[1]) if len(zs) == 2 else None
+    rotated = rope(z, k, rotation)
     return [rotated] if k is None else list(rotated)

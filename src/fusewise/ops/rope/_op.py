@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, exporting, transforms_active, unit_stride
+from .._common import apply_function, empty_like, exporting, transforms_active, unit_stride
 from .._overlap import check_apart
 from .._register import copies_wrongly, register
 from . import _auto, _host
@@ -38,7 +38,7 @@ def _launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...
 
 
 def _empty(x: Tensor, strides: list[int]) -> Tensor:
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device) if strides else torch.empty_like(x)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device) if strides else empty_like(x)
 
 
 def _rope(q: Tensor, *rest: Any) -> Tensor:
