@@ -1,7 +1,9 @@
-"""Exported graphs are trained like the modules that they are of: their nodes record gradients themselves."""
+"""Exported graphs are trained like the modules that they are of: their nodes record gradients themselves. And traces of another kind."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +89,26 @@ def test_an_exported_graph_has_the_gradients_of_its_module(name: str, how: str) 
     assert sorted(found) == sorted(want)
     for key, gradient in want.items():
         torch.testing.assert_close(found[key], gradient, msg=lambda text, key=key: f"{key}: {text}")
+
+
+TRACED = """
+import torch, fusewise
+x, table, weight = torch.ones(2, 3, 4, 8), torch.ones(4).requires_grad_(), torch.ones(6, 8).requires_grad_()
+cache = torch.zeros(2, 4, 4, 8).requires_grad_()
+call = {
+    "rope": lambda x: fusewise.rope(x, inv_freq=table),
+    "qk_norm_rope": lambda x: fusewise.qk_norm_rope(x, None, None, inv_freq=table),
+    "rope_and_cache_": lambda x: fusewise.rope_and_cache_(x[0], x[1], x[1], cache, cache, inv_freq=table),
+    "gated_linear": lambda x: fusewise.gated_linear(x, weight, activation="silu"),
+}[NAME]
+with torch.no_grad():
+    torch.jit.trace(call, (x,))
+"""
+
+
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope", "rope_and_cache_", "gated_linear"])
+def test_a_jit_trace_refuses_the_constants_that_torch_refuses(name: str) -> None:
+    """Torch raises at the first look at their sizes and ends the trace; to go on from there is a segmentation fault."""
+    child = subprocess.run([sys.executable, "-c", TRACED.replace("NAME", repr(name))], capture_output=True, text=True)
+    assert child.returncode == 1, child.stderr
+    assert "Cannot insert a Tensor that requires grad as a constant" in child.stderr

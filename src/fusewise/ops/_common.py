@@ -78,7 +78,8 @@ def wants_formula(dy: Tensor) -> bool:
 
 
 def jit_traces() -> bool:
-    """Whether `torch.jit.trace` runs the code, where a size is a tensor."""
+    """Whether `torch.jit.trace` runs the code, where a size is a tensor. A look at one may raise and ends the trace then; who goes
+    on after that brings the process down."""
     return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import FLOATS, check_bool, check_one_of, dtype_name, fail
+from .._common import FLOATS, check_bool, check_one_of, dtype_name, fail, jit_traces
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
 
@@ -27,7 +27,7 @@ def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tu
     order weight, weight_gate, bias, bias_gate and, for an MLP, w_down and b_down; `options` are activation, layout,
     gate_first, save and impl."""
     key: tuple[Any, ...] | None = None
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or jit_traces()):
         try:
             key = (
                 op, (x.shape, x.dtype, x.device, x.layout),

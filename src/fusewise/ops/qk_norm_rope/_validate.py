@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import FLOATS, check_number, check_one_of, fail, kinds
+from .._common import FLOATS, check_number, check_one_of, fail, jit_traces, kinds
 from ..rope._validate import check_tensor, shape_of, validated_as_far
 from ._op import choice
 from ._problem import OVERS, Norm
@@ -39,7 +39,7 @@ def validated(
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = rotation
     offsets = offset if isinstance(offset, Tensor) else None
     key: tuple[Any, ...] | None = None
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or jit_traces()):
         try:
             key = (
                 *[

@@ -62,7 +62,7 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
     spec: str | None = None
     max_offset = 0.0
     key: tuple[Any, ...] | None = None
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or jit_traces()):
         try:
             key = (
                 *[

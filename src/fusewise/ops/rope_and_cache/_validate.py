@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import check_one_of, fail, kinds, transforms_active
+from .._common import check_one_of, fail, jit_traces, kinds, transforms_active
 from .._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
@@ -71,7 +71,7 @@ def validated(
     given = (q, k, v, key_cache, value_cache, slots, block_table, *options[:8])
     # The compiler's memory is its own, and a fake tensor has none.
     tracing = torch.compiler.is_compiling() or isinstance(q, torch._subclasses.FakeTensor)
-    key, passed = (None, None) if tracing else _remembered(given, cache_layout, write_k, options)
+    key, passed = (None, None) if tracing or jit_traces() else _remembered(given, cache_layout, write_k, options)
     offset = options[6]
     if passed is not None and not isinstance(offset, Tensor) and not 0 <= offset <= passed.reach:
         passed = None
