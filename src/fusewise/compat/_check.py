@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import MAX_POSITION, fail
+from ..ops._common import MAX_POSITION, fail, shown
 
 # What Python and torch raise of a value that is not what an expression needs.
 WRONG = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
@@ -101,11 +101,3 @@ def width(op: str, config: Any, name: str, given: int | None = None) -> int:
     if given is not None:
         return whole(op, name, given, 0)
     return whole(op, f"config.{name}", setting(op, config, name), 0)
-
-
-def shown(value: object) -> str:
-    """A value as messages have it: itself if it is short, else what it is."""
-    plain = value is None or isinstance(value, (str, int, float, complex))
-    if isinstance(value, (list, tuple)):
-        plain = len(value) < 8 and all(isinstance(x, (str, int, float, complex)) for x in value)
-    return repr(value) if plain else type(value).__name__

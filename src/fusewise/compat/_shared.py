@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, dtype_name, fail
+from ..ops._common import check_count, dtype_name, fail, shown
 from ..ops.gated_linear._gate import stacked_gate, stacked_gate_into
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import is_untouched
 from ..ops.rope import rope
-from ._check import WRONG, check_tensor, explain, flag, shape_of, shown
+from ._check import WRONG, check_tensor, explain, flag, shape_of
 
 
 def unit_stride(x: Tensor, name: str = "q", op: str = "rope") -> Tensor:

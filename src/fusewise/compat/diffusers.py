@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import fail
+from ..ops._common import fail, shown
 from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import is_untouched, stacked, stacked_mlp
-from ._check import check_tensor, flag, number, shape_of, shown, whole
+from ._check import check_tensor, flag, number, shape_of, whole
 from ._shared import alike, complex_tables, fused_activation, rotate_pair
 
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import fail
+from ..ops._common import fail, shown
 from ..ops.rope import rope, rope_
-from ._check import WRONG, explain, flag, number, shape_of, shown, whole
+from ._check import WRONG, explain, flag, number, shape_of, whole
 from ._flash_attn_mlp import GatedMlp as GatedMlp
 from ._flash_attn_mlp import SwiGLUFunction as SwiGLUFunction
 from ._flash_attn_mlp import swiglu as swiglu

@@ -18,13 +18,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops._common import fail
+from ..ops._common import fail, shown
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._gate import gate, stacked_gate
 from ..ops.gated_linear._validate import check_features, validated
 from ..ops.gated_linear.projections import is_plain, mlp, stacked_mlp
 from ..ops.gated_linear.reference import as_autocast
-from ._check import WRONG, flag, number, setting, shape_of, shown, whole, width
+from ._check import WRONG, flag, number, setting, shape_of, whole, width
 from ._shared import complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair, unit_stride
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_one_of, fail, transforms_active, wants_formula
+from ..ops._common import check_count, check_one_of, fail, shown, transforms_active, wants_formula
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear._validate import check_features
@@ -25,7 +25,7 @@ from ..ops.gated_linear.reference import autocast_enabled
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import DEFAULTS, INTS, validated
 from ..ops.rope._validate import check_tensor as check_operand
-from ._check import WRONG, explain, flag, number, shape_of, shown, whole
+from ._check import WRONG, explain, flag, number, shape_of, whole
 from ._shared import pairing, unit_stride
 
 
@@ -115,7 +115,7 @@ def apply_fused_qkv_rotary_pos_emb(
     """
     op = "apply_fused_qkv_rotary_pos_emb"
     if not isinstance(tensor_format, str) or tensor_format not in ("sbhd", "bshd"):
-        fail(op, "tensor_format", "be sbhd or bshd", repr(tensor_format), "use apply_rotary_pos_emb for thd")
+        fail(op, "tensor_format", "be sbhd or bshd", shown(tensor_format), "use apply_rotary_pos_emb for thd")
     context_parallel = _context_parallel(op, cp_size, cp_rank)
     shape = shape_of(op, "qkv", qkv)
     if start_positions is not None:

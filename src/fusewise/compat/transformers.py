@@ -39,10 +39,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops._common import fail
+from ..ops._common import fail, shown
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import mlp, stacked_mlp
-from ._check import check_tensor, flag, setting, shape_of, shown, whole, width
+from ._check import check_tensor, flag, setting, shape_of, whole, width
 from ._shared import (
     activation_module,
     alike,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, fail
+from ..ops._common import check_count, fail, shown
 from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.rope import rope_, tables
-from ._check import check_tensor, flag, shape_of, shown, whole
+from ._check import check_tensor, flag, shape_of, whole
 from ._shared import gate_of_halves, heads, pairing_of_neox, rotate_pair
 
 

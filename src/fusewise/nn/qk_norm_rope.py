@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_number, check_one_of, fail, unit_stride
+from ..ops._common import check_count, check_number, check_one_of, fail, shown, unit_stride
 from ..ops.qk_norm_rope import qk_norm_rope
 from ..ops.qk_norm_rope._op import IMPLEMENTATIONS
 from ..ops.qk_norm_rope._problem import OVERS, Over
@@ -62,7 +62,7 @@ class QKNormRope(nn.Module):
         if not (heads is None if norm == "head" else both):
             wanted = "be None" if norm == "head" else "be (heads of q, heads of k)"
             raise ValueError(
-                f'QKNormRope: heads must {wanted} for norm="{norm}", got {heads!r}; pass it for "all" alone'
+                f'QKNormRope: heads must {wanted} for norm="{norm}", got {shown(heads)}; pass it for "all" alone'
             )
         self.rotary, self.eps, self.weight_offset, self.norm, self.impl = rotary, eps, weight_offset, norm, impl
         for name, count in zip(("q_weight", "k_weight"), heads or (1, 1), strict=True):

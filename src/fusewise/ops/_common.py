@@ -21,6 +21,15 @@ def fail(op: str, argument: str, contract: str, got: object, fix: str, error: ty
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
+def shown(value: object) -> str:
+    """A value as messages have it, in one short line; what is more than that is told by its type, and of tensors no element."""
+    text = "" if isinstance(value, Tensor) else repr(value)
+    short = len(text) <= 100
+    if not text or "\n" in text or (not short and text.startswith("<")):
+        return type(value).__name__
+    return text if short else text[:97] + "..."
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """As messages and files have it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
@@ -30,13 +39,13 @@ def check_one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> N
     """Check that an option is one of the allowed names. Its type is looked at first: an array would be compared with a name
     element by element."""
     if not isinstance(value, str) or value not in allowed:
-        fail(op, name, f"be one of {', '.join(allowed)}", repr(value), "choose one of them")
+        fail(op, name, f"be one of {', '.join(allowed)}", shown(value), "choose one of them")
 
 
 def check_count(op: str, name: str, value: object, least: int = 1, most: int | None = None) -> int:
     """Check that an option is an int from `least` to `most`, and return it."""
     if not isinstance(value, int) or isinstance(value, bool):
-        fail(op, name, "be an int", repr(value), "convert it", TypeError)
+        fail(op, name, "be an int", shown(value), "convert it", TypeError)
     if value < least:
         fail(op, name, f"be at least {least}", value, "raise it")
     if most is not None and value > most:
@@ -47,16 +56,16 @@ def check_count(op: str, name: str, value: object, least: int = 1, most: int | N
 def check_bool(op: str, name: str, value: object, fix: str) -> None:
     """Check that an option is True or False."""
     if not isinstance(value, bool):
-        fail(op, name, "be a bool", repr(value), fix, TypeError)
+        fail(op, name, "be a bool", shown(value), fix, TypeError)
 
 
 def check_number(op: str, name: str, value: object, fix: str) -> None:
     """Check that an option is a number, and a finite one in float32."""
     contract = "be a finite number of float32"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        fail(op, name, contract, repr(value), fix, TypeError)
+        fail(op, name, contract, shown(value), fix, TypeError)
     if not abs(value) <= MAX_NUMBER:
-        fail(op, name, contract, repr(value), fix)
+        fail(op, name, contract, shown(value), fix)
 
 
 def transforms_active() -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import functional
 
-from .._common import fail, traced, transforms_active
+from .._common import fail, shown, traced, transforms_active
 from . import _autograd, _host, _mlp, reference
 from ._problem import Activation, Halves, Layout, Save, Spec
 from ._validate import check_tensor, validated
@@ -38,7 +38,7 @@ def geglu_linear(
         >>> y = geglu_linear(x, weight, bias)  # (4, 16, 128)
     """
     if not isinstance(approximate, str) or approximate not in ("tanh", "none"):
-        fail("geglu_linear", "approximate", "be tanh or none", repr(approximate), "choose one of them")
+        fail("geglu_linear", "approximate", "be tanh or none", shown(approximate), "choose one of them")
     activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
     if not traced():
         done = _host.gated_linear(x, weight, bias, activation, None, None, "stacked", gate_first, save, impl)
@@ -190,6 +190,6 @@ def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, imp
 def _check_transformable(op: str, impl: str) -> None:
     if impl not in ("auto", "reference"):
         fail(
-            op, "impl", "be auto or reference under forward mode and torch.func transforms", repr(impl),
+            op, "impl", "be auto or reference under forward mode and torch.func transforms", shown(impl),
             'use impl="auto"', RuntimeError,
         )  # fmt: skip

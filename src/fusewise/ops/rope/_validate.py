@@ -21,6 +21,7 @@ from .._common import (
     fail,
     jit_traces,
     kinds,
+    shown,
 )
 from ._op import choice
 from ._problem import LAYOUTS, PAIRINGS, Spec, layout_dims, same_strides
@@ -112,7 +113,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
         _check_rotary(op, k.shape[-1], rotary_dim, a["rotary_start"])
     for name in ("sections_interleaved", "inverse"):
         if not isinstance(a[name], bool):
-            fail(op, name, "be True or False", repr(a[name]), "pass a bool", TypeError)
+            fail(op, name, "be True or False", shown(a[name]), "pass a bool", TypeError)
     b_dim, t_dim, _ = layout_dims(a["layout"])
     batch, tokens = 1 if b_dim is None else q.shape[b_dim], q.shape[t_dim]
     sections = _check_sections(op, a["sections"], a["sections_interleaved"], rotary_dim // 2, a["positions"])
@@ -202,11 +203,11 @@ def _check_rotary(op: str, head_dim: int, rotary_dim: Any, start: Any) -> tuple[
     if rotary_dim is None:
         rotary_dim = head_dim
     elif not _is_int(rotary_dim):
-        fail(op, "rotary_dim", "be an int", repr(rotary_dim), "pass the number of rotated features", TypeError)
+        fail(op, "rotary_dim", "be an int", shown(rotary_dim), "pass the number of rotated features", TypeError)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         fail(op, "rotary_dim", f"be even and from 2 to head_dim = {head_dim}", rotary_dim, "pass the rotated width")
     if not _is_int(start):
-        fail(op, "rotary_start", "be an int", repr(start), "pass the first rotated feature", TypeError)
+        fail(op, "rotary_start", "be an int", shown(start), "pass the first rotated feature", TypeError)
     first = start + head_dim if start < 0 else start
     if not 0 <= first <= head_dim - rotary_dim:
         fail(
@@ -230,7 +231,7 @@ def _check_sections(
     ok = isinstance(sections, (tuple, list)) and len(sections) == 3 and all(_is_int(s) and s >= 0 for s in sections)
     if not ok or sum(sections) != pairs:
         fail(
-            op, "sections", f"be three numbers of pairs (t, h, w) that sum to rotary_dim / 2 = {pairs}", repr(sections),
+            op, "sections", f"be three numbers of pairs (t, h, w) that sum to rotary_dim / 2 = {pairs}", shown(sections),
             "pass the model's mrope_section",
         )  # fmt: skip
     if positions is None:
@@ -244,7 +245,7 @@ def _check_context_parallel(op: str, value: Any, tokens: int, cu_seqlens: Any) -
         return 0, 1
     ok = isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_int(v) for v in value)
     if not ok or not 0 <= value[0] < value[1] <= MAX_POSITION:
-        fail(op, "context_parallel", "be (rank, size) with 0 <= rank < size", repr(value), "pass e.g. (0, 2)")
+        fail(op, "context_parallel", "be (rank, size) with 0 <= rank < size", shown(value), "pass e.g. (0, 2)")
     if value[1] > 1 and cu_seqlens is None and tokens % 2:
         contract = "cut every rank's tokens into two equal chunks"
         fail(op, "context_parallel", contract, f"{tokens} tokens", "pad to an even number")
@@ -289,7 +290,7 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
             fail(op, "offset", contract, shape_of(offset), "pass one offset a sequence")
         _check_contiguous(op, "offset", offset)
     elif not _is_int(offset):
-        fail(op, "offset", "be an int or an integer tensor", repr(offset), "pass the first position", TypeError)
+        fail(op, "offset", "be an int or an integer tensor", shown(offset), "pass the first position", TypeError)
     elif offset < 0 and a["inv_freq"] is None:
         fail(op, "offset", "be >= 0 with a table", offset, "tables start at position 0; use inv_freq")
     elif isinstance(offset, int) and not torch.compiler.is_compiling() and abs(offset) > MAX_POSITION:
