@@ -3,6 +3,7 @@ that it reads have files of their own, which share what is made here."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -123,10 +124,18 @@ def test_options_are_refused_at_construction(options: dict[str, Any], error: typ
         RotaryEmbedding(**{"head_dim": 16, **options})
 
 
-@pytest.mark.parametrize("q", [[1], torch.ones(16)], ids=["list", "one dimension"])
-def test_what_is_wrong_with_q_is_told_as_by_the_function(q: Any) -> None:
+def nested() -> torch.Tensor:
+    """Of heads of other numbers, which has no sizes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        return torch.nested.nested_tensor([torch.ones(2, 3, 16), torch.ones(1, 3, 16)])
+
+
+@pytest.mark.parametrize("table", ["inv_freq", "cos_sin"])
+@pytest.mark.parametrize("q", [[1], torch.ones(16), nested()], ids=["list", "one dimension", "nested"])
+def test_what_is_wrong_with_q_is_told_as_by_the_function(q: Any, table: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^rope: q must"):
-        RotaryEmbedding(16, table="cos_sin")(q)
+        RotaryEmbedding(16, table=table)(q)
 
 
 @pytest.mark.parametrize("table", ["inv_freq", "cos_sin"])

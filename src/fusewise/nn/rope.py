@@ -199,7 +199,8 @@ class RotaryEmbedding(nn.Module):
         context_parallel: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
         """The keyword arguments of `fusewise.rope` for a q: frequencies, or tables that reach far enough on its device."""
-        if self._whole and isinstance(q, Tensor) and q.dim() > 0 and q.shape[-1] != self.head_dim:
+        dense = isinstance(q, Tensor) and not q.is_nested  # what is not, and may have no sizes, `fusewise.rope` refuses
+        if self._whole and dense and q.dim() > 0 and q.shape[-1] != self.head_dim:
             raise ValueError(
                 f"RotaryEmbedding: q must have heads of head_dim = {self.head_dim} features, got {q.shape[-1]}; make the module for "
                 f"those, or with rotary_dim={self.head_dim} where a part of them rotates"
@@ -217,7 +218,7 @@ class RotaryEmbedding(nn.Module):
             ):  # the values of a model made without memory
                 self._restore(q.device)
             return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
-        if isinstance(q, Tensor):  # what is wrong with the rest, too, `fusewise.rope` says
+        if dense:  # what is wrong with the rest, too, `fusewise.rope` says
             rows, dim = self.max_positions, {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]
             if positions is None and cu_seqlens is None and isinstance(offset, int) and q.dim() > dim:
                 rows = offset + q.shape[dim] * _ranks(context_parallel)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ._choice import Choice
-from ._common import FLOATS, check_one_of, dtype_name, fail
+from ._common import FLOATS, check_one_of, dtype_name, fail, shown
 from .gated_linear import _op as _gated_linear_op
 from .gated_linear import _path as _gated_linear_path
 from .gated_linear import gated_linear, gated_mlp, geglu_linear
@@ -84,10 +84,10 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         rope: cpu, the first that serves float32 on cpu
           not triton: ...
     """
-    choice = _OPERATIONS.get(op)
+    choice = _OPERATIONS.get(op) if callable(op) else None  # what is not may have no hash
     if choice is None:
         names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
-        raise TypeError(f"explain_dispatch: op must be one of {names}, got {op!r}; pass the function itself")
+        raise TypeError(f"explain_dispatch: op must be one of {names}, got {shown(op)}; pass the function itself")
     check_one_of(op.__name__, "impl", impl, ("auto", *choice.names))
     paths, arguments = _PATHS.get(choice.op), _arguments(op, args, kwargs)
     if paths is not None:

@@ -246,6 +246,8 @@ def test_cuda_takes_what_copies_a_part_of_the_head_at_any_size(a_gpu: list[str])
 def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
     with pytest.raises(TypeError, match=r"^explain_dispatch: op must be one of fusewise.rope"):
         fusewise.explain_dispatch(torch.sin, Q)
+    with pytest.raises(TypeError, match=r"^explain_dispatch: op must be one of .*, got \[\]; "):
+        fusewise.explain_dispatch([], Q)
     with pytest.raises(TypeError, match=r"^explain_dispatch: args must be those of a call of rope, got missing .*'q'"):
         fusewise.explain_dispatch(fusewise.rope)
     with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a tensor, got list; pass"):

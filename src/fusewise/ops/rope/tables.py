@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import MAX_POSITION, check_count, check_one_of
+from .._common import MAX_POSITION, check_bool, check_count, check_one_of, shown
 
 Frequencies = tuple[Tensor, float]
 
@@ -93,8 +93,9 @@ def yarn(
     dim, base = _rotary_dim(rotary_dim), _number("base", base, above=1)
     original = _count("original_max_position_embeddings", original_max_position_embeddings)
     factor = _context_ratio("yarn", factor, max_position_embeddings, original)
-    fast = _number("beta_fast", beta_fast or 32, above=0)
-    slow = _number("beta_slow", beta_slow or 1, above=0)
+    fast = _number("beta_fast", _given(beta_fast, 32), above=0)
+    slow = _number("beta_slow", _given(beta_slow, 1), above=0)
+    check_bool("rope_tables", "truncate", truncate, "pass the configuration's truncate")
     if fast < slow:
         raise ValueError(f"rope_tables: beta_fast must be at least beta_slow = {slow:g}, got {fast:g}; swap the two")
 
@@ -113,11 +114,12 @@ def yarn(
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 1.0 + 0.1 * weight * math.log(factor)
 
+    of_some, of_all = _given(mscale, None), _given(mscale_all_dim, None)
     if attention_factor is not None:
         scaling = _number("attention_factor", attention_factor, above=0)
-    elif mscale and mscale_all_dim:
-        scaling = magnitude(_number("mscale", mscale, at_least=0)) / magnitude(
-            _number("mscale_all_dim", mscale_all_dim, at_least=0)
+    elif of_some is not None and of_all is not None:
+        scaling = magnitude(_number("mscale", of_some, at_least=0)) / magnitude(
+            _number("mscale_all_dim", of_all, at_least=0)
         )
     else:
         scaling = magnitude(1.0)
@@ -149,8 +151,11 @@ def longrope(
     original = _count("original_max_position_embeddings", original_max_position_embeddings, least=2)
     lists = {"short_factor": short_factor, "long_factor": long_factor}
     for name, values in lists.items():
-        if not isinstance(values, Sized):
-            raise TypeError(f"rope_tables: {name} must be a sequence of numbers, got {values!r}; pass a list")
+        counted = (
+            isinstance(values, Sized) and getattr(values, "shape", None) != ()
+        )  # an array of no dimension has no length
+        if not counted or isinstance(values, (str, bytes)):
+            raise TypeError(f"rope_tables: {name} must be a sequence of numbers, got {shown(values)}; pass a list")
         if len(values) != dim // 2:
             raise ValueError(
                 f"rope_tables: {name} must have rotary_dim / 2 = {dim // 2} numbers, got {len(values)}; "
@@ -159,7 +164,7 @@ def longrope(
         for value in values:
             _number(name, value, above=0)
     longer = seq_len is not None and _count("seq_len", seq_len) > original
-    extension = torch.tensor(lists["long_factor" if longer else "short_factor"], dtype=torch.float64, device="cpu")
+    extension = torch.tensor([*lists["long_factor" if longer else "short_factor"]], dtype=torch.float64, device="cpu")
     if attention_factor is not None:
         scaling = _number("attention_factor", attention_factor, above=0)
     else:
@@ -278,7 +283,8 @@ def arguments_from_config(
             f"pass rope_parameters[{layer_types[0]!r}]"
         )
     rope_type = rope_parameters.get("rope_type") or rope_parameters.get("type") or "default"
-    rope_type = _ALIASES.get(rope_type, rope_type)
+    if isinstance(rope_type, str):
+        rope_type = _ALIASES.get(rope_type, rope_type)
     accepted = inspect.signature(_builder(rope_type)).parameters.keys() - {"rotary_dim", "base"}
     given = {key: value for key, value in rope_parameters.items() if key in accepted and value is not None}
     if max_position_embeddings is not None:
@@ -400,9 +406,14 @@ def _count(name: str, value: int, least: int = 1, most: int | None = None) -> in
     return check_count("rope_tables", name, value, least, most)
 
 
+def _given(value: Any, default: Any) -> Any:
+    """The default for None and zero, by which configurations leave a number out."""
+    return default if value is None or (isinstance(value, (int, float)) and value == 0) else value
+
+
 def _number(name: str, value: float, *, above: float | None = None, at_least: float | None = None) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"rope_tables: {name} must be a number, got {value!r}; convert it")
+        raise TypeError(f"rope_tables: {name} must be a number, got {shown(value)}; convert it")
     too_small = (above is not None and value <= above) or (at_least is not None and value < at_least)
     if too_small or not abs(value) <= sys.float_info.max:
         bound = f"above {above:g}" if above is not None else f"at least {at_least:g}"
