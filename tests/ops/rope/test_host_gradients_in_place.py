@@ -134,6 +134,18 @@ def test_what_is_saved_or_given_twice_is_not_written_to() -> None:
         assert first.data_ptr() != second.data_ptr()
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_gradient_with_a_graph_or_of_inference_mode_does_not_go_on(mode: Any) -> None:
+    def given(q: Tensor, k: Tensor) -> Pair:
+        with mode():
+            return q * 2, k * 2
+
+    for _ in range(2):
+        for dx in rotated(given)[0]:
+            assert not dx.requires_grad
+            assert not dx.is_inference()
+
+
 def some(xs: Any) -> list[Tensor]:
     return [x for x in xs if x is not None]
 

@@ -159,8 +159,10 @@ bool sole(const at::TensorBase& x) {
 }
 
 // Whether what x holds ends with x: nobody else has x, the tensor that it is a view of, or their memory; x fills that, and it is
-// torch's own, not lent by another library, which may go on reading it. Torch adds gradients in place by the same signs.
+// torch's own, not lent by another library, which may go on reading it. Torch adds gradients in place by the same signs. What
+// requires grad, or is of inference mode, would go on as that.
 bool ends_here(const Tensor& x) {
+  if (x.requires_grad() || x.is_inference()) return false;
   const c10::Storage& memory = x.storage();
   const bool view = x.is_view();
   return sole(x) && (!view || sole(x._base())) && memory.use_count() == (view ? 2 : 1) &&
