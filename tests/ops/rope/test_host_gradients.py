@@ -102,6 +102,17 @@ def test_a_batch_of_gradients() -> None:
         assert_bits(dq, torch.autograd.grad(y, q, dy, retain_graph=True)[0])
 
 
+@pytest.mark.parametrize(
+    "dy", [torch.ones(2, 4, 3, 16).double(), torch.ones(2, 4, 3, 64), torch.ones(2, 99, 3, 16), torch.ones(16)]
+)
+def test_the_node_takes_a_gradient_like_the_rotation_alone(dy: Tensor) -> None:
+    """What the engine has made sure of, for those who call it by themselves."""
+    fusewise.rope(qk()[0], **TABLE)
+    y = fusewise.rope(qk()[0].requires_grad_(), **TABLE)
+    with pytest.raises(ValueError, match=r"^rope: the gradient must have the shape and dtype of the rotation, got \["):
+        y.grad_fn(dy)
+
+
 def test_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     remembered(**TABLE)
     q, k = qk(requires_grad=True)

@@ -205,6 +205,11 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
       if (!task_should_compute_output(o)) dys[o].reset();
       const Tensor& dy = dys[o];
       if (!dy.defined()) continue;
+      // The engine has seen to this; who calls the node by itself, `y.grad_fn(dy)`, may not have.
+      const auto& y = input_metadata(o);
+      TORCH_CHECK_VALUE(y.is_same_shape(dy) && dy.scalar_type() == c10::typeMetaToScalarType(y.options().dtype()),
+                        "rope: the gradient must have the shape and dtype of the rotation, got ", dy.sizes(), " and ",
+                        dy.scalar_type(), "; pass one like it");
       ordinary = ordinary && dense(dy) && !(at::GradMode::is_enabled() && dy.requires_grad());
       given = &dy;
     }
