@@ -207,9 +207,10 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
       if (!dy.defined()) continue;
       // The engine has seen to this; who calls the node by itself, `y.grad_fn(dy)`, may not have.
       const auto& y = input_metadata(o);
-      TORCH_CHECK_VALUE(y.is_same_shape(dy) && dy.scalar_type() == c10::typeMetaToScalarType(y.options().dtype()),
-                        "rope: the gradient must have the shape and dtype of the rotation, got ", dy.sizes(), " and ",
-                        dy.scalar_type(), "; pass one like it");
+      const auto dtype = c10::typeMetaToScalarType(y.options().dtype());
+      TORCH_CHECK_VALUE(y.is_same_shape(dy) && dy.scalar_type() == dtype && dy.device() == y.device(),
+                        "rope: the gradient must have the shape, dtype and device of the rotation, got ", dy.sizes(), ", ",
+                        dy.scalar_type(), " and ", dy.device(), "; pass one like it");
       ordinary = ordinary && dense(dy) && !(at::GradMode::is_enabled() && dy.requires_grad());
       given = &dy;
     }
