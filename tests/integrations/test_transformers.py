@@ -6,11 +6,13 @@ Every family is a model of two layers with random weights, held against itself i
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -112,23 +114,28 @@ def test_the_report_names_every_module(family: str) -> None:
     assert f"{attention} (" in str(handle) and " and 1 more)" in str(handle)
 
 
-def test_what_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    """The operators of fusewise that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusewise":
+            self.calls.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_replaced_is_called() -> None:
     """As many calls of each operator as there are layers, and none of a model that is not patched."""
-    calls: list[str] = []
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "fusewise":
-                calls.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     model, other = build("Llama"), build("Llama")
-    with patch(model), torch.no_grad(), Count():
+    with patch(model), torch.no_grad(), Count() as seen:
         other(TOKENS)
-        assert not calls
+        assert not seen.calls
         model(TOKENS)
-    assert calls.count("fusewise::rope_qk") == 2
-    assert sum("gated" in name for name in calls) >= 2
+    assert seen.calls.count("fusewise::rope_qk") == 2
+    assert sum("gated" in name for name in seen.calls) >= 2
 
 
 def test_only_this_model_changes() -> None:
@@ -240,6 +247,71 @@ def test_forwards_of_others_are_not_touched() -> None:
         ]
         assert mlp.forward is own
     assert mlp.forward is own
+
+
+def renamed(old: str, new: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives an argument another name, as transformers 5.24 has it on every attention."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def with_new_name(*args: Any, **kwargs: Any) -> Any:
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return with_new_name
+
+    return decorate
+
+
+def test_a_decorated_forward_keeps_its_decorators() -> None:
+    """Copies of them: the class, and other models of it, have their own."""
+    llama = transformers.models.llama.modeling_llama
+    no_grad = torch.no_grad()
+
+    class Attention(llama.LlamaAttention):  # type: ignore[misc, name-defined]
+        forward = no_grad(renamed("seen", "attention_mask")(llama.LlamaAttention.forward))
+
+    class Mlp(llama.LlamaMLP):  # type: ignore[misc, name-defined]
+        forward = renamed("features", "x")(llama.LlamaMLP.forward)
+
+    model: Any = build("Llama")
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    attention.__class__, mlp.__class__ = Attention, Mlp
+    x, position_ids = torch.randn(2, 10, 32, requires_grad=True), torch.arange(10)[None]
+    position_embeddings = model.model.rotary_emb(x, position_ids)
+
+    def results() -> list[Tensor]:
+        y, _ = attention(x, position_embeddings=position_embeddings, seen=None)
+        assert not y.requires_grad
+        return [y, mlp(features=x)]
+
+    own, before = results(), Attention.forward
+    with patch(model) as handle:
+        said = {entry.name: entry.what for entry in handle.replaced}
+        assert said["model.layers.0.self_attn"] == "apply_rotary_pos_emb by apply_rotary_pos_emb"
+        assert said["model.layers.0.mlp"] == "gated_mlp, silu"
+        with Count() as seen:
+            ours = results()
+        assert [name.partition("::")[2] for name in seen.calls] == ["rope_qk", "gated_linear_preact"]
+        assert Attention.forward is before
+    torch.testing.assert_close(ours, own)
+    assert all(map(torch.equal, own, results()))
+
+
+def test_a_forward_that_is_no_function_is_left() -> None:
+    class Decorator:
+        def __init__(self, function: Callable[..., Any]) -> None:
+            functools.update_wrapper(self, function)
+
+        def __get__(self, module: Any, _: Any = None) -> Any:
+            return self if module is None else functools.partial(self.__wrapped__, module)
+
+    llama = transformers.models.llama.modeling_llama
+    model: Any = build("Llama")
+    model.model.layers[0].mlp.__class__ = type("Mlp", (llama.LlamaMLP,), {"forward": Decorator(llama.LlamaMLP.forward)})
+    (left,) = patch(model).left
+    assert (left.name, left.why) == ("model.layers.0.mlp", "its forward is decorated by more than functions")
 
 
 def test_what_is_not_known_is_left() -> None:

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType, SimpleNamespace, TracebackType
+from types import CellType, FunctionType, MethodType, SimpleNamespace, TracebackType
 from typing import Any, get_args
 
 import torch
@@ -155,11 +155,38 @@ def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Fo
         return "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
     if own is not None and getattr(own, "__func__", None) is not defined:
         return "it has a forward of its own"
-    if forward is not defined:
-        return "its forward is decorated"
     if forward is None:
         return "it is scripted"
-    return _rotary_forward(forward, rotary) if rotary else _gated_forward(module, forward, save)
+    found = _rotary_forward(forward, rotary) if rotary else _gated_forward(module, forward, save)
+    if isinstance(found, str):
+        return found
+    new = _decorated(defined, forward, found[1])
+    return "its forward is decorated by more than functions" if new is None else (found[0], _marked(new))
+
+
+def _decorated(defined: Any, forward: Forward, new: Forward) -> Forward | None:
+    """`new` in the decorators that make `defined` of `forward`: copies of them, each around the one below. None where one is no
+    function that finds what it decorates in its closure."""
+    if defined is forward:
+        return new
+    below = defined.__wrapped__
+    inner = _decorated(below, forward, new)
+    cells = (getattr(defined, "__closure__", None) or ()) if isinstance(defined, FunctionType) else ()
+    held = [_content(cell) is below for cell in cells]
+    if inner is None or not any(held):
+        return None
+    closure = tuple(CellType(inner) if holds else cell for cell, holds in zip(cells, held, strict=True))
+    made = FunctionType(defined.__code__, defined.__globals__, defined.__name__, defined.__defaults__, closure)
+    made.__kwdefaults__, made.__doc__, made.__qualname__ = defined.__kwdefaults__, defined.__doc__, defined.__qualname__
+    made.__dict__.update(defined.__dict__, __wrapped__=inner)
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a variable that has no value
+        return None
 
 
 _MARK = "_fusewise"
@@ -194,7 +221,7 @@ def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str
     new = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
     new.__kwdefaults__, new.__doc__, new.__qualname__ = forward.__kwdefaults__, forward.__doc__, forward.__qualname__
     what = ", ".join(f"{name} by {function.__name__}" for name, function in ours.items() if function)
-    return what, _marked(new)
+    return what, new
 
 
 # Every rotation of `fusewise.compat.transformers` with the dimensions of q and k and the form of its tables.
@@ -275,7 +302,7 @@ def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str
             x_D, self.gate_up_proj, self.down_proj, activation=activation, gate_first=True, save=save
         )  # fmt: skip
 
-    return f"gated_mlp, {activation}", _marked(stacked_forward if stacked else separate_forward)
+    return f"gated_mlp, {activation}", stacked_forward if stacked else separate_forward
 
 
 def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activation | None:

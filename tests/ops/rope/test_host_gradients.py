@@ -109,7 +109,9 @@ def test_the_node_takes_a_gradient_like_the_rotation_alone(dy: Tensor) -> None:
     """What the engine has made sure of, for those who call it by themselves."""
     fusewise.rope(qk()[0], **TABLE)
     y = fusewise.rope(qk()[0].requires_grad_(), **TABLE)
-    with pytest.raises(ValueError, match=r"^rope: the gradient must have the shape, dtype and device of the rotation, got \["):
+    with pytest.raises(
+        ValueError, match=r"^rope: the gradient must have the shape, dtype and device of the rotation, got \["
+    ):
         y.grad_fn(dy)
 
 
