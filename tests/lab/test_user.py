@@ -365,6 +365,38 @@ def test_a_compiler_that_leaves_out_a_write_to_a_buffer_is_wrong(name):
     assert truth.check(p, eager(p)).reason == ""
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+def test_results_are_held_against_those_of_the_same_buffers(pass_):
+    """However often eager code, the truth and the provider were called before."""
+    p = problem("Settling", "fp32[8,4]", pass_=pass_)
+    for _ in range(2):
+        verdict = truth.check(p, eager(p))
+        assert verdict.reason == ""
+        assert verdict.errors == verdict.eager
+        assert verdict.errors.max < 1e-6
+
+
+def test_an_exporter_takes_the_buffers_of_the_first_call():
+    """Those at which the results are judged."""
+    target = User(f"{FILE}:Settling", ("fp32[8,4]",))
+    task = Task(target.name, target.case().name, "fp32", "fwd", "cpu", 0, target.detail(target.case()))
+
+    taken = []
+
+    class Exporter(Eager):
+        def build(self, problem):
+            taken.append(problem.function.scale.item())
+            return super().build(problem)
+
+    Server(Exporter(), "cpu", 0).answer({"do": "prepare", "task": task.to_json()})
+    assert taken == [pytest.approx(1.0 - 1e-4, rel=1e-7)]
+
+
+def test_a_buffer_may_be_taken_away():
+    p = problem("Dropping", "fp32[8,4]")
+    assert truth.check(p, eager(p)).reason == ""
+
+
 def test_a_buffer_that_is_written_is_bytes_that_move():
     assert problem("Counting", "fp32[8,4]").bytes_min() == problem("doubled", "fp32[8,4]").bytes_min() + 4
 

@@ -148,6 +148,26 @@ class Setting(Counting):
         return 2 * x
 
 
+class Settling(nn.Module):
+    """What it gives depends on what it keeps, which comes to rest, as in a spectral norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0 - 1e-4))
+
+    def forward(self, x):
+        self.scale = self.scale.lerp(torch.ones(()), 0.5)
+        return x * self.scale
+
+
+class Dropping(Counting):
+    """Takes its buffer away."""
+
+    def forward(self, x):
+        self.mean = None
+        return 2 * x
+
+
 normalised = nn.BatchNorm1d(4)
 
 

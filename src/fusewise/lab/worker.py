@@ -211,6 +211,7 @@ class Server:
         """First call, truth, memory. A warm-up and rounds may follow when the reply's status is ok."""
         problem = self.load(task)
         start = time.perf_counter()
+        problem.begin_anew()  # an exporter takes what the function holds as it finds it
         with self.spent.part("compiling"):
             run = self.provider.build(problem)
             if task.pass_ != "fwd" and run.checked and not run.backward:

@@ -177,15 +177,15 @@ class UserProblem(Problem):
         self._look()
 
     def begin_anew(self) -> None:
-        now = _buffers(self.function)
         with torch.no_grad():
-            for name, x in self.state.items():
-                if now[name].shape == x.shape:  # not of one that grows
-                    now[name].copy_(x)
+            for now in (_buffers(self.function), _buffers(self.wide)):
+                for name, x in self.state.items():
+                    if name in now and now[name].shape == x.shape:  # not of one that grows, or is taken away
+                        now[name].copy_(x)
 
     def left_out(self) -> list[str]:
         now = _buffers(self.function)
-        return [f"buffer {name}" for name, x in self.state.items() if _same(now[name], x)]
+        return [f"buffer {name}" for name, x in self.state.items() if name in now and _same(now[name], x)]
 
     def take(self, task: Task) -> None:
         before, self.task = self.task, task
