@@ -76,6 +76,14 @@ def test_a_wrong_gradient_of_a_parameter_is_found():
     assert "more than twice" in truth.check(p, Run(call, run.enter, run.leave)).reason
 
 
+def test_a_gradient_may_be_rounded_to_its_parameter():
+    p = problem("Narrow", "fp32[64,4]", pass_="bwd")
+    exact = truth.Yardstick(truth.Errors(0.0, 0.0))  # eager code's, by luck
+    assert truth.within(truth.Errors(2**-9, 2**-9), exact, p.dtype)
+    assert truth.check(p, eager(p)).reason == ""
+    assert problem("Net", "fp32[3,6]").dtype == torch.float32
+
+
 def test_a_gradient_that_is_zero_but_for_rounding_is_right():
     p = problem("Normalized", "fp32[16,8]", pass_="bwd")  # that of the bias, which the normalization takes out again
     assert truth.check(p, eager(p)).reason == ""

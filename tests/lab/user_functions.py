@@ -295,6 +295,17 @@ class Lazy(nn.Module):
         return self.second(self.first(x))
 
 
+class Narrow(nn.Module):
+    """A weight that is narrower than what it takes and gives, and of which a gradient is therefore rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return x * self.weight.float()
+
+
 class Complex(nn.Module):
     """With a parameter and a buffer that are complex."""
 

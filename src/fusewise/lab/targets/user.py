@@ -240,8 +240,8 @@ class UserProblem(Problem):
             )
         self.shapes = _shapes(outputs)
         again = self.eager(leaves)
-        # Errors are judged by the coarsest dtype that the function takes or gives.
-        coarse = [x.dtype for x in (*self.tensors, *outputs) if differentiable(x)]
+        # Errors are judged by the coarsest dtype that the function takes or gives, or has a gradient in.
+        coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
         within = min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
         if _shapes(again) != self.shapes or truth.errors(again, outputs).max > within:
