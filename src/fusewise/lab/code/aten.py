@@ -23,6 +23,15 @@ from .stage import Stage, foreign, short
 OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "bernoulli_", "random_", "exponential_"}
 #: Operators that read of their first argument no more than they return.
 LOOK_UP = {"index", "index_select", "gather", "embedding", "take"}
+#: Operators that take of their first argument its shape and dtype, and read none of it.
+ALIKE = {
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+#: Operators that write in place where an index says so, and those of them that add to what is there.
+INDEXED = {
+    "index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "scatter_reduce_", "index_copy_", "index_add_", "index_fill_",
+}  # fmt: skip
+ADDING = {"scatter_add_", "scatter_reduce_", "index_add_"}
 #: Operators that touch no element: they reserve memory, or change what a tensor says of itself.
 RESERVE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
@@ -94,10 +103,13 @@ class Operators(Mode):
         read_bytes = self._bytes(inputs)
         if name in LOOK_UP and inputs:
             read_bytes -= max(0, self._bytes(inputs[:1]) - written_bytes)
-        if name in ("index_put_", "scatter_", "scatter") and len(inputs) > 1:
-            written_bytes = min(written_bytes, self._bytes(inputs[-1:]))
-            if mutated:  # what no index names stays where it is
-                read_bytes -= self._bytes(mutated)
+        if name in ALIKE:
+            read_bytes = 0
+        if name in INDEXED:  # what no index names stays where it is
+            read_bytes -= self._bytes(mutated)
+            written_bytes = min(written_bytes, _named(name, actual) * mutated[0].element_size())
+            adds = name in ADDING or (name in ("index_put_", "_index_put_impl_") and len(actual) > 3 and actual[3])
+            read_bytes += written_bytes if adds else 0
         note = ", ".join(map(brief, inputs)) + " → " + ", ".join(map(brief, outputs))
         return ledger.Kernel(name=str(func), read=read_bytes, written=written_bytes, note=note)
 
@@ -111,6 +123,16 @@ class Operators(Mode):
         text = "".join(f"{line}\n" for line in self.text)
         counts = {"operators": len(self.text), "kernels": len(self.kernels)}
         return Stage(stage="aten", language="python", part=part, text=text, lines=self.lines, counts=counts)
+
+
+def _named(name: str, arguments: Sequence[Any]) -> int:
+    """Elements that an operator of INDEXED writes to."""
+    if "index_put" in name:
+        return int(torch.ops.aten.index.Tensor(*arguments[:2]).numel())
+    whole, dim, index = arguments[:3]
+    if name.startswith("scatter"):
+        return int(index.numel())
+    return int(whole.numel() // max(1, whole.shape[dim] if whole.ndim else 1) * index.numel())
 
 
 def brief_result(result: Any) -> str:
