@@ -108,6 +108,15 @@ def test_bytes_and_flops():
     assert p.shape() == "x=fp32[3,6] parameters[28]"
 
 
+def test_bytes_count_what_is_not_learned_as_far_as_it_is_read():
+    held = 4 * (4 * 6 + 4 + 3 * 4)  # weight, bias, three rows of the mask
+    p = problem("Holding", "x=fp32[3,6]")
+    assert p.bytes_min() - held - 4 * (3 * 6 + 3 * 4) in (0, 8)  # x, y, and perhaps the index, made of a number
+    back = problem("Holding", "x=fp32[3,6]", pass_="bwd")
+    assert back.bytes_min() == 4 * (3 * 4 + 3 * 6) + 4 * 4 * 6  # dy, dx, weight
+    assert problem("projected", "x=fp32[8,8]").bytes_min() == 3 * 4 * 8 * 8  # a tensor of the file's own
+
+
 @pytest.mark.parametrize(
     ("name", "text", "read"),
     [

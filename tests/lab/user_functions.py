@@ -295,6 +295,21 @@ class Lazy(nn.Module):
         return self.second(self.first(x))
 
 
+class Holding(nn.Module):
+    """Learns nothing: frozen weights, buffers in use and not, and a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4).requires_grad_(False)
+        self.table = nn.Embedding(100, 4).requires_grad_(False)
+        self.register_buffer("mask", torch.ones(8, 4))
+        self.register_buffer("unused", torch.ones(1000))
+
+    def forward(self, x):
+        kept = self.mask[: len(x)] + torch.zeros_like(self.unused[:4])
+        return self.linear(x) * kept * self.table(torch.tensor(3))
+
+
 class Narrow(nn.Module):
     """A weight that is narrower than what it takes and gives, and of which a gradient is therefore rounded."""
 

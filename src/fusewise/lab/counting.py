@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .code.aten import ALIKE, LOOK_UP, RESERVE
+from .ledger import extent
 from .modes import Mode, Result, under
 
 #: Longer sums are counted as so long: a library adds them in blocks, or a GPU's threads a part each, and a sharp rule finds
@@ -56,12 +58,15 @@ def _products() -> dict[Any, Callable[..., Any]]:
 class Counter(Mode):
     """While it is entered it counts. `flops`: multiplications and additions of products and convolutions. `terms`: the length of
     the longest sum of an operator so far, 1 where nothing is summed; an operator that it does not know counts as none, which
-    makes the rule sharper and never blunter."""
+    makes the rule sharper and never blunter. `outside`: of memory that was there before, the bytes that an operator reads at most,
+    but for the tables of look-ups."""
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__(compiled)
         self.products = _products()
         self.flops, self.terms = 0, 1
+        self.outside: dict[int, int] = {}
+        self.inside: set[int] = set()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         packet = getattr(func, "overloadpacket", func)
@@ -72,6 +77,7 @@ class Counter(Mode):
         result = func(*args, **kwargs)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         made = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.numel()]
+        self._look(func, packet, given, made)
         if not given or not made:
             return result
         if formula is None:
@@ -82,6 +88,22 @@ class Counter(Mode):
             terms = flops // (2 * min(y.numel() for y in made if y.ndim == made[0].ndim))
         self.terms = min(MOST_TERMS, max(self.terms, terms))
         return result
+
+    def _look(self, func: Any, packet: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Take down what is read from outside, and what is made here."""
+        given, made = ([x for x in some if x.layout == torch.strided and not x.is_nested] for some in (given, made))
+        before = {memory(x) for x in given}
+        name = getattr(packet, "__name__", "")
+        if not getattr(func, "is_view", False) and name not in ALIKE | RESERVE:
+            for x in given[1:] if name in LOOK_UP else given:
+                if (of := memory(x)) not in self.inside:
+                    self.outside[of] = max(self.outside.get(of, 0), extent(x))
+        self.inside |= {memory(y) for y in made} - before - self.outside.keys()
+
+
+def memory(x: Tensor) -> int:
+    """What all views of a tensor have in common."""
+    return int(x.untyped_storage()._cdata)
 
 
 def counted(call: Callable[[], Result]) -> tuple[Result, Counter]:

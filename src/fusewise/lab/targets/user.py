@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import truth
-from ..counting import counted
+from ..counting import counted, memory
 from ..interruption import interruptible
 from ..ledger import extent
 from ..modes import Mode, Result, under
@@ -249,6 +249,10 @@ class UserProblem(Problem):
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
         self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
+        now = _buffers(self.function)
+        own = {memory(x) for x in (*leaves, *self.parameters, *(now[n] for n in self.state if n in now))}
+        #: What the function has besides its inputs and what it learns or writes to: frozen parameters, buffers, others' tensors.
+        self.besides = {of: size for of, size in counter.outside.items() if of not in own}
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
@@ -263,7 +267,7 @@ class UserProblem(Problem):
         )
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
-        self.gradient_bytes = self.gradient_flops = 0
+        self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
         self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
@@ -272,6 +276,7 @@ class UserProblem(Problem):
         # what a backward computes once more, to hold less, is not needed
         self.gradient_flops = min(counter.flops, 2 * self.flops)
         self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
+        self.gradient_besides = sum(size for of, size in counter.outside.items() if of in self.besides)
         moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
         try:
             others = self.eager(moved)
@@ -330,14 +335,13 @@ class UserProblem(Problem):
         return self.text + (f" parameters[{count}]" if count else "")
 
     def bytes_min(self) -> int:
-        """Forward: inputs and parameters read, outputs written. Backward: gradients of the outputs read, those of floating
-        inputs and parameters written, and inputs and parameters read where the gradient depends on them. What is a view of
-        what was there is not written."""
-        held = (*self.tensors, *self.parameters)
-        read = sum(map(extent, held))
-        forward = read + self.output_bytes
+        """Forward: inputs, parameters and what else the function has read, outputs written. Backward: gradients of the outputs
+        read, those of floating inputs and parameters written, inputs and parameters read where the gradient depends on them, and
+        what else the function has as far as operators take it. What is a view of what was there is not written."""
+        read = sum(map(extent, (*self.tensors, *self.parameters)))
+        forward = read + sum(self.besides.values()) + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        backward = upstream + self.gradient_bytes + (read if self.reads_inputs else 0)
+        backward = upstream + self.gradient_bytes + self.gradient_besides + (read if self.reads_inputs else 0)
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
 
     def flops_min(self) -> int:
