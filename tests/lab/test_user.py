@@ -84,6 +84,35 @@ def test_a_gradient_may_be_rounded_to_its_parameter():
     assert problem("Net", "fp32[3,6]").dtype == torch.float32
 
 
+def test_an_index_is_right_or_wrong_whatever_the_dtype():
+    p = problem("arg_largest", "x=bf16[4,4096]", dtype="bf16")
+    assert truth.check(p, eager(p)) == truth.Verdict(truth.Errors(0.0, 0.0, 0, 4), truth.Errors(0.0, 0.0, 0, 4), "")
+    beside = truth.check(p, replace(eager(p), call=lambda x: x.argmax(-1) + torch.tensor([0, 0, 1, 0])))
+    assert beside.reason.startswith("1 of 4 integers are others than in float64, 0 of eager's; where values are equal")
+    assert beside.errors.worst == 0.25
+
+
+@pytest.mark.parametrize(
+    ("found", "of_eager", "right"), [(0, 0, True), (1, 0, False), (5, 1, True), (6, 1, False), (230, 100, True)]
+)
+def test_so_many_integers_may_be_others(found, of_eager, right):
+    yardstick = truth.Yardstick(truth.Errors(0.0, 0.0, of_eager, 10**4))
+    assert truth.within(truth.Errors(0.0, 0.0, found, 10**4), yardstick, torch.float32) == right
+    assert not truth.within(truth.Errors(0.0, 0.0, 9000, 10**4), yardstick, torch.float32)
+
+
+def test_large_integers_hide_no_error_of_small_numbers_beside_them():
+    p = problem("with_large_integers", "x=fp32[8]")
+    assert truth.check(p, eager(p)).reason == ""
+    double = replace(eager(p), call=lambda x: (x * 2e-9, torch.arange(10**6, 10**6 + 4)))
+    assert "more than twice" in truth.check(p, double).reason
+
+
+def test_integers_that_are_random_are_refused():
+    with pytest.raises(ValueError, match="must give the same result when called again"):
+        problem("torch:randint_like", "fp32[64]", "100")
+
+
 def test_a_gradient_that_is_zero_but_for_rounding_is_right():
     p = problem("Normalized", "fp32[16,8]", pass_="bwd")  # that of the bias, which the normalization takes out again
     assert truth.check(p, eager(p)).reason == ""

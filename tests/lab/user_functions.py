@@ -120,6 +120,14 @@ def raises(x):
         raise RuntimeError("it failed:") from error
 
 
+def arg_largest(x):
+    return x.argmax(-1)
+
+
+def with_large_integers(x):
+    return x * 1e-9, torch.arange(10**6, 10**6 + 4)
+
+
 def whole(x):
     return x.round().to(torch.int64)
 

@@ -228,9 +228,9 @@ class Server:
             with self.spent.part("truth"):
                 verdict = truth.check(problem, run, self.truths)
             reply |= {
-                "error": _finite(verdict.errors.max),
+                "error": _finite(verdict.errors.worst),
                 "error_rms": _finite(verdict.errors.rms),
-                "error_eager": _finite(verdict.eager.max),
+                "error_eager": _finite(verdict.eager.worst),
                 "error_eager_rms": _finite(verdict.eager.rms),
             }
             if verdict.reason:

@@ -244,7 +244,7 @@ class UserProblem(Problem):
         coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
         within = min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
-        if _shapes(again) != self.shapes or truth.errors(again, outputs).max > within:
+        if _shapes(again) != self.shapes or truth.errors(again, outputs).worst > within:
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
