@@ -182,6 +182,21 @@ def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flo
         assert torch.equal(wide, (x @ weight).relu())  # nothing of it in bfloat16
 
 
+@pytest.mark.parametrize(
+    ("name", "texts", "flops", "products"),
+    [
+        ("Recurrent", ["fp32[3,2,8]"], 2 * 6 * 64 * (8 + 16 + 16 + 16), 2),
+        ("torch:mv", ["fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),  # what is left is no sum
+        ("torch:addmv", ["fp32[3]", "fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),
+        ("torch:addbmm", ["fp32[3,4]", "fp32[2,3,7]", "fp32[2,7,4]"], 2 * 2 * 3 * 7 * 4, 2),
+    ],
+)
+def test_products_that_pytorch_has_no_formula_for(name, texts, flops, products):
+    """And how many as many there are in a backward."""
+    assert problem(name, *texts).flops_min() == flops
+    assert problem(name, *texts, pass_="bwd").flops_min() == products * flops
+
+
 def test_products_of_a_backward_are_those_that_it_needs():
     assert problem("attention", *["fp32[1,2,8,4]"] * 3).flops_min() == 2 * (2 * 2 * 8 * 8 * 4)
     assert problem("attention", *["fp32[1,2,8,4]"] * 3, pass_="bwd").flops_min() == 4 * (2 * 2 * 8 * 8 * 4)

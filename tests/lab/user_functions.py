@@ -329,6 +329,17 @@ class Narrow(nn.Module):
         return x * self.weight.float()
 
 
+class Recurrent(nn.Module):
+    """On a CPU a layer of it is one operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.LSTM(8, 16, 2)
+
+    def forward(self, x):
+        return self.layers(x)[0]
+
+
 class Complex(nn.Module):
     """With a parameter and a buffer that are complex."""
 

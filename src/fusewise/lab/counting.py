@@ -24,7 +24,7 @@ from .modes import Mode, Result, under
 MOST_TERMS = 2**16
 #: Reductions, by operator: an element of the smallest result is a sum over as many of the largest argument's.
 REDUCTIONS = {
-    "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "dot", "vdot", "mv", "addmv",
+    "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "dot", "vdot",
     "trace", "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "_fused_rms_norm", "_fused_rms_norm_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "nll_loss_forward", "mse_loss",
@@ -52,7 +52,20 @@ def _products() -> dict[Any, Callable[..., Any]]:
         torch.ops.higher_order.flex_attention,  # dense: a mask says nothing here
         lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape),
     )
+    known.setdefault(aten.mv, lambda a, x, **_: 2 * a.numel())
+    known.setdefault(aten.addmv, lambda y, a, x, **_: 2 * a.numel())
+    known.setdefault(aten.addbmm, lambda y, a, b, **_: 2 * a.numel() * b.shape[-1])
+    known.setdefault(aten.mkldnn_rnn_layer, lambda x, *weights, **_: _of_layers(x, weights[:2]))
+    known.setdefault(aten.mkldnn_rnn_layer_backward, lambda x, *weights, **_: 2 * _of_layers(x, weights[:2]))
+    known.setdefault(aten._cudnn_rnn, lambda x, weights, *_, **__: _of_layers(x, weights))
+    known.setdefault(aten._cudnn_rnn_backward, lambda x, weights, *_, **__: 2 * _of_layers(x, weights))
     return known
+
+
+def _of_layers(x: Tensor, weights: Sequence[Tensor]) -> int:
+    """The operations of recurrent layers that are one operator: every weight meets every step of every sequence."""
+    steps = x.shape[:-1].numel()
+    return 2 * steps * sum(w.numel() for w in weights if w.ndim > 1)
 
 
 class Counter(Mode):
