@@ -43,6 +43,8 @@ SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
         ("Lazy", ("bf16[3,6]",)),
         ("scripted", ("fp32[3,4]",)),
         ("scripted", ("bf16[3,4]",)),
+        ("weight_normed", ("fp32[3,4]",)),
+        ("weight_normed", ("bf16[3,4]",)),
         ("of_torch_compile", ("fp32[3,4]",)),
     ],
 )

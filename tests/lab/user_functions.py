@@ -375,4 +375,5 @@ of_torch_compile = torch.compile(nn.Linear(4, 4))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     scripted = torch.jit.script(nn.Linear(4, 4))
+    weight_normed = nn.utils.weight_norm(nn.Linear(4, 4))
 not_a_function = 7

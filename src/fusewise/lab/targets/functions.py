@@ -88,8 +88,12 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own: those of a scripted module's are results of the old ones."""
-    made = copy.deepcopy(module)
+    """A copy with parameters of its own: those of a scripted module's are results of the old ones. What a module keeps of a call,
+    as weight_norm does and makes anew in the next, is copied without its history, with which it could not be."""
+    kept = [
+        x for part in module.modules() for x in vars(part).values() if isinstance(x, torch.Tensor) and not x.is_leaf
+    ]
+    made = copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
     for p in made.parameters():
         if not p.is_leaf:
             p.detach_().requires_grad_()
