@@ -486,6 +486,21 @@ def test_a_function_that_refuses_float64_has_no_truth():
         truth.check(p, eager(p))
 
 
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("shifted", ["fp32[3,4]", "fp32[4]"]),
+        ("shifted", ["fp32[3,4]", "fp32[4]", "none"]),
+        ("shifted", ["fp32[3,4]", "2.5"]),
+        ("shifted", ["fp32[3,4]", "fp32[4]", "fp32[4]"]),
+        ("tripled", ["fp32[3,4]"]),
+    ],
+)
+def test_what_torchscript_takes_for_a_tensor_is_traced(name, texts):
+    p = problem(name, *texts)
+    assert truth.check(p, TorchScript().build(p)).reason == ""
+
+
 @pytest.mark.parametrize("name", ["quantised", "through_numpy"])
 def test_a_trace_with_values_of_its_inputs_is_no_provider(name):
     with pytest.raises(plugin.Unsupported, match="a trace keeps values of the inputs as constants"):

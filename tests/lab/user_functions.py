@@ -1,5 +1,6 @@
 """Functions that tests study as a user's own; imported by worker processes by this file's path."""
 
+import functools
 import os
 import signal
 import warnings
@@ -216,6 +217,13 @@ def of_everything(*xs):
 
 def scaled(x, scale=2.0, flag=True, mode="none", *, eps=0.0):
     return x * scale if flag else x - 1
+
+
+def shifted(x, bias, by=None):
+    return x + bias if by is None else x + bias + by
+
+
+tripled = functools.partial(torch.mul, torch.tensor(3.0))
 
 
 def logarithm(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -80,6 +81,7 @@ class TorchScript(Provider):
             warnings.simplefilter("ignore")
             try:
                 scripted = torch.jit.script(program.function)
+                _check_taken(scripted, problem, program)
             except Exception as error:  # its front end raises anything at Python that it does not know
                 scripted = traced(problem, program, error)
         return Run(scripted, program.enter, program.leave, form="eager")
@@ -95,12 +97,29 @@ class TorchScript(Provider):
         return pytorch.script_traffic(problem, self.build(problem))
 
 
+def _check_taken(scripted: Any, problem: Problem, program: Program) -> None:
+    """TypeError for what was scripted and cannot be called with the arguments: a partial function, or a parameter without an
+    annotation, which is a tensor to TorchScript, where a number or None is given."""
+    method = getattr(scripted, "forward", scripted)
+    if not hasattr(method, "schema"):
+        if isinstance(program.function, functools.partial):
+            raise TypeError("a partial function is scripted as an object that cannot be called")
+        return
+    formal = [a for a in method.schema.arguments if a.name != "self"]
+    actual = program.enter(*problem.tensors)
+    left_out = [a.default_value for a in formal[len(actual) :]]
+    for parameter, given in zip(formal, (*actual, *left_out), strict=False):
+        if isinstance(parameter.type, torch.TensorType) and not isinstance(given, Tensor):
+            raise TypeError(f"{parameter.name} is a tensor without an annotation, and {given!r} is given")
+
+
 def traced(problem: Problem, program: Program, cause: Exception) -> Any:
     """`torch.jit.trace` of a function that cannot be scripted; arguments other than tensors become constants."""
     arguments = program.enter(*problem.leaves(False))
     tensors = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
     example = tuple(arguments[i] for i in tensors)
-    over_tensors = program.function if len(example) == len(arguments) else Exportable(program.function, arguments)
+    plain = len(example) == len(arguments) and not isinstance(program.function, functools.partial)
+    over_tensors = program.function if plain else Exportable(program.function, arguments)
     try:
         compiled = torch.jit.trace(over_tensors, example, strict=False)
     except Exception as error:  # as above
