@@ -110,6 +110,13 @@ def test_large_integers_hide_no_error_of_small_numbers_beside_them():
     assert "more than twice" in truth.check(p, double).reason
 
 
+def test_a_function_that_comes_back_in_two_processes_is_refused():
+    with pytest.raises(ValueError, match="must return in the process that called it, got a second one that it forked"):
+        problem("comes_back_twice", "x=fp32[4]")
+    p = problem("forks", "x=fp32[4]")
+    assert truth.check(p, eager(p)).reason == ""
+
+
 def test_integers_that_are_random_are_refused():
     with pytest.raises(ValueError, match="must give the same result when called again"):
         problem("torch:randint_like", "fp32[64]", "100")

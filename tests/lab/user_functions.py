@@ -114,6 +114,19 @@ def crashes(x):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def forks(x):
+    if process := os.fork():
+        os.waitpid(process, 0)
+    else:
+        os._exit(0)
+    return x * 2
+
+
+def comes_back_twice(x):
+    os.fork()
+    return x * 2
+
+
 def raises(x):
     try:
         return {}["tango"]

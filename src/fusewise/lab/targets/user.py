@@ -8,7 +8,9 @@ Modules work as functions, and their parameters get gradients, too.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import select
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,6 +41,8 @@ COMPLEX = "c64"
 REPEATED, MOST_REPEATED = 1e3, 1e-2
 #: Said of a function none of whose results depends on an input in a differentiable way.
 NO_BACKWARD = "must be differentiable for a backward pass"
+#: So long a process that a function forked is waited for, should it come back.
+FORKED_SECONDS = 1.0
 #: Characters of a case's name; the row's shape has all of the inputs.
 LONGEST_CASE = 1000
 
@@ -170,7 +174,7 @@ class UserProblem(Problem):
                 _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
             self.state = _copies(self.function)
             with torch.no_grad():  # parameters that a first call makes are the same in the copy
-                self.function(*self._arguments(self.leaves(False)))
+                self._once(lambda: self.function(*self._arguments(self.leaves(False))))
             self.wide = _cast(functions.copied(self.function), widened)
             self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
@@ -220,7 +224,7 @@ class UserProblem(Problem):
         leaves = self.leaves(gradient)
         self.begin_anew()
         state = _copies(self.function)
-        result, counter = counted(lambda: self.function(*self._arguments(leaves)))
+        result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves))))
         outputs = tensors_of(result)
         self.flops = counter.flops
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
@@ -269,6 +273,26 @@ class UserProblem(Problem):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
         self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
         self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
+
+    def _once(self, call: Callable[[], Result]) -> Result:
+        """What the call gives. ValueError where a process that it forked comes back, too: with every call there would be twice
+        as many."""
+        process, (reading, writing) = os.getpid(), os.pipe()
+        try:
+            return call()
+        finally:
+            if os.getpid() != process:
+                os.write(writing, b"!")
+                os._exit(0)
+            os.close(writing)
+            ready = select.select([reading], [], [], FORKED_SECONDS)[0]  # at once where no other process has it open
+            twice = ready and os.read(reading, 1)
+            os.close(reading)
+            if twice:
+                raise ValueError(
+                    f"study: {self.op} must return in the process that called it, got a second one that it forked; let that end "
+                    "by itself"
+                )
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
         """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
