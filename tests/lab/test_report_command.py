@@ -89,3 +89,14 @@ def test_odd_values_of_a_valid_record_are_shown(change, tmp_path):
     (tmp_path / "slower" / "record.json").write_text(json.dumps(data))
     compared = CliRunner().invoke(cli, ["compare", str(tmp_path), str(tmp_path / "slower"), "--json"])
     assert json.loads(compared.stdout)["exit_code"] == 1
+
+
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_a_record_that_cannot_be_read_is_told(run, verb, monkeypatch):
+    def broken(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(type(run), "read_text", broken)
+    result = CliRunner().invoke(cli, [verb, str(run)] + [str(run)] * (verb == "compare"))
+    assert result.exit_code == 2
+    assert f"{verb}: {run} must be a file that can be read, got [Errno 5]" in result.output.replace("\n", "")

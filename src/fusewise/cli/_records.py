@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
+Read = TypeVar("Read")
+
 EXISTING = click.Path(exists=True, path_type=Path)
+
+
+def _read(verb: str, path: Path, how: Callable[[Path], Read]) -> Read:
+    try:
+        return how(path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    except OSError as error:
+        raise click.UsageError(f"{verb}: {path} must be a file that can be read, got {error}; name another") from None
 
 
 @click.command(
@@ -39,10 +52,7 @@ def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> No
     from fusewise.lab import commands, record
     from fusewise.lab.render import printable, script
 
-    try:
-        found = record.read(run)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error)) from None
+    found = _read("report", run, record.read)
     if row_id is not None:
         row = next((row for row in found.rows if row.id == row_id), None)
         if row is None:
@@ -102,10 +112,7 @@ def compare(before: Path, after: Path, tolerance: float | None, relative: bool, 
 
     if tolerance is not None and tolerance != tolerance:  # which click takes for a number in the range
         raise click.BadParameter("nan is not in the range 0<=x<=1", param_hint="--tolerance")
-    try:
-        sides = comparing.read(before), comparing.read(after)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error)) from None
+    sides = _read("compare", before, comparing.read), _read("compare", after, comparing.read)
     if relative:
         sides = comparing.relative(sides[0]), comparing.relative(sides[1])
     found = comparing.compare(*sides, comparing.TOLERANCE if tolerance is None else tolerance)
