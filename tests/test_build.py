@@ -453,8 +453,25 @@ def test_a_child_forked_while_another_thread_builds_goes_on() -> None:
     with build._LOCK:
         child = os.fork()
         if child == 0:
-            os._exit(0 if build._LOCK.acquire(timeout=5) and build.FORKED else 1)
+            os._exit(0 if build._LOCK.acquire(timeout=5) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_only_of_several_threads_a_forked_child_has_lost_some(several: bool) -> None:
+    code = f"""
+import os, sys, threading
+from fusewise._shared import build
+if {several}:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+assert not build.FORKED
+child = os.fork()
+if child == 0:
+    os._exit(0 if build.FORKED is {several} else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # or numpy, which torch loads, starts some
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, env=environment)
 
 
 def test_nvcc_is_not_given_sources_that_its_shell_would_rewrite(tmp_path: Path, cache: Path) -> None:

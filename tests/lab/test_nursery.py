@@ -116,6 +116,15 @@ def test_a_worker_has_its_own_of_everything(parent, tmp_path):
             assert ask(one, drawn) != ask(other, drawn)
 
 
+def test_kernels_in_a_worker_have_torchs_threads(parent, tmp_path):
+    """As in a process that started alone: otherwise every call of a CPU kernel would start threads, and wait for them."""
+    for name, start in (("alone", Nursery(None)), ("forked", parent)):
+        with obeying(start, tmp_path / name) as process:
+            tell(process, "import torch; from fusewise._shared import build, cpu")
+            assert ask(process, "hasattr(__import__('ctypes').CDLL(None), 'GOMP_parallel')") == "True"
+            assert ask(process, "build.FORKED, cpu._parallel() != 0") == "False True"
+
+
 @pytest.mark.parametrize("modules", [(), inside.MODULES])
 def test_what_forks_has_one_thread_and_leaves_cuda_to_the_workers(tmp_path, modules):
     with (

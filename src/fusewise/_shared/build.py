@@ -123,16 +123,26 @@ Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
 _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
 _BUILT: list[Path] = []
 _LOCK = threading.Lock()
-#: Whether this process is a forked child of one that had this module: its threads, and what they held, are gone.
+#: Whether this process is a forked child of one that had this module and several threads: the others, such as an OpenMP
+#: runtime's, are gone, and what they held.
 FORKED = False
+_SEVERAL = True  # threads, where this process forks; on another system than Linux nobody knows
+
+
+def _forking() -> None:
+    global _SEVERAL
+    try:
+        _SEVERAL = len(os.listdir("/proc/self/task")) > 1
+    except OSError:
+        _SEVERAL = True
 
 
 def _forked() -> None:
     global _LOCK, FORKED
-    _LOCK, FORKED = threading.Lock(), True
+    _LOCK, FORKED = threading.Lock(), FORKED or _SEVERAL
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_forking, after_in_child=_forked)
 
 
 def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> ctypes.CDLL:
