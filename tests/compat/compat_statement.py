@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,3 +99,30 @@ def assert_transforms(function: Callable[[Tensor], Any], x: Tensor) -> None:
     (batch,) = torch.autograd.grad(ys, leaf, dys, is_grads_batched=True, retain_graph=True)
     for i, dx in enumerate(batch):
         torch.testing.assert_close(dx, torch.autograd.grad(ys, leaf, [dy[i] for dy in dys], retain_graph=True)[0])
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def assert_same(ours: Any, statement: Any, leaves: list[Tensor], products: int = 0) -> None:
+    """Results and gradients of `ours` are those of `statement` in float64: within one rounding for a gate, and one more
+    for every product on the way."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    y, true = ours(*leaves), statement(*wide)
+    dy = torch.randn_like(y)
+    given = dy.clone()
+    found = [y, *torch.autograd.grad(y, leaves, dy)]
+    expected = [true, *torch.autograd.grad(true, wide, given.double())]
+    assert torch.equal(dy, given), "an incoming gradient was overwritten"
+    for result, exact in zip(found, expected, strict=True):
+        eps = torch.finfo(y.dtype).eps
+        size = float(exact.detach().abs().max())
+        atol = 8 * torch.finfo(torch.float32).eps * max(size, 1.0) + products * eps * size
+        assert result.dtype == y.dtype
+        torch.testing.assert_close(result.double(), exact, rtol=0.51 * eps, atol=atol)

@@ -1,0 +1,106 @@
+"""The bytes and the products that a user's own function needs at least."""
+
+import pytest
+from user_problems import FILE, RMS, problem
+
+from fusewise.lab.providers.pytorch import Eager
+from fusewise.lab.targets.user import User
+from fusewise.lab.worker import Server
+
+
+def test_bytes_and_flops():
+    p = problem("doubled", "x=fp32[8,16]", pass_="bwd")
+    assert p.bytes_min() == 2 * 8 * 16 * 4  # a linear function: dy read, dx written
+    assert p.flops_min() == 0
+    assert problem("twice", "x=fp32[8,16]", pass_="bwd").bytes_min() == 4 * 512  # three gradients read, one written
+    assert problem("summed", "x=fp32[8,16]", pass_="bwd").bytes_min() == 16 * 4  # that of the sum, expanded
+    p = problem("rms", *RMS, dtype="bf16", pass_="bwd")
+    assert p.bytes_min() == 2 * (8 * 16 + 2 * (8 * 16 + 16))  # dy and both inputs read, both gradients written
+    p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
+    assert p.flops_min() == 3 * 2 * 3 * 6 * 4
+    assert p.shape() == "x=fp32[3,6] parameters[28]"
+
+
+def test_bytes_count_what_is_not_learned_as_far_as_it_is_read():
+    held = 4 * (4 * 6 + 4 + 3 * 4)  # weight, bias, three rows of the mask
+    p = problem("Holding", "x=fp32[3,6]")
+    assert p.bytes_min() - held - 4 * (3 * 6 + 3 * 4) in (0, 8)  # x, y, and perhaps the index, made of a number
+    back = problem("Holding", "x=fp32[3,6]", pass_="bwd")
+    assert back.bytes_min() == 4 * (3 * 4 + 3 * 6) + 4 * 4 * 6  # dy, dx, weight
+    assert problem("projected", "x=fp32[8,8]").bytes_min() == 3 * 4 * 8 * 8  # a tensor of the file's own
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("largest", "x=fp32[8,16]", True),  # which elements have one is known from x
+        ("above", "x=fp32[8,16]", True),  # and here how many gradients there are
+        ("entropy", "p=fp32[8,16] uniform(0.1,0.9)", True),  # takes nothing but probabilities
+        ("demanding", "x=fp32[16] full(1)", True),  # refuses other values
+        ("doubled", "x=fp32[8,16] strides(0,1)", False),
+        ("doubled", "x=fp32[]", False),
+    ],
+)
+def test_whether_a_gradient_reads_the_inputs(name, text, read):
+    assert problem(name, text, pass_="bwd").reads_inputs == read
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "flops", "products"),
+    [
+        ("Recurrent", ["fp32[3,2,8]"], 2 * 6 * 64 * (8 + 16 + 16 + 16), 2),
+        ("torch:mv", ["fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),  # what is left is no sum
+        ("torch:addmv", ["fp32[3]", "fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),
+        ("torch:addbmm", ["fp32[3,4]", "fp32[2,3,7]", "fp32[2,7,4]"], 2 * 2 * 3 * 7 * 4, 2),
+    ],
+)
+def test_products_that_pytorch_has_no_formula_for(name, texts, flops, products):
+    """And how many as many there are in a backward."""
+    assert problem(name, *texts).flops_min() == flops
+    assert problem(name, *texts, pass_="bwd").flops_min() == products * flops
+
+
+def test_products_of_a_backward_are_those_that_it_needs():
+    assert problem("attention", *["fp32[1,2,8,4]"] * 3).flops_min() == 2 * (2 * 2 * 8 * 8 * 4)
+    assert problem("attention", *["fp32[1,2,8,4]"] * 3, pass_="bwd").flops_min() == 4 * (2 * 2 * 8 * 8 * 4)
+    product = 2 * 3 * 6 * 4
+    assert problem("Net", "fp32[3,6] fixed", pass_="bwd").flops_min() == product  # the weight's gradient alone
+    assert problem("remembering_less", "fp32[3,6]", "fp32[6,4]", pass_="bwd").flops_min() == 2 * product
+
+
+@pytest.mark.parametrize("name", ["twice", "partly_detached"])
+def test_a_worker_that_goes_on_with_another_pass_has_its_bytes_and_gradients(name):
+    first, alone = (problem(name, "x=fp32[8,16]", pass_=pass_) for pass_ in ("fwd", "bwd"))
+    server = Server(Eager(), "cpu", 0)
+    assert server.prepare(first.task)["bytes_min"] == first.bytes_min()
+    kept = server.problem
+    reply = server.prepare(alone.task)
+    assert server.problem is kept
+    assert (reply["status"], reply["bytes_min"]) == ("ok", alone.bytes_min())
+
+
+def test_a_case_counts_its_inputs_before_the_function_ran():
+    target = User(f"{FILE}:rms", RMS)
+    assert target.case().bytes_min("fwd", "bf16") == 2 * (8 * 16 + 16)
+
+
+def test_bytes_count_what_is_distinct():
+    p = problem("twice", "x=fp32[8,16]")
+    assert p.bytes_min() == 2 * 512  # x read, one product written; a view of x is nothing
+    assert problem("doubled", "x=fp32[8,16] strides(0,1)").bytes_min() == 16 * 4 + 512
+    assert problem("views_of_one", "x=fp32[8,16]").bytes_min() == 2 * 512  # a product, and views of that
+    assert problem("halves", "x=fp32[8,16]").bytes_min() == 2 * 512
+
+
+def test_products_of_our_own_operations_are_counted():
+    p = problem("gated", "x=fp32[4,8]", "weight=fp32[12,8]")
+    assert p.flops_min() == 2 * 4 * 8 * 12
+
+
+def test_bytes_of_complex_numbers():
+    assert problem("conjugated", "z=c64[8]", "x=fp32[8]").bytes_min() == 8 * 8 + 8 * 4 + 8 * 8
+    assert problem("spectrum", "x=fp32[8]", pass_="bwd").bytes_min() == 8 * 8 + 8 * 4  # a linear function
+
+
+def test_a_buffer_that_is_written_is_bytes_that_move():
+    assert problem("Counting", "fp32[8,4]").bytes_min() == problem("doubled", "fp32[8,4]").bytes_min() + 4
