@@ -17,88 +17,133 @@ def test_busy_time_is_the_number_of_moments_in_which_something_ran(intervals):
     assert foreign.busy(intervals) == len({moment for start, stop in intervals for moment in range(start, stop)})
 
 
-def profile(events):
-    """A finished profile that saw (device, start, duration)."""
+KINDS = torch._C._autograd.DeviceType
+MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 
-    def event(device, start, duration):
-        return SimpleNamespace(device_type=lambda: device, start_ns=lambda: start, duration_ns=lambda: duration)
+
+def profile(events):
+    """A finished profile that saw (device, start, duration, name)."""
+
+    def event(device, start, duration, name="work"):
+        return SimpleNamespace(
+            device_type=lambda: device, start_ns=lambda: start, duration_ns=lambda: duration, name=lambda: name
+        )
 
     seen = [event(*e) for e in events]
     return SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: seen)))
 
 
-KINDS = torch._C._autograd.DeviceType
 HOST = (KINDS.CPU, 0, 100)
 
 
 def test_kernels_are_what_ran_on_the_device():
-    made = profile([HOST, (KINDS.CUDA, 10, 5), (KINDS.CUDA, 12, 10)])
-    assert foreign.kernels(made) == [(10, 15), (12, 22)]
-    assert foreign.busy(foreign.kernels(made)) == 12
+    made = profile([HOST, (KINDS.CUDA, 12, 10), (KINDS.CUDA, 10, 5, "first")])
+    assert foreign.kernels(made) == [((10, 15), "first"), ((12, 22), "work")]
+
+
+def test_samples_are_what_ran_between_marks():
+    """Whatever order the profiler tells it in, and not what ran before the first, such as a flush, or between two samples."""
+    told = [(KINDS.CUDA, at, 1, MARK) for at in (10, 20, 30, 40, 50, 60)]
+    told += [(KINDS.CUDA, at, 2) for at in (33, 5, 12, 25, 11, 70)] + [HOST]
+    assert foreign.between_marks(profile(told)) == [[(11, 13), (12, 14)], [(33, 35)], []]
+
+
+class Device:
+    """A GPU that is not there: what its profiler sees, when, and which kernels, as (start, duration), a call runs."""
+
+    def __init__(self):
+        self.now, self.seen, self.kernels, self.profiles = 0, [], [], 0
+
+    def ran(self, kernels, name="work"):
+        self.seen += [(KINDS.CUDA, self.now + start, duration, name) for start, duration in kernels]
+        self.now += 1_000_000
+
+    @contextmanager
+    def profile(self, **_):
+        self.profiles += 1
+        first = len(self.seen)
+        made = profile([])
+        yield made
+        made.profiler = profile(self.seen[first:]).profiler
 
 
 @pytest.fixture
-def timer(monkeypatch):
-    """A timer on a GPU that is not there, what its profiler sees, and what its events say by calls a sample."""
-    seen, by_events = [], {}
+def device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch.profiler, "profile", device.profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: device.ran([(0, 500)], MARK))
+    device.work = Work(lambda i: device.ran([(0, 9000)]), lambda _: device.ran(device.kernels))
+    return device
 
-    @contextmanager
-    def profiled(**_):
-        yield profile(seen)
+
+@pytest.fixture
+def timer(monkeypatch, device):
+    """A timer on it, and what its events say by calls a sample; the smallest kernel takes 2 µs by the profiler."""
+    by_events = {}
 
     class Events(foreign.CudaTimer):
         def turn(self, work, samples, calls):
-            work.step(work.begin(0))
             return Turn([by_events.get(calls, 0.0)] * samples)
 
-    monkeypatch.setattr(torch.profiler, "profile", profiled)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    class Timer(foreign.ProfiledTimer):
+        def _seen(self, work, samples, calls):
+            if work is device.work:
+                return super()._seen(work, samples, calls)
+            return [[(0, 2000)] for _ in range(samples)]
+
     monkeypatch.setattr(foreign, "CudaTimer", Events)
-    return foreign.ProfiledTimer(torch.device("cpu"), 2**10, lambda: {"sm": 1}), seen, by_events
+    return Timer(torch.device("cpu"), 2**10, lambda: {"sm": 1}), by_events
 
 
-WORK = Work(lambda i: i, lambda _: None)
+def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer, device):
+    timer, _ = timer
+    device.kernels = [(0, 3000), (4000, 1000)]
+    assert timer.once(device.work) == pytest.approx(4e-6)
+    device.profiles = 0
+    turn = timer.turn(device.work, samples=2, calls=4)
+    assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([4.0, 4.0]), None, {"sm": 1})
+    assert device.profiles == 1  # since beginning and ending one takes milliseconds
 
 
-def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer):
-    timer, seen, _ = timer
-    seen += [HOST, (KINDS.CUDA, 1000, 3000), (KINDS.CUDA, 5000, 1000)]
-    assert timer.once(WORK) == pytest.approx(4e-6)
-    turn = timer.turn(WORK, samples=2, calls=4)
-    assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([1.0, 1.0]), None, {"sm": 1})
-
-
-def test_the_kernels_of_a_call_alone(timer):
-    timer, seen, by_events = timer
+def test_the_kernels_of_a_call_alone(timer, device):
+    timer, by_events = timer
     by_events[1] = 3.5
-    seen += [(KINDS.CUDA, 1000, 3000), (KINDS.CUDA, 5000, 1000)]
-    assert timer.kernel_us(WORK, samples=3) == pytest.approx(4.0)
+    device.kernels = [(0, 3000), (4000, 1000)]
+    assert timer.kernel_us(device.work, samples=3) == pytest.approx(4.0)
 
 
-def test_the_starts_of_kernels_count_as_events_count_them(timer):
+def test_the_starts_of_kernels_count_as_events_count_them(timer, device):
     """The smallest kernel: by the profiler 2 µs, by events 3.5 in samples of one call and 2.5 in a row of them."""
-    timer, seen, by_events = timer
-    seen.append((KINDS.CUDA, 1000, 2000))
+    timer, by_events = timer
+    device.kernels = [(0, 2000)]
     by_events |= {1: 3.5, foreign.ROW: 2 / foreign.ROW + 0.5}
-    assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([3.5])
-    seen.append((KINDS.CUDA, 5000, 1000))
+    assert timer.turn(device.work, samples=1, calls=1).device_us == pytest.approx([3.5])
+    device.kernels.append((5000, 1000))
     by_events.clear()  # measured once
-    assert timer.turn(WORK, samples=2, calls=1).device_us == pytest.approx([3.0 + 1.5 + 0.5] * 2)
+    assert timer.turn(device.work, samples=2, calls=1).device_us == pytest.approx([3.0 + 1.5 + 0.5] * 2)
 
 
-def test_events_that_are_quicker_than_the_profiler_take_nothing_away(timer):
-    timer, seen, by_events = timer
-    seen.append((KINDS.CUDA, 1000, 2000))
+def test_events_that_are_quicker_than_the_profiler_take_nothing_away(timer, device):
+    timer, by_events = timer
+    device.kernels = [(0, 2000)]
     by_events[1] = 1.0
-    assert timer.turn(WORK, samples=1, calls=1).device_us == pytest.approx([2.0])
+    assert timer.turn(device.work, samples=1, calls=1).device_us == pytest.approx([2.0])
 
 
-def test_a_call_of_which_no_kernel_was_seen_has_no_time(timer):
-    timer, seen, _ = timer
-    seen.append(HOST)
-    for wanted in (lambda: timer.once(WORK), lambda: timer.turn(WORK, samples=2, calls=4)):
+def test_a_call_of_which_no_kernel_was_seen_has_no_time(timer, device):
+    timer, _ = timer
+    for wanted in (lambda: timer.once(device.work), lambda: timer.turn(device.work, samples=2, calls=4)):
         with pytest.raises(RuntimeError, match=r"torch\.profiler saw no kernel of it"):
             wanted()
+
+
+def test_a_sample_that_the_profiler_has_lost_is_missed(timer, device, monkeypatch):
+    timer, _ = timer
+    device.kernels = [(0, 2000)]
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    with pytest.raises(RuntimeError, match=r"torch\.profiler saw no kernel of it"):
+        timer.turn(device.work, samples=2, calls=1)
 
 
 def negating(elements):

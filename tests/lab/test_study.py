@@ -262,3 +262,17 @@ def running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("groups", [1, 2, 50])
+def test_groups_that_take_as_long_as_the_quickest_end_at_the_deadline(groups):
+    """The first takes longer: by all that is compiled once, which no group after it takes again."""
+    left, preparing = 100.0 * groups, []
+    for index in range(groups):
+        preparing.append(61.0 if index == 0 else 3.0)
+        left -= preparing[-1]
+        rounds = study.share(left, groups - index, preparing[:-1])
+        assert rounds > 30
+        left -= rounds
+    assert left == pytest.approx(0.0, abs=1e-6)
+    assert study.share(-1.0, 3, preparing) == study.share(8.0, 5, [60.0, 2.0]) == 0.0

@@ -28,8 +28,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import cache
@@ -113,9 +113,16 @@ def cxx() -> Compiler:
 
 
 def nvcc() -> Compiler:
-    """The user's CUDA compiler."""
-    return compiler("NVCC", "nvcc")
+    """The user's CUDA compiler, which is to use all cores where that is known to give the same code."""
+    found = compiler("NVCC", "nvcc")
+    release = re.search(r"release (\d+)", found.version)
+    if release is None or int(release[1]) < SPLITS:
+        return found
+    return replace(found, command=(*found.command, "-split-compile=0"))
 
+
+#: The major version of nvcc from which on it optimises the kernels of a file side by side; older ones were not tried.
+SPLITS = 13
 
 #: What a library is made from, as the functions below take it: name, sources, compiler and flags.
 Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
@@ -190,6 +197,22 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
             return False
         cache.check_folder(entry.parent)
         return _intact(entry)
+
+
+def ahead(first: Recipe, then: Callable[[], Recipe]) -> None:
+    """Where `first` has yet to be built and can be, have what `then` tells of, which is needed after it, built meanwhile. Whoever loads that
+    waits for it, and is told what went wrong.
+
+    Raises:
+        BuildError: as `built`.
+    """
+
+    def make() -> None:
+        with contextlib.suppress(BuildError):
+            prepared(*then())
+
+    if not first[2].missing and not built(*first):
+        threading.Thread(target=make, name="fusewise-build", daemon=True).start()
 
 
 def why_not(recipe: Recipe, otherwise: str = "it is not built; `fusewise build` does that") -> str:

@@ -16,11 +16,15 @@ import torch
 
 from .timing import CudaTimer, Turn, Work, no_collection
 
+Interval = tuple[int, int]
+
+#: In the name of the kernel behind `torch.cuda._sleep`.
+MARK = "spin_kernel"
 #: Samples by which the start of a kernel is measured, and the kernels of a row.
 STARTS, ROW = 20, 16
 
 
-def busy(intervals: Iterable[tuple[int, int]]) -> int:
+def busy(intervals: Iterable[Interval]) -> int:
     """Length of the union of [start, stop) intervals."""
     total, end = 0, None
     for start, stop in sorted(intervals):
@@ -42,39 +46,48 @@ class ProfiledTimer:
         self.starts: dict[int, float] = {}
 
     def once(self, work: Work) -> float:
-        state = work.begin(0)
-        torch.cuda.synchronize(self.device)
-        with _profile() as profile:
-            work.step(state)
-            torch.cuda.synchronize(self.device)
-        return busy(_seen(profile)) / 1e9
+        return busy(self._seen(work, 1, 1)[0]) / 1e9
 
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
         result = Turn([])
         first, other = self._start_us(calls), self._start_us(ROW)
         with no_collection():
-            for _ in range(samples):
-                seen = self._sample(work, calls)
+            for seen in self._seen(work, samples, calls):
                 others = max(len(seen) - calls, 0)
                 result.device_us.append((busy(seen) / 1e3 + others * other) / calls + first)
-                result.clocks = self.clocks() or result.clocks
+        result.clocks = self.clocks()
         return result
 
     def kernel_us(self, work: Work, samples: int) -> float:
         """Microseconds in which kernels of a call ran, one call a sample: without what starts them and what is between them."""
         with no_collection():
-            return median(busy(self._sample(work, 1)) / 1e3 for _ in range(samples))
+            return median(busy(seen) / 1e3 for seen in self._seen(work, samples, 1))
 
-    def _sample(self, work: Work, calls: int) -> list[tuple[int, int]]:
-        states = [work.begin(i) for i in range(calls)]
-        if self.events.flush is not None:
-            self.events.flush.zero_()
-        torch.cuda.synchronize(self.device)
+    def _seen(self, work: Work, samples: int, calls: int) -> list[list[Interval]]:
+        """The kernels of each sample, of which all are in one profile: to begin and to end one takes longer than most calls do.
+
+        Raises:
+            RuntimeError: none was seen of a sample. Nothing is faster than that.
+        """
         with _profile() as profile:
-            results = [work.step(state) for state in states]
-            torch.cuda.synchronize(self.device)
-        del states, results
-        return _seen(profile)
+            for _ in range(samples):
+                states = [work.begin(i) for i in range(calls)]
+                if self.events.flush is not None:
+                    self.events.flush.zero_()
+                self._mark()
+                results = [work.step(state) for state in states]
+                self._mark()
+                del states, results
+        seen = between_marks(profile)
+        if len(seen) != samples or not all(map(busy, seen)):
+            raise RuntimeError("torch.profiler saw no kernel of it, so that its device time is not known")
+        return seen
+
+    def _mark(self) -> None:
+        """Run a kernel that nothing else runs, alone, whatever the streams of the others."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize(self.device)
 
     def _start_us(self, calls: int) -> float:
         """Microseconds a call that events count beyond the run of its kernel, in samples of so many."""
@@ -82,7 +95,7 @@ class ProfiledTimer:
             x = torch.zeros(1, device=self.device)
             smallest = Work(lambda _: x, lambda x: x.add_(1.0))
             by_events = median(self.events.turn(smallest, STARTS, calls).device_us)
-            by_profiler = median(busy(self._sample(smallest, calls)) / 1e3 / calls for _ in range(STARTS))
+            by_profiler = median(busy(seen) / 1e3 / calls for seen in self._seen(smallest, STARTS, calls))
             self.starts[calls] = max(0.0, by_events - by_profiler)
         return self.starts[calls]
 
@@ -98,16 +111,23 @@ def _profile() -> Any:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
-def _seen(profile: Any) -> list[tuple[int, int]]:
-    """The kernels of a profile. RuntimeError where none was seen: nothing is faster than that."""
-    seen = kernels(profile)
-    if not busy(seen):
-        raise RuntimeError("torch.profiler saw no kernel of it, so that its device time is not known")
-    return seen
-
-
-def kernels(profile: Any) -> list[tuple[int, int]]:
-    """Start and stop in nanoseconds of everything that ran on a device."""
+def kernels(profile: Any) -> list[tuple[Interval, str]]:
+    """When everything that ran on a device started and stopped, nanoseconds, and its name; in the order of the starts."""
     events = profile.profiler.kineto_results.events()
     cuda = torch._C._autograd.DeviceType.CUDA
-    return [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_type() == cuda]
+    found = [((e.start_ns(), e.start_ns() + e.duration_ns()), e.name()) for e in events if e.device_type() == cuda]
+    return sorted(found)
+
+
+def between_marks(profile: Any) -> list[list[Interval]]:
+    """What ran between the first mark and the second, the third and the fourth, and so on."""
+    found: list[list[Interval]] = []
+    inside = False
+    for interval, name in kernels(profile):
+        if MARK in name:
+            inside = not inside
+            if inside:
+                found.append([])
+        elif inside:
+            found[-1].append(interval)
+    return found

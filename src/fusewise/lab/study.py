@@ -62,6 +62,12 @@ def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
     )
 
 
+def share(left: float, groups: int, preparing: Sequence[float]) -> float:
+    """Seconds for the rounds of a group, with `left` until all of them, this one and those after it, are to end. Those have to
+    be prepared, too: each as the quickest was, but for the first, in which there is whatever is compiled for all."""
+    return max(0.0, left - (groups - 1) * min(preparing[1:], default=0.0)) / groups
+
+
 class Study:
     """One run. `run()` returns the record; the directory has it, too, after every group."""
 
@@ -90,6 +96,7 @@ class Study:
         self.random = random.Random(options.seed)
         self.seats = Seats(options)
         self.deadline = math.inf
+        self.preparing: list[float] = []  # seconds before the first round of each group
         self.spent = spent.Parts()
 
     def run(self) -> Record:
@@ -123,6 +130,7 @@ class Study:
 
     def _group(self, task: Task, groups_left: int) -> None:
         """Prepare, measure and record one task with every provider."""
+        begun = time.monotonic()
         with self._accounted():
             replies = self.seats.side_by_side(machine.cores(), self.seats.all, task, "load")
         with self._accounted():
@@ -148,8 +156,11 @@ class Study:
             for seat in seats
         }
         running = [seat for seat in seats if replies[seat.name]["ok"]]
+        now = time.monotonic()
+        stop = now + min(self.options.group_seconds, share(self.deadline - now, groups_left, self.preparing))
+        self.preparing.append(now - begun)
         with self.spent.part("measuring"):
-            self._rounds(running, measurements, replies, groups_left)
+            self._rounds(running, measurements, replies, stop)
             if task in self.looked:
                 self._kernels([seat for seat in running if replies[seat.name]["ok"]], measurements)
         shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
@@ -184,12 +195,10 @@ class Study:
         seats: list[Seat],
         measurements: Mapping[str, Measurement],
         replies: dict[str, dict[str, Any]],
-        groups_left: int,
+        stop: float,
     ) -> None:
         """Rounds until every provider is known precisely enough or time is up. A failing worker loses its samples."""
         options = self.options
-        now = time.monotonic()
-        stop = min(now + options.group_seconds, now + max(0.0, self.deadline - now) / groups_left)
 
         def asked(seat: Seat, do: str, when: str, **fields: Any) -> dict[str, Any] | None:
             assert seat.worker is not None

@@ -22,6 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -151,7 +152,9 @@ class Server:
             leaving = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
         return {"ok": False, "status": "failed", "reason": said, "crowded": crowded, "leaving": leaving}
 
-    def foreign_timer(self) -> ProfiledTimer:
+    @cached_property
+    def profiled(self) -> ProfiledTimer:
+        """The timer of what runs on streams that torch does not know, and of kernels alone."""
         from .foreign import ProfiledTimer
 
         return ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
@@ -239,7 +242,7 @@ class Server:
             self.give_back()  # what the check took, or a part of it would be the copies' and the rest stay with them
             work = make_work(problem, run, calls)
             reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
-        timer = self.foreign_timer() if run.foreign and self.device.type == "cuda" else self.timer
+        timer = self.profiled if run.foreign and self.device.type == "cuda" else self.timer
         self.prepared = Prepared(work, calls, timer)
         self.unseen += calls * problem.held()
         return reply | {"prepare_s": time.perf_counter() - start}
@@ -282,7 +285,7 @@ class Server:
         try:
             if self.shared:
                 prepared.timer.once(prepared.work)
-            found: Reply = {"kernel_us": round(self.foreign_timer().kernel_us(prepared.work, KERNEL_SAMPLES), 3)}
+            found: Reply = {"kernel_us": round(self.profiled.kernel_us(prepared.work, KERNEL_SAMPLES), 3)}
         except Exception as error:  # what was timed stays timed
             traceback.print_exc()
             found = {"kernel_us": None, "kernel_us_reason": reason(error)}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...._shared import build, cuda
-from .._host import NEW
+from .. import _host
 from .._native import packed
 from .._problem import Rotation
 
@@ -33,7 +33,9 @@ def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
 
 @functools.cache
 def _kernel() -> cuda.Library:
-    return cuda.Library(recipe(cuda.present()), "fusewise_rope")
+    made = recipe(cuda.present())
+    build.ahead(made, _host.recipe)
+    return cuda.Library(made, "fusewise_rope")
 
 
 def unavailable(device_type: str) -> str | None:
@@ -49,4 +51,4 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
 
 def tell(host: Any) -> None:
     """Tell the quick way on the host (`_host.py`) where the launcher is."""
-    host.on_cuda(NEW, *_kernel().addresses())
+    host.on_cuda(_host.NEW, *_kernel().addresses())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...._shared import build, cuda
 from ...rope import _cuda as rope
-from ...rope._host import CACHED
+from ...rope import _host
 from .._native import packed
 
 FOLDER = Path(__file__).parent
@@ -25,7 +25,9 @@ def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
 
 @functools.cache
 def _kernel() -> cuda.Library:
-    return cuda.Library(recipe(cuda.present()), "fusewise_rope_and_cache")
+    made = recipe(cuda.present())
+    build.ahead(made, _host.recipe)
+    return cuda.Library(made, "fusewise_rope_and_cache")
 
 
 def unavailable(device_type: str) -> str | None:
@@ -41,4 +43,4 @@ def launch(q: Tensor, *rest: Any) -> None:
 
 def tell(host: Any) -> None:
     """Tell the quick way on the host (`rope/_host.py`) where the launcher is."""
-    host.on_cuda(CACHED, *_kernel().addresses())
+    host.on_cuda(_host.CACHED, *_kernel().addresses())
