@@ -28,8 +28,8 @@ CALLS_PER_HOLD = 32
 PAIRS = 16
 #: The least that is left of a sample, such as one of calls that start no kernel: CUDA's own figure for what events resolve.
 RESOLUTION_US = 0.5
-#: Calls in the unsynchronised loop that measures the host.
-HOST_CALLS = 20
+#: Calls in the unsynchronised loop that measures the host: fewer, but no fewer than the other, once they took as long as that.
+HOST_CALLS, FEWEST_HOST_CALLS, HOST_SECONDS = 20, 5, 0.02
 #: Spin cycles a second, at least: no current card runs faster than this.
 CYCLES_PER_SECOND = 2_000_000_000
 #: The longest hold. A device takes about a thousand launches before the host must wait; what needs more of them than that
@@ -176,7 +176,7 @@ class CudaTimer:
         seconds = min(known * samples * 2 + 3e-4, MAX_HOLD_S)
         held = False
         events: list[tuple[Any, Any]] = []
-        for _ in range(4 if self.holdable else 1):
+        for attempt in range(4 if self.holdable else 1):
             torch.cuda.synchronize(self.device)
             torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
             begun = time.perf_counter()
@@ -198,7 +198,7 @@ class CudaTimer:
             self.queue_s = min(self.queue_s, took / samples)  # a full queue makes the host wait: not its own time
             result.clocks = self.clocks() or result.clocks
             torch.cuda.synchronize(self.device)
-            if held:
+            if held or (attempt > 0 and self.queue_s * samples > MAX_HOLD_S):  # as long as which no hold lasts
                 break
             seconds = min(2 * max(seconds, took), MAX_HOLD_S)
         if not held:
@@ -215,6 +215,8 @@ class CudaTimer:
             work.step(state)
             times.append((time.perf_counter_ns() - start) / 1e3)
             del state  # or it would be there beside the next, which no sample has
+            if len(times) >= FEWEST_HOST_CALLS and sum(times) > HOST_SECONDS * 1e6:
+                break
         torch.cuda.synchronize(self.device)
         return median(times)
 
