@@ -32,6 +32,10 @@ AXES = {"cos": rand(3, B, T, D), "sin": rand(3, B, T, D), "mrope_section": [2, 1
 COMPLEX = torch.complex(HALF["cos"], HALF["sin"])
 PAIR = {"q": XH, "k": XH.clone()}
 CACHED = {"positions": torch.arange(T), "head_size": D, "cos_sin_cache": rand(T, D), "is_neox": True}
+LAYER = {
+    "head_size": D, "rotary_dim": D, "max_position_embeddings": T, "base": 1e4, "is_neox_style": True, "dtype": torch.float32,
+}  # fmt: skip
+FLAT = {"query": TOKENS.flatten(1), "key": TOKENS.flatten(1).clone()}
 PACKED = {"q": TOKENS, "k": TOKENS.clone(), "indptr": ints(0, T), "offsets": ints(0)}
 PLACED = {"q": TOKENS, "k": TOKENS.clone(), "pos_ids": torch.arange(T)}
 FREQUENCIES = {"rotary_dim": D, "interleave": False, "rope_scale": 1.0, "rope_theta": 1e4}
@@ -77,6 +81,66 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
     (
         vllm.RotaryEmbedding(D, D, T, 1e4, True, torch.float32),
         {"positions": torch.arange(T), "query": TOKENS, "key": TOKENS.clone()},
+    ),
+    *[
+        (kind, {**LAYER, **more})
+        for kind, more in (
+            (vllm.MRotaryEmbedding, {"mrope_interleaved": False, "positions_factor": 2, "scaling_factor": 2.0}),
+            (vllm.NTKScalingRotaryEmbedding, {"scaling_factor": 2.0, "mixed_b": 0.5}),
+            (vllm.DynamicNTKScalingRotaryEmbedding, {"max_trained_positions": T, "scaling_factor": 2.0}),
+            (vllm.DynamicNTKAlphaRotaryEmbedding, {"scaling_alpha": 2.0}),
+            (vllm.YaRNScalingRotaryEmbedding, {"scaling_factor": 2.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}),
+            (vllm.LinearScalingRotaryEmbedding, {"scaling_factors": [2.0]}),
+            (
+                vllm.DeepseekScalingRotaryEmbedding,
+                {"scaling_factor": 2.0, "beta_fast": 32, "mscale": 1.0, "mscale_all_dim": 0.5, "init_cache": True},
+            ),
+            (
+                vllm.Llama3RotaryEmbedding,
+                {"scaling_factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": T},
+            ),
+            (vllm.Gemma4RotaryEmbedding, {}),
+            (
+                vllm.Phi3LongRoPEScaledRotaryEmbedding,
+                {"original_max_position_embeddings": 2, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+                 "short_mscale": 1.0, "long_mscale": 1.0},
+            ),
+        )
+    ],
+    (vllm.get_rope, {"head_size": D, "max_position": T, "is_neox_style": True, "mrope_positions_factor": 4}),
+    *[
+        (vllm.get_rope(D, T, True, {"mrope_section": [2, 1, 1]}), {"positions": at, **FLAT})
+        for at in (torch.arange(T), torch.arange(3 * T).view(3, T))
+    ],
+    (
+        vllm.get_rope(D, T, True, {"rope_type": "deepseek_yarn", "factor": 2.0, "original_max_position_embeddings": T}),
+        {"positions": torch.arange(T), "query": TOKENS, "key": TOKENS.clone(), "offsets": ints(*[0] * T)},
+    ),
+    (
+        vllm.DeepseekV4ScalingRotaryEmbedding(D, D, T, 1e4, True, 2.0, torch.float32),
+        {"positions": torch.arange(T), "query": TOKENS, "key": TOKENS.clone(), "inverse": False},
+    ),
+    (
+        vllm.Phi3LongRoPEScaledRotaryEmbedding(D, D, T, 2, 1e4, True, torch.float32, [1.0] * 4, [2.0] * 4),
+        {"positions": torch.arange(T), **FLAT, "offsets": ints(*[0] * T)},
+    ),
+    (vllm.ApplyRotaryEmb, {"enforce_enable": False, "is_neox_style": True, "enable_fp32_compute": False}),
+    *[(vllm.ApplyRotaryEmb(), {"x": x, **HALF}) for x in (X, TOKENS)],
+    (
+        vllm.triton_mrope,
+        {"q": TOKENS.flatten(1), "k": TOKENS.flatten(1).clone(), "cos": rand(3, T, D // 2), "sin": rand(3, T, D // 2),
+         "mrope_section": [2, 1, 1], "head_size": D, "rotary_dim": D, "mrope_interleaved": False, "is_neox_style": True},
+    ),
+    (vllm.packed_qk_rope_, {"xqkv": rand(T, 3, H, D), "freqs_cis": COMPLEX}),
+    (vllm.apply_interleaved_rope, {"x": rand(3, T, 4), "mrope_section": [2, 1, 1]}),
+    (
+        transformer_engine.FusedRoPEFunc.apply,
+        {"t": X, "freqs": FREQS, "start_positions": ints(0, 0), "tensor_format": "bshd", "interleaved": False,
+         "cp_size": 2, "cp_rank": 1},
+    ),
+    (
+        transformer_engine.FusedQKVRoPEFunc.apply,
+        {"qkv": FUSED, **SPLIT, "start_positions": ints(0, 0), "interleaved": False},
     ),
     (flashinfer.silu_and_mul, {"input": rand(3, 2 * D), "out": rand(3, D)}),
     (flashinfer.gelu_and_mul, {"input": rand(3, D)}),

@@ -21,6 +21,9 @@ CACHED = "positions, query, key, head_size, cos_sin_cache, is_neox=True"
 TE = "start_positions=None, interleaved=False"
 CP = "cu_seqlens=None, cp_size=1, cp_rank=0"
 HF = "q, k, cos, sin, position_ids=None, unsqueeze_dim=1"
+LAYER = "head_size, rotary_dim, max_position_embeddings, base, is_neox_style"
+YARN = "beta_fast=32, beta_slow=1, mscale=None, mscale_all_dim=None, attention_factor=None, truncate=True"
+ROTATED = "self, positions, query, key=None, offsets=None"
 NAMED = "impl=None, mode=None, backend=None"
 
 SIGNATURES = {
@@ -64,13 +67,18 @@ SIGNATURES = {
         "apply_fused_qkv_rotary_pos_emb": (
             f"qkv, q_freqs, k_freqs, qkv_split_arg_list, tensor_format='sbhd', {TE}, {CP}"
         ),
+        "FusedRoPEFunc.apply": ("t, freqs, start_positions=None, tensor_format='sbhd', interleaved=False, " + CP),
+        "FusedQKVRoPEFunc.apply": (
+            "qkv, q_freqs, k_freqs, qkv_split_arg_list, start_positions=None, tensor_format='sbhd', interleaved=False, "
+            "cp_size=1, cp_rank=0"
+        ),
         "RotaryPositionEmbedding": (
             "dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None, "
             "rotary_base=10000.0, interleaved=False"
         ),
         "RotaryPositionEmbedding.forward": "self, max_seq_len, offset=0",
     },
-    "vllm": {
+    "_vllm_rope": {
         "rotary_embedding": (
             "positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False"
         ),
@@ -82,6 +90,58 @@ SIGNATURES = {
             (f"RotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), "self, positions, query, key=None"
         ),
         "RotaryEmbedding.get_cos_sin": "self, seqlen",
+        "ApplyRotaryEmb": "enforce_enable=False, is_neox_style=True, enable_fp32_compute=False",
+        **dict.fromkeys((f"ApplyRotaryEmb.forward{end}" for end in ("", "_native", "_cuda")), "self, x, cos, sin"),
+        "ApplyRotaryEmb.forward_static": "x, cos, sin, is_neox_style=True, enable_fp32_compute=False",
+        "MRotaryEmbedding": (
+            f"{LAYER}, dtype, mrope_section=None, mrope_interleaved=False, *, positions_factor=4, scaling_factor=None, {YARN}"
+        ),
+        **dict.fromkeys((f"MRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), ROTATED),
+        "MRotaryEmbedding.get_next_input_positions": "mrope_position_delta, context_len, seq_len",
+        "MRotaryEmbedding.get_next_input_positions_tensor": (
+            "out, out_offset, mrope_position_delta, context_len, num_new_tokens"
+        ),
+        "triton_mrope": "q, k, cos, sin, mrope_section, head_size, rotary_dim, mrope_interleaved, is_neox_style",
+        "apply_interleaved_rope": "x, mrope_section",
+        "packed_qk_rope_": "xqkv, freqs_cis",
+        # Ours alone: what the files of the module share.
+        "stretched": "positions, factor",
+        "yarn_cache": "layer, factor, options",
+    },
+    "_vllm_scaling": {
+        "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",
+        "NTKScalingRotaryEmbedding": f"{LAYER}, scaling_factor, dtype, mixed_b=None",
+        "DynamicNTKScalingRotaryEmbedding": (
+            "head_size, rotary_dim, max_position_embeddings, max_trained_positions, base, is_neox_style, scaling_factor, dtype"
+        ),
+        "DynamicNTKAlphaRotaryEmbedding": f"{LAYER}, scaling_alpha, dtype",
+        "YaRNScalingRotaryEmbedding": f"{LAYER}, scaling_factor, dtype, *, {YARN}",
+        "DeepseekScalingRotaryEmbedding": (
+            f"{LAYER}, scaling_factor, dtype, *, beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=0, init_cache=True"
+        ),
+        **dict.fromkeys((f"DeepseekScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")), ROTATED),
+        "DeepseekV4ScalingRotaryEmbedding": "*args, **options",
+        **dict.fromkeys(
+            (f"DeepseekV4ScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")),
+            f"{ROTATED}, inverse=False",
+        ),
+        "Llama3RotaryEmbedding": (
+            f"{LAYER}, dtype, scaling_factor, low_freq_factor, high_freq_factor, orig_max_position"
+        ),
+        "Gemma4RotaryEmbedding": f"{LAYER}, dtype",
+        "Phi3LongRoPEScaledRotaryEmbedding": (
+            "head_size, rotary_dim, max_position_embeddings, original_max_position_embeddings, base, is_neox_style, dtype, "
+            "short_factor, long_factor, short_mscale=None, long_mscale=None"
+        ),
+        "Phi3LongRoPEScaledRotaryEmbedding.forward": ROTATED,
+    },
+    "_vllm_get_rope": {
+        "get_rope": (
+            "head_size, max_position, is_neox_style=True, rope_parameters=None, dtype=None, "
+            "dual_chunk_attention_config=None, mrope_positions_factor=4"
+        ),
+    },
+    "vllm": {
         **dict.fromkeys(("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"), "out, x"),
         **dict.fromkeys(("SiluAndMul.forward", "MulAndSilu.forward", "GeluAndMul.forward"), "self, x"),
         **dict.fromkeys(("MulAndSilu.forward_native", "GeluAndMul.forward_native"), "self, x"),

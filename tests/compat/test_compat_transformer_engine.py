@@ -10,6 +10,8 @@ from compat_statement import DEVICE, assert_gradient, assert_rotated, assert_tra
 from torch import Tensor
 
 from fusewise.compat.transformer_engine import (
+    FusedQKVRoPEFunc,
+    FusedRoPEFunc,
     RotaryPositionEmbedding,
     SwiGLU,
     apply_fused_qkv_rotary_pos_emb,
@@ -103,6 +105,38 @@ def test_packed_sequences(cp: tuple[int, int], start: Any) -> None:
         t, argument, "thd", starts, cu_seqlens=ints(0, 4, 12, 16), cp_size=cp[0], cp_rank=cp[1]
     )  # fmt: skip
     assert_rotated(y, rotate(t, cos, sin), angle_error=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("start", "cp"), [(None, (1, 0)), ([3, 0], (1, 0)), (None, (2, 1))])
+def test_the_autograd_functions(interleaved: bool, start: Any, cp: tuple[int, int]) -> None:
+    """Their order of arguments: start_positions stands before the format."""
+    argument, angles = freqs(interleaved=interleaved)
+    starts = None if start is None else ints(*start)
+    cos, sin = table_rows(angles, T, start or [0, 0], cp)
+    t = randn(B, T, H, D).requires_grad_()
+
+    def statement(t: Tensor) -> Tensor:
+        return rotate(t, cos, sin, interleaved=interleaved)
+
+    y = FusedRoPEFunc.apply(t, argument, starts, "bshd", interleaved, None, *cp)
+    assert_rotated(y, statement(t), angle_error=1e-6)
+    assert_gradient(y, t, statement)
+    packed = FusedRoPEFunc.apply(t[0], argument, None, "thd", interleaved, ints(0, 2, T))
+    restarted = [0, 1, *range(T - 2)]
+    cos_t, sin_t = (f(angles.double()[restarted])[:, None] for f in (torch.cos, torch.sin))
+    assert_rotated(packed, rotate(t[0], cos_t, sin_t, interleaved=interleaved), angle_error=1e-6)
+
+    qkv = randn(B, T, 2, 4 * D).requires_grad_()
+    q, k, v = FusedQKVRoPEFunc.apply(qkv, argument, argument, [2 * D, D, D], starts, "bshd", interleaved, *cp)
+
+    def parts(qkv: Tensor) -> tuple[Tensor, ...]:
+        heads, one, rest = qkv.split([2 * D, D, D], -1)
+        return statement(heads.reshape(B, T, 4, D)), statement(one), rest.double()
+
+    for x, exact in zip((q, k, v), parts(qkv), strict=True):
+        assert_rotated(x, exact, angle_error=1e-6)
+    assert_gradient((q, k, v), qkv, parts)
 
 
 def test_angles_of_each_sequence() -> None:

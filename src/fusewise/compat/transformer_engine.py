@@ -64,7 +64,7 @@ def apply_rotary_pos_emb(
         raise
     angles = _angles(op, "freqs", freqs)
     context_parallel = _context_parallel(op, cp_size, cp_rank)
-    if isinstance(start_positions, Tensor):
+    if isinstance(start_positions, Tensor) and start_positions.layout == torch.strided:
         start_positions = start_positions.contiguous()
     elif cu_seqlens is None and t.dim() == 4:
         positions = t.shape[1 if tensor_format == "bshd" else 0] * (1 if context_parallel is None else cp_size)
@@ -88,6 +88,19 @@ def apply_rotary_pos_emb(
     arguments = validated("rope", t, None, tuple({**DEFAULTS, **call}.values()))
     rotated = _op.rotate(t, None, arguments, (_contiguous_strides(t), []))
     return rotated
+
+
+class FusedRoPEFunc:
+    """For callers of `FusedRoPEFunc.apply`: `apply_rotary_pos_emb` with its arguments in another order."""
+
+    @staticmethod
+    def apply(
+        t: Tensor, freqs: Tensor, start_positions: Tensor | None = None, tensor_format: str = "sbhd",
+        interleaved: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
+    ) -> Tensor:  # fmt: skip
+        return apply_rotary_pos_emb(
+            t, freqs, tensor_format, start_positions, interleaved, True, cu_seqlens, cp_size, cp_rank
+        )
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -152,6 +165,18 @@ def apply_fused_qkv_rotary_pos_emb(
     q, k, v = _fold(qkv, widths, tensor_format)
     q, k = _rotate(q, k, tuple(tables), call)
     return *_unfold(q, k, qkv), v
+
+
+class FusedQKVRoPEFunc:
+    """For callers of `FusedQKVRoPEFunc.apply`: `apply_fused_qkv_rotary_pos_emb` with its arguments in another order."""
+
+    @staticmethod
+    def apply(
+        qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: list[int], start_positions: Tensor | None = None,
+        tensor_format: str = "sbhd", interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        angles, parallel = (q_freqs, k_freqs, qkv_split_arg_list), (None, cp_size, cp_rank)
+        return apply_fused_qkv_rotary_pos_emb(qkv, *angles, tensor_format, start_positions, interleaved, *parallel)
 
 
 def _angles(op: str, name: str, freqs: Tensor) -> Tensor:

@@ -1,0 +1,201 @@
+"""`get_rope` of vLLM, which makes its rotary layers and keeps them, for `fusewise.compat.vllm`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._common import check_count, fail, shown
+from ._check import flag, number, whole
+from ._vllm_rope import MRotaryEmbedding, RotaryEmbedding
+from ._vllm_scaling import (
+    DeepseekScalingRotaryEmbedding,
+    DeepseekV4ScalingRotaryEmbedding,
+    DynamicNTKAlphaRotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+    Gemma4RotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    Phi3LongRoPEScaledRotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+
+# The layers of `get_rope` by its arguments and the default device, for as long as the process lives, as there: their
+# identity is part of the contract.
+_LAYERS: dict[tuple[Any, ...], nn.Module] = {}
+
+_TYPES = (
+    "default", "mrope", "linear", "ntk", "dynamic", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3",
+    "proportional",
+)  # fmt: skip
+# Names that published configurations carry, which vLLM replaces by these before `get_rope` has them.
+_ALIASES = {"mrope": "default", "su": "longrope"}
+
+
+def get_rope(
+    head_size: int,
+    max_position: int,
+    is_neox_style: bool = True,
+    rope_parameters: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    dual_chunk_attention_config: dict[str, Any] | None = None,
+    mrope_positions_factor: int = 4,
+) -> nn.Module:
+    """The layer that a model's rope_parameters stand for; the same one for the same arguments.
+
+        rope_type                               layer, further keys
+        default (and mrope)                     RotaryEmbedding; MRotaryEmbedding with mrope_section, mrope_interleaved
+        linear                                  LinearScalingRotaryEmbedding: factor
+        ntk                                     NTKScalingRotaryEmbedding: factor, mixed_b
+        dynamic                                 DynamicNTKAlphaRotaryEmbedding: alpha; or
+                                                DynamicNTKScalingRotaryEmbedding: factor, max_trained_positions
+        yarn                                    YaRNScalingRotaryEmbedding, MRotaryEmbedding with mrope_section: factor,
+                                                original_max_position_embeddings, beta_fast, beta_slow, mscale,
+                                                mscale_all_dim, attention_factor, truncate
+        deepseek_yarn, deepseek_llama_scaling   DeepseekScalingRotaryEmbedding, or DeepseekV4… with is_deepseek_v4: factor,
+                                                original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim
+        longrope (and su)                       Phi3LongRoPEScaledRotaryEmbedding: short_factor, long_factor,
+                                                original_max_position_embeddings, short_mscale, long_mscale
+        llama3                                  Llama3RotaryEmbedding: factor, low_freq_factor, high_freq_factor,
+                                                original_max_position_embeddings
+        proportional                            Gemma4RotaryEmbedding
+
+    Args:
+        head_size: features of a head, even.
+        max_position: rows of the table, before what the type adds.
+        rope_parameters: flat dictionary; rope_theta (absent: 10000), rope_type or the older type (absent: default), and rope_dim,
+            the rotary width, or partial_rotary_factor in (0, 1], by which it is int(head_size · partial_rotary_factor). Keys
+            that the type does not use are ignored.
+        dtype: of the table; None: torch's default.
+        dual_chunk_attention_config: None: that attention is not here.
+        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`.
+
+    Raises:
+        TypeError, ValueError: `get_rope: <argument> must …` for what it reads itself, also for a rope_type that is not here
+            (bailing_mrope, mllama4, openpangu) and for use_fope; else in the name of the layer, or of `rope_tables`.
+    """
+    op = "get_rope"
+    check_count(op, "head_size", head_size)
+    max_position = whole(op, "max_position", max_position, 0)
+    mrope_positions_factor = whole(op, "mrope_positions_factor", mrope_positions_factor, 1)
+    is_neox_style = flag(op, "is_neox_style", is_neox_style)
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    elif not isinstance(dtype, torch.dtype):
+        fail(op, "dtype", "be a torch.dtype or None", shown(dtype), "pass that of the model", TypeError)
+    if dual_chunk_attention_config is not None:
+        fix = "use vLLM's layer for dual chunk attention"
+        fail(op, "dual_chunk_attention_config", "be None", shown(dual_chunk_attention_config), fix)
+    if rope_parameters is None:
+        rope_parameters = {}
+    elif not isinstance(rope_parameters, Mapping):
+        fail(op, "rope_parameters", "be a mapping or None", shown(rope_parameters), "pass the dictionary", TypeError)
+    given = _hashable(rope_parameters)
+    width = _rotary_width(head_size, rope_parameters)
+    key = (
+        head_size, width, max_position, is_neox_style, given, dtype, mrope_positions_factor, torch.get_default_device(),
+    )  # fmt: skip
+    layer = _LAYERS.get(key)
+    if layer is None:
+        with torch.inference_mode(False):  # to be kept: others may want gradients through it
+            layer = _build(
+                rope_parameters, (head_size, width), max_position, is_neox_style, dtype, mrope_positions_factor
+            )
+        if all(type(x) is Tensor for x in layer.buffers()):  # a fake one must not outlive its mode
+            _LAYERS[key] = layer
+    return layer
+
+
+def _hashable(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The parameters as a key: lists as tuples."""
+    items = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in parameters.items())
+    for name, value in items:
+        try:
+            hash(value)
+        except TypeError:
+            fix = "pass one flat dictionary, that of one type of layer"
+            fail("get_rope", f"rope_parameters {name}", "be a number, a name or a list", shown(value), fix, TypeError)
+    return items
+
+
+def _rotary_width(head_size: int, parameters: Mapping[str, Any]) -> int:
+    op, width = "get_rope", parameters.get("rope_dim")
+    if width:
+        return whole(op, "rope_dim", width, 1, head_size)
+    share = number(op, "partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
+    if not 0 < share <= 1:
+        fail(op, "partial_rotary_factor", "be above 0 and at most 1", share, "give the share of a head that rotates")
+    return int(head_size * share)
+
+
+def _build(
+    parameters: Mapping[str, Any],
+    widths: tuple[int, int],
+    max_position: int,
+    is_neox_style: bool,
+    dtype: torch.dtype,
+    positions_factor: int,
+) -> nn.Module:
+    op, base = "get_rope", parameters.get("rope_theta", 10000)
+    named = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(named, str) or named not in _TYPES:
+        fix = "use vLLM's own layer for another"
+        fail(op, "rope_type", f"be one of {', '.join(_TYPES)}", shown(named), fix)
+    kind = _ALIASES.get(named, named)
+
+    def needed(name: str) -> Any:
+        if name not in parameters:
+            got = ", ".join(map(str, parameters)) or "nothing"
+            fail(op, "rope_parameters", f"have {name} for rope_type {named}", got, "pass all of the model's")
+        return parameters[name]
+
+    def chosen(*names: str) -> dict[str, Any]:
+        return {name: parameters[name] for name in names if name in parameters}
+
+    plain = (*widths, max_position, base, is_neox_style)
+    sections: dict[str, Any] = {
+        "mrope_section": parameters.get("mrope_section"),
+        "mrope_interleaved": parameters.get("mrope_interleaved", False),
+        "positions_factor": positions_factor,
+    }
+    if kind == "default":
+        if parameters.get("use_fope"):
+            fail(op, "use_fope", "be False", shown(parameters["use_fope"]), "use vLLM's layer for Fourier embeddings")
+        if named == "mrope" or "mrope_section" in parameters:
+            needed("mrope_section")
+            return MRotaryEmbedding(*plain, dtype, **sections)
+        return RotaryEmbedding(*plain, dtype)
+    if kind == "proportional":
+        return Gemma4RotaryEmbedding(*plain, dtype)
+    if kind == "linear":
+        return LinearScalingRotaryEmbedding(*plain, needed("factor"), dtype)
+    if kind == "ntk":
+        return NTKScalingRotaryEmbedding(*plain, needed("factor"), dtype, parameters.get("mixed_b"))
+    if kind == "dynamic":
+        if "alpha" in parameters:
+            return DynamicNTKAlphaRotaryEmbedding(*plain, parameters["alpha"], dtype)
+        trained = parameters.get("max_trained_positions", max_position)
+        return DynamicNTKScalingRotaryEmbedding(*plain[:3], trained, base, is_neox_style, needed("factor"), dtype)
+    if kind == "llama3":
+        names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        return Llama3RotaryEmbedding(*plain, dtype, *map(needed, names))
+    if kind == "longrope":
+        short, long, original = map(needed, ("short_factor", "long_factor", "original_max_position_embeddings"))
+        return Phi3LongRoPEScaledRotaryEmbedding(
+            *plain[:3], original, base, is_neox_style, dtype, short, long, **chosen("short_mscale", "long_mscale")
+        )
+    factor, original = needed("factor"), needed("original_max_position_embeddings")
+    stretched = (*widths, original, base, is_neox_style)
+    options = chosen("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    if kind == "yarn":
+        options |= chosen("attention_factor", "truncate")
+        if "mrope_section" in parameters:
+            return MRotaryEmbedding(*stretched, dtype, **{**sections, **options, "scaling_factor": factor})
+        return YaRNScalingRotaryEmbedding(*stretched, factor, dtype, **options)
+    four = parameters.get("is_deepseek_v4", False)
+    layer = DeepseekV4ScalingRotaryEmbedding if four else DeepseekScalingRotaryEmbedding
+    return layer(*stretched, factor, dtype, **options)
