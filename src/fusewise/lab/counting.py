@@ -7,7 +7,6 @@ them in blocks by less, and neither is wrong. So what is allowed to differ from 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .code.aten import ALIKE, LOOK_UP, RESERVE
+from .flops import FACTORISATIONS, TRANSFORMS, of_transform, products
 from .ledger import extent
 from .modes import Mode, Result, under
 
@@ -24,8 +24,8 @@ from .modes import Mode, Result, under
 MOST_TERMS = 2**16
 #: Reductions, by operator: an element of the smallest result is a sum over as many of the largest argument's.
 REDUCTIONS = {
-    "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "dot", "vdot",
-    "trace", "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+    "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "trace",
+    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "_fused_rms_norm", "_fused_rms_norm_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "nll_loss_forward", "mse_loss",
 }  # fmt: skip
@@ -35,48 +35,19 @@ ALONG = {
 }  # fmt: skip
 
 
-@functools.cache
-def _products() -> dict[Any, Callable[..., Any]]:
-    """The operations of an operator's products: PyTorch's formulas, and of what these leave out our own operations and attention
-    on a CPU, or as a function of scores. Brings Triton with it, and so waits for the first that counts."""
-    from torch.utils import flop_counter
-
-    from fusewise.ops.gated_linear.flops import register_flop_formulas
-
-    register_flop_formulas()
-    aten, known = torch.ops.aten, flop_counter.flop_registry
-    for suffix in ("", "_backward"):
-        attention = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}")
-        known.setdefault(attention, known[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")])
-    known.setdefault(
-        torch.ops.higher_order.flex_attention,  # dense: a mask says nothing here
-        lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape),
-    )
-    known.setdefault(aten.mv, lambda a, x, **_: 2 * a.numel())
-    known.setdefault(aten.addmv, lambda y, a, x, **_: 2 * a.numel())
-    known.setdefault(aten.addbmm, lambda y, a, b, **_: 2 * a.numel() * b.shape[-1])
-    known.setdefault(aten.mkldnn_rnn_layer, lambda x, *weights, **_: _of_layers(x, weights[:2]))
-    known.setdefault(aten.mkldnn_rnn_layer_backward, lambda x, *weights, **_: 2 * _of_layers(x, weights[:2]))
-    known.setdefault(aten._cudnn_rnn, lambda x, weights, *_, **__: _of_layers(x, weights))
-    known.setdefault(aten._cudnn_rnn_backward, lambda x, weights, *_, **__: 2 * _of_layers(x, weights))
-    return known
-
-
-def _of_layers(x: Tensor, weights: Sequence[Tensor]) -> int:
-    """The operations of recurrent layers that are one operator: every weight meets every step of every sequence."""
-    steps = x.shape[:-1].numel()
-    return 2 * steps * sum(w.numel() for w in weights if w.ndim > 1)
+#: A multiplication and an addition of complex numbers are eight of real ones, where formulas count two.
+COMPLEX_FLOPS = 4
 
 
 class Counter(Mode):
-    """While it is entered it counts. `flops`: multiplications and additions of products and convolutions. `terms`: the length of
-    the longest sum of an operator so far, 1 where nothing is summed; an operator that it does not know counts as none, which
-    makes the rule sharper and never blunter. `outside`: of memory that was there before, the bytes that an operator reads at most,
-    but for the tables of look-ups."""
+    """While it is entered it counts. `flops`: those of products and convolutions, factorisations and Fourier transforms. `terms`:
+    the length of the longest sum of an operator so far, 1 where nothing is summed; an operator that it does not know counts as
+    none, which makes the rule sharper and never blunter. `outside`: of memory that was there before, the bytes that an operator
+    reads at most, but for the tables of look-ups."""
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__(compiled)
-        self.products = _products()
+        self.products = products()
         self.flops, self.terms = 0, 1
         self.outside: dict[int, int] = {}
         self.inside: set[int] = set()
@@ -93,12 +64,18 @@ class Counter(Mode):
         self._look(func, packet, given, made)
         if not given or not made:
             return result
-        if formula is None:
-            terms = _reduced(getattr(packet, "__name__", ""), given, made, args, kwargs)
-        else:
-            flops = int(formula(*args, **kwargs, out_val=result))
-            self.flops += flops  # a multiplication and an addition a term
+        name, flops, terms = getattr(packet, "__name__", ""), 0, 1
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=result))  # a multiplication and an addition a term
             terms = flops // (2 * min(y.numel() for y in made if y.ndim == made[0].ndim))
+        elif name in FACTORISATIONS:
+            which, taken = FACTORISATIONS[name]
+            flops, terms = taken(args[which], made), max(args[which].shape[-2:])
+        elif name in TRANSFORMS:
+            self.flops += of_transform(name, given[0], made[0], args[1])
+        else:
+            terms = _reduced(name, given, made, args, kwargs)
+        self.flops += COMPLEX_FLOPS * flops if any(x.is_complex() for x in given) else flops
         self.terms = min(MOST_TERMS, max(self.terms, terms))
         return result
 
