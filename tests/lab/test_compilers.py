@@ -39,7 +39,7 @@ class Silent:
 
 
 def user_task(name, pass_, *texts):
-    target = User(f"{FILE}:{name}", texts)
+    target = User(name if ":" in name else f"{FILE}:{name}", texts)
     case = target.case()
     return Task(target.name, case.name, case.dtypes[0], pass_, "cpu", 0, target.detail(case))
 
@@ -104,6 +104,45 @@ def test_gradients_of_jax_are_those_of_pytorch(tmp_path):
     )  # fmt: skip
     made = study.Study(options, Silent()).run()
     assert [(row.status, row.reason) for row in made.rows] == [("ok", "")] * 10
+
+
+@pytest.mark.slow
+def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
+    """TVM's importer has products in float32 whatever they are of, JAX no float64 unless told."""
+    tasks = [
+        user_task("torch:mm", "fwd", "bf16[8,16]", "bf16[16,4]"),
+        user_task("doubled_in_float64", "fwd", "fp32[8]"),
+    ]
+    options = Options(
+        op="all", tasks=tasks, providers=plugin.select(["tvm", "jax"], "my.py:f", "cpu"), device="cpu", out=tmp_path,
+        warm=True, min_rounds=3, max_rounds=3, twin=False,
+    )  # fmt: skip
+    made = study.Study(options, Silent()).run()
+    found = {(row.provider, row.op.split(":")[1]): (row.status, row.reason, row.device_us) for row in made.rows}
+    if here("tvm"):
+        assert found["tvm", "mm"] == ("wrong", "the output is float32, eager code's is bfloat16", None)
+        assert found["tvm", "doubled_in_float64"][0] == "ok"
+    if here("jax") and BRIDGE and sys.version_info >= (3, 11):
+        assert found["jax", "mm"][0] == "ok"
+        reason = "the output is float32, eager code's is float64"
+        assert found["jax", "doubled_in_float64"] == ("wrong", reason, None)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(tmp_path):
+    """torch.export has it as one more result, which those that come through it do not write back."""
+    options = Options(
+        op="all", tasks=[user_task("Clamping", "fwd", "fp32[8,4]")], device="cpu", out=tmp_path,
+        providers=plugin.select(["eager", "torchscript", "torch.compile", "jax", "tvm"], "my.py:f", "cpu"),
+        warm=True, min_rounds=3, max_rounds=3, twin=False,
+    )  # fmt: skip
+    found = {row.provider: (row.status, row.reason) for row in study.Study(options, Silent()).run().rows}
+    assert {found[name] for name in ("eager", "torchscript", "torch.compile")} == {("ok", "")}
+    wrong = ("wrong", "it leaves out the write to the parameter frozen")
+    if here("tvm"):
+        assert found["tvm"] == wrong
+    if here("jax") and BRIDGE and sys.version_info >= (3, 11):
+        assert found["jax"] == wrong
 
 
 @pytest.mark.slow

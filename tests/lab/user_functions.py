@@ -37,6 +37,10 @@ def doubled(x):
     return x * 2
 
 
+def doubled_in_float64(x):
+    return x.double() * 2
+
+
 def noisy(x):
     return nn.functional.dropout(x, 0.5)
 
@@ -190,7 +194,59 @@ class Dropping(Counting):
         return 2 * x
 
 
+class Clamping(nn.Module):
+    """Keeps its weights small, the frozen ones, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.frozen = nn.Parameter(torch.full((4,), 3.0), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.2, 0.2)
+            self.frozen.clamp_(max=2.0)
+        return self.linear(x) * self.frozen
+
+
+class Looking(nn.Module):
+    """Its table is learned, and kept in bounds by the look-up itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4, max_norm=1.0)
+
+    def forward(self, x):
+        return x * self.table(torch.arange(3))
+
+
+class LazilyNormalised(nn.Module):
+    """Its buffers have a shape after the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LazyBatchNorm1d()
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class Scaling(nn.Module):
+    """Writes to what its backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x):
+        self.scale.lerp_(torch.tensor(2.0), 0.5)
+        return x * self.scale
+
+
 normalised = nn.BatchNorm1d(4)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    spectral = nn.utils.spectral_norm(nn.Linear(4, 4))
 
 
 def sparse(x):

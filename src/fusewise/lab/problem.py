@@ -138,6 +138,8 @@ class Problem:
     #: Tensors, by their index, whose first dimension is of rows that know nothing of each other, as is every output's: of a
     #: large problem the truth is computed some rows at a time.
     by_rows: frozenset[int] = frozenset()
+    #: A call writes to what the backward of the one before reads, so that this must have run by then.
+    one_by_one: bool = False
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -147,7 +149,7 @@ class Problem:
         self.tensors: tuple[Tensor, ...] = ()
         #: Which of them want no gradient though they could have one, by their index.
         self.fixed: frozenset[int] = frozenset()
-        #: One random gradient for each output; None for an output that has none.
+        #: One random gradient for each output, in its shape and dtype; None for an output that has none.
         self.upstream: tuple[Tensor | None, ...] = ()
         #: What `program`'s function holds by itself, a module's parameters, differentiated besides the tensors; and the
         #: same in float64, as `truth` uses them.
@@ -196,6 +198,10 @@ class Problem:
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(g.shape) for g in self.upstream if g is not None)
+
+    def output_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those of eager code, which every provider's outputs must have."""
+        return tuple(g.dtype for g in self.upstream if g is not None)
 
     def leaves(self, gradient: bool, wide: bool = False) -> tuple[Tensor, ...]:
         """Copies of the tensors, in float64 if `wide`; the floating and complex ones want a gradient if `gradient` says so."""

@@ -251,27 +251,63 @@ def own_leaves(problem: Problem, run: Run, gradient: bool) -> tuple[Tensor, ...]
 
 
 def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], str]:
-    """What the provider makes of the leaves in the task's pass, or why its outputs cannot be the right ones."""
+    """What the provider makes of the leaves in the task's pass, or why its results cannot be the right ones."""
     backward = problem.task.pass_ != "fwd"
     arguments = run.enter(*leaves)
     poison(problem)
-    gradients: tuple[Tensor, ...] = ()
+    kept = None
     if backward and run.vjp is not None:
         result, kept = run.vjp.forward(arguments)
-        outputs = run.leave(result)
+    else:
+        result = run.call(*arguments)
+    outputs = run.leave(result)
+    if odd := odd_outputs(problem, outputs):
+        return [], odd
+    found = [y.detach().clone() for y in outputs] if problem.task.pass_ != "bwd" else []
+    if not backward:
+        return found, ""
+    if run.vjp is not None:
         upstream = run.vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))  # it may overwrite them
         gradients = run.vjp.leave(run.vjp.backward(kept, upstream))
     else:
-        outputs = run.leave(run.call(*arguments))
-    shapes = tuple(tuple(y.shape) for y in outputs)
-    if shapes != problem.output_shapes():
-        return [], f"outputs have shapes {shapes}, {problem.output_shapes()} is right"
-    found = [y.detach().clone() for y in outputs] if problem.task.pass_ != "bwd" else []
-    if backward and run.vjp is None:
         held = len(problem.parameters)
         gradients = problem.gradients(outputs, leaves, handed_over(outputs, problem.upstream))
         gradients = (*run.restore(*gradients[: len(gradients) - held]), *gradients[len(gradients) - held :])
+    if odd := odd_gradients(problem, gradients):
+        return [], odd
     return [*found, *gradients], ""
+
+
+def odd_outputs(problem: Problem, outputs: Sequence[Tensor]) -> str:
+    """Why outputs are not those of eager code whatever their values; empty where they may be."""
+    shapes = tuple(tuple(y.shape) for y in outputs)
+    if shapes != problem.output_shapes():
+        return f"outputs have shapes {shapes}, {problem.output_shapes()} is right"
+    dtypes = problem.output_dtypes()
+    for number, (y, dtype) in enumerate(zip(outputs, dtypes, strict=True)):
+        if y.dtype != dtype:
+            return f"{_which('output', number, len(dtypes))} is {_plain(y.dtype)}, eager code's is {_plain(dtype)}"
+    return ""
+
+
+def odd_gradients(problem: Problem, gradients: Sequence[Tensor]) -> str:
+    """Why gradients are not of the inputs and parameters whatever their values; empty where they may be."""
+    inputs = [x for x in problem.wanting(problem.tensors, True) if x.requires_grad]
+    wanted = (*inputs, *problem.parameters)
+    for number, (g, x) in enumerate(zip(gradients, wanted, strict=True)):
+        if g.dtype != x.dtype:
+            of = "input" if number < len(inputs) else "parameter"
+            which = _which("gradient", number, len(wanted))
+            return f"{which} is {_plain(g.dtype)}, its {of}'s dtype is {_plain(x.dtype)}"
+    return ""
+
+
+def _which(what: str, number: int, count: int) -> str:
+    return f"{what} {number + 1} of {count}" if count > 1 else f"the {what}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:

@@ -219,7 +219,7 @@ class Server:
             run = self.provider.build(problem)
             if task.pass_ != "fwd" and run.checked and not run.backward:
                 raise plugin.Unsupported("has no backward")
-            calls = calls_per_sample(problem.bytes_min(), task.device)
+            calls = 1 if problem.one_by_one else calls_per_sample(problem.bytes_min(), task.device)
             work = make_work(problem, run, 1)
             work.step(work.begin(0))
             self.synchronize()

@@ -184,7 +184,12 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
     filled = [slots[id(known[name])] for name in exported.graph_signature.parameters]
     held, rest = tuple(weights[filled.index(slot)] for slot in range(len(own))), list(weights[len(filled) :])
     names = [n.removeprefix("function.") for n, p in own if p.requires_grad]
-    return (lambda arrays, held: function([*(held[slot] for slot in filled), *rest], arrays)), held, names
+    count = len(exported.graph_signature.user_outputs)  # which writes to parameters come before
+
+    def over(arrays: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
+        return function([*(held[slot] for slot in filled), *rest], arrays)[-count:]
+
+    return over, held, names
 
 
 @contextmanager

@@ -26,14 +26,14 @@ from .. import truth
 from ..counting import counted, memory
 from ..interruption import interruptible
 from ..ledger import extent
-from ..modes import Mode, Result, under
+from ..modes import Result
 from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
 from ..reason import reason
 from . import Case, Target, functions, inputs
+from .wide import in_float64
 
-NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
 #: An input that counts as one of float32, of which its parts are.
 COMPLEX = "c64"
 #: The largest error of a second call's results against the first's, which sums in another order may bring: so many times what
@@ -41,6 +41,8 @@ COMPLEX = "c64"
 REPEATED, MOST_REPEATED = 1e3, 1e-2
 #: Said of a function none of whose results depends on an input in a differentiable way.
 NO_BACKWARD = "must be differentiable for a backward pass"
+#: Said by autograd of a tensor that its backward reads and that was written to in between.
+OVERWRITTEN = "modified by an inplace operation"
 #: So long a process that a function forked is waited for, should it come back.
 FORKED_SECONDS = 1.0
 #: Characters of a case's name; the row's shape has all of the inputs.
@@ -153,7 +155,7 @@ def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
 class UserProblem(Problem):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        #: The buffers that a call writes to, as they were before the first one.
+        #: The buffers and parameters that a call writes to, as they were before the first one.
         self.state: dict[str, Tensor] = {}
         self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
         specs = [
@@ -172,7 +174,7 @@ class UserProblem(Problem):
             self.function = self.function.to(self.device)
             if self.dtype != torch.float32:
                 _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
-            self.state = _copies(self.function)
+            self.state = self._as_it_is()
             with torch.no_grad():  # parameters that a first call makes are the same in the copy
                 self._once(lambda: self.function(*self._arguments(self.leaves(False))))
             self.wide = _cast(functions.copied(self.function), widened)
@@ -182,14 +184,24 @@ class UserProblem(Problem):
 
     def begin_anew(self) -> None:
         with torch.no_grad():
-            for now in (_buffers(self.function), _buffers(self.wide)):
+            for now in (_held(self.function), _held(self.wide)):
                 for name, x in self.state.items():
                     if name in now and now[name].shape == x.shape:  # not of one that grows, or is taken away
                         now[name].copy_(x)
 
     def left_out(self) -> list[str]:
-        now = _buffers(self.function)
-        return [f"buffer {name}" for name, x in self.state.items() if name in now and _same(now[name], x)]
+        now = _held(self.function)
+        same = [name for name, x in self.state.items() if name in now and _same(now[name], x)]
+        return [f"{'parameter' if isinstance(now[name], nn.Parameter) else 'buffer'} {name}" for name in same]
+
+    def _as_it_is(self) -> dict[str, Tensor]:
+        """Copies of buffers and parameters, after `begin_anew`: those that are there are not made once more. What a first call
+        has yet to give a shape has no values."""
+        now = {n: x for n, x in _held(self.function).items() if not nn.parameter.is_lazy(x)}
+        before = self.state
+        return {
+            n: before[n] if n in before and before[n].shape == x.shape else x.detach().clone() for n, x in now.items()
+        }
 
     def take(self, task: Task) -> None:
         before, self.task = self.task, task
@@ -223,7 +235,7 @@ class UserProblem(Problem):
         gradient = self.task.pass_ != "fwd"
         leaves = self.leaves(gradient)
         self.begin_anew()
-        state = _copies(self.function)
+        state = self._as_it_is()
         result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves))))
         outputs = tensors_of(result)
         self.flops = counter.flops
@@ -231,7 +243,9 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
-        self.state = {n: x for n, x in state.items() if not _same(x, _buffers(self.function).get(n))}
+        now = _held(self.function)
+        self.state = {n: x for n, x in state.items() if not _same(x, now.get(n))}
+        del state
         if not outputs:
             raise ValueError(
                 f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
@@ -242,7 +256,8 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must return tensors with values and strides, got a {kind} one; convert it"
             )
-        self.shapes = _shapes(outputs)
+        self.shapes, self.dtypes = _shapes(outputs), tuple(y.dtype for y in outputs)
+        self.begin_anew()
         again = self.eager(leaves)
         # Errors are judged by the coarsest dtype that the function takes or gives, or has a gradient in.
         coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
@@ -253,7 +268,7 @@ class UserProblem(Problem):
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
         self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
-        now = _buffers(self.function)
+        now = _held(self.function)
         own = {memory(x) for x in (*leaves, *self.parameters, *(now[n] for n in self.state if n in now))}
         #: What the function has besides its inputs and what it learns or writes to: frozen parameters, buffers, others' tensors.
         self.besides = {of: size for of, size in counter.outside.items() if of not in own}
@@ -272,7 +287,8 @@ class UserProblem(Problem):
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
         self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
-        self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, outputs)
+        self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, again)
+        self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
 
     def _once(self, call: Callable[[], Result]) -> Result:
         """What the call gives. ValueError where a process that it forked comes back, too: with every call there would be twice
@@ -294,6 +310,18 @@ class UserProblem(Problem):
                     "by itself"
                 )
 
+    def _is_overwritten(self, leaves: tuple[Tensor, ...]) -> bool:
+        """Whether a call writes to what the backward of the one before reads, which autograd refuses then."""
+        outputs = self.eager(leaves)
+        self.eager(leaves)
+        try:
+            self.gradients(outputs, leaves, self.upstream)
+        except RuntimeError as error:
+            if OVERWRITTEN not in str(error):
+                raise
+            return True
+        return False
+
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
         """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
         here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream))
@@ -303,6 +331,7 @@ class UserProblem(Problem):
         self.gradient_besides = sum(size for of, size in counter.outside.items() if of in self.besides)
         moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
         try:
+            self.begin_anew()
             others = self.eager(moved)
             if _shapes(others) != self.shapes:
                 return True
@@ -321,6 +350,9 @@ class UserProblem(Problem):
 
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         return self.shapes
+
+    def output_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes
 
     def program(self) -> Program:
         return Program(self.function, lambda *xs: self._arguments(xs), tensors_of)
@@ -374,12 +406,13 @@ class UserProblem(Problem):
         return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
 
 
-def _buffers(function: Any) -> dict[str, Tensor]:
-    return dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
-
-
-def _copies(function: Any) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in _buffers(function).items()}
+def _held(function: Any) -> dict[str, Tensor]:
+    """What a module holds and may write to, by name."""
+    return (
+        {**dict(function.named_parameters()), **dict(function.named_buffers())}
+        if isinstance(function, nn.Module)
+        else {}
+    )
 
 
 def _same(x: Tensor, before: Tensor | None) -> bool:
@@ -419,30 +452,3 @@ def _moved(x: Tensor) -> Tensor:
     x = x.detach()
     means = torch.lerp(x.flatten().roll(1).view(x.shape), x, 0.5)
     return torch.empty_like(x).copy_(torch.where(means == x, 0.75 * x, means))
-
-
-class _Widen(Mode):
-    """Operations that ask for a narrow dtype, and on tensors of one, get float64 or complex128 instead."""
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = dict(kwargs)
-        if kwargs.get("dtype") in NARROW:
-            kwargs["dtype"] = widened(kwargs["dtype"])
-        if (
-            isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
-        ):  # tensors that the function has from elsewhere; what it writes to stays its own
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda x: x.to(widened(x.dtype)) if x.dtype in NARROW else x, (args, kwargs)
-            )
-        return func(*args, **kwargs)
-
-
-def in_float64(call: Callable[[], Result]) -> Result:
-    """The call with casts and new tensors of narrower floating dtypes in float64, so that it computes in that throughout, whatever
-    it says."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return under(_Widen, call)[0]
-    finally:
-        torch.set_default_dtype(before)

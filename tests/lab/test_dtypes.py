@@ -1,0 +1,145 @@
+"""Results have the dtypes of eager code's, and gradients those of what they are of, or a provider is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from user_problems import RMS, eager, problem
+
+from fusewise.lab import targets, truth
+from fusewise.lab.plugin import Vjp
+from fusewise.lab.problem import Task
+
+SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
+
+
+def changed(p: Any, number: int, dtype: torch.dtype) -> Any:
+    """Eager code, one of whose results is cast."""
+    run = eager(p)
+
+    def call(*xs: Any) -> tuple[Tensor, ...]:
+        results = run.leave(run.call(*xs))
+        return tuple(y.to(dtype) if i == number else y for i, y in enumerate(results))
+
+    return replace(run, call=call, leave=tuple)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+def test_a_wider_output_is_wrong_in_every_pass(pass_: Any) -> None:
+    """The gradient that comes to a wider output is wider, too, so that another backward would be measured."""
+    p = problem("rms", *RMS, dtype="bf16", pass_=pass_)
+    assert truth.check(p, changed(p, 0, torch.bfloat16)).reason == ""
+    found = truth.check(p, changed(p, 0, torch.float32))
+    assert found.reason == "the output is float32, eager code's is bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "number", "dtype", "reason"),
+    [
+        ("several", SEVERAL, 1, torch.float64, "output 2 of 3 is float64, eager code's is float32"),
+        ("several", SEVERAL, 2, torch.int32, "output 3 of 3 is int32, eager code's is int64"),  # as JAX narrows them
+        ("torch:signbit", ["fp32[8]"], 0, torch.uint8, "the output is uint8, eager code's is bool"),
+        ("spectrum", ["x=fp32[8]"], 0, torch.complex128, "the output is complex128, eager code's is complex64"),
+        ("quantized", ["x=fp32[8]"], 0, torch.float32, "output 1 of 2 is float32, eager code's is float8_e4m3fn"),
+    ],
+)
+def test_whatever_kind_of_number_it_is(
+    name: str, texts: list[str], number: int, dtype: torch.dtype, reason: str
+) -> None:
+    p = problem(name, *texts)
+    assert truth.check(p, eager(p)).reason == ""
+    assert truth.check(p, changed(p, number, dtype)).reason == reason
+
+
+def test_a_gradient_has_the_dtype_of_what_it_is_of() -> None:
+    p = problem("rms", *RMS, dtype="bf16", pass_="bwd")
+    run = replace(eager(p), restore=lambda dx, dw: (dx, dw.float()))
+    assert truth.check(p, run).reason == "gradient 2 of 2 is float32, its input's dtype is bfloat16"
+    assert truth.check(p, eager(p)).reason == ""
+
+
+def test_gradients_outside_of_autograd_are_held_to_it_too() -> None:
+    p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
+    run = eager(p)
+
+    def forward(arguments: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
+        xs = tuple(x.requires_grad_() for x in arguments)
+        y = run.call(*xs)
+        return y, (y, xs)
+
+    def checked(leave: Any) -> str:
+        vjp = Vjp(
+            forward,
+            lambda kept, upstream: p.gradients((kept[0],), kept[1], upstream),
+            lambda *_: None,
+            lambda upstream: upstream,
+            leave,
+        )
+        return truth.check(p, replace(run, vjp=vjp)).reason
+
+    assert checked(lambda found: found) == ""
+    assert checked(lambda found: tuple(g.bfloat16() for g in found)) == (
+        "gradient 1 of 3 is bfloat16, its input's dtype is float32"
+    )
+    assert checked(lambda found: (*found[:2], found[2].double())) == (
+        "gradient 3 of 3 is float64, its parameter's dtype is float32"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("op", list(targets.BUILT_IN))
+def test_the_gradients_of_a_targets_outputs_have_their_dtypes(op: str, dtype: str) -> None:
+    """By which the dtypes of outputs are known without eager code."""
+    target = targets.find(op)
+    case = min(target.cases(target.default_preset), key=lambda c: c.bytes_min("fwd", dtype))
+    p = target.problem(Task(op, case.name, dtype, "fwd", "cpu", 0))
+    outputs = p.eager(p.leaves(False))
+    assert p.output_dtypes() == tuple(y.dtype for y in outputs) == (getattr(torch, DTYPES[dtype]),) * len(outputs)
+
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.usefixtures("jax")
+def test_jax_gives_gradients_in_the_dtypes_of_what_they_are_of() -> None:
+    """Before torch's autograd takes them through the views of the arguments, which would cast them."""
+    import jax
+
+    from fusewise.lab.providers.xla import Jax
+
+    p = targets.problem_for(Task("geglu", "quick-decode", "bf16", "fwd+bwd", "cpu", 0))
+    run = Jax().build(p)
+    assert run.vjp is not None
+    _, kept = run.vjp.forward(run.enter(*p.leaves(False)))
+    found = run.vjp.backward(kept, run.vjp.enter(tuple(g for g in p.upstream if g is not None)))
+    assert {str(g.dtype) for g in jax.tree_util.tree_leaves(found)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow"), [(torch.int64, "int32"), (torch.float64, "float32"), (torch.complex128, "complex64")]
+)
+def test_jax_gets_64_bits_as_32(jax: Any, dtype: torch.dtype, narrow: str) -> None:
+    from fusewise.lab.providers.xla import _array
+
+    assert str(_array(jax, torch.ones(3, dtype=dtype)).dtype) == narrow
+
+
+class Wide(torch.autograd.Function):
+    """With a backward in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * g.double()
+
+
+def test_autograd_casts_a_gradient_by_itself() -> None:
+    p = problem("doubled", "fp32[8,4]", pass_="bwd")
+    assert truth.check(p, replace(eager(p), call=Wide.apply)).reason == ""
