@@ -237,9 +237,9 @@ def summary(found: Groups) -> str:
         f"Over the {len(ratio)} forward cases of `rope-models` the best of ours takes {geometric_mean(ratio.values()):.2f} of "
         f"the time of the best other in the geometric mean, {geometric_mean(small):.2f} over the {len(small)} that move less "
         f"than 64 MiB; it is slower by more than 2 % in {slowest(ratio)}. Over the {len(backward)} backward ones it takes "
-        f"{geometric_mean(backward.values()):.2f}, slower by more than 2 % in {slowest(backward)}; it is that far ahead where only a part "
-        "of the head rotates, since it rotates an incoming gradient that nobody else holds where it lies. Forward, at head widths of 64, 80, 96, 112, 128, 160, 192 "
-        "and 256 in bf16, fp16 and fp32, 390 to 775 MiB a call, the best of ours is at "
+        f"{geometric_mean(backward.values()):.2f}, slower by more than 2 % in {slowest(backward)}; it gains most where only a part of the "
+        "head rotates, since an incoming gradient that nobody else holds is rotated where it lies. Forward, at head widths of "
+        "64, 80, 96, 112, 128, 160, 192 and 256 in bf16, fp16 and fp32, 390 to 775 MiB a call, the best of ours is at "
         f"{min(best):.0f} to {max(best):.0f} %, and another provider is faster by more than 1 % in {faster} of {len(wide)} rows.",
         120,
         break_on_hyphens=False,

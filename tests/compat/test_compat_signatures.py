@@ -93,6 +93,12 @@ SIGNATURES = {
         "ApplyRotaryEmb": "enforce_enable=False, is_neox_style=True, enable_fp32_compute=False",
         **dict.fromkeys((f"ApplyRotaryEmb.forward{end}" for end in ("", "_native", "_cuda")), "self, x, cos, sin"),
         "ApplyRotaryEmb.forward_static": "x, cos, sin, is_neox_style=True, enable_fp32_compute=False",
+        "packed_qk_rope_": "xqkv, freqs_cis",
+        # Ours alone: what the files of the module share.
+        "stretched": "positions, factor",
+        "moved": "op, positions, offsets",
+    },
+    "_vllm_mrope": {
         "MRotaryEmbedding": (
             f"{LAYER}, dtype, mrope_section=None, mrope_interleaved=False, *, positions_factor=4, scaling_factor=None, {YARN}"
         ),
@@ -103,10 +109,6 @@ SIGNATURES = {
         ),
         "triton_mrope": "q, k, cos, sin, mrope_section, head_size, rotary_dim, mrope_interleaved, is_neox_style",
         "apply_interleaved_rope": "x, mrope_section",
-        "packed_qk_rope_": "xqkv, freqs_cis",
-        # Ours alone: what the files of the module share.
-        "stretched": "positions, factor",
-        "yarn_cache": "layer, factor, options",
     },
     "_vllm_scaling": {
         "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",
@@ -115,6 +117,17 @@ SIGNATURES = {
             "head_size, rotary_dim, max_position_embeddings, max_trained_positions, base, is_neox_style, scaling_factor, dtype"
         ),
         "DynamicNTKAlphaRotaryEmbedding": f"{LAYER}, scaling_alpha, dtype",
+        "Llama3RotaryEmbedding": (
+            f"{LAYER}, dtype, scaling_factor, low_freq_factor, high_freq_factor, orig_max_position"
+        ),
+        "Gemma4RotaryEmbedding": f"{LAYER}, dtype",
+        "Phi3LongRoPEScaledRotaryEmbedding": (
+            "head_size, rotary_dim, max_position_embeddings, original_max_position_embeddings, base, is_neox_style, dtype, "
+            "short_factor, long_factor, short_mscale=None, long_mscale=None"
+        ),
+        "Phi3LongRoPEScaledRotaryEmbedding.forward": ROTATED,
+    },
+    "_vllm_yarn": {
         "YaRNScalingRotaryEmbedding": f"{LAYER}, scaling_factor, dtype, *, {YARN}",
         "DeepseekScalingRotaryEmbedding": (
             f"{LAYER}, scaling_factor, dtype, *, beta_fast=32, beta_slow=1, mscale=1, mscale_all_dim=0, init_cache=True"
@@ -125,15 +138,7 @@ SIGNATURES = {
             (f"DeepseekV4ScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")),
             f"{ROTATED}, inverse=False",
         ),
-        "Llama3RotaryEmbedding": (
-            f"{LAYER}, dtype, scaling_factor, low_freq_factor, high_freq_factor, orig_max_position"
-        ),
-        "Gemma4RotaryEmbedding": f"{LAYER}, dtype",
-        "Phi3LongRoPEScaledRotaryEmbedding": (
-            "head_size, rotary_dim, max_position_embeddings, original_max_position_embeddings, base, is_neox_style, dtype, "
-            "short_factor, long_factor, short_mscale=None, long_mscale=None"
-        ),
-        "Phi3LongRoPEScaledRotaryEmbedding.forward": ROTATED,
+        "yarn_cache": "layer, factor, options",  # ours alone
     },
     "_vllm_get_rope": {
         "get_rope": (

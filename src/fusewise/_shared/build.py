@@ -36,6 +36,8 @@ from . import cache
 
 TIMEOUT_S = 600
 ERROR_LINES = 12
+#: The major version of nvcc from which on it is to optimise the kernels of a file side by side; older ones were not tried.
+SPLITS = 13
 
 #: C++ for this CPU alone. Arithmetic stays IEEE: no reassociation, no flushing, infinities and NaN as they are; but fused
 #: multiply-add is allowed, and neither errno nor the floating-point exception flags are kept.
@@ -113,16 +115,13 @@ def cxx() -> Compiler:
 
 
 def nvcc() -> Compiler:
-    """The user's CUDA compiler, which is to use all cores where that is known to give the same code."""
+    """The user's CUDA compiler, on all cores where that is known to give the same code."""
     found = compiler("NVCC", "nvcc")
     release = re.search(r"release (\d+)", found.version)
     if release is None or int(release[1]) < SPLITS:
         return found
     return replace(found, command=(*found.command, "-split-compile=0"))
 
-
-#: The major version of nvcc from which on it optimises the kernels of a file side by side; older ones were not tried.
-SPLITS = 13
 
 #: What a library is made from, as the functions below take it: name, sources, compiler and flags.
 Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
@@ -200,8 +199,8 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
 
 
 def ahead(first: Recipe, then: Callable[[], Recipe]) -> None:
-    """Where `first` has yet to be built and can be, have what `then` tells of, which is needed after it, built meanwhile. Whoever loads that
-    waits for it, and is told what went wrong.
+    """Where `first` has yet to be built and can be, have what `then` tells of, which is needed after it, built meanwhile.
+    Whoever loads that waits for it, and is told what went wrong.
 
     Raises:
         BuildError: as `built`.

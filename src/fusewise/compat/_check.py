@@ -101,3 +101,10 @@ def width(op: str, config: Any, name: str, given: int | None = None) -> int:
     if given is not None:
         return whole(op, name, given, 0)
     return whole(op, f"config.{name}", setting(op, config, name), 0)
+
+
+def above_zero(op: str, name: str, value: Any) -> float:
+    found = number(op, name, value)
+    if found <= 0:
+        fail(op, name, "be above 0", shown(value), f"check what is passed for {name}")
+    return found

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, fail, shown
 from ._check import flag, number, whole
-from ._vllm_rope import MRotaryEmbedding, RotaryEmbedding
+from ._vllm_mrope import MRotaryEmbedding
+from ._vllm_rope import RotaryEmbedding
 from ._vllm_scaling import (
-    DeepseekScalingRotaryEmbedding,
-    DeepseekV4ScalingRotaryEmbedding,
     DynamicNTKAlphaRotaryEmbedding,
     DynamicNTKScalingRotaryEmbedding,
     Gemma4RotaryEmbedding,
@@ -21,6 +20,10 @@ from ._vllm_scaling import (
     Llama3RotaryEmbedding,
     NTKScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
+)
+from ._vllm_yarn import (
+    DeepseekScalingRotaryEmbedding,
+    DeepseekV4ScalingRotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
 

@@ -1,4 +1,4 @@
-"""The rotary layers of vLLM with scaling, for `fusewise.compat.vllm`.
+"""The rotary layers of vLLM with scaling but YaRN's, for `fusewise.compat.vllm`.
 
 Every layer is its table, [cos | sin] of float64 angles rounded once; what rotates is that of `RotaryEmbedding`. Shape legend:
 P = rotary_dim / 2 pairs; f is base^(−2i / rotary_dim), the frequency of pair i without scaling.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops._common import check_count, fail, shown
 from ..ops.rope import tables
-from ._check import check_tensor, explain, flag, number, shape_of, whole
+from ._check import above_zero, check_tensor, flag, number, whole
 from ._shared import heads, rotate_pair
-from ._vllm_rope import RotaryEmbedding, rotary_embedding, stretched, yarn_cache
+from ._vllm_rope import RotaryEmbedding, moved, stretched
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
@@ -39,7 +38,7 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
         dtype: torch.dtype,
     ) -> None:
         several = scaling_factors if isinstance(scaling_factors, (list, tuple)) else [scaling_factors]
-        self.scaling_factors = [_above_zero(type(self).__name__, "scaling_factors", factor) for factor in several]
+        self.scaling_factors = [above_zero(type(self).__name__, "scaling_factors", factor) for factor in several]
         if not self.scaling_factors:
             contract = "be a factor or several"
             fail(type(self).__name__, "scaling_factors", contract, shown(scaling_factors), "pass 1.0 for no scaling")
@@ -69,7 +68,7 @@ class NTKScalingRotaryEmbedding(RotaryEmbedding):
         dtype: torch.dtype,
         mixed_b: float | None = None,
     ) -> None:
-        self.scaling_factor = _above_zero(type(self).__name__, "scaling_factor", scaling_factor)
+        self.scaling_factor = above_zero(type(self).__name__, "scaling_factor", scaling_factor)
         self.mixed_b = None if mixed_b is None else number(type(self).__name__, "mixed_b", mixed_b)
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
@@ -127,164 +126,11 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
         scaling_alpha: float,
         dtype: torch.dtype,
     ) -> None:
-        self.scaling_alpha = _above_zero(type(self).__name__, "scaling_alpha", scaling_alpha)
+        self.scaling_alpha = above_zero(type(self).__name__, "scaling_alpha", scaling_alpha)
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def _compute_inv_freq(self, base: float) -> Tensor:
         return _of_grown_base(self, base, self.scaling_alpha)
-
-
-class YaRNScalingRotaryEmbedding(RotaryEmbedding):
-    """YaRN, as `fusewise.ops.rope.tables.yarn` has it, with the arguments of that; ⌈max_position_embeddings · scaling_factor⌉ rows.
-
-    Args:
-        max_position_embeddings: the original context, before scaling.
-    """
-
-    def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        scaling_factor: float,
-        dtype: torch.dtype,
-        *,
-        beta_fast: int = 32,
-        beta_slow: int = 1,
-        mscale: float | None = None,
-        mscale_all_dim: float | None = None,
-        attention_factor: float | None = None,
-        truncate: bool = True,
-    ) -> None:
-        self.scaling_factor, self.beta_fast, self.beta_slow, self.truncate = (
-            scaling_factor,
-            beta_fast,
-            beta_slow,
-            truncate,
-        )
-        self._yarn = {
-            "beta_fast": beta_fast, "beta_slow": beta_slow, "mscale": mscale, "mscale_all_dim": mscale_all_dim,
-            "attention_factor": attention_factor, "truncate": truncate,
-        }  # fmt: skip
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
-
-    def _compute_cos_sin_cache(self) -> Tensor:
-        cache, self.mscale = yarn_cache(self, self.scaling_factor, self._yarn)
-        return cache
-
-
-class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
-    """YaRN with DeepSeek's scaling of cos and sin: m(mscale) / m(mscale_all_dim), m(s) = 1 + 0.1 s ln(scaling_factor), and 1 for
-    a factor up to 1. Heads of query and key lie in a dimension, and so may be slices of wider ones."""
-
-    def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        scaling_factor: float,
-        dtype: torch.dtype,
-        *,
-        beta_fast: int = 32,
-        beta_slow: int = 1,
-        mscale: float = 1,
-        mscale_all_dim: float = 0,
-        init_cache: bool = True,
-    ) -> None:
-        op = type(self).__name__
-        self.beta_fast, self.beta_slow = beta_fast, beta_slow
-        self.scaling_factor = _above_zero(op, "scaling_factor", scaling_factor)
-        grown = 0.1 * math.log(self.scaling_factor) if self.scaling_factor > 1 else 0.0
-        some, every = number(op, "mscale", mscale, 0), number(op, "mscale_all_dim", mscale_all_dim, 0)
-        self.mscale = (1 + some * grown) / (1 + every * grown)
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache)
-
-    def _compute_cos_sin_cache(self) -> Tensor:
-        options = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "attention_factor": self.mscale}
-        return yarn_cache(self, self.scaling_factor, options)[0]
-
-    def forward(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key (tokens, heads, head_size) in place, as FlashInfer does for theirs; returns both.
-
-        Args:
-            offsets: added to positions, in a kernel of its own.
-        """
-        return super().forward(_moved(type(self).__name__, positions, offsets), query, key)
-
-    forward_cuda = forward
-
-    def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same as new tensors, in torch's own operations; differentiable."""
-        return super().forward_native(_moved(type(self).__name__, positions, offsets), query, key)
-
-
-class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
-    """The same for the last rotary_dim features of heads of any width, that of query's last dimension; the table is float32
-    whatever dtype is."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        options.pop("init_cache", None)
-        super().__init__(*args, **options, init_cache=False)
-        cache = self._compute_cos_sin_cache().to(torch.get_default_device())
-        self.register_buffer("cos_sin_cache", cache, persistent=False)
-
-    def forward(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor | None = None,
-        offsets: Tensor | None = None,
-        inverse: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rotate in place; returns both.
-
-        Args:
-            offsets: added to positions, in a kernel of its own.
-            inverse: rotate by −θ.
-        """
-        positions, width, cache = self._trailing(positions, query, offsets)
-        start = width - self.rotary_dim
-        inverse = flag(type(self).__name__, "inverse", inverse)
-        rotary_embedding(positions, query, key, width, cache, self.is_neox_style, start, inverse)
-        return query, key
-
-    forward_cuda = forward
-
-    def forward_native(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor | None = None,
-        offsets: Tensor | None = None,
-        inverse: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same as new tensors, in torch's own operations; differentiable."""
-        positions, width, cache = self._trailing(positions, query, offsets)
-        dims = len(shape_of(type(self).__name__, "positions", positions))
-        q = heads("rotary_embedding", "query", query, dims, width)
-        k = None if key is None else heads("rotary_embedding", "key", key, dims, width)
-        q, k = rotate_pair(
-            q, k, cos_sin=cache, positions=positions, layout="thd" if dims == 1 else "bshd", rotary_dim=self.rotary_dim,
-            rotary_start=-self.rotary_dim, pairing="half" if self.is_neox_style else "interleaved",
-            inverse=flag(type(self).__name__, "inverse", inverse), impl="reference",
-        )  # fmt: skip
-        return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
-
-    def _trailing(self, positions: Tensor, query: Tensor, offsets: Tensor | None) -> tuple[Tensor, int, Tensor]:
-        op = type(self).__name__
-        width = shape_of(op, "query", query, 1)[-1]
-        if width < self.rotary_dim:
-            contract = f"have heads of at least rotary_dim = {self.rotary_dim} features"
-            fail(op, "query", contract, tuple(query.shape), "pass heads in a dimension")
-        return _moved(op, positions, offsets), width, self.cos_sin_cache.to(query.device)
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
@@ -412,7 +258,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
         cache, original = self.long_short_cos_sin_cache.to(query.device), self.original_max_position_embeddings
         q, k = rotate_pair(
             q, k, cos_sin=cache[original:] if self.use_long_rope else cache[:original],
-            positions=_moved(op, positions, offsets), layout="thd", rotary_dim=self.rotary_dim,
+            positions=moved(op, positions, offsets), layout="thd", rotary_dim=self.rotary_dim,
         )  # fmt: skip
         return q.flatten(-2), None if k is None else k.flatten(-2)
 
@@ -421,13 +267,6 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
             f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, "
             f"max_position_embeddings={self.max_position_embeddings}, base={self.base}"
         )
-
-
-def _above_zero(op: str, name: str, value: Any) -> float:
-    found = number(op, name, value)
-    if found <= 0:
-        fail(op, name, "be above 0", shown(value), f"check what is passed for {name}")
-    return found
 
 
 def _of_grown_base(layer: RotaryEmbedding, base: float, growth: float) -> Tensor:
@@ -443,16 +282,3 @@ def _power(base: float, exponent: float) -> float:
         return math.pow(base, exponent)
     except OverflowError:
         return math.inf
-
-
-def _moved(op: str, positions: Tensor, offsets: Tensor | None) -> Tensor:
-    """Positions with their offsets added."""
-    if offsets is None:
-        return positions
-    shape = shape_of(op, "positions", positions)
-    if shape_of(op, "offsets", offsets) != shape:
-        fail(op, "offsets", f"have the shape of positions, {tuple(shape)}", tuple(offsets.shape), "pass one a token")
-    for name, x in (("positions", positions), ("offsets", offsets)):
-        if x.is_nested or x.layout != torch.strided:
-            explain(op, name, x)
-    return positions + offsets

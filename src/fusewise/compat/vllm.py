@@ -18,15 +18,13 @@ from ..ops.gated_linear._problem import Activation
 from ._check import check_tensor, flag
 from ._shared import gate_of_halves
 from ._vllm_get_rope import get_rope as get_rope
+from ._vllm_mrope import MRotaryEmbedding as MRotaryEmbedding
+from ._vllm_mrope import apply_interleaved_rope as apply_interleaved_rope
+from ._vllm_mrope import triton_mrope as triton_mrope
 from ._vllm_rope import ApplyRotaryEmb as ApplyRotaryEmb
-from ._vllm_rope import MRotaryEmbedding as MRotaryEmbedding
 from ._vllm_rope import RotaryEmbedding as RotaryEmbedding
-from ._vllm_rope import apply_interleaved_rope as apply_interleaved_rope
 from ._vllm_rope import packed_qk_rope_ as packed_qk_rope_
 from ._vllm_rope import rotary_embedding as rotary_embedding
-from ._vllm_rope import triton_mrope as triton_mrope
-from ._vllm_scaling import DeepseekScalingRotaryEmbedding as DeepseekScalingRotaryEmbedding
-from ._vllm_scaling import DeepseekV4ScalingRotaryEmbedding as DeepseekV4ScalingRotaryEmbedding
 from ._vllm_scaling import DynamicNTKAlphaRotaryEmbedding as DynamicNTKAlphaRotaryEmbedding
 from ._vllm_scaling import DynamicNTKScalingRotaryEmbedding as DynamicNTKScalingRotaryEmbedding
 from ._vllm_scaling import Gemma4RotaryEmbedding as Gemma4RotaryEmbedding
@@ -34,7 +32,9 @@ from ._vllm_scaling import LinearScalingRotaryEmbedding as LinearScalingRotaryEm
 from ._vllm_scaling import Llama3RotaryEmbedding as Llama3RotaryEmbedding
 from ._vllm_scaling import NTKScalingRotaryEmbedding as NTKScalingRotaryEmbedding
 from ._vllm_scaling import Phi3LongRoPEScaledRotaryEmbedding as Phi3LongRoPEScaledRotaryEmbedding
-from ._vllm_scaling import YaRNScalingRotaryEmbedding as YaRNScalingRotaryEmbedding
+from ._vllm_yarn import DeepseekScalingRotaryEmbedding as DeepseekScalingRotaryEmbedding
+from ._vllm_yarn import DeepseekV4ScalingRotaryEmbedding as DeepseekV4ScalingRotaryEmbedding
+from ._vllm_yarn import YaRNScalingRotaryEmbedding as YaRNScalingRotaryEmbedding
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:

@@ -10,18 +10,16 @@ import pytest
 
 from fusewise._shared import build
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
+from .support import FLAGS, SOURCE
 
-FLAGS = ("-shared", "-fPIC")
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
 
 
 @pytest.fixture
-def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[build.Recipe, build.Recipe]:
+def recipes(tmp_path: Path, cache: Path) -> tuple[build.Recipe, build.Recipe]:
     """Two libraries; the compiler of the first waits until that of the second is at work."""
-    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_LOADED", {})
     source, begun, waiting, telling = (tmp_path / name for name in ("one.cpp", "begun", "waiting", "telling"))
-    source.write_text('extern "C" int answer() { return 42; }\n')
+    source.write_text(SOURCE % 42)
     waits = f"for i in $(seq 300); do [ -e {begun} ] && break; sleep 0.1; done; [ -e {begun} ] || exit 1"
     for script, line in ((waiting, waits), (telling, f"touch {begun}")):
         script.write_text(f'#!/bin/sh\n{line}\nexec c++ "$@"\n')

@@ -1,0 +1,23 @@
+"""A library to build, and what is looked at of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusewise._shared import build
+
+SOURCE = 'extern "C" int answer() { return %d; }\n'
+FLAGS = ("-shared", "-fPIC")
+
+
+def forget() -> None:
+    build._LOADED.clear()
+
+
+def make(source: Path, flags: tuple[str, ...] = FLAGS) -> int:
+    answer: int = build.library("answer", [source], build.cxx(), flags).answer()
+    return answer
+
+
+def entries(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.is_dir())

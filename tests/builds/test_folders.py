@@ -1,0 +1,150 @@
+"""Folders of native code: none in which others could put a library is used, and what cannot be used says why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewise._shared import build
+from fusewise._shared.cache import Refused, folder
+
+from .support import entries, forget, make
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler on the PATH")
+
+
+@pytest.mark.parametrize("which", ["root", "folder", "entry", "library"])
+@pytest.mark.parametrize("mode", [0o020, 0o002], ids=["group", "others"])
+def test_what_others_may_write_to_is_refused(cache: Path, source: Path, which: str, mode: int) -> None:
+    make(source)
+    (entry,) = entries(cache)
+    path = {"root": cache.parent, "folder": cache, "entry": entry, "library": entry / "library.so"}[which]
+    path.chmod(0o700 | mode)
+    forget()
+    with pytest.raises(build.BuildError, match="writable by others"):
+        make(source)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to somebody else")
+@pytest.mark.parametrize("which", ["folder", "library"])
+def test_what_belongs_to_another_user_is_refused(cache: Path, source: Path, which: str) -> None:
+    make(source)
+    os.chown(cache if which == "folder" else entries(cache)[0] / "library.so", 12345, -1)
+    forget()
+    with pytest.raises(build.BuildError, match="belongs to user 12345"):
+        make(source)
+
+
+def test_symbolic_links_inside_are_refused(cache: Path, source: Path, tmp_path: Path) -> None:
+    make(source)
+    (entry,) = entries(cache)
+    shutil.move(entry, tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    forget()
+    with pytest.raises(build.BuildError, match="symbolic link"):
+        make(source)
+
+
+def test_a_folder_in_one_that_everybody_may_rewrite_is_refused(tmp_path: Path, source: Path, cache: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(build.BuildError, match="writable by others"):
+        make(source)
+    tmp_path.chmod(0o1777)  # as /tmp is: only the owner may rename
+    forget()
+    assert make(source) == 42
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
+) -> None:
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", "/proc/fusewise")
+    with pytest.raises(build.BuildError, match=r"cannot be used.*FUSEWISE_CACHE_DIR"):
+        make(source)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path, tmp_path: Path
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "FUSEWISE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(build.BuildError, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
+        make(source)
+    with pytest.raises(Refused, match=r"no cache folder.*FUSEWISE_CACHE_DIR"):
+        folder("limits")
+    forget()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert make(source) == 42
+
+
+def test_without_a_compiler_a_folder_that_others_may_write_to_is_refused(
+    tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(source)
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    forget()
+    assert make(source) == 42
+    for part in (cache, cache.parent, tmp_path):
+        mode = part.stat().st_mode
+        part.chmod(0o777)
+        forget()
+        with pytest.raises(build.BuildError, match="writable by others"):
+            make(source)
+        part.chmod(mode)
+    forget()
+    assert make(source) == 42
+
+
+def test_an_ancestor_of_another_user_or_group_is_refused(
+    tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root gives folders away")
+    for user, group, mode, words in (
+        (54321, 0, 0o755, "belongs to user 54321"),
+        (0, 54321, 0o775, "writable by others"),
+    ):
+        os.chown(tmp_path, user, group)
+        tmp_path.chmod(mode)
+        forget()
+        with pytest.raises(build.BuildError, match=words):
+            make(source)
+    os.chown(tmp_path, 0, 0)
+    forget()
+    assert make(source) == 42  # writable by the user's own group
+
+
+def test_folders_that_are_made_are_the_users_alone_whatever_the_umask(
+    tmp_path: Path, cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
+    before = os.umask(0)
+    try:
+        forget()
+        assert make(source) == 42
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c", "a/b/c/native")} == {0o700}
+
+
+def test_a_folder_that_cannot_be_written_to_serves(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(source)
+    forget()
+    (named,) = cache.glob("answer-*.last")
+    named.unlink()
+
+    def refused(**_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    assert make(source) == 42
+    assert not list(cache.glob("answer-*.last"))
