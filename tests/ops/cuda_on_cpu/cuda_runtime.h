@@ -177,7 +177,7 @@ inline void run(unsigned count) {
     blocks[b].all = {}, blocks[b].left = threads, blocks[b].warps.assign((threads + WARP - 1) / WARP, {});
     for (size_t w = 0; w < blocks[b].warps.size(); ++w) blocks[b].warps[w].left = std::min<size_t>(WARP, threads - w * WARP);
     std::fill(std::begin(blocks[b].names), std::end(blocks[b].names), Meeting());
-    if (count > 1) std::memset(blocks[b].memory, 0xff, SHARED);  // NaN
+    if (blocks[b].memory) std::memset(blocks[b].memory, 0xff, SHARED);  // NaN
     for (size_t i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[b * threads + i];
       getcontext(&fiber.context);
@@ -272,7 +272,7 @@ template <class... P, class... A>
 cudaError_t on_cpu::launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments) {
   gridDim = grid, blockDim = block;
   const size_t threads = size_t(block.x) * block.y * block.z, count = size_t(grid.x) * grid.y * grid.z;
-  const unsigned width = bytes ? CLUSTER : 1;
+  const unsigned width = bytes && grid.x % CLUSTER == 0 ? CLUSTER : 1;
   if (!count || !threads || threads > 1024 || block.z > 64 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || grid.x % width)
     return last_error = cudaErrorInvalidConfiguration;
   kernel = [&] { function(arguments...); };

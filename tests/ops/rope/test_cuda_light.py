@@ -90,7 +90,7 @@ def test_rotates(case: Case) -> None:
 
 def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where it writes nothing, nothing is written."""
-    kernels = changed(monkeypatch, tmp_path, "return launch_light(", "return cudaSuccess; launch_light(").plays()
+    kernels = changed(monkeypatch, tmp_path, ("return launch_light(", "return cudaSuccess; launch_light(")).plays()
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for case in CASES:
             call = make(case)
@@ -108,7 +108,7 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_heads_of_several_warps_are_not_reordered_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One warp would write what another has yet to read, where three threads have a head. The general kernel serves them."""
-    kernels = changed(monkeypatch, tmp_path, "return launch_light(", "return cudaSuccess; launch_light(").plays()
+    kernels = changed(monkeypatch, tmp_path, ("return launch_light(", "return cudaSuccess; launch_light(")).plays()
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for head_dim, light in ((32, True), (48, False)):
             shape = Case(name="", batch=BATCH, tokens=TOKENS, heads=16, kv_heads=5, head_dim=head_dim, dtype="bf16")

@@ -67,21 +67,28 @@ def test_rotates(case: Case) -> None:
     check(case)
 
 
-def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> cuda_on_cpu.Library:
-    """The kernels with something else in their sources."""
+def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str]) -> cuda_on_cpu.Library:
+    """The kernels with something else in their sources, (old, new); what is not there cannot be changed."""
+    found = set()
     sources = []
     for source in _cuda.SOURCES:
         copy = folder / "_cuda" / source.name if source.parent == _cuda.FOLDER else folder / source.name
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(source.read_text().replace(old, new))
+        text = source.read_text()
+        for old, new in changes:
+            if old in text:
+                found.add(old)
+                text = text.replace(old, new)
+        copy.write_text(text)
         sources.append(copy)
+    assert found == {old for old, _ in changes}
     monkeypatch.setattr(_cuda, "SOURCES", tuple(sources))
     return cuda_on_cpu.library(_cuda, "fusewise_rope")
 
 
 def test_stripes_of_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a few tokens each, so that there are many: none is left out, in the general kernel and in that of most calls."""
-    kernels = changed(monkeypatch, tmp_path, " << 20;", " << 8;").plays()  # what a stripe moves, and reads of a table
+    kernels = changed(monkeypatch, tmp_path, (" << 20;", " << 8;")).plays()  # what a stripe moves, and reads of a table
     shape = Case(name="", batch=3, tokens=48, heads=6, kv_heads=3, head_dim=32, rotary_dim=16, dtype="bf16")
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for tokens in (48, 47):  # 47: no even share
@@ -91,7 +98,7 @@ def test_stripes_of_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In place from one pairing to the other, a head is read whole before another thread writes into it."""
-    kernels = changed(monkeypatch, tmp_path, "__syncthreads();", ";")
+    kernels = changed(monkeypatch, tmp_path, ("__syncthreads();", ";"))
     wrong = []
     for backwards in ORDERS:
         kernels.plays(backwards=backwards)

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 HEADERS = tuple(
     FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h")
 )
-SOURCES = (FOLDER / "rope.cu", FOLDER / "light.cuh", *HEADERS)
+SOURCES = (*(FOLDER / name for name in ("rope.cu", "bulk.cuh", "light.cuh", "rows.cuh", "runs.cuh")), *HEADERS)
 
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:

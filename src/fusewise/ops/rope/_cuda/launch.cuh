@@ -122,10 +122,12 @@ inline Device current_device() {
 // Launch on a stream of the current device. The blocks may take their places while the last ones of the kernel before are
 // still at work: the kernel waits for that one's end before it touches memory.
 template <class Params>
-cudaError_t launched(void (*kernel)(Params), dim3 grid, dim3 block, void* stream, const Device& device, const Params& params) {
+cudaError_t launched(void (*kernel)(Params), dim3 grid, dim3 block, void* stream, const Device& device, const Params& params,
+                     size_t shared_memory = 0) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared_memory;
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

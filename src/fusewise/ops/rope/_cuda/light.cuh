@@ -11,8 +11,8 @@
 
 #pragma once
 
-#include "angles.cuh"
 #include "launch.cuh"
+#include "rows.cuh"
 #include "words.cuh"
 
 namespace {
@@ -27,15 +27,13 @@ struct LightTensor {
 };
 
 struct Light {
-  const char *positions, *cos, *sin;
-  int64_t position_strides[2], row, offset;  // bytes; bytes from a row of the table to the next; the row of the first token
-  uint32_t rows, rotated;                    // rotated: chunks of a head
-  uint32_t tokens, stripe;                   // of a batch entry, of a stripe
-  int32_t halves;                            // bytes from the first half of what rotates to the second
-  uint32_t of_q;                             // threads of a token
+  Rows rows;
+  uint32_t rotated;         // chunks of a head
+  uint32_t tokens, stripe;  // of a batch entry, of a stripe
+  int32_t halves;           // bytes from the first half of what rotates to the second
+  uint32_t of_q;            // threads of a token
   Divisor of_token;
-  float turn;                                // -1 for the inverse of neighbours
-  bool wide_positions;
+  float turn;               // -1 for the inverse of neighbours
   LightTensor tensors[2];
 };
 
@@ -139,21 +137,17 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   Mine mine;
   mine.read(x, x_apart, both);
 
-  int64_t row = token + p.offset;
-  if (p.positions) {
-    const char* const position = p.positions + batch * p.position_strides[0] + token * p.position_strides[1];
-    row = integer(position, p.wide_positions, 0);
-  }
-  const bool inside = row >= 0 && row < p.rows;
+  bool inside;
+  const int64_t row = p.rows.of(batch, token, inside);
   Words<TABLE, N> cosines, sines;  // of chunks that are copied, too, so that no thread waits for another's branch
   constexpr uint32_t ENTRIES = (NEIGHBOURS ? N / 2 : N) * sizeof(TABLE);  // of an access, in bytes
-  const int64_t row_at = (inside ? row : 0) * p.row + (rotates ? chunk : 0) * ENTRIES;
+  const int64_t row_at = row + (rotates ? chunk : 0) * ENTRIES;
   if constexpr (NEIGHBOURS) {
     const uint32_t apart = p.rotated * ENTRIES;
-    cosines.read_part(p.cos + row_at, 0), sines.read_part(p.sin + row_at, 0);
-    cosines.read_part(p.cos + row_at + apart, 1), sines.read_part(p.sin + row_at + apart, 1);
+    cosines.read_part(p.rows.cos + row_at, 0), sines.read_part(p.rows.sin + row_at, 0);
+    cosines.read_part(p.rows.cos + row_at + apart, 1), sines.read_part(p.rows.sin + row_at + apart, 1);
   } else {
-    cosines.read(p.cos + row_at), sines.read(p.sin + row_at);
+    cosines.read(p.rows.cos + row_at), sines.read(p.rows.sin + row_at);
   }
   if (rotates) {
     constexpr uint32_t nan = sizeof(T) == 4 ? 0x7fffffff : 0x7fff7fff;
@@ -205,12 +199,7 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;  // elements
   if (bytes < 8 || batch > MOST_BLOCKS) return false;
   if (neighbours(plan) && (bytes < 16 || plan.pairs % access != 0)) return false;
-  if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // a table without rows has none to read for those that are not there
-  Work work{};
-  set_angles(work, plan, call, plan.interleaved_in && plan.interleaved_out ? access / 2 : access, alone);
-  const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
-  const bool of_table = work.read == FLOATS || (work.read <= HALVES && plan.table_kind == plan.kind);
-  if (!one_row || !of_table) return false;
+  if (!rows_of(plan, call, plan.interleaved_in && plan.interleaved_out ? access / 2 : access, alone, p.rows)) return false;
 
   int64_t threads = 0;  // of a token
   p.rotated = static_cast<uint32_t>(plan.pairs / access);
@@ -233,11 +222,6 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   // The inverse of (a, b) is what (b, a) is turned to, which needs no other sign where halves can change places.
   p.halves = static_cast<int32_t>(plan.inverse && !neighbours(plan) ? -plan.pairs * size : plan.pairs * size);
   p.turn = plan.inverse ? -1.0f : 1.0f;
-  p.rows = static_cast<uint32_t>(plan.rows);
-  const int64_t table_size = plan.table_kind == FLOAT32 ? 4 : 2, position_size = plan.wide_positions ? 8 : 4;
-  p.cos = work.cos, p.sin = work.sin, p.row = plan.table_strides[1] * table_size;
-  p.positions = static_cast<const char*>(call.positions), p.wide_positions = plan.wide_positions, p.offset = call.offset;
-  p.position_strides[0] = work.position_strides[1] * position_size, p.position_strides[1] = work.position_strides[2] * position_size;
   return true;
 }
 

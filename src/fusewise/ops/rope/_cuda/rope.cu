@@ -17,6 +17,7 @@
 
 #include "../plan.h"
 #include "angles.cuh"
+#include "bulk.cuh"
 #include "chunk.cuh"
 #include "launch.cuh"
 #include "light.cuh"
@@ -188,6 +189,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   if (all == 0) return cudaSuccess;
   const Device device = current_device();
   const int64_t enough = int64_t(device.processors) * ENOUGH;
+  if (Bulk b{}; bulk(*plan, *call, batch, tokens, data.bytes(), alone, device, b)) return launch_bulk(b, *plan, batch, data.bytes(), device, stream);
   if (Light l{}; all >= enough && light(*plan, *call, batch, tokens, data.bytes(), alone, l)) {
     for (int o = 0; o < plan->operands; ++o) {
       const Tensor& t = params.tensors[o];

@@ -1,0 +1,91 @@
+"""The kernel of large calls that copy a part of each head and would write sectors in parts (`_cuda/bulk.cuh`): on a CPU against the
+oracle, whichever thread is first and whenever what is asynchronous is done, and on a GPU with Triton's bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.ops.rope import _cuda
+from fusewise.ops.rope._auto import choice
+
+from .. import cuda_on_cpu
+from .oracle import expected
+from .support import Case, Place, assert_bits, assert_neighbours, assert_right, make, poisoned_like
+from .test_cuda_on_cpu import CUDA, changed
+from .test_matrix import ids, run
+
+BATCH, TOKENS = 2, 13
+BASE = Case(name="", batch=BATCH, tokens=TOKENS, heads=4, kv_heads=3, head_dim=80, rotary_dim=32, dtype="bf16")
+CASES = [
+    replace(BASE, name="phi-2"),
+    replace(BASE, name="fp16-table", dtype="fp16", table_dtype="fp16", options={"inverse": True}),
+    replace(BASE, name="neox", dtype="fp16", heads=6, kv_heads=6, head_dim=96, rotary_dim=24),
+    replace(BASE, name="neox-inverse", heads=5, head_dim=96, rotary_dim=24, options={"positions": ids(BATCH, TOKENS, low=-8, high=72), "inverse": True}),
+    replace(BASE, name="stablelm-3b", heads=14, rotary_dim=20, options={"positions": ids(TOKENS, dtype=torch.int32)}),
+    replace(BASE, name="fp32", dtype="fp32", head_dim=20, rotary_dim=8, options={"rotary_start": 4, "offset": 3}),
+    replace(BASE, name="fp32-pair", dtype="fp32", head_dim=8, rotary_dim=2, options={"inverse": True}),
+    replace(BASE, name="parts", dtype="fp32", heads=60, kv_heads=33, head_dim=96, rotary_dim=16, tokens=3),
+    replace(BASE, name="wide", dtype="fp32", heads=3, kv_heads=1, head_dim=512, rotary_dim=256, tokens=4),
+    replace(BASE, name="thd", layout="thd", batch=1, tokens=31),
+    replace(BASE, name="packed", memory="packed", k_head_dim=None),
+    replace(BASE, name="decode", batch=40, tokens=1, options={"positions": ids(40, 1, low=-8, high=72, dtype=torch.int32)}),
+    replace(BASE, name="q-alone", kv_heads=None),
+    replace(BASE, name="sbhd", layout="sbhd"),
+]  # fmt: skip
+#: A call of any size has the kernel, and one that has not is an error.
+EVERY = (
+    ("BULK_LARGE = 16 << 20", "BULK_LARGE = 0"), ("FEWEST_OF_UNIT = 2560", "FEWEST_OF_UNIT = 0"), ("in_parts = bytes < 16", "in_parts = true"),
+    ("if (Light l{};", "return cudaErrorInvalidConfiguration; if (Light l{};"),
+)  # fmt: skip
+#: Calls of many tokens; whether they have the kernel.
+LARGE = [
+    (replace(BASE, name="large-phi-2", dtype="fp16", batch=20, tokens=41, heads=32, kv_heads=32), True),
+    (replace(BASE, name="large-neox", dtype="fp16", tokens=176, heads=64, kv_heads=64, head_dim=96, rotary_dim=24, options={"positions": ids(2, 176)}), True),
+    (replace(BASE, name="large-stablelm-3b", batch=18, tokens=46, heads=32, kv_heads=32, rotary_dim=20, options={"inverse": True}), True),
+    (replace(BASE, name="a-little-less", batch=21, tokens=39, heads=32, kv_heads=32), False),
+    (replace(BASE, name="short-runs", batch=28, tokens=50, heads=32, kv_heads=6), False),
+    (replace(BASE, name="whole-sectors", batch=10, tokens=52, heads=32, kv_heads=32, head_dim=128, rotary_dim=64), False),
+    (replace(BASE, name="neighbours", batch=20, tokens=41, heads=32, kv_heads=32, pairing="interleaved"), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rotates(case: Case, backwards: bool, late: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernels = changed(monkeypatch, tmp_path, *EVERY).plays(backwards=backwards, late=late)
+    call = make(case)
+    outs, storages = poisoned_like(call.xs)
+    poison = [storage.clone() for storage in storages]
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        run(fusewise.rope, call, CUDA, out=outs if len(outs) == 2 else outs[0])
+    for x, y, want in zip(call.xs, outs, expected(call), strict=True):
+        assert_right(y, x, want)
+    assert_neighbours(poison, storages, outs)
+
+
+@pytest.mark.parametrize(("case", "has"), LARGE, ids=lambda value: getattr(value, "name", None))
+def test_who_has_it(case: Case, has: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it writes nothing, nothing is written."""
+    kernels = changed(monkeypatch, tmp_path, ("return launch_bulk(", "return true ? cudaSuccess : launch_bulk(")).plays()
+    call = make(case)
+    outs, _ = poisoned_like(call.xs)
+    poison = [y.clone() for y in outs]
+    with cuda_on_cpu.serving(_cuda, choice, kernels):
+        run(fusewise.rope, call, CUDA, out=tuple(outs))
+    for y, was in zip(outs, poison, strict=True):
+        assert torch.equal(y.view(torch.int16), was.view(torch.int16)) is has
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case, _ in LARGE], ids=lambda case: case.name)
+def test_bits_are_tritons(case: Case) -> None:
+    call = make(case, "cuda")
+    ys = [run(fusewise.rope, call, Place(impl, "cuda")) for impl in ("cuda", "triton")]
+    for one, other in zip(*ys, strict=True):
+        assert_bits(one, other)
