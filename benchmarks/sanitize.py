@@ -33,11 +33,11 @@ ROWS = (1, 3, 16, 64, 65, 130, 300)
 
 
 def rope(impl: str, device: str) -> Calls:
-    from fusewise_tests.ops.rope import test_cuda_light, test_matrix
+    from fusewise_tests.ops.rope import test_cuda_bulk, test_cuda_light, test_matrix
     from fusewise_tests.ops.rope.support import Case, copy_of, make
 
-    # In CUDA large calls have a kernel of their own.
-    large = [test_cuda_light.grown(case) for case in test_cuda_light.CASES] if impl == "cuda" else []
+    # In CUDA large calls have kernels of their own.
+    large = [*map(test_cuda_light.grown, test_cuda_light.CASES), *(case for case, _ in test_cuda_bulk.LARGE)] if impl == "cuda" else []
     wide = {"heads": 7, "kv_heads": 3, "dtype": "bf16"}
     ragged = [
         Case(name="ragged-large", batch=2, tokens=63, head_dim=128, **wide),

@@ -119,6 +119,15 @@ def test_our_cuda_kernels_from_source_to_machine_code() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_the_cuda_kernels_of_a_call_that_copies_a_part_of_each_head() -> None:
+    """In accesses of 8 bytes, which the kernel of 16 does not serve; a part of them through the copy engine."""
+    problem = targets.problem_for(Task("rope", "gpt-neox-20b-train", "fp16", "fwd", "cpu", 0))
+    found = {s.part: s for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}
+    assert set(found) == {"bulk_rope_kernel of 8 bytes", "rope_kernel 4 wide, 1 heads", "rope_kernel 4 wide, 8 heads", "light_rope_kernel of 8 bytes"}
+    assert {"UBLKCP"} <= {name.split(".")[0] for name in found["bulk_rope_kernel of 8 bytes"].counts}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_the_cuda_kernels_of_a_serving_call() -> None:
     problem = targets.problem_for(Task("rope_and_cache", "glm-4-9b-cache-decode-b64", "bf16", "fwd", "cpu", 0))
     parts = {s.part for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}

@@ -205,8 +205,8 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 def _cuda_part(problem: Problem, name: str) -> str:
     """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, table, interleaved, vector, heads, at
-    once>`, `light_rope…<type, table, in, out, bytes, copies>`, `gated_linear_kernel<…, epilogue, …>` or `gate_gradient_kernel<…>` if
-    it is for this problem, else nothing."""
+    once>`, `light_rope…<type, table, in, out, bytes, copies>`, `bulk_rope…<type, table, bytes>`, `gated_linear_kernel<…, epilogue, …>`
+    or `gate_gradient_kernel<…>` if it is for this problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
             return "gate_gradient_kernel"
@@ -232,6 +232,10 @@ def _cuda_part(problem: Problem, name: str) -> str:
         serves = size == widest * problem.dtype.itemsize * (2 if of or to else 1)
         part = case.rotated < case.head_dim
         return f"light_rope_kernel of {size} bytes{', copies' * copies}" if serves and copies <= part else ""
+    if found := re.search(rf"\dbulk_rope_kernelI{kind}{table}Li(\d+)E", name):
+        size = int(found[1])
+        serves = size == widest * problem.dtype.itemsize and case.rotated < case.head_dim and not (of or to)
+        return f"bulk_rope_kernel of {size} bytes" if serves else ""
     return ""
 
 
