@@ -37,7 +37,11 @@ def rope(impl: str, device: str) -> Calls:
     from fusewise_tests.ops.rope.support import Case, copy_of, make
 
     # In CUDA large calls have kernels of their own.
-    large = [*map(test_cuda_light.grown, test_cuda_light.CASES), *(case for case, _ in test_cuda_bulk.LARGE)] if impl == "cuda" else []
+    large = (
+        [*map(test_cuda_light.grown, test_cuda_light.CASES), *(case for case, _ in test_cuda_bulk.LARGE)]
+        if impl == "cuda"
+        else []
+    )
     wide = {"heads": 7, "kv_heads": 3, "dtype": "bf16"}
     ragged = [
         Case(name="ragged-large", batch=2, tokens=63, head_dim=128, **wide),

@@ -123,7 +123,12 @@ def test_the_cuda_kernels_of_a_call_that_copies_a_part_of_each_head() -> None:
     """In accesses of 8 bytes, which the kernel of 16 does not serve; a part of them through the copy engine."""
     problem = targets.problem_for(Task("rope", "gpt-neox-20b-train", "fp16", "fwd", "cpu", 0))
     found = {s.part: s for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}
-    assert set(found) == {"bulk_rope_kernel of 8 bytes", "rope_kernel 4 wide, 1 heads", "rope_kernel 4 wide, 8 heads", "light_rope_kernel of 8 bytes"}
+    assert set(found) == {
+        "bulk_rope_kernel of 8 bytes",
+        "rope_kernel 4 wide, 1 heads",
+        "rope_kernel 4 wide, 8 heads",
+        "light_rope_kernel of 8 bytes",
+    }
     assert {"UBLKCP"} <= {name.split(".")[0] for name in found["bulk_rope_kernel of 8 bytes"].counts}
 
 

@@ -72,7 +72,9 @@ def test_rotates(case: Case, backwards: bool, late: bool, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("case", "has"), LARGE, ids=lambda value: getattr(value, "name", None))
 def test_who_has_it(case: Case, has: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where it writes nothing, nothing is written."""
-    kernels = changed(monkeypatch, tmp_path, ("return launch_bulk(", "return true ? cudaSuccess : launch_bulk(")).plays()
+    kernels = changed(
+        monkeypatch, tmp_path, ("return launch_bulk(", "return true ? cudaSuccess : launch_bulk(")
+    ).plays()
     call = make(case)
     outs, _ = poisoned_like(call.xs)
     poison = [y.clone() for y in outs]
