@@ -81,7 +81,7 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace on_cpu {
 
 constexpr size_t STACK = 64 << 10, SHARED = 256 << 10, WARP = 32;
-constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run that ask for shared memory at their launch
+constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run that ask for shared memory in a launch of three brackets
 
 inline bool backwards = false, late = false;
 inline int processors = 132;
@@ -215,6 +215,8 @@ inline void run(unsigned count) {
 
 template <class... P, class... A>
 cudaError_t launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments);
+template <class... P, class... A>
+cudaError_t launch_in(unsigned width, void (*function)(P...), dim3 grid, dim3 block, const A&... arguments);  // clusters of `width`
 
 }  // namespace on_cpu
 
@@ -269,10 +271,9 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
 }
 
 template <class... P, class... A>
-cudaError_t on_cpu::launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments) {
+cudaError_t on_cpu::launch_in(unsigned width, void (*function)(P...), dim3 grid, dim3 block, const A&... arguments) {
   gridDim = grid, blockDim = block;
   const size_t threads = size_t(block.x) * block.y * block.z, count = size_t(grid.x) * grid.y * grid.z;
-  const unsigned width = bytes && grid.x % CLUSTER == 0 ? CLUSTER : 1;
   if (!count || !threads || threads > 1024 || block.z > 64 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || grid.x % width)
     return last_error = cudaErrorInvalidConfiguration;
   kernel = [&] { function(arguments...); };
@@ -288,9 +289,14 @@ cudaError_t on_cpu::launch(void (*function)(P...), dim3 grid, dim3 block, size_t
   return last_error = failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
+template <class... P, class... A>
+cudaError_t on_cpu::launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments) {
+  return launch_in(bytes ? CLUSTER : 1, function, grid, block, arguments...);
+}
+
 template <class Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params), const Params& params) {
-  return on_cpu::launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, params);
+  return on_cpu::launch_in(1, kernel, config->gridDim, config->blockDim, params);  // no attribute of ours makes clusters
 }
 
 // What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, and whether what is

@@ -1,5 +1,6 @@
-// Large calls that copy a part of each head and would write sectors of 32 bytes in parts, on Hopper: what a token has of q or k is one run of bytes, which the copy engine brings
-// into shared memory and takes away, so that memory sees a copy and nothing else. Threads touch only what rotates, in shared memory.
+// Large calls that copy a part of each head and would write sectors of 32 bytes in parts, on Hopper: what a token has of q or k is
+// one run of bytes, which the copy engine brings into shared memory and takes away, so that memory sees a copy and nothing else.
+// Threads touch only what rotates, in shared memory.
 //
 // Shape legend: as in rope.cu. A unit, which a block has, is the heads of one token, of q or of k, or a part of them. Its threads
 // have each the same place in the halves of several heads. Many small blocks keep memory busier than a few that have a ring of units.
@@ -14,9 +15,10 @@
 namespace {
 
 constexpr uint32_t BULK_THREADS = 64;
-constexpr int64_t BULK_LARGE = 16 << 20;                          // bytes that a call moves at least
-constexpr int64_t MOST_OF_UNIT = 4 << 10, FEWEST_OF_UNIT = 2560;  // bytes; on average: a multiprocessor begins 6 million blocks a second
-constexpr uint32_t BARRIER = 128;                                 // bytes of shared memory before the unit's
+constexpr int64_t BULK_LARGE = 16 << 20;  // bytes that a call moves at least
+// Bytes of a unit at most; on average at least, since a multiprocessor begins 6 million blocks a second.
+constexpr int64_t MOST_OF_UNIT = 4 << 10, FEWEST_OF_UNIT = 2560;
+constexpr uint32_t BARRIER = 128;  // bytes of shared memory before the unit's
 
 struct BulkTensor {
   const char* x;
