@@ -107,6 +107,10 @@ inline void store(const CUtensorMap* of, int column, int row, uint32_t from) {
   if (on_cpu::late) on_cpu::fibers[on_cpu::running].stores.push_back(operation);
   else operation();
 }
+inline void prefetch(const CUtensorMap*) {}
+inline void prefetch(const CUtensorMap*, int, int) {}
+inline void kernel_before_has_ended() {}
+inline void kernel_behind_may_start() {}
 inline void stores_commit() {}
 inline void stores_have_read() {
   for (const Operation& operation : std::exchange(on_cpu::fibers[on_cpu::running].stores, {})) operation();

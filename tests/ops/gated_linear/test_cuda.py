@@ -265,6 +265,12 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
     }
     assert set(kernels) == {"0", "1", "2", "3", "4", "5", "6"}  # the last three: y by tiles on their side
+    streams = [body for body in bodies if "few_rows_kernel" in body.splitlines()[0]]
+    assert len(streams) == 7  # for 16, 32 and 64 columns tiles of 64 and of 128 features, and of 64 for 128
+    for body in streams:
+        assert not re.search(r"\b(LDL|STL)\b", body) and "STG.E.128" in body and "STSM.16.MT88.4" in body
+        assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {"16", "32", "64", "128"}
+        assert "UTMALDG.2D" in body and "UTMAPF" in body and "ACQBULK" in body  # waits for the kernel before
     (gate,) = (body for body in bodies if "gate_gradient_kernel" in body.splitlines()[0])
     assert not re.search(r"\b(LDL|STL)\b", gate)
     assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", gate)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # the last: sums
@@ -362,6 +368,30 @@ class TestOnHopper:
         """Sizes that no tile divides, one tile, some rounds of tiles on every multiprocessor, rows of no 16 bytes, and y by tiles on
         their side, of 128, 160 and 192 rows."""
         self.check(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
+
+    @pytest.mark.parametrize("rows", [1, 7, 16, 17, 32, 33, 64, 65, 81, 128])
+    def test_few_rows(self, rows: int) -> None:
+        """Of every number of columns; tiles of 8, 64 and 112 features, and two on some multiprocessors."""
+        for features, hidden in ((72, 264), (2048, 8192), (4096, 14336), (520, 24576)):
+            self.check("y", (rows, features, hidden), torch.bfloat16, Spec("gelu_tanh", "stacked"))
+
+    def test_few_rows_wait_for_what_the_kernel_before_writes(self) -> None:
+        """Which may be the weights, x, or y that the same call made a moment ago."""
+        x, weight = torch.randn(64, 4096, device="cuda").half(), torch.randn(8192, 4096, device="cuda").half() / 64
+        weights = [torch.randn_like(weight) / 64 for _ in range(4)]
+        expected, found = [], []
+        for other in weights:
+            y = geglu_linear(x, other, impl="cuda")
+            torch.cuda.synchronize()
+            expected.append(geglu_linear(y, other, impl="cuda"))
+            torch.cuda.synchronize()
+        for _ in range(20):
+            for other in weights:
+                weight.copy_(other)
+                found.append(geglu_linear(geglu_linear(x, weight, impl="cuda"), weight, impl="cuda"))
+        torch.cuda.synchronize()
+        for i, made in enumerate(found):
+            assert torch.equal(made, expected[i % len(weights)])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("activation", ACTIVATIONS)

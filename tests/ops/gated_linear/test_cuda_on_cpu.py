@@ -119,12 +119,47 @@ def test_tiles_on_their_side(
     of.check(y, None, None)
 
 
+# (M, D, F) and tiles of a width and chunks: of each number of columns, tiles of 64 features and of 128; a part of a tile, several
+# turns of the ring, a last stage of which a part is beyond D, and one row, and as many as there may be.
+FEW = [
+    ((1, 8, 8), (8, 2)),
+    ((16, 456, 296), (40, 2)),
+    ((17, 200, 264), (112, 1)),
+    ((33, 1160, 200), (64, 2)),
+    ((64, 328, 264), (128, 1)),
+    ((65, 72, 104), (48, 1)),
+    ((128, 520, 80), (64, 1)),
+]
+
+
+@times
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize(("shape", "config"), FEW, ids=str)
+def test_few_rows(
+    shape: tuple[int, int, int], config: tuple[int, int], bias: bool, how: dict[str, bool], kind: tuple[torch.dtype, str],
+    play: Play,
+) -> None:  # fmt: skip
+    """By the choice for two multiprocessors, and by tiles that leave one of them without work at the end."""
+    play(**how)
+    of = Operands(shape, kind, bias)
+    y, *_ = of.expected()
+    reference.forward(of.x, of.halves, of.spec, y, None)
+    _cuda._run(tiles.FEW, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y, config=config)
+    of.check(y, None, None)
+    of.y.fill_(torch.nan)
+    _cuda.forward(of.x, of.halves, of.spec, of.y, None)
+    of.check(y, None, None)
+
+
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
         ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # what a product still reads may be written
         ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # so may what a store still reads
         ("gated_linear.cu", "barrier_expect(ready, x_bytes", "barrier_expect(ready, 2 * x_bytes"),
+        ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
+        ("few_rows.cuh", "p.chunks * (2 * p.width + p.x_rows)", "p.chunks * (p.width + p.x_rows)"),
+        ("few_rows.cuh", "slot == stages) slot = 0, phase ^= 1", "slot == stages) slot = 0"),
     ],
 )
 def test_the_machine_finds_what_is_not_waited_for(
@@ -138,11 +173,16 @@ def test_the_machine_finds_what_is_not_waited_for(
     monkeypatch.setattr(_cuda, "SOURCES", tuple(tmp_path / source.name for source in _cuda.SOURCES))
     kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind)).plays(processors=2, late=True)
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
-    of = Operands((150, 456, 296), kind)
-    _, preact, dbias = of.expected()
+    few = file == "few_rows.cuh"
+    of = Operands((60, 1160, 264) if few else (150, 456, 296), kind)
+    y, preact, dbias = of.expected()
+    reference.forward(of.x, of.halves, of.spec, y, None)
     reference.recompute_gradient(of.dy, of.x, of.halves, preact, of.spec, dbias)
 
     def held() -> None:
+        if few:
+            _cuda.forward(of.x, of.halves, of.spec, of.y, None)
+            return of.check(y, None, None)
         _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
         of.check(None, preact, dbias)
 

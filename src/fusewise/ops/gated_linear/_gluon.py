@@ -21,18 +21,18 @@ from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
 from ..._shared.triton_launch import INTERPRETED, launches_directly
 from .._tuned import Key, Tuned
-from . import _gluon_few as few
+from . import _few_rows as few
+from . import _gluon_few
 from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
+from ._problem import ALIGNED, Halves, Preact, Spec, odd, split_preact, stride_unit
 from ._products import brought, describable_room, each, put
 
 ROWS = 128  # of a tile
 PIECE = (64, 64)  # of what the epilogue reads and writes
 NUM_WARPS = 4
-ALIGNED = "TMA needs matrices whose starts and rows are aligned to 16 bytes"
 FEW_ROWS = 64  # to which, with gradients, its tiles are left mostly empty
 PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
@@ -88,7 +88,7 @@ def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
 
 
 def _space(key: Key, device: int) -> list[Any]:
-    if key.way == few.WAY:
+    if key.way == _gluon_few.WAY:
         return few.configurations(key.rows, key.hidden, processors_of(device))
     if key.kernel == "gate":
         return gate_configurations(key.rows, key.hidden, processors_of(device), sums=key.way == "sums")
@@ -99,7 +99,7 @@ def _space(key: Key, device: int) -> list[Any]:
 
 TUNED: Tuned[Any] = Tuned(
     "gated_linear", "gluon",
-    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel", "_gluon_few", "_gluon_stream", "_gate_config")],
+    [Path(__file__).with_name(f"{name}.py") for name in ("_gluon", "_gluon_gate", "_gluon_kernel", "_gluon_few", "_few_rows", "_gluon_stream", "_gate_config")],
     _space,
 )  # fmt: skip
 
@@ -123,13 +123,9 @@ def refuses(
         return None
     if rows <= FEW_ROWS and not alone:
         return f"with gradients, up to {FEW_ROWS} rows are few for its tiles"
-    if _odd(hidden, matrices):
+    if odd(hidden, matrices):
         return f"{ALIGNED}, and copies of others are worth it from {few.MOST_ROWS + 1} rows on"
     return None
-
-
-def _odd(hidden: int, matrices: tuple[Tensor, ...]) -> bool:
-    return bool(hidden * matrices[0].element_size() % 16) or not all(map(describable, matrices))
 
 
 def path(x: Tensor, halves: Halves) -> str:
@@ -137,10 +133,10 @@ def path(x: Tensor, halves: Halves) -> str:
     hidden = halves.value.shape[0]
     keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
     if x.shape[0] <= few.MOST_ROWS:
-        keys[0] = keys[0]._replace(way=few.WAY)
+        keys[0] = keys[0]._replace(way=_gluon_few.WAY)
     sums = halves.value_bias is not None
     tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
-    copies = f"{ALIGNED}: others are copied" if _odd(hidden, (x, halves.value, halves.gate)) else ""
+    copies = f"{ALIGNED}: others are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
     return "; ".join(filter(None, (copies, tuned)))
 
 
@@ -260,15 +256,15 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     x, value, gate = map(brought, (x, halves.value, halves.gate))
     matrices, pointers = (x, value, gate), (*bias, y)
     key = (
-        few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],
+        _gluon_few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
 
     def called() -> tuple[int, dict[str, Any]]:
         processors = processors_of(device)
-        found: few.Config | None = TUNED.find(device, Key("y", x.dtype, few.WAY, rows, features, hidden))
+        found: few.Config | None = TUNED.find(device, Key("y", x.dtype, _gluon_few.WAY, rows, features, hidden))
         config = found or few.choose(rows, hidden, processors)
-        return few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
+        return _gluon_few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
 
     _start(few_rows_kernel, key, device, matrices, pointers, called)
 

@@ -146,7 +146,15 @@ def stride_unit(*matrices: Tensor) -> int:
     return math.gcd(16 // size, *(n for x in matrices for n in (x.shape[1], x.stride(0))))
 
 
+ALIGNED = "TMA needs matrices whose starts and rows are aligned to 16 bytes"
+
+
 def describable(x: Tensor) -> bool:
     """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
     rows, columns = x.stride()
     return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def odd(hidden: int, matrices: tuple[Tensor, ...]) -> bool:
+    """Whether TMA cannot describe one of the matrices, or y of `hidden` columns in their dtype."""
+    return bool(hidden * matrices[0].element_size() % 16) or not all(map(describable, matrices))

@@ -17,26 +17,27 @@ from torch import Tensor
 
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
-from .._problem import ACTIVATIONS, Halves, Preact, Spec, describable, split_preact
+from .. import _few_rows as few
+from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, odd, split_preact
 from .._products import COLUMN_MULTIPLE, brought, describable_room, each, put
 from . import tiles
-from .tiles import DOWN, GATE, GRADIENT, PREACT
+from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / name
     for name in (
-        "gated_linear.cu", "epilogues.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "instructions.cuh", "plan.h", "sums.cuh", "tiles.cuh"
+        "gated_linear.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "instructions.cuh", "matrices.cuh",
+        "plan.h", "sums.cuh", "tiles.cuh",
     )
 )  # fmt: skip
 CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
-FEW_ROWS = 128  # to which there are kernels that read the weights faster
 ROWS, GATE_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
 
-_PLAN = Struct("16q")
+_PLAN = Struct("18q")
 _CALL = Struct("12q")
 
 
@@ -74,8 +75,11 @@ def refuses(
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are not.
     Builds the library of the activation if need be."""
     rows = matrices[0].shape[0]
-    if by_choice and rows <= FEW_ROWS:
-        return f"up to {FEW_ROWS} rows are few for its tiles"
+    if by_choice and rows <= few.MOST_ROWS:
+        if not alone:
+            return f"with gradients, up to {few.MOST_ROWS} rows are few for its tiles"
+        if odd(hidden, matrices):
+            return f"{ALIGNED}, and copies of others are worth it from {few.MOST_ROWS + 1} rows on"
     fewer = alone and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
     if by_choice and fewer and _gluon_is_there():
         return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features take fewer rounds"
@@ -99,8 +103,7 @@ def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
 
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
-    odd = not all(map(describable, (x, halves.value, halves.gate))) or halves.value.shape[0] * x.element_size() % 16
-    copies = "TMA needs matrices whose starts and rows are aligned to 16 bytes: others are copied; " if odd else ""
+    copies = f"{ALIGNED}: others are copied; " if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
     return f"{copies}gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s"
 
 
@@ -108,10 +111,10 @@ def _run(
     epilogue: int, activation: str, x: Tensor, value: Tensor | None = None, gate: Tensor | None = None,
     bias: tuple[Tensor | None, Tensor | None] = (None, None), y: Tensor | None = None,
     outputs: tuple[Tensor | None, Tensor | None] = (None, None), inputs: tuple[Tensor | None, Tensor | None] = (None, None),
-    dbias: Tensor | None = None,
+    dbias: Tensor | None = None, config: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """Launch the product of x with an epilogue, which writes y and outputs, u and g or their gradients, and reads inputs, dy or
-    u and g. GATE: x is dy, and there is no product."""
+    u and g. GATE: x is dy, and there is no product. FEW has a width and chunks as `config`."""
     rows = x.shape[0]
     if rows == 0:
         if dbias is not None:
@@ -128,7 +131,7 @@ def _run(
     depth, hidden = x.shape[1], x.shape[1] if value is None else value.shape[epilogue == DOWN]
     plan = _PLAN.pack(
         rows, hidden, depth, *(0 if t is None else t.stride(0) for t in (*matrices, *bias)), x.dtype == torch.bfloat16,
-        ACTIVATIONS.index(activation), epilogue,
+        ACTIVATIONS.index(activation), epilogue, *config,
     )  # fmt: skip
     call = _CALL.pack(*(0 if t is None else t.data_ptr() for t in (*matrices, *bias, sums, dbias)))
     kernel.launch(plan, call, x.get_device(), "gated_linear")
@@ -140,10 +143,14 @@ def _run(
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="cuda"`; these as in `reference.py`."""
     value, gate, *bias = halves
-    both = (None, None) if preact is None else split_preact(preact, spec)
-    alone = preact is None
-    epilogue = tiles.for_y(x.shape[0], value.shape[0], processors_of(x.get_device())).epilogue if alone else PREACT
-    _run(epilogue, spec.activation, x, value, gate, (bias[0], bias[1]), y, both)
+    given = spec.activation, x, value, gate, (bias[0], bias[1]), y
+    if preact is not None:
+        return _run(PREACT, *given, split_preact(preact, spec))
+    size = x.shape[0], value.shape[0], processors_of(x.get_device())
+    if 0 < x.shape[0] <= few.MOST_ROWS:
+        config = few.choose(*size)
+        return _run(FEW, *given, config=(config.width, config.chunks))
+    _run(tiles.for_y(*size).epilogue, *given)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:

@@ -20,8 +20,10 @@
 #include <algorithm>
 
 #include "epilogues.cuh"
-#include "hopper.cuh"
+#include "few_rows.cuh"
 #include "gate_gradient.cuh"
+#include "hopper.cuh"
+#include "matrices.cuh"
 #include "plan.h"
 #include "sums.cuh"
 #include "tiles.cuh"
@@ -197,6 +199,7 @@ struct Chosen {
 struct Kernels {
   Chosen products[7];  // by epilogue
   void (*gate_gradient)(GateGradient);
+  cudaError_t (*launch_few_rows)(const Plan&, const Call&, int processors, cudaStream_t);
 };
 
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
@@ -212,7 +215,7 @@ Kernels kernels() {
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
            chosen<BFLOAT16, DOWN, ACTIVATION>(), chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(),
            chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
-          gate_gradient_kernel<BFLOAT16, ACTIVATION>};
+          gate_gradient_kernel<BFLOAT16, ACTIVATION>, launch_few_rows<BFLOAT16, ACTIVATION>};
 }
 
 // Those of a plan, or nulls if this library does not have them: it may be compiled for one dtype and activation.
@@ -230,35 +233,6 @@ Kernels kernels_of(const Plan& plan) {
 #endif
 }
 
-decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-
-// The driver's function that makes descriptors of matrices, by its name: the library is not linked with the driver.
-cudaError_t find_encode() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const char* name = "cuTensorMapEncodeTiled";
-#if CUDART_VERSION >= 12050
-  const auto error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-#else
-  const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
-#endif
-  if (error) return error;
-  encode = reinterpret_cast<decltype(encode)>(found);
-  return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
-}
-
-// The descriptor of a matrix in boxes, unless it is null; whether that went well.
-bool describe(CUtensorMap* map, const Plan& plan, const void* matrix, int64_t stride, int64_t rows, int64_t columns, int box_rows,
-              int box_columns) {
-  if (matrix == nullptr) return true;
-  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride * 2)};
-  const cuuint32_t box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[] = {1, 1};
-  const auto type = plan.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const auto swizzle = box_columns * 2 == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  return encode(map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 }  // namespace
 
 // Make what the plan says on the stream of the current device. Returns a cudaError_t.
@@ -272,6 +246,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   const auto on = static_cast<cudaStream_t>(stream);
   if (of.epilogue == GATE) return launch_gate_gradient(kernels.gate_gradient, of, c, processors, on);
+  if (of.epilogue == FEW) return kernels.launch_few_rows(of, c, processors, on);
 
   Params p{};
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias, p.sums = c.sums;

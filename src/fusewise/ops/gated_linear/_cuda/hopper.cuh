@@ -90,6 +90,15 @@ __device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_gro
 // What this thread wrote to shared memory is seen by TMA.
 __device__ inline void written_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// To the L2 cache: what is written later is seen all the same.
+__device__ inline void prefetch(const CUtensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
+}
+
+// Among kernels on a stream that may start before the one ahead has ended: wait for the end of that, with all that it wrote; and
+// let the next one take the places that are free.
+__device__ inline void kernel_before_has_ended() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void kernel_behind_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // wgmma. Operands are described by address and layout: rows of 128 bytes in the 128-byte swizzle, eight rows after eight, along the
 // depth; or, transposed, across it, and then `next` bytes from 64 columns to the 64 beside them.
@@ -112,19 +121,36 @@ __device__ inline void products_wait() {
       "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" A ", %" B ", add, 1, 1, 0, " TRANSPOSED ";\n}" \
       : __VA_ARGS__                                                                                                             \
       : "l"(a), "l"(b), "r"(add))
-#define FIRST_64                                                                                                                \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"         \
-  "%61,%62,%63"
-#define NEXT_16 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define LAST_16 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define OF_192(TYPE, TRANSPOSED) \
-  PRODUCT("192", FIRST_64 NEXT_16 LAST_16, "96", "97", "98", TYPE, TRANSPOSED, R64, R8(64), R8(72), R8(80), R8(88))
-#define OF_160(TYPE) PRODUCT("160", FIRST_64 NEXT_16, "80", "81", "82", TYPE, "0", R64, R8(64), R8(72))
-#define OF_128(TYPE) PRODUCT("128", FIRST_64, "64", "65", "66", TYPE, "0", R64)
+#define OF_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define TO_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define TO_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TO_64                                                                                    \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51" \
+  ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TO_80 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define TO_96 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define SUMS_OF_192 OF_8 TO_16 TO_32 TO_64 TO_80 TO_96
+#define OF_192(TYPE, TRANSPOSED) PRODUCT("192", SUMS_OF_192, "96", "97", "98", TYPE, TRANSPOSED, R64, R8(64), R8(72), R8(80), R8(88))
+#define OF_160(TYPE) PRODUCT("160", OF_8 TO_16 TO_32 TO_64 TO_80, "80", "81", "82", TYPE, "0", R64, R8(64), R8(72))
+#define OF_128(TYPE) PRODUCT("128", OF_8 TO_16 TO_32 TO_64, "64", "65", "66", TYPE, "0", R64)
+#define OF_64(TYPE) PRODUCT("64", OF_8 TO_16 TO_32, "32", "33", "34", TYPE, "0", R8(0), R8(8), R8(16), R8(24))
+#define OF_32(TYPE) PRODUCT("32", OF_8 TO_16, "16", "17", "18", TYPE, "0", R8(0), R8(8))
+#define OF_16(TYPE) PRODUCT("16", OF_8, "8", "9", "10", TYPE, "0", R8(0))
 
-// c = a b + c, or a b: (64, 16) by (16, 192), (16, 160) or (16, 128). A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row
+// c = a b + c, or a b: (64, 16) by (16, N), N twice as many as c has sums. A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row
 // lane / 4 of its warp's sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
+#define PRODUCT_OF(N)                                                              \
+  template <bool BFLOAT16, bool TRANSPOSED>                                        \
+  __device__ inline void product(float (&c)[N / 2], uint64_t a, uint64_t b, int add) { \
+    static_assert(!TRANSPOSED);                                                    \
+    if constexpr (BFLOAT16) OF_##N("bf16");                                        \
+    else OF_##N("f16");                                                            \
+  }
+PRODUCT_OF(160)
+PRODUCT_OF(128)
+PRODUCT_OF(64)
+PRODUCT_OF(32)
+PRODUCT_OF(16)
 template <bool BFLOAT16, bool TRANSPOSED>
 __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
   if constexpr (BFLOAT16 && TRANSPOSED) OF_192("bf16", "1");
@@ -132,24 +158,20 @@ __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) 
   else if constexpr (TRANSPOSED) OF_192("f16", "1");
   else OF_192("f16", "0");
 }
-template <bool BFLOAT16, bool TRANSPOSED>
-__device__ inline void product(float (&c)[80], uint64_t a, uint64_t b, int add) {
-  static_assert(!TRANSPOSED);
-  if constexpr (BFLOAT16) OF_160("bf16");
-  else OF_160("f16");
-}
-template <bool BFLOAT16, bool TRANSPOSED>
-__device__ inline void product(float (&c)[64], uint64_t a, uint64_t b, int add) {
-  static_assert(!TRANSPOSED);
-  if constexpr (BFLOAT16) OF_128("bf16");
-  else OF_128("f16");
-}
+#undef PRODUCT_OF
 #undef OF_192
 #undef OF_160
 #undef OF_128
-#undef LAST_16
-#undef NEXT_16
-#undef FIRST_64
+#undef OF_64
+#undef OF_32
+#undef OF_16
+#undef SUMS_OF_192
+#undef TO_96
+#undef TO_80
+#undef TO_64
+#undef TO_32
+#undef TO_16
+#undef OF_8
 #undef PRODUCT
 #undef R64
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 // What is made of a product. Of u and g: y; y, u and g; du and dg, from dy. Of dy: y, du and dg, from u and g. Without a product, of
-// dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh).
-enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE };
+// dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh). FEW: y of up to 128 rows (few_rows.cuh).
+enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE, FEW };
 constexpr int GATE_ROWS = 32;  // at least, of a partial sum without a product
 
 struct Plan {
@@ -17,6 +17,7 @@ struct Plan {
   int64_t bfloat16;  // else float16
   int64_t activation;  // as in `_problem.ACTIVATIONS`
   int64_t epilogue;
+  int64_t width, chunks;  // FEW: features of a tile, and 64 columns so many times in a stage
 };
 
 struct Call {

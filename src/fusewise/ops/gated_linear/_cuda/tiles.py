@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE = range(8)  # epilogues, as in plan.h
+Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE, FEW = range(9)  # epilogues, as in plan.h
 
 
 class Tiles(NamedTuple):

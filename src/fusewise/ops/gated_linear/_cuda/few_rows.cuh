@@ -1,0 +1,225 @@
+// y of up to 128 rows of x, whose time is that of reading the weights once:
+//
+//     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
+//
+// Shape legend: M rows, D features in, F features out.
+//
+// A block has tiles of `width` features, whatever width shares F evenly among the multiprocessors. One thread keeps all of the shared
+// memory on its way: a ring of stages, each `chunks` times 64 columns of `width` rows of both weights and of x; it runs on into the
+// next tile while the last is finished. Four warps multiply: the weights are on the left, u and g of a feature in one thread, and
+// x is on the right. Rows of the operands beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared memory makes in
+// their place is not stored.
+//
+// The kernel may start before the one ahead has ended. What it asks for until then goes to the L2 cache and no further, so that
+// weights which that one writes are read as it left them.
+
+#pragma once
+
+#include <algorithm>
+
+#include "gate.cuh"
+#include "hopper.cuh"
+#include "matrices.cuh"
+#include "tiles.cuh"
+
+namespace {
+
+constexpr int RING_BYTES = 224 * 1024, MOST_STAGES = 16, SLAB_BYTES = 64 * DEPTH * 2;  // 64 features of a weight
+
+struct FewRows {
+  CUtensorMap x, value, gate;  // in boxes of DEPTH columns by `x_rows` and `width` rows
+  const void *value_bias, *gate_bias;
+  int64_t value_bias_stride, gate_bias_stride, y_stride;  // in elements
+  uint16_t* y;
+  int rows, x_rows, hidden, width, chunks, stages, steps;  // of the depth, a stage each
+  __host__ __device__ int tiles() const { return (hidden + width - 1) / width; }
+};
+
+struct FewShared {
+  alignas(1024) char ring[RING_BYTES];
+  alignas(16) char out[4][16 * 16 * 2];  // of each warp, 16 rows of 16 features
+  uint64_t ready[MOST_STAGES], free[MOST_STAGES];
+};
+static_assert(sizeof(FewShared) <= MOST);
+
+// A chunk of a stage: `SLABS` times 64 features of the value, of the gate, and x.
+template <int COLUMNS, int SLABS>
+struct Chunk {
+  static constexpr int X = 2 * SLABS * SLAB_BYTES, BYTES = X + COLUMNS * DEPTH * 2;
+};
+
+// Where the ring is.
+struct Turn {
+  int slot = 0, phase;
+  __device__ void next(int stages) {
+    if (++slot == stages) slot = 0, phase ^= 1;
+  }
+};
+
+// One thread fills the ring, tile after tile, as far ahead of the products as it is long.
+template <int COLUMNS, int SLABS>
+__device__ void bring_few(const FewRows& p, FewShared& shared) {
+  using C = Chunk<COLUMNS, SLABS>;
+  for (int column = 0, end = min(p.steps, p.stages) * p.chunks * DEPTH; column < end; column += DEPTH)
+    prefetch(&p.value, column, blockIdx.x * p.width), prefetch(&p.gate, column, blockIdx.x * p.width);
+  kernel_before_has_ended();
+  Turn at{0, 1};  // the ring is free at first: a wait for the round before passes
+  for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
+    for (int step = 0; step < p.steps; ++step, at.next(p.stages)) {
+      const uint32_t ready = shared_address(&shared.ready[at.slot]);
+      barrier_wait(shared_address(&shared.free[at.slot]), at.phase);
+      barrier_expect(ready, p.chunks * (2 * p.width + p.x_rows) * DEPTH * 2);
+      for (int chunk = 0; chunk < p.chunks; ++chunk) {
+        const uint32_t to = shared_address(shared.ring + (at.slot * p.chunks + chunk) * C::BYTES);
+        const int column = (step * p.chunks + chunk) * DEPTH;
+        load(&p.value, column, tile * p.width, to, ready);
+        load(&p.gate, column, tile * p.width, to + SLABS * SLAB_BYTES, ready);
+        load(&p.x, column, 0, to + C::X, ready);
+      }
+    }
+  }
+}
+
+// Add up the products of a tile, of the value's features and then of the gate's.
+template <bool BFLOAT16, int COLUMNS, int SLABS>
+__device__ void multiply_few(float (&sums)[2 * SLABS][COLUMNS / 2], const FewRows& p, FewShared& shared, Turn& at) {
+  using C = Chunk<COLUMNS, SLABS>;
+  constexpr uint64_t ALONG = 32 >> 4, SLAB = SLAB_BYTES >> 4;  // to 16 of the depth, to 64 features
+  const bool first = threadIdx.x % 32 == 0;
+  int last = 0;
+  for (int step = 0; step < p.steps; ++step, at.next(p.stages)) {
+    barrier_wait(shared_address(&shared.ready[at.slot]), at.phase);
+    for (int chunk = 0; chunk < p.chunks; ++chunk) {
+      const uint32_t from = shared_address(shared.ring + (at.slot * p.chunks + chunk) * C::BYTES);
+      const uint64_t left = described(from), right = described(from + C::X);
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < DEPTH / 16; ++k)
+#pragma unroll
+        for (int slab = 0; slab < 2 * SLABS; ++slab)
+          product<BFLOAT16, false>(sums[slab], left + slab * SLAB + k * ALONG, right + k * ALONG, step + chunk + k);
+    }
+    products_commit();
+    products_wait<1>();
+    if (step > 0 && first) barrier_arrive(shared_address(&shared.free[last]));  // the step before has read its stage
+    last = at.slot;
+  }
+  products_wait<0>();
+#pragma unroll
+  for (int slab = 0; slab < 2 * SLABS; ++slab) products_are_there(sums[slab]);
+  if (first) barrier_arrive(shared_address(&shared.free[last]));
+}
+
+// y of 64 features, each warp its own 16, from which each row of x gets 32 bytes.
+template <bool BFLOAT16, int COLUMNS, int ACTIVATION>
+__device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMNS / 2], const float (&bias)[2][2], const FewRows& p,
+                          FewShared& shared, int feature, int end) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  char* const out = shared.out[warp];
+  // Where in it eight features of a row are. Rows four apart would meet in the same banks.
+  const auto place = [](int row, int eight) { return row * 32 + ((eight ^ (row >> 2 & 1)) << 4); };
+  const int mine = feature + warp * 16 + lane % 2 * 8;
+#pragma unroll
+  for (int pair = 0; pair < COLUMNS / 16; ++pair) {
+    if (pair * 16 >= p.rows) break;
+    uint32_t y[4];  // eight features and the next, of eight rows and the next
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
+      const auto made = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
+      y[j] = packed<BFLOAT16>(made(i), made(i + 1));
+    }
+    __syncwarp();  // the pair before has been read
+    store_transposed(shared_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), y);
+    __syncwarp();
+    const int row = pair * 16 + lane / 2;
+    if (row < p.rows && mine < end)
+      *reinterpret_cast<uint4*>(p.y + row * p.y_stride + mine) = *reinterpret_cast<const uint4*>(out + place(lane / 2, lane % 2));
+  }
+}
+
+template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
+__device__ void make_few(const FewRows& p, FewShared& shared) {
+  float sums[2 * SLABS][COLUMNS / 2];
+  Turn at{0, 0};
+  kernel_before_has_ended();
+  for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
+    float bias[SLABS][2][2];  // of a thread's features, eight apart: the value's, the gate's
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int feature = tile * p.width + slab * 64 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j * 8;
+        const auto of = [&](const void* bias, int64_t stride) {
+          return bias != nullptr && feature < p.hidden ? widened<BFLOAT16>(bias, feature * stride) : 0.0f;
+        };
+        bias[slab][0][j] = of(p.value_bias, p.value_bias_stride), bias[slab][1][j] = of(p.gate_bias, p.gate_bias_stride);
+      }
+    multiply_few<BFLOAT16, COLUMNS, SLABS>(sums, p, shared, at);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+      write_few<BFLOAT16, COLUMNS, ACTIVATION>(sums[slab], sums[SLABS + slab], bias[slab], p, shared, tile * p.width + slab * 64,
+                                               min(p.hidden, (tile + 1) * p.width));
+  }
+}
+
+template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
+__global__ void __launch_bounds__(GROUP + 32, 1) few_rows_kernel(const __grid_constant__ FewRows p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  auto& shared = shared_memory<FewShared>();
+  if (threadIdx.x == GROUP) {
+    prefetch(&p.value), prefetch(&p.gate), prefetch(&p.x);
+    for (int i = 0; i < p.stages; ++i) {
+      barrier_init(shared_address(&shared.ready[i]), 1);
+      barrier_init(shared_address(&shared.free[i]), GROUP / 32);
+    }
+    barriers_are_there();
+  }
+  __syncthreads();
+  kernel_behind_may_start();
+  if (threadIdx.x < GROUP) make_few<BFLOAT16, COLUMNS, SLABS, ACTIVATION>(p, shared);
+  else if (threadIdx.x == GROUP) bring_few<COLUMNS, SLABS>(p, shared);
+#endif
+}
+
+template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
+cudaError_t launch_few_rows_of(FewRows& p, int processors, cudaStream_t on) {
+  const auto kernel = few_rows_kernel<BFLOAT16, COLUMNS, SLABS, ACTIVATION>;
+  constexpr int bytes = sizeof(FewShared);
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+  p.stages = std::min(MOST_STAGES, RING_BYTES / (p.chunks * Chunk<COLUMNS, SLABS>::BYTES));
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(GROUP + 32);
+  config.dynamicSmemBytes = bytes, config.stream = on;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+// Start it on the stream, with the tiles of the plan.
+template <bool BFLOAT16, int ACTIVATION>
+cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaStream_t on) {
+  FewRows p{};
+  p.value_bias = c.value_bias, p.gate_bias = c.gate_bias;
+  p.value_bias_stride = of.value_bias_stride, p.gate_bias_stride = of.gate_bias_stride;
+  p.y = static_cast<uint16_t*>(const_cast<void*>(c.y)), p.y_stride = of.y_stride;
+  p.rows = int(of.rows), p.hidden = int(of.hidden), p.width = int(of.width), p.chunks = int(of.chunks);
+  // No more rows of x than that: those that are not there take longer than those that are.
+  for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
+  if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
+  p.steps = int((of.depth + p.chunks * DEPTH - 1) / (p.chunks * DEPTH));
+  if (!describe(&p.x, of, c.x, of.x_stride, of.rows, of.depth, p.x_rows, DEPTH) ||
+      !describe(&p.value, of, c.value, of.value_stride, of.hidden, of.depth, p.width, DEPTH) ||
+      !describe(&p.gate, of, c.gate, of.gate_stride, of.hidden, of.depth, p.width, DEPTH))
+    return cudaErrorInvalidValue;
+  const bool wide = p.width > 64;
+  if (p.rows > 64) return wide ? cudaErrorInvalidValue : launch_few_rows_of<BFLOAT16, 128, 1, ACTIVATION>(p, processors, on);
+  const auto launch = p.rows > 32   ? wide ? launch_few_rows_of<BFLOAT16, 64, 2, ACTIVATION> : launch_few_rows_of<BFLOAT16, 64, 1, ACTIVATION>
+                      : p.rows > 16 ? wide ? launch_few_rows_of<BFLOAT16, 32, 2, ACTIVATION> : launch_few_rows_of<BFLOAT16, 32, 1, ACTIVATION>
+                      : wide        ? launch_few_rows_of<BFLOAT16, 16, 2, ACTIVATION> : launch_few_rows_of<BFLOAT16, 16, 1, ACTIVATION>;
+  return launch(p, processors, on);
+}
+
+}  // namespace

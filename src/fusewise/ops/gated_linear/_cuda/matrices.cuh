@@ -1,0 +1,41 @@
+// How TMA is told of a matrix: a descriptor, made on the host by the driver.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "plan.h"
+
+namespace {
+
+decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+
+// The driver's function that makes descriptors of matrices, by its name: the library is not linked with the driver.
+cudaError_t find_encode() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const char* name = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+  const auto error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+  const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  if (error) return error;
+  encode = reinterpret_cast<decltype(encode)>(found);
+  return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
+}
+
+// The descriptor of a matrix in boxes, unless it is null; whether that went well.
+bool describe(CUtensorMap* map, const Plan& plan, const void* matrix, int64_t stride, int64_t rows, int64_t columns, int box_rows,
+              int box_columns) {
+  if (matrix == nullptr) return true;
+  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[] = {cuuint64_t(stride * 2)};
+  const cuuint32_t box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[] = {1, 1};
+  const auto type = plan.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto swizzle = box_columns * 2 == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return encode(map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace
