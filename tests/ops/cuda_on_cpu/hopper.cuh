@@ -108,7 +108,6 @@ inline void store(const CUtensorMap* of, int column, int row, uint32_t from) {
   else operation();
 }
 inline void prefetch(const CUtensorMap*) {}
-inline void prefetch(const CUtensorMap*, int, int) {}
 inline void kernel_before_has_ended() {}
 inline void kernel_behind_may_start() {}
 inline void stores_commit() {}

@@ -119,24 +119,24 @@ def test_tiles_on_their_side(
     of.check(y, None, None)
 
 
-# (M, D, F) and tiles of a width and chunks: of each number of columns, tiles of 64 features and of 128; a part of a tile, several
-# turns of the ring, a last stage of which a part is beyond D, and one row, and as many as there may be.
+# (M, D, F) and the width of tiles: of each number of columns, tiles of 64 features and of 128; a part of a tile, several turns of the
+# ring, a last stage of which a part is beyond D, and one row, and as many as there may be.
 FEW = [
-    ((1, 8, 8), (8, 2)),
-    ((16, 456, 296), (40, 2)),
-    ((17, 200, 264), (112, 1)),
-    ((33, 1160, 200), (64, 2)),
-    ((64, 328, 264), (128, 1)),
-    ((65, 72, 104), (48, 1)),
-    ((128, 520, 80), (64, 1)),
+    ((1, 8, 8), 8),
+    ((16, 456, 296), 40),
+    ((17, 200, 264), 112),
+    ((33, 1160, 200), 64),
+    ((64, 328, 264), 128),
+    ((65, 72, 104), 48),
+    ((128, 520, 80), 64),
 ]
 
 
 @times
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize(("shape", "config"), FEW, ids=str)
+@pytest.mark.parametrize(("shape", "width"), FEW, ids=str)
 def test_few_rows(
-    shape: tuple[int, int, int], config: tuple[int, int], bias: bool, how: dict[str, bool], kind: tuple[torch.dtype, str],
+    shape: tuple[int, int, int], width: int, bias: bool, how: dict[str, bool], kind: tuple[torch.dtype, str],
     play: Play,
 ) -> None:  # fmt: skip
     """By the choice for two multiprocessors, and by tiles that leave one of them without work at the end."""
@@ -144,7 +144,7 @@ def test_few_rows(
     of = Operands(shape, kind, bias)
     y, *_ = of.expected()
     reference.forward(of.x, of.halves, of.spec, y, None)
-    _cuda._run(tiles.FEW, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y, config=config)
+    _cuda._run(tiles.FEW, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y, width=width)
     of.check(y, None, None)
     of.y.fill_(torch.nan)
     _cuda.forward(of.x, of.halves, of.spec, of.y, None)
@@ -158,8 +158,8 @@ def test_few_rows(
         ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # so may what a store still reads
         ("gated_linear.cu", "barrier_expect(ready, x_bytes", "barrier_expect(ready, 2 * x_bytes"),
         ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
-        ("few_rows.cuh", "p.chunks * (2 * p.width + p.x_rows)", "p.chunks * (p.width + p.x_rows)"),
-        ("few_rows.cuh", "slot == stages) slot = 0, phase ^= 1", "slot == stages) slot = 0"),
+        ("few_rows.cuh", "barrier_expect(ready, (2 * p.width", "barrier_expect(ready, (p.width"),
+        ("few_rows.cuh", "if (last >= 0 && first)", "if (last > 0 && first)"),
     ],
 )
 def test_the_machine_finds_what_is_not_waited_for(

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import fusewise
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _autograd, _few_rows, _gluon, _gluon_few, _op, geglu_linear, reference
+from fusewise.ops.gated_linear import _autograd, _cuda, _few_rows, _gluon, _gluon_few, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -350,7 +350,9 @@ class TestOnHopper:
         for epilogue in (*EPILOGUES, "elementwise"):
             assert_right(epilogue, (8192, 1024, 4096), torch.bfloat16, STACKED)
 
-    def test_it_is_chosen_where_it_can_serve(self) -> None:
+    def test_it_is_chosen_where_it_can_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And no compiler of CUDA is there."""
+        monkeypatch.setattr(_cuda, "refuses", lambda *_, **__: "not here")
         x, weight, *_ = make(128, 64, 128, torch.bfloat16)
         assert fusewise.explain_dispatch(geglu_linear, x, weight).impl == "gluon"
         assert fusewise.explain_dispatch(geglu_linear, x[:16], weight).impl == "gluon"

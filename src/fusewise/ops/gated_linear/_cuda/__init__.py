@@ -37,7 +37,7 @@ OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
 ROWS, GATE_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
 
-_PLAN = Struct("18q")
+_PLAN = Struct("17q")
 _CALL = Struct("12q")
 
 
@@ -111,10 +111,10 @@ def _run(
     epilogue: int, activation: str, x: Tensor, value: Tensor | None = None, gate: Tensor | None = None,
     bias: tuple[Tensor | None, Tensor | None] = (None, None), y: Tensor | None = None,
     outputs: tuple[Tensor | None, Tensor | None] = (None, None), inputs: tuple[Tensor | None, Tensor | None] = (None, None),
-    dbias: Tensor | None = None, config: tuple[int, int] = (0, 0),
+    dbias: Tensor | None = None, width: int = 0,
 ) -> None:  # fmt: skip
     """Launch the product of x with an epilogue, which writes y and outputs, u and g or their gradients, and reads inputs, dy or
-    u and g. GATE: x is dy, and there is no product. FEW has a width and chunks as `config`."""
+    u and g. GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
     rows = x.shape[0]
     if rows == 0:
         if dbias is not None:
@@ -131,7 +131,7 @@ def _run(
     depth, hidden = x.shape[1], x.shape[1] if value is None else value.shape[epilogue == DOWN]
     plan = _PLAN.pack(
         rows, hidden, depth, *(0 if t is None else t.stride(0) for t in (*matrices, *bias)), x.dtype == torch.bfloat16,
-        ACTIVATIONS.index(activation), epilogue, *config,
+        ACTIVATIONS.index(activation), epilogue, width,
     )  # fmt: skip
     call = _CALL.pack(*(0 if t is None else t.data_ptr() for t in (*matrices, *bias, sums, dbias)))
     kernel.launch(plan, call, x.get_device(), "gated_linear")
@@ -148,8 +148,7 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
         return _run(PREACT, *given, split_preact(preact, spec))
     size = x.shape[0], value.shape[0], processors_of(x.get_device())
     if 0 < x.shape[0] <= few.MOST_ROWS:
-        config = few.choose(*size)
-        return _run(FEW, *given, config=(config.width, config.chunks))
+        return _run(FEW, *given, width=few.choose(*size).width)
     _run(tiles.for_y(*size).epilogue, *given)
 
 

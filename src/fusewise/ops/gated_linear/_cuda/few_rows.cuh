@@ -5,13 +5,12 @@
 // Shape legend: M rows, D features in, F features out.
 //
 // A block has tiles of `width` features, whatever width shares F evenly among the multiprocessors. One thread keeps all of the shared
-// memory on its way: a ring of stages, each `chunks` times 64 columns of `width` rows of both weights and of x; it runs on into the
+// memory on its way: a ring of stages, each 64 columns of `width` rows of both weights and of x, or twice as many; it runs on into the
 // next tile while the last is finished. Four warps multiply: the weights are on the left, u and g of a feature in one thread, and
 // x is on the right. Rows of the operands beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared memory makes in
 // their place is not stored.
 //
-// The kernel may start before the one ahead has ended. What it asks for until then goes to the L2 cache and no further, so that
-// weights which that one writes are read as it left them.
+// The kernel may start before the one ahead has ended, and waits for that end before it reads: who knows what that one writes.
 
 #pragma once
 
@@ -31,7 +30,7 @@ struct FewRows {
   const void *value_bias, *gate_bias;
   int64_t value_bias_stride, gate_bias_stride, y_stride;  // in elements
   uint16_t* y;
-  int rows, x_rows, hidden, width, chunks, stages, steps;  // of the depth, a stage each
+  int rows, x_rows, hidden, depth, width;
   __host__ __device__ int tiles() const { return (hidden + width - 1) / width; }
 };
 
@@ -42,66 +41,67 @@ struct FewShared {
 };
 static_assert(sizeof(FewShared) <= MOST);
 
-// A chunk of a stage: `SLABS` times 64 features of the value, of the gate, and x.
+// A stage has one or two chunks of 64 columns: `SLABS` times 64 features of the value, of the gate, and x. Two, where three such
+// stages fit: neighbouring 128 bytes of a row are then asked for together. Of 128 columns the products would wait longer.
 template <int COLUMNS, int SLABS>
-struct Chunk {
-  static constexpr int X = 2 * SLABS * SLAB_BYTES, BYTES = X + COLUMNS * DEPTH * 2;
+struct Stage {
+  static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2, CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
+  static constexpr int BYTES = CHUNKS * CHUNK, COUNT = RING_BYTES / BYTES, DEEP = CHUNKS * DEPTH;
+  static_assert(COUNT <= MOST_STAGES);
 };
 
 // Where the ring is.
+template <int COUNT>
 struct Turn {
   int slot = 0, phase;
-  __device__ void next(int stages) {
-    if (++slot == stages) slot = 0, phase ^= 1;
+  __device__ void next() {
+    if (++slot == COUNT) slot = 0, phase ^= 1;
   }
 };
 
 // One thread fills the ring, tile after tile, as far ahead of the products as it is long.
 template <int COLUMNS, int SLABS>
 __device__ void bring_few(const FewRows& p, FewShared& shared) {
-  using C = Chunk<COLUMNS, SLABS>;
-  for (int column = 0, end = min(p.steps, p.stages) * p.chunks * DEPTH; column < end; column += DEPTH)
-    prefetch(&p.value, column, blockIdx.x * p.width), prefetch(&p.gate, column, blockIdx.x * p.width);
+  using S = Stage<COLUMNS, SLABS>;
   kernel_before_has_ended();
-  Turn at{0, 1};  // the ring is free at first: a wait for the round before passes
+  Turn<S::COUNT> at{0, 1};  // the ring is free at first: a wait for the round before passes
   for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
-    for (int step = 0; step < p.steps; ++step, at.next(p.stages)) {
-      const uint32_t ready = shared_address(&shared.ready[at.slot]);
+    for (int column = 0; column < p.depth; column += S::DEEP, at.next()) {
+      const uint32_t ready = shared_address(&shared.ready[at.slot]), to = shared_address(shared.ring + at.slot * S::BYTES);
       barrier_wait(shared_address(&shared.free[at.slot]), at.phase);
-      barrier_expect(ready, p.chunks * (2 * p.width + p.x_rows) * DEPTH * 2);
-      for (int chunk = 0; chunk < p.chunks; ++chunk) {
-        const uint32_t to = shared_address(shared.ring + (at.slot * p.chunks + chunk) * C::BYTES);
-        const int column = (step * p.chunks + chunk) * DEPTH;
-        load(&p.value, column, tile * p.width, to, ready);
-        load(&p.gate, column, tile * p.width, to + SLABS * SLAB_BYTES, ready);
-        load(&p.x, column, 0, to + C::X, ready);
-      }
+      barrier_expect(ready, (2 * p.width + p.x_rows) * S::DEEP * 2);
+      const auto bring = [&](const CUtensorMap* map, int row, uint32_t to) {
+#pragma unroll
+        for (int chunk = 0; chunk < S::CHUNKS; ++chunk) load(map, column + chunk * DEPTH, row, to + chunk * S::CHUNK, ready);
+      };
+      bring(&p.value, tile * p.width, to), bring(&p.gate, tile * p.width, to + SLABS * SLAB_BYTES), bring(&p.x, 0, to + S::X);
     }
   }
 }
 
 // Add up the products of a tile, of the value's features and then of the gate's.
 template <bool BFLOAT16, int COLUMNS, int SLABS>
-__device__ void multiply_few(float (&sums)[2 * SLABS][COLUMNS / 2], const FewRows& p, FewShared& shared, Turn& at) {
-  using C = Chunk<COLUMNS, SLABS>;
-  constexpr uint64_t ALONG = 32 >> 4, SLAB = SLAB_BYTES >> 4;  // to 16 of the depth, to 64 features
+__device__ void multiply_few(float (&sums)[2 * SLABS][COLUMNS / 2], const FewRows& p, FewShared& shared,
+                             Turn<Stage<COLUMNS, SLABS>::COUNT>& at) {
+  using S = Stage<COLUMNS, SLABS>;
+  constexpr int CHUNK = DEPTH / 16;  // products, 16 of the depth each
   const bool first = threadIdx.x % 32 == 0;
-  int last = 0;
-  for (int step = 0; step < p.steps; ++step, at.next(p.stages)) {
+  int last = -1;
+  for (int column = 0; column < p.depth; column += S::DEEP, at.next()) {
     barrier_wait(shared_address(&shared.ready[at.slot]), at.phase);
-    for (int chunk = 0; chunk < p.chunks; ++chunk) {
-      const uint32_t from = shared_address(shared.ring + (at.slot * p.chunks + chunk) * C::BYTES);
-      const uint64_t left = described(from), right = described(from + C::X);
-      products_begin();
+    products_begin();
+    const uint32_t from = shared_address(shared.ring + at.slot * S::BYTES);
+    const uint64_t left = described(from), right = described(from + S::X);
 #pragma unroll
-      for (int k = 0; k < DEPTH / 16; ++k)
+    for (int k = 0; k < S::DEEP / 16; ++k) {
+      const uint64_t along = (k / CHUNK * S::CHUNK + k % CHUNK * 32) >> 4;
 #pragma unroll
-        for (int slab = 0; slab < 2 * SLABS; ++slab)
-          product<BFLOAT16, false>(sums[slab], left + slab * SLAB + k * ALONG, right + k * ALONG, step + chunk + k);
+      for (int slab = 0; slab < 2 * SLABS; ++slab)
+        product<BFLOAT16, false>(sums[slab], left + (slab * SLAB_BYTES >> 4) + along, right + along, column + k);
     }
     products_commit();
     products_wait<1>();
-    if (step > 0 && first) barrier_arrive(shared_address(&shared.free[last]));  // the step before has read its stage
+    if (last >= 0 && first) barrier_arrive(shared_address(&shared.free[last]));  // the products before have read theirs
     last = at.slot;
   }
   products_wait<0>();
@@ -141,7 +141,7 @@ __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMN
 template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
 __device__ void make_few(const FewRows& p, FewShared& shared) {
   float sums[2 * SLABS][COLUMNS / 2];
-  Turn at{0, 0};
+  Turn<Stage<COLUMNS, SLABS>::COUNT> at{0, 0};
   kernel_before_has_ended();
   for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
     float bias[SLABS][2][2];  // of a thread's features, eight apart: the value's, the gate's
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(GROUP + 32, 1) few_rows_kernel(const __grid_co
   auto& shared = shared_memory<FewShared>();
   if (threadIdx.x == GROUP) {
     prefetch(&p.value), prefetch(&p.gate), prefetch(&p.x);
-    for (int i = 0; i < p.stages; ++i) {
+    for (int i = 0; i < Stage<COLUMNS, SLABS>::COUNT; ++i) {
       barrier_init(shared_address(&shared.ready[i]), 1);
       barrier_init(shared_address(&shared.free[i]), GROUP / 32);
     }
@@ -187,7 +187,6 @@ cudaError_t launch_few_rows_of(FewRows& p, int processors, cudaStream_t on) {
   const auto kernel = few_rows_kernel<BFLOAT16, COLUMNS, SLABS, ACTIVATION>;
   constexpr int bytes = sizeof(FewShared);
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
-  p.stages = std::min(MOST_STAGES, RING_BYTES / (p.chunks * Chunk<COLUMNS, SLABS>::BYTES));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(GROUP + 32);
   config.dynamicSmemBytes = bytes, config.stream = on;
@@ -205,14 +204,16 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   p.value_bias = c.value_bias, p.gate_bias = c.gate_bias;
   p.value_bias_stride = of.value_bias_stride, p.gate_bias_stride = of.gate_bias_stride;
   p.y = static_cast<uint16_t*>(const_cast<void*>(c.y)), p.y_stride = of.y_stride;
-  p.rows = int(of.rows), p.hidden = int(of.hidden), p.width = int(of.width), p.chunks = int(of.chunks);
+  p.rows = int(of.rows), p.hidden = int(of.hidden), p.depth = int(of.depth), p.width = int(of.width);
   // No more rows of x than that: those that are not there take longer than those that are.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
   if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
-  p.steps = int((of.depth + p.chunks * DEPTH - 1) / (p.chunks * DEPTH));
-  if (!describe(&p.x, of, c.x, of.x_stride, of.rows, of.depth, p.x_rows, DEPTH) ||
-      !describe(&p.value, of, c.value, of.value_stride, of.hidden, of.depth, p.width, DEPTH) ||
-      !describe(&p.gate, of, c.gate, of.gate_stride, of.hidden, of.depth, p.width, DEPTH))
+  // Of 256 bytes the cache would bring both halves for each: they are asked for one after the other.
+  const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
+    return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  };
+  if (!in_boxes(&p.x, c.x, of.x_stride, of.rows, p.x_rows) || !in_boxes(&p.value, c.value, of.value_stride, of.hidden, p.width) ||
+      !in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width))
     return cudaErrorInvalidValue;
   const bool wide = p.width > 64;
   if (p.rows > 64) return wide ? cudaErrorInvalidValue : launch_few_rows_of<BFLOAT16, 128, 1, ACTIVATION>(p, processors, on);

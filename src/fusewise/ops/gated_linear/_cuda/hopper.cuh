@@ -90,10 +90,6 @@ __device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_gro
 // What this thread wrote to shared memory is seen by TMA.
 __device__ inline void written_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// To the L2 cache: what is written later is seen all the same.
-__device__ inline void prefetch(const CUtensorMap* map, int column, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
-}
 
 // Among kernels on a stream that may start before the one ahead has ended: wait for the end of that, with all that it wrote; and
 // let the next one take the places that are free.

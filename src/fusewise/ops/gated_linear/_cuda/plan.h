@@ -17,7 +17,7 @@ struct Plan {
   int64_t bfloat16;  // else float16
   int64_t activation;  // as in `_problem.ACTIVATIONS`
   int64_t epilogue;
-  int64_t width, chunks;  // FEW: features of a tile, and 64 columns so many times in a stage
+  int64_t width;  // FEW: features of a tile
 };
 
 struct Call {
