@@ -109,6 +109,8 @@ SIGNATURES = {
         ),
         "triton_mrope": "q, k, cos, sin, mrope_section, head_size, rotary_dim, mrope_interleaved, is_neox_style",
         "apply_interleaved_rope": "x, mrope_section",
+        "axes_of": "op, positions, rows",  # ours alone
+        "pairs_of_axes": "op, sections, pairs, order='(t, h, w)', least=3",  # ours alone
     },
     "_vllm_scaling": {
         "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",
