@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, fail, shown
 from ._check import flag, number, whole
+from ._vllm_axes import BailingMRotaryEmbedding, Llama4VisionRotaryEmbedding, MRotaryEmbeddingInterleaved
 from ._vllm_mrope import MRotaryEmbedding
 from ._vllm_rope import RotaryEmbedding
 from ._vllm_scaling import (
@@ -33,7 +34,7 @@ _LAYERS: dict[tuple[Any, ...], nn.Module] = {}
 
 _TYPES = (
     "default", "mrope", "linear", "ntk", "dynamic", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3",
-    "proportional",
+    "proportional", "mllama4", "openpangu", "bailing_mrope",
 )  # fmt: skip
 # Names that published configurations carry, which vLLM replaces by these before `get_rope` has them.
 _ALIASES = {"mrope": "default", "su": "longrope"}
@@ -66,6 +67,9 @@ def get_rope(
         llama3                                  Llama3RotaryEmbedding: factor, low_freq_factor, high_freq_factor,
                                                 original_max_position_embeddings
         proportional                            Gemma4RotaryEmbedding
+        mllama4                                 Llama4VisionRotaryEmbedding, with dtype torch.complex64
+        openpangu                               MRotaryEmbeddingInterleaved: mrope_section, mrope_interleaved true
+        bailing_mrope                           BailingMRotaryEmbedding: mrope_section
 
     Args:
         head_size: features of a head, even.
@@ -75,11 +79,11 @@ def get_rope(
             that the type does not use are ignored.
         dtype: of the table; None: torch's default.
         dual_chunk_attention_config: None: that attention is not here.
-        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`.
+        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`, not of those that derive from it.
 
     Raises:
         TypeError, ValueError: `get_rope: <argument> must …` for what it reads itself, also for a rope_type that is not here
-            (bailing_mrope, mllama4, openpangu) and for use_fope; else in the name of the layer, or of `rope_tables`.
+            and for use_fope; else in the name of the layer, or of `rope_tables`.
     """
     op = "get_rope"
     check_count(op, "head_size", head_size)
@@ -172,6 +176,12 @@ def _build(
             needed("mrope_section")
             return MRotaryEmbedding(*plain, dtype, **sections)
         return RotaryEmbedding(*plain, dtype)
+    if kind == "mllama4":
+        return Llama4VisionRotaryEmbedding(*plain, dtype)
+    if kind == "openpangu":
+        return MRotaryEmbeddingInterleaved(*plain, dtype, needed("mrope_section"), needed("mrope_interleaved"))
+    if kind == "bailing_mrope":
+        return BailingMRotaryEmbedding(*plain, dtype, needed("mrope_section"))
     if kind == "proportional":
         return Gemma4RotaryEmbedding(*plain, dtype)
     if kind == "linear":
