@@ -103,6 +103,7 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
             (vllm.BailingMRotaryEmbedding, {"mrope_section": [2, 1, 1]}),
             (vllm.MRotaryEmbeddingInterleaved, {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
             (vllm.Llama4VisionRotaryEmbedding, {"dtype": torch.complex64}),
+            (vllm.DualChunkRotaryEmbedding, {"chunk_size": 8, "local_size": 2}),
             (
                 vllm.Phi3LongRoPEScaledRotaryEmbedding,
                 {"original_max_position_embeddings": 2, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -125,6 +126,10 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
         for at in (torch.arange(T), torch.arange(3 * T).view(3, T))
     ],
     (vllm.Llama4VisionRotaryEmbedding(D, D // 2, T - 1, 1e4, False, torch.complex64), {"query": X, "key": X}),
+    (
+        vllm.DualChunkRotaryEmbedding(D, D, T, 1e4, True, torch.float32, 8, 2),
+        {"positions": torch.arange(T), **FLAT, "offsets": ints(*[0] * T)},
+    ),
     (
         vllm.get_rope(D, T, True, {"rope_type": "deepseek_yarn", "factor": 2.0, "original_max_position_embeddings": T}),
         {"positions": torch.arange(T), "query": TOKENS, "key": TOKENS.clone(), "offsets": ints(*[0] * T)},

@@ -129,6 +129,13 @@ SIGNATURES = {
         "Llama4VisionRotaryEmbedding": f"{LAYER}, dtype",
         **{f"Llama4VisionRotaryEmbedding.forward{end}": "self, query, key=None" for end in ("", "_native", "_cuda")},
     },
+    "_vllm_chunks": {
+        "DualChunkRotaryEmbedding": f"{LAYER}, dtype, chunk_size, local_size",
+        **{
+            f"DualChunkRotaryEmbedding.forward{end}": "self, positions, query, key, offsets=None"
+            for end in ("", "_native", "_cuda")
+        },
+    },
     "_vllm_scaling": {
         "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",
         "NTKScalingRotaryEmbedding": f"{LAYER}, scaling_factor, dtype, mixed_b=None",

@@ -360,7 +360,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 20}
         ],
         ({"rope_parameters": {"rope_type": None}}, "rope_type must be one of default, .*, got None; "),
         ({"rope_parameters": {"use_fope": True}}, "use_fope must be False, got True; "),
-        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config must be None, got {'chunk_"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config must have chunk_size and loc"),
         ({"rope_parameters": {"rope_type": "mllama4"}}, "dtype must be torch.complex64, got torch.float32; "),
         ({"rope_parameters": "yarn"}, "rope_parameters must be a mapping or None, got 'yarn'; "),
         (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..ops._common import check_count, fail, shown
 from ._check import flag, number, whole
 from ._vllm_axes import BailingMRotaryEmbedding, Llama4VisionRotaryEmbedding, MRotaryEmbeddingInterleaved
+from ._vllm_chunks import DualChunkRotaryEmbedding
 from ._vllm_mrope import MRotaryEmbedding
 from ._vllm_rope import RotaryEmbedding
 from ._vllm_scaling import (
@@ -78,7 +79,8 @@ def get_rope(
             the rotary width, or partial_rotary_factor in (0, 1], by which it is int(head_size · partial_rotary_factor). Keys
             that the type does not use are ignored.
         dtype: of the table; None: torch's default.
-        dual_chunk_attention_config: None: that attention is not here.
+        dual_chunk_attention_config: with it the layer is DualChunkRotaryEmbedding whatever rope_type is, as there: its chunk_size
+            and local_size are read, the rest is the attention's.
         mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`, not of those that derive from it.
 
     Raises:
@@ -94,9 +96,7 @@ def get_rope(
         dtype = torch.get_default_dtype()
     elif not isinstance(dtype, torch.dtype):
         fail(op, "dtype", "be a torch.dtype or None", shown(dtype), "pass that of the model", TypeError)
-    if dual_chunk_attention_config is not None:
-        fix = "use vLLM's layer for dual chunk attention"
-        fail(op, "dual_chunk_attention_config", "be None", shown(dual_chunk_attention_config), fix)
+    chunks = None if dual_chunk_attention_config is None else _chunks(dual_chunk_attention_config)
     if rope_parameters is None:
         rope_parameters = {}
     elif not isinstance(rope_parameters, Mapping):
@@ -104,14 +104,19 @@ def get_rope(
     given = _hashable(rope_parameters)
     width = _rotary_width(head_size, rope_parameters)
     key = (
-        head_size, width, max_position, is_neox_style, given, dtype, mrope_positions_factor, torch.get_default_device(),
+        head_size, width, max_position, is_neox_style, given, chunks, dtype, mrope_positions_factor,
+        torch.get_default_device(),
     )  # fmt: skip
     layer = _LAYERS.get(key)
     if layer is None:
         with torch.inference_mode(False):  # to be kept: others may want gradients through it
-            layer = _build(
-                rope_parameters, (head_size, width), max_position, is_neox_style, dtype, mrope_positions_factor
-            )
+            if chunks:
+                base = rope_parameters.get("rope_theta", 10000)
+                layer = DualChunkRotaryEmbedding(head_size, width, max_position, base, is_neox_style, dtype, *chunks)
+            else:
+                layer = _build(
+                    rope_parameters, (head_size, width), max_position, is_neox_style, dtype, mrope_positions_factor
+                )
         if all(type(x) is Tensor for x in layer.buffers()):  # a fake one must not outlive its mode
             _LAYERS[key] = layer
     return layer
@@ -127,6 +132,17 @@ def _hashable(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
             fix = "pass one flat dictionary, that of one type of layer"
             fail("get_rope", f"rope_parameters {name}", "be a number, a name or a list", shown(value), fix, TypeError)
     return items
+
+
+def _chunks(config: Any) -> tuple[int, int]:
+    """chunk_size and local_size of dual chunk attention."""
+    op, name, sizes = "get_rope", "dual_chunk_attention_config", ("chunk_size", "local_size")
+    if not isinstance(config, Mapping):
+        fail(op, name, "be a mapping or None", shown(config), "pass the dictionary", TypeError)
+    if any(size not in config for size in sizes):
+        fail(op, name, "have chunk_size and local_size", ", ".join(map(str, config)) or "nothing", "pass the model's")
+    chunk, local = (whole(op, size, config[size]) for size in sizes)
+    return chunk, local
 
 
 def _rotary_width(head_size: int, parameters: Mapping[str, Any]) -> int:
