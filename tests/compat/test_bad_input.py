@@ -100,6 +100,10 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
                 {"scaling_factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": T},
             ),
             (vllm.Gemma4RotaryEmbedding, {}),
+            (vllm.BailingMRotaryEmbedding, {"mrope_section": [2, 1, 1]}),
+            (vllm.MRotaryEmbeddingInterleaved, {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+            (vllm.Llama4VisionRotaryEmbedding, {"dtype": torch.complex64}),
+            (vllm.DualChunkRotaryEmbedding, {"chunk_size": 8, "local_size": 2}),
             (
                 vllm.Phi3LongRoPEScaledRotaryEmbedding,
                 {"original_max_position_embeddings": 2, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -112,6 +116,20 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
         (vllm.get_rope(D, T, True, {"mrope_section": [2, 1, 1]}), {"positions": at, **FLAT})
         for at in (torch.arange(T), torch.arange(3 * T).view(3, T))
     ],
+    *[
+        (layer, {"positions": at, **FLAT})
+        for layer in (
+            vllm.Ernie4_5_VLRotaryEmbedding(D, D, T, 1e4, False, torch.float32, [1, 1, 2]),
+            vllm.get_rope(D, T, False, {"rope_type": "bailing_mrope", "mrope_section": [2, 1, 1]}),
+            vllm.get_rope(D, T, True, {"rope_type": "openpangu", "mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+        )
+        for at in (torch.arange(T), torch.arange(3 * T).view(3, T))
+    ],
+    (vllm.Llama4VisionRotaryEmbedding(D, D // 2, T - 1, 1e4, False, torch.complex64), {"query": X, "key": X}),
+    (
+        vllm.DualChunkRotaryEmbedding(D, D, T, 1e4, True, torch.float32, 8, 2),
+        {"positions": torch.arange(T), **FLAT, "offsets": ints(*[0] * T)},
+    ),
     (
         vllm.get_rope(D, T, True, {"rope_type": "deepseek_yarn", "factor": 2.0, "original_max_position_embeddings": T}),
         {"positions": torch.arange(T), "query": TOKENS, "key": TOKENS.clone(), "offsets": ints(*[0] * T)},

@@ -109,6 +109,32 @@ SIGNATURES = {
         ),
         "triton_mrope": "q, k, cos, sin, mrope_section, head_size, rotary_dim, mrope_interleaved, is_neox_style",
         "apply_interleaved_rope": "x, mrope_section",
+        "axes_of": "op, positions, rows",  # ours alone
+        "pairs_of_axes": "op, sections, pairs, order='(t, h, w)', least=3",  # ours alone
+    },
+    "_vllm_axes": {
+        "Ernie4_5_VLRotaryEmbedding": (
+            f"{LAYER}, dtype, mrope_section=None, mrope_interleaved=False, *, positions_factor=4, scaling_factor=None, {YARN}"
+        ),
+        "BailingMRotaryEmbedding": f"{LAYER}, dtype, mrope_section",
+        "BailingMRotaryEmbedding.select_cos_sin": "self, positions, cos_sin_cache=None",
+        "MRotaryEmbeddingInterleaved": f"{LAYER}, dtype, mrope_section, mrope_interleaved=True",
+        "MRotaryEmbeddingInterleaved.get_mrope_interleaved_id_list": "a, b, c, force_last=False",
+        # (offsets is that of MRotaryEmbedding here for all of them.)
+        **{
+            f"{kind}.forward{end}": ROTATED
+            for kind in ("Ernie4_5_VLRotaryEmbedding", "BailingMRotaryEmbedding", "MRotaryEmbeddingInterleaved")
+            for end in ("", "_native", "_cuda")
+        },
+        "Llama4VisionRotaryEmbedding": f"{LAYER}, dtype",
+        **{f"Llama4VisionRotaryEmbedding.forward{end}": "self, query, key=None" for end in ("", "_native", "_cuda")},
+    },
+    "_vllm_chunks": {
+        "DualChunkRotaryEmbedding": f"{LAYER}, dtype, chunk_size, local_size",
+        **{
+            f"DualChunkRotaryEmbedding.forward{end}": "self, positions, query, key, offsets=None"
+            for end in ("", "_native", "_cuda")
+        },
     },
     "_vllm_scaling": {
         "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",

@@ -336,6 +336,7 @@ NEEDED = {
     "deepseek_yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"), "mrope": ("mrope_section",),
+    "openpangu": ("mrope_section", "mrope_interleaved"), "bailing_mrope": ("mrope_section",),
 }  # fmt: skip
 
 
@@ -355,11 +356,12 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 20}
     [
         *[
             ({"rope_parameters": {"rope_type": kind}}, f"get_rope: rope_type must be one of default, .*, got '{kind}'; ")
-            for kind in ("mllama4", "openpangu", "bailing_mrope", "")
+            for kind in ("xdrope", "")
         ],
         ({"rope_parameters": {"rope_type": None}}, "rope_type must be one of default, .*, got None; "),
         ({"rope_parameters": {"use_fope": True}}, "use_fope must be False, got True; "),
-        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config must be None, got {'chunk_"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config must have chunk_size and loc"),
+        ({"rope_parameters": {"rope_type": "mllama4"}}, "dtype must be torch.complex64, got torch.float32; "),
         ({"rope_parameters": "yarn"}, "rope_parameters must be a mapping or None, got 'yarn'; "),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

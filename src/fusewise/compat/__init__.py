@@ -10,8 +10,8 @@ One module a library, imported by name; importing one imports nothing of that li
     flash_attn           apply_rotary_emb, apply_rotary_emb_qkv_, apply_rotary_emb_kv_, apply_rotary, RotaryEmbedding
     transformer_engine   apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb, RotaryPositionEmbedding, FusedRoPEFunc, geglu, dgeglu
                          and their relatives, GEGLU, GLU, ReGLU, SwiGLU
-    vllm                 rotary_embedding, get_rope, RotaryEmbedding, MRotaryEmbedding and the layers with scaling, ApplyRotaryEmb,
-                         SiluAndMul and the other gates
+    vllm                 rotary_embedding, get_rope, RotaryEmbedding, MRotaryEmbedding and the layers with scaling, of several axes
+                         and of chunks, ApplyRotaryEmb, SiluAndMul and the other gates
     flashinfer           apply_rope*, apply_llama31_rope*, apply_rope_with_cos_sin_cache*
     liger                liger_rotary_pos_emb and its relatives, LigerRopeFunction, LigerGELUMulFunction,
                          LigerSiLUMulFunction, LigerGEGLUMLP, LigerSwiGLUMLP and the MLPs of other models

@@ -134,6 +134,14 @@ def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, 
     return rotated
 
 
+def rotate_as_given(
+    query: Tensor, key: Tensor | None, q: Tensor, k: Tensor | None, call: dict[str, Any], impl: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """`rotate_pair` of the views q and k with heads in a dimension, in the shapes of query and key."""
+    q, k = rotate_pair(q, k, **call, impl=impl)
+    return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
+
+
 def rotate_multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Any, layout: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +167,9 @@ def rotate_multimodal(
     )  # fmt: skip
 
 
-def rotate_images(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
+def rotate_images(
+    query: Tensor, key: Tensor | None, freqs_ci: Tensor, impl: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
     """Rotate pairs (2i, 2i + 1) of (B, T, H, D) as llama4's towers do, by freqs_ci of T · D / 2 elements, the same for all batch
     entries; where they are real, cos θ, both elements of a pair are multiplied."""
     shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
@@ -170,4 +180,4 @@ def rotate_images(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor,
         raise
     real = table.is_floating_point()
     tables = {"cos": table, "sin": torch.zeros_like(table)} if real else complex_tables(table)
-    return rotate_pair(query, key, **tables, layout="bshd", pairing="interleaved")
+    return rotate_pair(query, key, **tables, layout="bshd", pairing="interleaved", impl=impl)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, fail, shown
 from ._check import flag, number, whole
+from ._vllm_axes import BailingMRotaryEmbedding, Llama4VisionRotaryEmbedding, MRotaryEmbeddingInterleaved
+from ._vllm_chunks import DualChunkRotaryEmbedding
 from ._vllm_mrope import MRotaryEmbedding
 from ._vllm_rope import RotaryEmbedding
 from ._vllm_scaling import (
@@ -33,7 +35,7 @@ _LAYERS: dict[tuple[Any, ...], nn.Module] = {}
 
 _TYPES = (
     "default", "mrope", "linear", "ntk", "dynamic", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3",
-    "proportional",
+    "proportional", "mllama4", "openpangu", "bailing_mrope",
 )  # fmt: skip
 # Names that published configurations carry, which vLLM replaces by these before `get_rope` has them.
 _ALIASES = {"mrope": "default", "su": "longrope"}
@@ -66,6 +68,9 @@ def get_rope(
         llama3                                  Llama3RotaryEmbedding: factor, low_freq_factor, high_freq_factor,
                                                 original_max_position_embeddings
         proportional                            Gemma4RotaryEmbedding
+        mllama4                                 Llama4VisionRotaryEmbedding, with dtype torch.complex64
+        openpangu                               MRotaryEmbeddingInterleaved: mrope_section, mrope_interleaved true
+        bailing_mrope                           BailingMRotaryEmbedding: mrope_section
 
     Args:
         head_size: features of a head, even.
@@ -74,12 +79,13 @@ def get_rope(
             the rotary width, or partial_rotary_factor in (0, 1], by which it is int(head_size · partial_rotary_factor). Keys
             that the type does not use are ignored.
         dtype: of the table; None: torch's default.
-        dual_chunk_attention_config: None: that attention is not here.
-        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`.
+        dual_chunk_attention_config: with it the layer is DualChunkRotaryEmbedding whatever rope_type is, as there: its chunk_size
+            and local_size are read, the rest is the attention's.
+        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`, not of those that derive from it.
 
     Raises:
         TypeError, ValueError: `get_rope: <argument> must …` for what it reads itself, also for a rope_type that is not here
-            (bailing_mrope, mllama4, openpangu) and for use_fope; else in the name of the layer, or of `rope_tables`.
+            and for use_fope; else in the name of the layer, or of `rope_tables`.
     """
     op = "get_rope"
     check_count(op, "head_size", head_size)
@@ -90,9 +96,7 @@ def get_rope(
         dtype = torch.get_default_dtype()
     elif not isinstance(dtype, torch.dtype):
         fail(op, "dtype", "be a torch.dtype or None", shown(dtype), "pass that of the model", TypeError)
-    if dual_chunk_attention_config is not None:
-        fix = "use vLLM's layer for dual chunk attention"
-        fail(op, "dual_chunk_attention_config", "be None", shown(dual_chunk_attention_config), fix)
+    chunks = None if dual_chunk_attention_config is None else _chunks(dual_chunk_attention_config)
     if rope_parameters is None:
         rope_parameters = {}
     elif not isinstance(rope_parameters, Mapping):
@@ -100,14 +104,19 @@ def get_rope(
     given = _hashable(rope_parameters)
     width = _rotary_width(head_size, rope_parameters)
     key = (
-        head_size, width, max_position, is_neox_style, given, dtype, mrope_positions_factor, torch.get_default_device(),
+        head_size, width, max_position, is_neox_style, given, chunks, dtype, mrope_positions_factor,
+        torch.get_default_device(),
     )  # fmt: skip
     layer = _LAYERS.get(key)
     if layer is None:
         with torch.inference_mode(False):  # to be kept: others may want gradients through it
-            layer = _build(
-                rope_parameters, (head_size, width), max_position, is_neox_style, dtype, mrope_positions_factor
-            )
+            if chunks:
+                base = rope_parameters.get("rope_theta", 10000)
+                layer = DualChunkRotaryEmbedding(head_size, width, max_position, base, is_neox_style, dtype, *chunks)
+            else:
+                layer = _build(
+                    rope_parameters, (head_size, width), max_position, is_neox_style, dtype, mrope_positions_factor
+                )
         if all(type(x) is Tensor for x in layer.buffers()):  # a fake one must not outlive its mode
             _LAYERS[key] = layer
     return layer
@@ -123,6 +132,17 @@ def _hashable(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
             fix = "pass one flat dictionary, that of one type of layer"
             fail("get_rope", f"rope_parameters {name}", "be a number, a name or a list", shown(value), fix, TypeError)
     return items
+
+
+def _chunks(config: Any) -> tuple[int, int]:
+    """chunk_size and local_size of dual chunk attention."""
+    op, name, sizes = "get_rope", "dual_chunk_attention_config", ("chunk_size", "local_size")
+    if not isinstance(config, Mapping):
+        fail(op, name, "be a mapping or None", shown(config), "pass the dictionary", TypeError)
+    if any(size not in config for size in sizes):
+        fail(op, name, "have chunk_size and local_size", ", ".join(map(str, config)) or "nothing", "pass the model's")
+    chunk, local = (whole(op, size, config[size]) for size in sizes)
+    return chunk, local
 
 
 def _rotary_width(head_size: int, parameters: Mapping[str, Any]) -> int:
@@ -172,6 +192,12 @@ def _build(
             needed("mrope_section")
             return MRotaryEmbedding(*plain, dtype, **sections)
         return RotaryEmbedding(*plain, dtype)
+    if kind == "mllama4":
+        return Llama4VisionRotaryEmbedding(*plain, dtype)
+    if kind == "openpangu":
+        return MRotaryEmbeddingInterleaved(*plain, dtype, needed("mrope_section"), needed("mrope_interleaved"))
+    if kind == "bailing_mrope":
+        return BailingMRotaryEmbedding(*plain, dtype, needed("mrope_section"))
     if kind == "proportional":
         return Gemma4RotaryEmbedding(*plain, dtype)
     if kind == "linear":

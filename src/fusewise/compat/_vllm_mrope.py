@@ -11,7 +11,7 @@ from torch import Tensor
 from ..ops._common import check_count, fail, shown
 from ..ops.rope import rope_
 from ._check import WRONG, explain, flag, shape_of, whole
-from ._shared import alike, cut, heads, pairing_of_neox, rotate_pair
+from ._shared import alike, cut, heads, pairing_of_neox, rotate_as_given
 from ._vllm_rope import RotaryEmbedding
 from ._vllm_yarn import yarn_cache
 
@@ -29,6 +29,8 @@ class MRotaryEmbedding(RotaryEmbedding):
         scaling_factor: of YaRN, with the arguments after it as in `fusewise.ops.rope.tables.yarn`. Its original context is
             taken to be positions_factor · max_position_embeddings, as there.
     """
+
+    _axes: tuple[int, ...] = (3,)  # the rows that positions may have
 
     def __init__(
         self,
@@ -68,7 +70,11 @@ class MRotaryEmbedding(RotaryEmbedding):
         self.mrope_interleaved = flag(op, "mrope_interleaved", mrope_interleaved)
         self.mrope_section = mrope_section
         if mrope_section:
-            _sections(op, mrope_section, rotary_dim // 2)
+            self._order(mrope_section)
+
+    def _order(self, sections: Sequence[int]) -> None:
+        """Check the sections; a subclass that deals them out in another way notes how."""
+        pairs_of_axes(type(self).__name__, sections, self.rotary_dim // 2)
 
     def _compute_cos_sin_cache(self) -> Tensor:
         if self.scaling_factor is None:
@@ -86,7 +92,7 @@ class MRotaryEmbedding(RotaryEmbedding):
             query, key: (tokens, heads · head_size) or (tokens, heads, head_size); key may be None.
             offsets: without effect, as there.
         """
-        if _axes_of("MRotaryEmbedding", positions) == 1:
+        if axes_of(type(self).__name__, positions, self._axes) == 1:
             return self._rotated(positions, query, key)
         q, k, call = self._call(positions, query, key)
         rope_(q, k, **call)
@@ -98,20 +104,19 @@ class MRotaryEmbedding(RotaryEmbedding):
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The same as new tensors, in torch's own operations; differentiable."""
-        _axes_of("MRotaryEmbedding", positions)
+        axes_of(type(self).__name__, positions, self._axes)
         return self._rotated(positions, query, key, impl="reference")
 
     def _rotated(
         self, positions: Tensor, query: Tensor, key: Tensor | None, impl: str = "auto"
     ) -> tuple[Tensor, Tensor | None]:
         q, k, call = self._call(positions, query, key)
-        q, k = rotate_pair(q, k, **call, impl=impl)
-        return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
+        return rotate_as_given(query, key, q, k, call, impl)
 
     def _call(
         self, positions: Tensor, query: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-        op = "MRotaryEmbedding"
+        op = type(self).__name__
         q = heads(op, "query", query, 1, self.head_size)
         k = None if key is None else heads(op, "key", key, 1, self.head_size)
         call: dict[str, Any] = {
@@ -168,10 +173,11 @@ def triton_mrope(
         fail(op, "cos", "have shape (3, tokens, rotary_dim / 2)", tuple(shape), "pass the tables of the three axes")
     width = check_count(op, "rotary_dim", rotary_dim, 2)
     cos, sin = alike(op, *cut(op, cos, sin, lambda x: x.flatten(0, 1)))
+    sections = pairs_of_axes(op, mrope_section, width // 2)
     rows = torch.arange(3 * shape[1], dtype=torch.int32, device=cos.device).view(3, shape[1])
     rope_(
         heads(op, "q", q, 1, head_size), heads(op, "k", k, 1, head_size), cos=cos, sin=sin, positions=rows,
-        sections=_sections(op, mrope_section, width // 2), layout="thd", rotary_dim=width,
+        sections=(sections[0], sections[1], sections[2]), layout="thd", rotary_dim=width,
         sections_interleaved=flag(op, "mrope_interleaved", mrope_interleaved),
         pairing=pairing_of_neox(op, is_neox_style),
     )  # fmt: skip
@@ -185,7 +191,7 @@ def apply_interleaved_rope(x: Tensor, mrope_section: list[int]) -> Tensor:
     shape = shape_of(op, "x", x, 2)
     if shape[0] != 3:
         fail(op, "x", "have shape (3, …, pairs)", tuple(shape), "stack the tables of the three axes")
-    sections = _sections(op, mrope_section, shape[-1])
+    sections = pairs_of_axes(op, mrope_section, shape[-1])
     try:
         dealt = x[0].clone()
         for axis in (1, 2):
@@ -197,20 +203,22 @@ def apply_interleaved_rope(x: Tensor, mrope_section: list[int]) -> Tensor:
     return dealt
 
 
-def _axes_of(op: str, positions: Tensor) -> int:
-    """The number of dimensions of M-RoPE's positions."""
+def axes_of(op: str, positions: Tensor, rows: tuple[int, ...]) -> int:
+    """The number of dimensions of M-RoPE's positions, one or two; then they have one of those numbers of rows."""
     shape = shape_of(op, "positions", positions)
-    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 3):
-        fail(op, "positions", "have shape (tokens,) or (3, tokens)", tuple(shape), "pass one row an axis")
+    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] not in rows):
+        contract = " or ".join(["have shape (tokens,)", *(f"({count}, tokens)" for count in rows)])
+        fail(op, "positions", contract, tuple(shape), "pass one row an axis")
     return len(shape)
 
 
-def _sections(op: str, sections: Sequence[int], pairs: int) -> tuple[int, int, int]:
-    contract = f"be three numbers of pairs (t, h, w) that sum to rotary_dim / 2 = {pairs}"
+def pairs_of_axes(op: str, sections: Sequence[int], pairs: int, order: str = "(t, h, w)", least: int = 3) -> list[int]:
+    """mrope_section, numbers of pairs in that order, three or from `least` on, that sum to `pairs`."""
+    contract = f"be three numbers of pairs {order} that sum to rotary_dim / 2 = {pairs}"
     fix = "pass the model's mrope_section"
     if not isinstance(sections, (list, tuple)):
         fail(op, "mrope_section", contract, shown(sections), fix, TypeError)
     numbers = [whole(op, "mrope_section", n, 0) for n in sections]
-    if len(numbers) != 3 or sum(numbers) != pairs:
+    if not least <= len(numbers) <= 3 or sum(numbers) != pairs:
         fail(op, "mrope_section", contract, shown(sections), fix)
-    return numbers[0], numbers[1], numbers[2]
+    return numbers

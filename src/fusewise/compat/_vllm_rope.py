@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..ops._common import MAX_POSITION, check_count, fail, shown
 from ..ops.rope import rope, rope_, tables
 from ._check import WRONG, check_tensor, explain, flag, shape_of, whole
-from ._shared import alike, complex_tables, heads, pairing_of_neox, rotate_pair, unit_stride
+from ._shared import alike, complex_tables, heads, pairing_of_neox, rotate_as_given, unit_stride
 
 
 def rotary_embedding(
@@ -128,8 +128,7 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """`forward_native` without a layer; rotary_dim is the width of the table."""
         q, k, call = _arguments(positions, query, key, head_size, cos_sin_cache, is_neox_style)
-        q, k = rotate_pair(q, k, **call, impl="reference")
-        return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
+        return rotate_as_given(query, key, q, k, call, impl="reference")
 
     def extra_repr(self) -> str:
         return (

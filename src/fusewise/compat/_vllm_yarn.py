@@ -11,7 +11,7 @@ from torch import Tensor
 from ..ops._common import fail
 from ..ops.rope import tables
 from ._check import above_zero, flag, number, shape_of
-from ._shared import heads, rotate_pair
+from ._shared import heads, rotate_as_given
 from ._vllm_rope import RotaryEmbedding, moved, rotary_embedding, stretched
 
 
@@ -152,12 +152,13 @@ class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
         dims = len(shape_of(type(self).__name__, "positions", positions))
         q = heads("rotary_embedding", "query", query, dims, width)
         k = None if key is None else heads("rotary_embedding", "key", key, dims, width)
-        q, k = rotate_pair(
-            q, k, cos_sin=cache, positions=positions, layout="thd" if dims == 1 else "bshd", rotary_dim=self.rotary_dim,
-            rotary_start=-self.rotary_dim, pairing="half" if self.is_neox_style else "interleaved",
-            inverse=flag(type(self).__name__, "inverse", inverse), impl="reference",
-        )  # fmt: skip
-        return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
+        call = {
+            "cos_sin": cache, "positions": positions, "layout": "thd" if dims == 1 else "bshd",
+            "rotary_dim": self.rotary_dim, "rotary_start": -self.rotary_dim,
+            "pairing": "half" if self.is_neox_style else "interleaved",
+            "inverse": flag(type(self).__name__, "inverse", inverse),
+        }  # fmt: skip
+        return rotate_as_given(query, key, q, k, call, impl="reference")
 
     def _trailing(self, positions: Tensor, query: Tensor, offsets: Tensor | None) -> tuple[Tensor, int, Tensor]:
         op = type(self).__name__

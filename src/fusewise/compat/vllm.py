@@ -17,6 +17,11 @@ from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ._check import check_tensor, flag
 from ._shared import gate_of_halves
+from ._vllm_axes import BailingMRotaryEmbedding as BailingMRotaryEmbedding
+from ._vllm_axes import Ernie4_5_VLRotaryEmbedding as Ernie4_5_VLRotaryEmbedding
+from ._vllm_axes import Llama4VisionRotaryEmbedding as Llama4VisionRotaryEmbedding
+from ._vllm_axes import MRotaryEmbeddingInterleaved as MRotaryEmbeddingInterleaved
+from ._vllm_chunks import DualChunkRotaryEmbedding as DualChunkRotaryEmbedding
 from ._vllm_get_rope import get_rope as get_rope
 from ._vllm_mrope import MRotaryEmbedding as MRotaryEmbedding
 from ._vllm_mrope import apply_interleaved_rope as apply_interleaved_rope
