@@ -17,7 +17,8 @@ One module a library, imported by name; importing one imports nothing of that li
                          LigerSiLUMulFunction, LigerGEGLUMLP, LigerSwiGLUMLP and the MLPs of other models
     transformers         apply_rotary_pos_emb and one function for each other convention among its models, GemmaMLP,
                          LlamaMLP, Phi3MLP and the other forms of a gated MLP
-    diffusers            GEGLU, SwiGLU, FeedForward, Flux2FeedForward
+    diffusers            apply_rotary_emb and one function for each other convention among its models, GEGLU, SwiGLU, FeedForward,
+                         Flux2FeedForward
 
 What holds for all of them:
 
