@@ -175,6 +175,8 @@ SIGNATURES = {
         "liger_llama4_vision_rotary_pos_emb": "query, key, freqs_ci",
         "LigerLlama4RopeFunction.apply": "q, k, freqs_cis, BLOCK_SIZE=None",
         "rope": f"{HF}, *, {NAMED}",
+    },
+    "_liger_gate": {
         "geglu": f"a, b, *, {NAMED}",
         "swiglu": f"a, b, gate_multiplier=1.0, down_multiplier=1.0, *, {NAMED}",
         "liger_geglu": "a, b",
@@ -185,6 +187,13 @@ SIGNATURES = {
         "LigerMLPFunction.apply": (
             "input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0"
         ),
+        # Ours alone: what the files of the module share.
+        "silu_mul": "a, b, gate_multiplier=1.0, down_multiplier=1.0",
+        "stacked_silu_mul": "y, in_place=False",
+        "multiplied": "name, x, factor",
+        "explain_mlp": "x, gate_weight, up_weight, down_weight",
+    },
+    "_liger_mlp": {
         **dict.fromkeys(
             (
                 "LigerGEGLUMLP",
@@ -201,6 +210,10 @@ SIGNATURES = {
         **dict.fromkeys(("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP"), "config, intermediate_size=None"),
         "LigerHunyuanV1SwiGLUMLP": "config, layer_idx=None, is_shared_mlp=False",
         "LigerSwiGLUMLP.forward": "self, x",
+        **dict.fromkeys(("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP"), "config, num_shards=None"),
+        **dict.fromkeys(("LigerTiledGEGLUMLP.forward", "LigerTiledSwiGLUMLP.forward"), "self, x"),
+        "LigerMegatronSwiGLU": "fallback_impl=None, in_place=False",
+        "LigerMegatronSwiGLU.forward": "self, input, bias=None, fp8_input_store=False, cpu_offload_input=False",
     },
     "transformers": {
         "apply_rotary_pos_emb": HF,
