@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -126,3 +128,14 @@ def assert_same(ours: Any, statement: Any, leaves: list[Tensor], products: int =
         atol = 8 * torch.finfo(torch.float32).eps * max(size, 1.0) + products * eps * size
         assert result.dtype == y.dtype
         torch.testing.assert_close(result.double(), exact, rtol=0.51 * eps, atol=atol)
+
+
+FORM = re.compile(r"\w+: [\w. ]+ must .+, got .+; .+", re.DOTALL)
+
+
+def check_named(function: Any, arguments: dict[str, Any], **wrong: Any) -> str:
+    """The message of a call with something wrong, which must be in the form that all have."""
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(**{**arguments, **wrong})
+    assert FORM.fullmatch(str(raised.value))
+    return str(raised.value)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from compat_statement import check_named
 from torch import Tensor, nn
 
 from fusewise.compat import diffusers, flash_attn, flashinfer, liger, transformer_engine, transformers, vllm
 
 B, T, H, D = 2, 4, 2, 8
-FORM = re.compile(r"\w+: [\w. ]+ must .+, got .+; .+", re.DOTALL)
 
 
 def rand(*shape: int) -> Tensor:
@@ -240,13 +239,6 @@ def places(kind: type) -> list[Any]:
             if isinstance(value, kind) and kind.__name__ in parameters[name].annotation.split(" | ")
         ]
     return found
-
-
-def check_named(function: Any, arguments: dict[str, Any], **wrong: Any) -> str:
-    with pytest.raises((TypeError, ValueError)) as raised:
-        function(**{**arguments, **wrong})
-    assert FORM.fullmatch(str(raised.value))
-    return str(raised.value)
 
 
 @pytest.mark.parametrize(("function", "arguments"), CALLS, ids=[f"{i}-{name_of(f)}" for i, (f, _) in enumerate(CALLS)])

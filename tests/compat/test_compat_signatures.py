@@ -201,6 +201,8 @@ SIGNATURES = {
         "liger_llama4_vision_rotary_pos_emb": "query, key, freqs_ci",
         "LigerLlama4RopeFunction.apply": "q, k, freqs_cis, BLOCK_SIZE=None",
         "rope": f"{HF}, *, {NAMED}",
+    },
+    "_liger_gate": {
         "geglu": f"a, b, *, {NAMED}",
         "swiglu": f"a, b, gate_multiplier=1.0, down_multiplier=1.0, *, {NAMED}",
         "liger_geglu": "a, b",
@@ -211,6 +213,13 @@ SIGNATURES = {
         "LigerMLPFunction.apply": (
             "input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0"
         ),
+        # Ours alone: what the files of the module share.
+        "silu_mul": "a, b, gate_multiplier=1.0, down_multiplier=1.0",
+        "stacked_silu_mul": "y, in_place=False",
+        "multiplied": "name, x, factor",
+        "explain_mlp": "x, gate_weight, up_weight, down_weight",
+    },
+    "_liger_mlp": {
         **dict.fromkeys(
             (
                 "LigerGEGLUMLP",
@@ -227,6 +236,10 @@ SIGNATURES = {
         **dict.fromkeys(("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP"), "config, intermediate_size=None"),
         "LigerHunyuanV1SwiGLUMLP": "config, layer_idx=None, is_shared_mlp=False",
         "LigerSwiGLUMLP.forward": "self, x",
+        **dict.fromkeys(("LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP"), "config, num_shards=None"),
+        **dict.fromkeys(("LigerTiledGEGLUMLP.forward", "LigerTiledSwiGLUMLP.forward"), "self, x"),
+        "LigerMegatronSwiGLU": "fallback_impl=None, in_place=False",
+        "LigerMegatronSwiGLU.forward": "self, input, bias=None, fp8_input_store=False, cpu_offload_input=False",
     },
     "transformers": {
         "apply_rotary_pos_emb": HF,
@@ -249,9 +262,35 @@ SIGNATURES = {
         "LlamaMLP.forward": "self, x",
         "Phi3MLP.forward": "self, hidden_states",
     },
-    "diffusers": {
+    "_diffusers_rope": {
         "apply_rotary_emb": "x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2",
         "apply_rotary_emb_qwen": "x, freqs_cis, use_real=True, use_real_unbind_dim=-1",
+        "apply_rotary_emb_qwen_neuron": "x, freqs",
+        "apply_rotary_emb_wan": "hidden_states, freqs_cos, freqs_sin",
+        "apply_rotary_emb_transposed": "hidden_states, freqs_cis",
+        "apply_rotary_emb_anyflow": "hidden_states, freqs",
+        **dict.fromkeys(("apply_rotary_emb_joyimage", "apply_rotary_emb_batched"), "xq, xk, freqs_cis"),
+        "apply_rotary_emb_minimax_h3": "hidden_states, cos, sin",
+        "apply_partial_rotary_emb_minimax_music3": "hidden_states, rotary_emb",
+        "apply_partial_rotary_emb": "x, freqs_cis",
+        "apply_rotary_partial": "t, freqs",
+        "apply_rope_hidream": "xq, xk, freqs_cis",
+        "apply_rope_prx": "xq, freqs_cis",
+        "apply_rotary_kandinsky5": "x, rope",
+        "apply_rotary_pos_emb_kolors": "x, rope_cache",
+        "rope_apply": "x, grid_sizes, freqs, time_stride=1",
+        # Ours alone: what the files of the module share.
+        "rotated": "op, x, cos, sin, layout, pairing, **options",
+        "by_complex": "x, freqs, layout, **options",
+        "both_tables": "op, name, tables",
+        "table_dtype": "x, table",
+    },
+    "_diffusers_rows": {
+        **dict.fromkeys(("apply_rotary_emb_ltx", "apply_interleaved_rotary_emb", "apply_split_rotary_emb"), "x, freqs"),
+        "apply_rotary_emb_mochi": "x, freqs_cos, freqs_sin",
+        "apply_rotary_emb_allegro": "x, freqs_cis, positions",
+    },
+    "diffusers": {
         "GEGLU": "dim_in, dim_out, bias=True",
         "GEGLU.forward": "self, hidden_states, *args, **kwargs",
         "SwiGLU": "dim_in, dim_out, bias=True",

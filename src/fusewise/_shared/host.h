@@ -1,11 +1,12 @@
-// What the quick ways on the host have in common: which calls they take, and how they make a tensor. Every other call is
-// Python's, which validates, plans and raises.
+// What the quick ways on the host have in common: which calls they take, how they make a tensor, and where it is. Every other
+// call is Python's, which validates, plans and raises.
 
 #pragma once
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -44,6 +45,34 @@ Tensor empty(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
   c10::Allocator* const allocator = c10::GetAllocator(x.device().type());
   return at::detail::empty_strided_generic(sizes, strides, allocator, c10::DispatchKeySet(key), x.scalar_type());
 }
+
+// Of the GPU that is the device, the current stream.
+void* stream_on(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
+  return impl->getStreamNativeHandle(impl->getStream(device));
+}
+
+// Makes the device of a call the current one where it is not. c10::DeviceGuard asks for the current one twice.
+class There {
+ public:
+  explicit There(c10::Device device) {
+    if (device.is_cpu()) return;
+    const auto* const impl = c10::impl::getDeviceGuardImpl(device.type());
+    before = impl->getDevice();
+    if (before == device) return;
+    impl->setDevice(device);
+    changed = impl;
+  }
+  ~There() {
+    if (changed != nullptr) changed->uncheckedSetDevice(before);
+  }
+  There(const There&) = delete;
+
+ private:
+  const c10::impl::DeviceGuardImplInterface* changed = nullptr;
+  c10::Device before{c10::DeviceType::CPU};
+};
 
 // quick(on): whether calls are taken, or all are left to Python.
 PyObject* quick(PyObject*, PyObject* on) {

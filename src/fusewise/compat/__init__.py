@@ -14,10 +14,11 @@ One module a library, imported by name; importing one imports nothing of that li
                          and of chunks, ApplyRotaryEmb, SiluAndMul and the other gates
     flashinfer           apply_rope*, apply_llama31_rope*, apply_rope_with_cos_sin_cache*
     liger                liger_rotary_pos_emb and its relatives, LigerRopeFunction, LigerGELUMulFunction,
-                         LigerSiLUMulFunction, LigerGEGLUMLP, LigerSwiGLUMLP and the MLPs of other models
+                         LigerSiLUMulFunction, LigerGEGLUMLP, LigerSwiGLUMLP and the MLPs of other models, tiled ones too
     transformers         apply_rotary_pos_emb and one function for each other convention among its models, GemmaMLP,
                          LlamaMLP, Phi3MLP and the other forms of a gated MLP
-    diffusers            GEGLU, SwiGLU, FeedForward, Flux2FeedForward
+    diffusers            apply_rotary_emb and one function for each other convention among its models, GEGLU, SwiGLU, FeedForward,
+                         Flux2FeedForward
 
 What holds for all of them:
 

@@ -49,6 +49,25 @@ def shape_of(op: str, name: str, x: Tensor, least: int = 0) -> torch.Size:
     return shape
 
 
+def check_shape(
+    op: str, name: str, x: Any, form: str, sizes: tuple[int | tuple[int, int] | None, ...], fix: str
+) -> torch.Size:
+    """Check that x is a strided tensor of these sizes, None being any and (1, n) one or n, and return its shape; `form` is
+    what the documentation calls them."""
+    explain(op, name, x)
+    shape: torch.Size = x.shape
+    # Written out: `in` would not make torch.compile guard lengths that it does not know.
+    fits = len(shape) == len(sizes) and all(
+        size is None or (n == 1 or n == size[1] if isinstance(size, tuple) else n == size)
+        for n, size in zip(shape, sizes, strict=True)
+    )
+    if not fits:
+        wanted = [f"{s[0]} | {s[1]}" if isinstance(s, tuple) else "any" if s is None else f"{s}" for s in sizes]
+        numbers = "" if all(s is None for s in sizes) else f" = ({', '.join(wanted)})"
+        fail(op, name, f"have shape {form}{numbers}", tuple(shape), fix)
+    return shape
+
+
 def flag(op: str, name: str, value: object) -> bool:
     """Whether an option is on, by what Python takes for true, as in the libraries."""
     try:

@@ -4,85 +4,48 @@
     from diffusers.models.embeddings import apply_rotary_emb
     from fusewise.compat.diffusers import GEGLU, apply_rotary_emb # after
 
+Of the functions that the models' files have under one name, often inside another function, there is one for each
+convention, with the model in its name.
+
 GEGLU and SwiGLU are `gated_linear` with the value first, as here; FeedForward and Flux2FeedForward are `gated_mlp` with
 their projection out. The parameters and their names are those of diffusers, so that its checkpoints load. A projection
 that is no longer a plain `nn.Linear` (LoRA, quantised) is called as it is, and only the gate is fused.
-Shape legend: B batch, S tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..ops._common import fail, shown
 from ..ops.gated_linear._gate import stacked_gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import is_untouched, stacked, stacked_mlp
-from ._check import check_tensor, flag, number, shape_of, whole
-from ._shared import alike, complex_tables, fused_activation, rotate_pair
-
-
-def apply_rotary_emb(
-    x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2
-) -> Tensor:
-    """Rotate x (B, H, S, D), or (B, S, H, D) with sequence_dim=1; without B it is a batch of one in the result, as there.
-
-    Args:
-        freqs_cis: (cos, sin), each (S, D), every angle twice; with use_real=False complex (1 | B, S, D / 2) for x (B, S, H, D).
-            What is in float64, as the tables of Lumina, is converted unless x is, too.
-        use_real_unbind_dim: -1: pairs (2i, 2i + 1), angles repeated side by side; -2: pairs (i, i + D / 2), `cat(f, f)`.
-    """
-    op = "apply_rotary_emb"
-    if not flag(op, "use_real", use_real):
-        return _rotated_by_complex(op, x, freqs_cis, 3)
-    if whole(op, "sequence_dim", sequence_dim) not in (1, 2):
-        fail(op, "sequence_dim", "be 1 or 2", sequence_dim, "name the dimension of the tokens")
-    return _rotated_by_pairs(op, x, freqs_cis, use_real_unbind_dim, "bhsd" if sequence_dim == 2 else "bshd")
-
-
-def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1) -> Tensor:
-    """`apply_rotary_emb` as Qwen-Image has it: with use_real=False x (B, S, H, D) and complex freqs_cis (S, D / 2), else x
-    (B, H, S, D)."""
-    op = "apply_rotary_emb_qwen"
-    if not flag(op, "use_real", use_real):
-        return _rotated_by_complex(op, x, freqs_cis, 2)
-    return _rotated_by_pairs(op, x, freqs_cis, use_real_unbind_dim, "bhsd")
-
-
-def _rotated_by_pairs(op: str, x: Tensor, tables: Any, unbind_dim: int, layout: str) -> Tensor:
-    if whole(op, "use_real_unbind_dim", unbind_dim) not in (-1, -2):
-        fail(op, "use_real_unbind_dim", "be -1 or -2", unbind_dim, "pass that of the model")
-    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-        fail(op, "freqs_cis", "be (cos, sin)", type(tables).__name__, "pass both tables, or use_real=False", TypeError)
-    if len(shape := shape_of(op, "x", x, 3)) == 3:
-        x, shape = x[None], torch.Size((1, *shape))
-    for name, table in zip(("cos", "sin"), tables, strict=True):
-        check_tensor(op, name, table)
-        if table.shape != (shape[2 if layout == "bhsd" else 1], shape[3]):
-            wanted = f"have shape (S, D) of x, {(shape[2 if layout == 'bhsd' else 1], shape[3])}"
-            fail(op, name, wanted, tuple(table.shape), "check sequence_dim, or cut the tables to the tokens")
-    cos, sin = alike(op, *(table.to(x.device, _table_dtype(x, table)) for table in tables))
-    pairs = "interleaved" if unbind_dim == -1 else "half"
-    return rotate_pair(x, None, cos=cos, sin=sin, layout=layout, pairing=pairs, rotary_dim=shape[3])[0]
-
-
-def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Tensor:
-    """x (B, S, H, D), whose heads are missing in freqs_cis of so many dimensions."""
-    shape, freqs = shape_of(op, "x", x, 4), shape_of(op, "freqs_cis", freqs_cis)
-    if len(freqs) != dims or freqs[-2:] != (shape[1], shape[3] // 2):
-        wanted = f"have shape ({'1 | B, ' if dims == 3 else ''}S, D / 2) of x, {(shape[1], shape[3] // 2)}"
-        fail(op, "freqs_cis", wanted, tuple(freqs), "pass that of the tokens of x")
-    freqs_cis = freqs_cis.to(_table_dtype(x, freqs_cis))
-    return rotate_pair(x, None, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")[0]
-
-
-def _table_dtype(x: Tensor, table: Tensor) -> torch.dtype:
-    """That of the table, in half the bits where it has 64 for a real number and x has not."""
-    narrower = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-    return table.dtype if x.dtype == torch.float64 else narrower.get(table.dtype, table.dtype)
+from ._check import flag, number, whole
+from ._diffusers_rope import apply_partial_rotary_emb as apply_partial_rotary_emb
+from ._diffusers_rope import apply_partial_rotary_emb_minimax_music3 as apply_partial_rotary_emb_minimax_music3
+from ._diffusers_rope import apply_rope_hidream as apply_rope_hidream
+from ._diffusers_rope import apply_rope_prx as apply_rope_prx
+from ._diffusers_rope import apply_rotary_emb as apply_rotary_emb
+from ._diffusers_rope import apply_rotary_emb_anyflow as apply_rotary_emb_anyflow
+from ._diffusers_rope import apply_rotary_emb_batched as apply_rotary_emb_batched
+from ._diffusers_rope import apply_rotary_emb_joyimage as apply_rotary_emb_joyimage
+from ._diffusers_rope import apply_rotary_emb_minimax_h3 as apply_rotary_emb_minimax_h3
+from ._diffusers_rope import apply_rotary_emb_qwen as apply_rotary_emb_qwen
+from ._diffusers_rope import apply_rotary_emb_qwen_neuron as apply_rotary_emb_qwen_neuron
+from ._diffusers_rope import apply_rotary_emb_transposed as apply_rotary_emb_transposed
+from ._diffusers_rope import apply_rotary_emb_wan as apply_rotary_emb_wan
+from ._diffusers_rope import apply_rotary_kandinsky5 as apply_rotary_kandinsky5
+from ._diffusers_rope import apply_rotary_partial as apply_rotary_partial
+from ._diffusers_rope import apply_rotary_pos_emb_kolors as apply_rotary_pos_emb_kolors
+from ._diffusers_rope import rope_apply as rope_apply
+from ._diffusers_rows import apply_interleaved_rotary_emb as apply_interleaved_rotary_emb
+from ._diffusers_rows import apply_rotary_emb_allegro as apply_rotary_emb_allegro
+from ._diffusers_rows import apply_rotary_emb_ltx as apply_rotary_emb_ltx
+from ._diffusers_rows import apply_rotary_emb_mochi as apply_rotary_emb_mochi
+from ._diffusers_rows import apply_split_rotary_emb as apply_split_rotary_emb
+from ._shared import fused_activation
 
 
 def _linear(op: str, taken: tuple[str, int], made: tuple[str, int], bias: bool) -> nn.Linear:

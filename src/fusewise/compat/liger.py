@@ -1,4 +1,4 @@
-"""The rotary functions, gates and gated MLPs of `liger_kernel.transformers`, `liger_kernel.functional` and `liger_kernel.ops`.
+"""The rotary functions, gates and gated MLPs of `liger_kernel.transformers`, `.functional`, `.ops` and `.megatron`.
 
     from liger_kernel.transformers.rope import liger_rotary_pos_emb    # before
     from liger_kernel.transformers import LigerSwiGLUMLP
@@ -15,17 +15,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from ..ops._common import fail, shown
-from ..ops.gated_linear import gated_mlp
-from ..ops.gated_linear._gate import gate, stacked_gate
-from ..ops.gated_linear._validate import check_features, validated
-from ..ops.gated_linear.projections import is_plain, mlp, stacked_mlp
-from ..ops.gated_linear.reference import as_autocast
-from ._check import WRONG, flag, number, setting, shape_of, whole, width
-from ._shared import complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair, unit_stride
+from ..ops._common import fail
+from ._check import shape_of, whole
+from ._liger_gate import LigerFusedGateUpSiLUMulFunction as LigerFusedGateUpSiLUMulFunction
+from ._liger_gate import LigerGELUMulFunction as LigerGELUMulFunction
+from ._liger_gate import LigerMLPFunction as LigerMLPFunction
+from ._liger_gate import LigerSiLUMulFunction as LigerSiLUMulFunction
+from ._liger_gate import geglu as geglu
+from ._liger_gate import liger_geglu as liger_geglu
+from ._liger_gate import liger_swiglu as liger_swiglu
+from ._liger_gate import swiglu as swiglu
+from ._liger_mlp import LigerBlockSparseTop2MLP as LigerBlockSparseTop2MLP
+from ._liger_mlp import LigerFalconH1MLP as LigerFalconH1MLP
+from ._liger_mlp import LigerFalconH1SwiGLUMLP as LigerFalconH1SwiGLUMLP
+from ._liger_mlp import LigerGEGLUMLP as LigerGEGLUMLP
+from ._liger_mlp import LigerGEGLUMLPForGemma4 as LigerGEGLUMLPForGemma4
+from ._liger_mlp import LigerHunyuanV1SwiGLUMLP as LigerHunyuanV1SwiGLUMLP
+from ._liger_mlp import LigerMegatronSwiGLU as LigerMegatronSwiGLU
+from ._liger_mlp import LigerMLP as LigerMLP
+from ._liger_mlp import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP
+from ._liger_mlp import LigerQwen3MoeSwiGLUMLP as LigerQwen3MoeSwiGLUMLP
+from ._liger_mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
+from ._liger_mlp import LigerSwiGLUMLPForMuseGlimmer as LigerSwiGLUMLPForMuseGlimmer
+from ._liger_mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
+from ._liger_mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
+from ._shared import complex_tables, cut, rotate_images, rotate_multimodal, rotate_pair
 
 
 def liger_rotary_pos_emb(
@@ -137,271 +153,3 @@ class LigerLlama4RopeFunction:
     @staticmethod
     def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor | None]:
         return liger_llama4_text_rotary_pos_emb(q, k, freqs_cis)
-
-
-def _is_one(name: str, factor: float) -> bool:
-    """Whether the argument of that name leaves everything as it is."""
-    if not isinstance(factor, (int, float)):
-        number("liger_swiglu", name, factor)
-    return bool(factor == 1.0)
-
-
-def _multiplied(name: str, x: Tensor, factor: float) -> Tensor:
-    """x times the argument of that name."""
-    if _is_one(name, factor):
-        return x
-    try:
-        return x * factor
-    except WRONG:
-        check_features("liger_swiglu", "a", x)
-        number("liger_swiglu", name, factor)
-        raise
-
-
-def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """gelu_tanh(a) · b, (..., F) each, in their dtype."""
-    return gate(b, a, "gelu_tanh", op="liger_geglu")
-
-
-def geglu(
-    a: Tensor, b: Tensor, *, impl: str | None = None, mode: str | None = None, backend: str | None = None
-) -> Tensor:
-    """`liger_kernel.functional.geglu`; impl, mode and backend are without effect."""
-    return liger_geglu(a, b)
-
-
-class LigerGELUMulFunction:
-    """For callers of `LigerGELUMulFunction.apply`; a and b are saved and never written to."""
-
-    apply = staticmethod(liger_geglu)
-
-
-def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
-    """silu(a · gate_multiplier) · b · down_multiplier; each factor that is not 1 is a kernel besides."""
-    y = gate(b, _multiplied("gate_multiplier", a, gate_multiplier), "silu", op="liger_swiglu")
-    return _multiplied("down_multiplier", y, down_multiplier)
-
-
-def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) · b, (..., F) each, in their dtype."""
-    return _silu_mul(a, b)
-
-
-def swiglu(
-    a: Tensor,
-    b: Tensor,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    *,
-    impl: str | None = None,
-    mode: str | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """`liger_kernel.functional.swiglu`; impl, mode and backend are without effect."""
-    return _silu_mul(a, b, gate_multiplier, down_multiplier)
-
-
-class LigerSiLUMulFunction:
-    """For callers of `LigerSiLUMulFunction.apply`."""
-
-    apply = staticmethod(_silu_mul)
-
-
-def _stacked_silu_mul(y: Tensor, in_place: bool = False) -> Tensor:
-    """silu of the first half of y (..., 2F), times the second; in_place is without effect: y is never overwritten."""
-    return stacked_gate(y, "silu", gate_first=True, op="liger_swiglu")
-
-
-class LigerFusedGateUpSiLUMulFunction:
-    """For callers of `LigerFusedGateUpSiLUMulFunction.apply`."""
-
-    apply = staticmethod(_stacked_silu_mul)
-
-
-def _mlp(
-    input: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-) -> Tensor:
-    """The SwiGLU MLP of (..., D), both multipliers as in `LigerSiLUMulFunction`; that of the gate undoes the fusion."""
-    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    gate_weight, up_weight, down_weight = (unit_stride(w, name, "gated_mlp") for name, w in weights.items())
-    if _is_one("gate_multiplier", gate_multiplier):
-        z = gated_mlp(input, gate_weight, up_weight, down_weight, activation="silu")
-    else:
-        try:
-            a, b = functional.linear(input, gate_weight), functional.linear(input, up_weight)
-            z = functional.linear(_silu_mul(a, b, gate_multiplier), down_weight)
-        except WRONG:
-            _explain_mlp(input, gate_weight, up_weight, down_weight)
-            raise
-    return _multiplied("down_multiplier", z, down_multiplier)
-
-
-def _explain_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
-    """Where their products failed: what `gated_mlp` would have said of them."""
-    x, gate_weight, up_weight, down_weight = as_autocast(x, gate_weight, up_weight, down_weight)
-    weights = {"w_up": up_weight, "w_gate": gate_weight, "b_up": None, "b_gate": None}
-    options = "silu", "stacked", False, "preact", "auto"
-    validated("gated_mlp", x, {**weights, "w_down": down_weight, "b_down": None}, options)
-
-
-class LigerMLPFunction:
-    """For callers of `LigerMLPFunction.apply`."""
-
-    apply = staticmethod(_mlp)
-
-
-class LigerGEGLUMLP(nn.Module):
-    """The MLP of Gemma, with the tanh form whatever `config` says, as there; the whole of it one operation."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self._build(config)
-
-    def _build(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
-        """Of the configuration's width where none is given."""
-        op = type(self).__name__
-        self.config, self.hidden_size = config, width(op, config, "hidden_size")
-        self.intermediate_size = width(op, config, "intermediate_size", intermediate_size)
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
-
-    # Liger binds the forward of this class and of those below to modules that are none of theirs: all it needs of self is
-    # what a model's own MLP has.
-    def forward(self, x: Tensor) -> Tensor:
-        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="gelu_tanh")
-
-
-class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """The same, twice as wide in layers that share keys and values, where the configuration wants that."""
-
-    def __init__(self, config: Any, layer_idx: int | None = None) -> None:
-        nn.Module.__init__(self)
-        op = "LigerGEGLUMLPForGemma4"
-        layers, shared = (
-            whole(op, f"config.{name}", getattr(config, name, 0))
-            for name in ("num_hidden_layers", "num_kv_shared_layers")
-        )
-        shares = layer_idx is not None and shared > 0 and whole(op, "layer_idx", layer_idx) >= layers - shared
-        wide = shares and flag(op, "config.use_double_wide_mlp", getattr(config, "use_double_wide_mlp", False))
-        self._build(config, width(op, config, "intermediate_size") * (2 if wide else 1))
-
-
-class LigerSwiGLUMLP(LigerGEGLUMLP):
-    """The MLP of Llama and most others, without biases, of a width of its own where one is given; one operation."""
-
-    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        nn.Module.__init__(self)
-        self._build(config, intermediate_size)
-
-    def _build(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
-        _check_silu(type(self).__name__, config)
-        super()._build(config, intermediate_size, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="silu")
-
-
-class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """The same, of a configuration that says `hidden_activation`."""
-
-    def __init__(self, config: Any) -> None:
-        nn.Module.__init__(self)
-        named = getattr(config, "hidden_activation", None)
-        _check_silu(type(self).__name__, config, "hidden_activation" if named else "hidden_act")
-        LigerGEGLUMLP._build(self, config)
-
-
-class LigerMLP(LigerSwiGLUMLP):
-    """The same, of the configuration's width: what Liger fuses in this class alone is fused in all of these."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-
-
-class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
-    """The same as `LigerSwiGLUMLP`."""
-
-
-class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """The same, with Hunyuan's arguments."""
-
-    def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
-        super().__init__(config)
-        self.layer_idx = layer_idx
-
-
-class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
-    """The MLP of Falcon-H1: `mlp_multipliers` scale the gate before its activation, which undoes the fusion, and the
-    result, its bias included."""
-
-    def __init__(self, config: Any) -> None:
-        nn.Module.__init__(self)
-        op = type(self).__name__
-        self._build(config, bias=flag(op, "config.mlp_bias", getattr(config, "mlp_bias", False)))
-        multipliers = setting(op, config, "mlp_multipliers")
-        try:
-            self.gate_multiplier, self.down_multiplier = (number(op, "config.mlp_multipliers", f) for f in multipliers)
-        except WRONG:
-            contract, fix = "be the factors of the gate and of the result", "pass the model's configuration"
-            fail(op, "config.mlp_multipliers", contract, shown(multipliers), fix, TypeError)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projections = self.gate_proj, self.up_proj, self.down_proj
-        if self.gate_multiplier == 1.0:
-            z = mlp(x, *projections, activation="silu")
-        else:
-            try:
-                z = self.down_proj(_silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier))
-            except WRONG:
-                if is_plain(*projections):
-                    _explain_mlp(x, *(projection.weight for projection in projections))
-                raise
-        return _multiplied("down_multiplier", z, self.down_multiplier)
-
-
-class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
-    """The same."""
-
-
-class LigerPhi3SwiGLUMLP(nn.Module):
-    """The MLP of Phi-3, whose gate_up_proj holds the gate and then the value; one operation."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        op = "LigerPhi3SwiGLUMLP"
-        _check_silu(op, config)
-        self.config = config
-        self.hidden_size, self.intermediate_size = (width(op, config, n) for n in ("hidden_size", "intermediate_size"))
-        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return stacked_mlp(x, self.gate_up_proj, self.down_proj, activation="silu", gate_first=True)
-
-
-class LigerBlockSparseTop2MLP(nn.Module):
-    """An expert of Mixtral in transformers 4: w1 the gate, w3 the value, w2 down; one operation."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        op = "LigerBlockSparseTop2MLP"
-        _check_silu(op, config)
-        self.ffn_dim, self.hidden_dim = (width(op, config, n) for n in ("intermediate_size", "hidden_size"))
-        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
-        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
-        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return mlp(x, self.w1, self.w3, self.w2, activation="silu")
-
-
-def _check_silu(op: str, config: Any, name: str = "hidden_act") -> None:
-    act = setting(op, config, name)
-    if not isinstance(act, str) or act not in ("silu", "swish"):
-        fail(op, "config", f"have {name} silu or swish", shown(act), "use the model's own MLP")

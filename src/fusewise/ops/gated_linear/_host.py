@@ -1,4 +1,7 @@
-"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone on a CPU, taken by `host.cpp`.
+"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone, taken by `host.cpp`.
+
+    done = _host.gated_linear(*arguments)       # None: not such a call, or new on a GPU; go on in Python
+    _host.remember(*arguments)                  # then
 
 Where it cannot be built, or is not, and for every call that is not of that kind, Python serves: slower, no different.
 """
@@ -9,16 +12,22 @@ import functools
 from collections.abc import Callable
 from ctypes import PYFUNCTYPE, c_void_p, cast, py_object
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ..._shared import build, cpu, host
 from . import _chunks
+from ._problem import Halves, Spec, rows
 
-SOURCES = (Path(__file__).with_name("host.cpp"), Path(__file__).parent / "_cpu" / "gate.h", host.HEADER)
+_NAMES = ("host.cpp", "host_call.h", "host_gpu.h", "_cpu/gate.h", "_cuda/plan.h")
+SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 #: Given the arguments of `api.gated_linear` in order, y or None; of the extension once it is loaded.
 gated_linear: Callable[..., Tensor | None] = host.not_loaded
+#: Given the same, whether this is a call on a GPU that could be kept and is not.
+_new: Callable[..., Any] = host.not_loaded
+_with_gate = False  # whether the extension has the gate of a CPU
 
 
 def recipe() -> build.Recipe:
@@ -28,25 +37,43 @@ def recipe() -> build.Recipe:
     return "gated-host", SOURCES, build.cxx(), (*host.flags(), *sizes)
 
 
-def load(kernel: cpu.Kernel) -> None:
-    """Have calls go from Python's arguments to `kernel`, the gate, from now on; the extension is built if need be.
+@functools.cache
+def extension() -> Any:
+    """The loaded extension, built if need be.
 
     Raises:
         BuildError: it cannot be built here.
     """
-    make = PYFUNCTYPE(py_object, c_void_p, c_void_p)(("fusewise_gated_host", build.library(*recipe())))
-    extension = host.loaded(make(cast(kernel.run, c_void_p), kernel.parallel))
-    global gated_linear
-    gated_linear = extension.gated_linear
+    made = host.loaded(PYFUNCTYPE(py_object)(("fusewise_gated_host", build.library(*recipe())))())
+    global gated_linear, _new
+    gated_linear, _new = made.gated_linear, made.new
+    return made
 
 
-def unavailable(kernel: cpu.Kernel) -> str | None:
-    """Why calls go through Python, or None if they do not. Nobody is made to wait for a build of this who did not ask for it."""
-    return None if gated_linear is not host.not_loaded else _unavailable(kernel, build.loads())
+def load(kernel: cpu.Kernel | None = None) -> None:
+    """Have calls go from Python's arguments to the kernels from now on, on a CPU to `kernel`, the gate; the extension is
+    built if need be.
+
+    Raises:
+        BuildError: it cannot be built here.
+    """
+    global _with_gate
+    made = extension()
+    if kernel is not None:
+        made.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0)
+        _with_gate = True
+
+
+def unavailable(kernel: cpu.Kernel | None = None) -> str | None:
+    """Why calls go through Python, or None if they do not: on a CPU those with `kernel`, the gate; without it on a GPU.
+    Nobody is made to wait for a build of this who did not ask for it."""
+    if gated_linear is not host.not_loaded and (kernel is None or _with_gate):
+        return None
+    return _unavailable(kernel, build.loads())
 
 
 @functools.cache
-def _unavailable(kernel: cpu.Kernel, loads: int) -> str | None:
+def _unavailable(kernel: cpu.Kernel | None, loads: int) -> str | None:
     """Looked for again after every library that this process has built or loaded."""
     try:
         if not build.built(*recipe()):
@@ -55,3 +82,19 @@ def _unavailable(kernel: cpu.Kernel, loads: int) -> str | None:
     except build.BuildError as error:
         return str(error)
     return None
+
+
+def remember(*arguments: Any) -> None:
+    """Keep what has been chosen for a call that Python has just served, if the implementation that made y has a
+    launcher: the next goes to that. `arguments` as above."""
+    if not _new(*arguments):
+        return
+    from . import _op
+
+    x, weight, _, activation, w_gate, _, layout, gate_first, _, impl = arguments
+    spec = Spec(activation, "separate" if w_gate is not None else layout, gate_first)
+    value, gate, *_ = Halves.of(spec, weight, w_gate)
+    matrix = rows(x)
+    serving = _op.serving(impl, spec, value.shape[0], matrix, value, gate, alone=True)
+    if hasattr(serving, "launcher"):
+        extension().remember(arguments, *serving.launcher(matrix, value.shape[0], activation))

@@ -40,14 +40,7 @@ def geglu_linear(
     if not isinstance(approximate, str) or approximate not in ("tanh", "none"):
         fail("geglu_linear", "approximate", "be tanh or none", shown(approximate), "choose one of them")
     activation: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
-    if not traced():
-        done = _host.gated_linear(x, weight, bias, activation, None, None, "stacked", gate_first, save, impl)
-        if done is not None:
-            return done
-    x, weight, bias = reference.as_autocast(x, weight, bias)
-    tensors = {"weight": weight, "w_gate": None, "bias": bias, "b_gate": None}
-    spec = validated("geglu_linear", x, tensors, (activation, "stacked", gate_first, save, impl))
-    return _run("geglu_linear", x, (weight, None, bias, None), spec, save, impl)
+    return _gated("geglu_linear", x, weight, bias, activation, None, None, "stacked", gate_first, save, impl)
 
 
 def gated_linear(
@@ -111,14 +104,7 @@ def gated_linear(
         >>> x, gate, up = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64)
         >>> y = gated_linear(x, up, w_gate=gate, activation="silu")  # SwiGLU, (4, 16, 128)
     """
-    if not traced():
-        done = _host.gated_linear(x, weight, bias, activation, w_gate, b_gate, layout, gate_first, save, impl)
-        if done is not None:
-            return done
-    x, weight, w_gate, bias, b_gate = reference.as_autocast(x, weight, w_gate, bias, b_gate)
-    tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
-    spec = validated("gated_linear", x, tensors, (activation, layout, gate_first, save, impl))
-    return _run("gated_linear", x, (weight, w_gate, bias, b_gate), spec, save, impl)
+    return _gated("gated_linear", x, weight, bias, activation, w_gate, b_gate, layout, gate_first, save, impl)
 
 
 def gated_mlp(
@@ -177,6 +163,21 @@ def gated_mlp(
         decoded = Spec.decode(spec)
         return functional.linear(reference.formula(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
     return _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
+
+
+def _gated(op: str, *arguments: Any) -> Tensor:
+    """A call with all arguments of `gated_linear` in order, through the quick way where it takes them."""
+    done = None if traced() else _host.gated_linear(*arguments)
+    if done is not None:
+        return done
+    x, weight, bias, activation, w_gate, b_gate, *options, save, impl = arguments
+    x, weight, w_gate, bias, b_gate = reference.as_autocast(x, weight, w_gate, bias, b_gate)
+    tensors = {"weight": weight, "w_gate": w_gate, "bias": bias, "b_gate": b_gate}
+    spec = validated(op, x, tensors, (activation, *options, save, impl))
+    y = _run(op, x, (weight, w_gate, bias, b_gate), spec, save, impl)
+    if not traced():
+        _host.remember(*arguments)
+    return y
 
 
 def _run(op: str, x: Tensor, weights: tuple[Any, ...], spec: str, save: str, impl: str) -> Tensor:

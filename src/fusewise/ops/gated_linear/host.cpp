@@ -1,97 +1,25 @@
-// A call of `geglu_linear` or `gated_linear` that makes y alone, on a CPU: from Python's arguments to the products and the
-// gate of `_cpu` without Python between. That is 3 µs of the host a call instead of 30, and with cold caches 0.1 ms instead
-// of 0.4.
+// A call of `geglu_linear` or `gated_linear` that makes y alone, from Python's arguments to the kernels without Python between. On a
+// CPU to the products and the gate of `_cpu`: 3 µs of the host a call instead of 30, and with cold caches 0.1 ms instead of 0.4.
+// On a GPU to the launch of `_cuda`: `host_gpu.h`.
 //
-// What is taken is checked here and is right for certain: plain tensors of one dtype, one weight in layout "stacked" or two,
-// and nobody to record a gradient or to watch. Everything else is answered with None, at once and with nothing changed, and
-// the caller goes on in Python (`api.py`), the one place that raises. So nothing is kept from call to call.
+// Taken are plain tensors of one dtype, one weight in layout "stacked" or two, and nobody to record a gradient or to watch
+// (`host_call.h`). Everything else is answered with None, at once and with nothing changed, and the caller goes on in Python
+// (`api.py`), the one place that raises.
 
 #define PY_SSIZE_T_CLEAN
-#include "../../_shared/host.h"
-
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/record_function.h>
 #include <pthread.h>
 
-#include <algorithm>
-
-#include "_cpu/gate.h"
+#include "host_gpu.h"
 
 namespace {
 
-void (*run)(const Call*) = nullptr;  // `fusewise_gate` of gate.cpp
+void (*run)(const Call*) = nullptr;  // `fusewise_gate` of gate.cpp, or null: there is none
 decltype(Call::parallel) parallel = nullptr;
-
-bool is(PyObject* given, const char* text) {
-  return PyUnicode_CheckExact(given) && PyUnicode_CompareWithASCIIString(given, text) == 0;
-}
-
-// The arguments of `gated_linear`, in its order.
-enum Argument { X, WEIGHT, BIAS, ACTIVATION, W_GATE, B_GATE, LAYOUT, GATE_FIRST, SAVE, IMPL, COUNT };
-
-// Shape legend: D features in, F = `hidden` features out.
-struct Arguments {
-  const Tensor *x = nullptr, *weight = nullptr, *bias = nullptr, *w_gate = nullptr, *b_gate = nullptr;
-  int64_t hidden = 0, kind = 0, activation = 0;
-  bool gate_first = false;
-
-  bool read(PyObject* const* given) {
-    if (!nobody_watches() || !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutocastCPU)) return false;
-    return options(given) && tensors(given) && shapes();
-  }
-
- private:
-  bool options(PyObject* const* given) {
-    constexpr const char* NAMES[] = {"gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"};  // as in Activation
-    const auto name = std::find_if(std::begin(NAMES), std::end(NAMES), [&](auto text) { return is(given[ACTIVATION], text); });
-    activation = name - NAMES;
-    gate_first = given[GATE_FIRST] == Py_True;
-    return name != std::end(NAMES) && is(given[LAYOUT], "stacked") && (gate_first || given[GATE_FIRST] == Py_False) &&
-           (is(given[SAVE], "preact") || is(given[SAVE], "input")) && (is(given[IMPL], "auto") || is(given[IMPL], "cpu"));
-  }
-
-  bool tensors(PyObject* const* given) {
-    if (!plain(given[X], x) || !plain(given[WEIGHT], weight)) return false;
-    if (given[BIAS] != Py_None && !plain(given[BIAS], bias)) return false;
-    if (given[W_GATE] != Py_None && !plain(given[W_GATE], w_gate)) return false;
-    if (given[B_GATE] != Py_None && !plain(given[B_GATE], b_gate)) return false;
-    const at::ScalarType dtype = x->scalar_type();
-    kind = dtype == at::kFloat ? FLOAT32 : dtype == at::kBFloat16 ? BFLOAT16 : FLOAT16;
-    return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-  }
-
-  bool plain(PyObject* object, const Tensor*& to) {
-    if (!THPVariable_CheckExact(object)) return false;
-    to = &THPVariable_Unpack(object);
-    return dense(*to) && to->is_cpu() && to->scalar_type() == x->scalar_type() &&
-           !(to->requires_grad() && at::GradMode::is_enabled());
-  }
-
-  bool shapes() {
-    if (x->dim() == 0 || x->numel() == 0) return false;
-    if (!(x->dim() == 2 ? x->stride(1) == 1 : x->is_contiguous())) return false;
-    if (!matrix(*weight) || (bias == nullptr ? b_gate != nullptr : (b_gate != nullptr) != (w_gate != nullptr))) return false;
-    hidden = weight->size(0);
-    if (w_gate != nullptr) {
-      gate_first = false;
-      return matrix(*w_gate) && w_gate->size(0) == hidden && vector(bias) && vector(b_gate);
-    }
-    if (hidden % 2 != 0 || !vector(bias)) return false;
-    hidden /= 2;
-    return true;
-  }
-
-  bool matrix(const Tensor& w) const {
-    return w.dim() == 2 && w.size(1) == x->size(-1) && w.stride(1) == 1 && w.size(0) > 0;
-  }
-  bool vector(const Tensor* b) const {
-    return b == nullptr || (b->dim() == 1 && b->size(0) == hidden && b->is_contiguous());
-  }
-};
 
 // Rows of a tensor, or entries.
 Tensor part(const Tensor& x, int64_t first, int64_t count) {
@@ -142,33 +70,87 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   }
 }
 
+// y of tensors on a CPU.
+Tensor computed(const Arguments& a) {
+  const OthersGoOn while_this_lives;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t rows = a.rows();
+  Tensor y = empty(*a.x, {rows, a.hidden}, {a.hidden, 1});
+  if (a.x->dim() == 2) {
+    forward(a, *a.x, y);
+    return y;
+  }
+  forward(a, a.x->view({rows, a.x->size(-1)}), y);
+  std::vector<int64_t> sizes = a.x->sizes().vec();
+  sizes.back() = a.hidden;
+  return y.view(sizes);
+}
+
+void all(Py_ssize_t count) {
+  TORCH_CHECK_TYPE(count == COUNT, "gated_linear: the host function must have ", int(COUNT), " arguments, got ", count);
+}
+
 PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == COUNT, "gated_linear: the host function must have ", int(COUNT), " arguments, got ", count);
+  all(count);
   Arguments a;
   if (!a.read(given)) Py_RETURN_NONE;
-  Tensor y;
-  {
-    const OthersGoOn while_this_lives;
+  const auto recorded = [&](const auto& make) {
     RECORD_FUNCTION("fusewise::gated_linear", (std::vector<c10::IValue>{*a.x}));  // as Python's
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const int64_t rows = a.x->numel() / a.x->size(-1);
-    y = empty(*a.x, {rows, a.hidden}, {a.hidden, 1});
-    if (a.x->dim() == 2) {
-      forward(a, *a.x, y);
-    } else {
-      forward(a, a.x->view({rows, a.x->size(-1)}), y);
-      std::vector<int64_t> sizes = a.x->sizes().vec();
-      sizes.back() = a.hidden;
-      y = y.view(sizes);
-    }
+    return THPVariable_Wrap(make());
+  };
+  if (!a.on_gpu()) {
+    if (run == nullptr) Py_RETURN_NONE;
+    return recorded([&] { return computed(a); });
   }
-  return THPVariable_Wrap(std::move(y));
+  const gpu::Operands operands(a);
+  const gpu::Choice* const found = gpu::find(a, operands);
+  if (found == nullptr) Py_RETURN_NONE;
+  return recorded([&, choice = *found] { return gpu::launched(a, operands, choice); });
   END_HANDLE_TH_ERRORS
+}
+
+// new(the arguments of a call): whether it is one of a GPU that can be kept and is not yet.
+PyObject* is_new(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  all(count);
+  Arguments a;
+  if (!a.read(given) || !a.on_gpu()) Py_RETURN_FALSE;
+  const gpu::Operands operands(a);
+  return PyBool_FromLong(operands.describable(a) && gpu::find(a, operands) == nullptr);
+  END_HANDLE_TH_ERRORS
+}
+
+// remember(the arguments of a call, entry point, function that explains its codes, epilogue, width).
+PyObject* remember(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  PyObject* arguments = nullptr;
+  unsigned long long run = 0, explain = 0;
+  long long epilogue = 0, width = 0;
+  if (!PyArg_ParseTuple(given, "O!KKLL", &PyTuple_Type, &arguments, &run, &explain, &epilogue, &width)) return nullptr;
+  all(PyTuple_GET_SIZE(arguments));
+  Arguments a;
+  if (!a.read(&PyTuple_GET_ITEM(arguments, 0)) || !a.on_gpu()) Py_RETURN_FALSE;
+  if (gpu::choices.size() >= gpu::MOST) gpu::choices.clear();
+  gpu::choices[gpu::Operands(a).key(a)] = {reinterpret_cast<decltype(gpu::Choice::run)>(run),
+                                           reinterpret_cast<decltype(gpu::Choice::explain)>(explain), epilogue, width};
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// on_cpu(entry point of the gate, GOMP_parallel or 0).
+PyObject* on_cpu(PyObject*, PyObject* given) {
+  unsigned long long entry = 0, threads = 0;
+  if (!PyArg_ParseTuple(given, "KK", &entry, &threads)) return nullptr;
+  run = reinterpret_cast<decltype(run)>(entry), parallel = reinterpret_cast<decltype(parallel)>(threads);
+  Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
     {"gated_linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gated_linear)), METH_FASTCALL, nullptr},
+    {"new", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_new)), METH_FASTCALL, nullptr},
+    {"remember", remember, METH_VARARGS, nullptr},
+    {"on_cpu", on_cpu, METH_VARARGS, nullptr},
     {"quick", quick, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -177,9 +159,7 @@ PyModuleDef definition = {
 
 }  // namespace
 
-// The module, made of the entry point of the gate and GOMP_parallel or null.
-extern "C" __attribute__((visibility("default"))) PyObject* fusewise_gated_host(void* entry, void* threads) {
-  run = reinterpret_cast<decltype(run)>(entry), parallel = reinterpret_cast<decltype(parallel)>(threads);
+extern "C" __attribute__((visibility("default"))) PyObject* fusewise_gated_host() {
   pthread_atfork(nullptr, nullptr, [] { parallel = nullptr; });  // a child has none of the parent's OpenMP threads
   return PyModule_Create(&definition);
 }

@@ -4,7 +4,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -28,12 +27,6 @@ struct Kernels {
   const char* (*explain)(int) = nullptr;
 } kernels;
 
-void* stream_on(c10::Device device) {
-  if (device.is_cpu()) return nullptr;
-  const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
-  return impl->getStreamNativeHandle(impl->getStream(device));
-}
-
 void check(int code, const char* op) {
   TORCH_CHECK(code == 0, op, ": the CUDA launch must succeed, got ", kernels.explain(code), "; use impl=\"triton\"");
 }
@@ -42,27 +35,6 @@ void launch(const Plan& plan, const Call& call, c10::Device device) {
   if (device.is_cpu()) kernels.cpu(&plan, &call, at::get_num_threads(), kernels.parallel);
   else check(kernels.cuda(&plan, &call, stream_on(device)), "rope");
 }
-
-// Makes the device of a call the current one where it is not. c10::DeviceGuard asks for the current one twice.
-class There {
- public:
-  explicit There(c10::Device device) {
-    if (device.is_cpu()) return;
-    const auto* const impl = c10::impl::getDeviceGuardImpl(device.type());
-    before = impl->getDevice();
-    if (before == device) return;
-    impl->setDevice(device);
-    changed = impl;
-  }
-  ~There() {
-    if (changed != nullptr) changed->uncheckedSetDevice(before);
-  }
-  There(const There&) = delete;
-
- private:
-  const c10::impl::DeviceGuardImplInterface* changed = nullptr;
-  c10::Device before{c10::DeviceType::CPU};
-};
 
 const void* address(const Tensor* x) { return x == nullptr || !x->defined() ? nullptr : x->const_data_ptr(); }
 

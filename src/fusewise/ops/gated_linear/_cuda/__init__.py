@@ -18,6 +18,7 @@ from torch import Tensor
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
 from .. import _few_rows as few
+from .. import _host
 from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, odd, split_preact
 from .._products import COLUMN_MULTIPLE, brought, describable_room, each, put
 from . import tiles
@@ -55,9 +56,11 @@ def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
 def _kernel(dtype: torch.dtype, activation: str) -> cuda.Library | str:
     """The library, built if need be, or why there is none."""
     try:
-        return cuda.Library(recipe(dtype, activation), "fusewise_gated_linear")
+        library = cuda.Library(recipe(dtype, activation), "fusewise_gated_linear")
     except build.BuildError as error:
         return str(error)
+    _host.unavailable()  # loads it once it is built, so that it takes the next call
+    return library
 
 
 def unavailable(device_type: str) -> str | None:
@@ -104,7 +107,9 @@ def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
     copies = f"{ALIGNED}: others are copied; " if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
-    return f"{copies}gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s"
+    reason = _host.unavailable()
+    quick = "" if reason is None else f"; without the quick way on the host of gated_linear and geglu_linear: {reason}"
+    return f"{copies}gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s{quick}"
 
 
 def _run(
@@ -140,16 +145,26 @@ def _run(
             put(made, to)
 
 
+def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
+    """The epilogue that makes y alone, and the width of its tiles where the kernel has no width of its own."""
+    size = x.shape[0], hidden, processors_of(x.get_device())
+    return (FEW, few.choose(*size).width) if x.shape[0] <= few.MOST_ROWS else (tiles.for_y(*size).epilogue, 0)
+
+
+def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
+    """What the quick way on the host needs for calls like one that has been served: the entry point, the function that
+    explains its codes, and what `_for_y` says."""
+    return *_kernel(x.dtype, activation).addresses(), *_for_y(x, hidden)  # type: ignore[union-attr]
+
+
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
     """The implementation `impl="cuda"`; these as in `reference.py`."""
     value, gate, *bias = halves
     given = spec.activation, x, value, gate, (bias[0], bias[1]), y
     if preact is not None:
         return _run(PREACT, *given, split_preact(preact, spec))
-    size = x.shape[0], value.shape[0], processors_of(x.get_device())
-    if 0 < x.shape[0] <= few.MOST_ROWS:
-        return _run(FEW, *given, width=few.choose(*size).width)
-    _run(tiles.for_y(*size).epilogue, *given)
+    epilogue, width = _for_y(x, value.shape[0])
+    _run(epilogue, *given, width=width)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
