@@ -5,7 +5,7 @@
 
 For each right row of the runs that has a ledger (a copy by the driver is no kernel, so ncu does not see floor-copy), on the
 machine that made them, nine more calls run under `ncu`, the clocks left alone, twice: with the caches emptied before each kernel, for
-the bytes that device memory moved, and each after the study's own flush, a write, for the kernels' durations; medians, added up.
+the bytes that device memory moved, and each after the study's own flush for the kernels' durations; medians, added up.
 Beside each other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's
 time of a call. What stays in the cache after the last write, up to its size, has not been moved when a kernel ends: compare
 bytes only where a call writes many times that.
@@ -133,12 +133,15 @@ def watch(work: Work, flush_bytes: int, device: str) -> None:
     """CALLS calls behind two, each after the flush; ncu sees nothing but the calls."""
     import torch
 
+    from fusewise.lab.timing import fill_cache
+
     for _ in range(2):
         work.step(work.begin(0))
     flush = torch.zeros(flush_bytes // 4, device=device)
     for _ in range(CALLS):
         state = work.begin(0)
-        flush.zero_()
+        if flush_bytes:
+            fill_cache(flush)
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work.step(state)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import globaltimer
 
 from fusewise.lab import machine
 from fusewise.lab.render import markdown, number
-from fusewise.lab.timing import CudaTimer, Work
+from fusewise.lab.timing import CudaTimer, Work, fill_cache
 
 MICROSECONDS = (0, 2, 5, 10, 20, 50, 100)
 SAMPLES = 15
@@ -65,7 +65,7 @@ def by_cupti(kernel: Turning, flush: torch.Tensor) -> float:
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(SAMPLES):
-            flush.zero_()
+            fill_cache(flush)
             kernel()
             torch.cuda.synchronize()
     return median(event.device_time for event in seen.events() if event.name.startswith("turning"))
@@ -86,7 +86,7 @@ def main(device: str) -> None:
         kernel()  # compiled
         known = []
         for _ in range(SAMPLES):
-            flush.zero_()
+            fill_cache(flush)
             kernel()
             known.append(kernel.took)
         by_events = [median(timer.turn(kernel.work, SAMPLES, calls).device_us) for calls in (1, 4, 16)]

@@ -314,3 +314,18 @@ def test_cuda_times_the_device_and_not_the_host():
     assert direct.held
     assert sorted(turn.device_us)[1] == pytest.approx(sorted(direct.device_us)[1], rel=0.1)
     assert turn.host_us > 2000 > direct.host_us
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_call_is_cold_and_writes_back_no_line_of_the_flush(monkeypatch):
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    x = torch.randn(cache // 8, device="cuda")  # half of the cache
+
+    def median_us(flush_bytes):
+        timer = CudaTimer(torch.device("cuda:0"), flush_bytes, lambda: None)
+        return sorted(timer.turn(Work(lambda i: i, lambda _: torch.amax(x, dim=0)), samples=21, calls=1).device_us)[10]
+
+    warm, cold = median_us(0), median_us(2 * cache)
+    monkeypatch.setattr(timing, "fill_cache", lambda buffer: buffer.zero_())
+    assert 1.1 * warm < cold < median_us(2 * cache)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .timing import CudaTimer, Turn, Work, no_collection
+from .timing import CudaTimer, Turn, Work, fill_cache, no_collection
 
 Interval = tuple[int, int]
 
@@ -73,7 +73,7 @@ class ProfiledTimer:
             for _ in range(samples):
                 states = [work.begin(i) for i in range(calls)]
                 if self.events.flush is not None:
-                    self.events.flush.zero_()
+                    fill_cache(self.events.flush)
                 self._mark()
                 results = [work.step(state) for state in states]
                 self._mark()
