@@ -90,6 +90,7 @@ def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch
             told = _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=True, alone=alone)
             assert ("fewer rounds" in str(told)) is (there and alone)
         assert _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=False, alone=True) is None
+        assert _cuda.refuses(14336, (x[:16], *weight.chunk(2)), "silu", by_choice=True, alone=True) is None
 
 
 def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class Reference(_Fusewise):
 
 
 def called_natively(recipe: build.Recipe) -> None:
-    """Have repeated calls on a CPU go to the kernel in C++, as they do where `fusewise build` has been run."""
+    """Have repeated calls go to the kernels in C++, as they do where `fusewise build` has been run."""
     try:
         build.prepared(*recipe)
     except build.BuildError as error:
@@ -207,12 +207,19 @@ class GatedTritonRecompute(GatedTriton):
 
 
 class GatedCuda(_Gated):
-    """Both products and the gate in one persistent, warp-specialised CUDA kernel, on Hopper."""
+    """Both products and the gate in one persistent, warp-specialised CUDA kernel, on Hopper, as it is where `fusewise build`
+    has been run."""
 
     name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # Gluon has the rest
     install = "pip install triton"
     packages = ("torch", "triton", "fusewise")
     dtypes = (torch.bfloat16, torch.float16)
+
+    def build(self, problem: Problem) -> Run:
+        run = super().build(problem)
+        if problem.device.type == "cuda" and problem.task.pass_ == "fwd":
+            called_natively(gated_host.recipe())
+        return run
 
 
 class GatedCudaRecompute(GatedCuda):

@@ -78,12 +78,13 @@ def refuses(
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are not.
     Builds the library of the activation if need be."""
     rows = matrices[0].shape[0]
-    if by_choice and rows <= few.MOST_ROWS:
+    is_few = rows <= few.MOST_ROWS
+    if by_choice and is_few:
         if not alone:
             return f"with gradients, up to {few.MOST_ROWS} rows are few for its tiles"
         if odd(hidden, matrices):
             return f"{ALIGNED}, and copies of others are worth it from {few.MOST_ROWS + 1} rows on"
-    fewer = alone and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
+    fewer = alone and not is_few and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
     if by_choice and fewer and _gluon_is_there():
         return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features take fewer rounds"
     kernel = _kernel(matrices[0].dtype, activation)
