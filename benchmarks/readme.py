@@ -305,12 +305,17 @@ def gated_decode(found: Groups) -> str:
         rows.append([f"{case}, {dtype}", f"{time(group, 'floor-copy'):.1f}", *cells])
     few = [group for case, _, group in shown if not case.endswith("-b128")]
     many = [group for case, _, group in shown if case.endswith("-b128")]
-    slower = sum(time(group, "fusewise-gluon") > time(group, "torch.compile") for group in many)
+    slower = sum(time(group, "fusewise-cuda") > time(group, "torch.compile") for group in many)
+
+    def on_host(provider: str) -> str:
+        return f"{median(float(group[provider]['host_us']) for _, _, group in shown):.0f}"
+
     sentence = (
-        f"In Gluon, which is what a call of so few rows takes, up to 64 rows {span(share(g, 'fusewise-gluon') for g in few)} %, and "
-        f"{span((min(others(g)) / time(g, 'fusewise-gluon') for g in few), '.2f')} times as fast as the better of torch.compile "
-        f"and eager; at 128 rows {span(share(g, 'fusewise-gluon') for g in many)} %, and slower than torch.compile in {slower} "
-        f"of {len(many)}."
+        f"Up to 64 rows {span(share(g, 'fusewise-cuda') for g in few)} %, and "
+        f"{span((min(others(g)) / time(g, 'fusewise-cuda') for g in few), '.2f')} times as fast as the better of torch.compile "
+        f"and eager; at 128 rows {span(share(g, 'fusewise-cuda') for g in many)} %, and slower than torch.compile in {slower} "
+        f"of {len(many)}. A call takes the host {on_host('fusewise-cuda')} µs, torch.compile {on_host('torch.compile')}, eager "
+        f"code {on_host('eager')} and the product alone {on_host('floor-matmul')} (medians)."
     )
     return folded(sentence, markdown(["forward", "copy µs", "product", *(GATED[p] for p in present)], rows))
 

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusewise
-from fusewise import gated_linear, geglu_linear
+from fusewise import gated_linear, gated_mlp, geglu_linear
 from fusewise._shared import build, host
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.ours import GatedCpu
@@ -112,6 +112,52 @@ def test_public_functions_and_modules_do_not_pass_python(monkeypatch: pytest.Mon
         monkeypatch.setattr(api, "validated", lambda *_: pytest.fail("validated in Python"))
         for call, y in zip(calls, expected, strict=True):
             assert_bits(call(), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_mlp_goes_through_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unit, with the gate first or not, in one tensor or two, and the projection behind it; bits as through Python."""
+    calls = []
+    down, b_down = torch.randn(7, 6).to(dtype), torch.randn(7).to(dtype)
+    for rows in ((), (3,), (2, 3), (2, 2, 3)):
+        x, w, b = torch.randn(*rows, 8).to(dtype), W.to(dtype), B.to(dtype)
+        for bias in (True, False):
+            more = {"b_gate": b[:6], "b_up": b[6:], "b_down": b_down} if bias else {}
+            calls.append(lambda x=x, w=w, more=more: gated_mlp(x, w[:6], w[6:], down, activation="silu", **more))
+            more = {"b_gate": b} if bias else {}
+            for first in (False, True):
+                calls.append(
+                    lambda x=x, w=w, more=more, first=first: gated_mlp(x, w, None, down, activation="gelu", gate_first=first, **more)
+                )  # fmt: skip
+    expected = [by_python(call) for call in calls]
+    monkeypatch.setattr(api, "validated", lambda *_: pytest.fail("validated in Python"))
+    for call, z in zip(calls, expected, strict=True):
+        found = call()
+        assert_bits(found, z)
+        assert found.stride() == z.stride()
+
+
+@pytest.mark.parametrize(
+    "down",
+    [torch.randn(7, 5), torch.randn(7, 6).double(), torch.randn(6, 7).T, torch.randn(7, 6, 1), "a matrix", None],
+    ids=["width", "dtype", "strides", "dimensions", "kind", "none"],
+)
+def test_a_projection_that_is_wrong_is_named_by_python(down: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="gated_mlp: w_down must "):
+        gated_mlp(X, W[:6], W[6:], down, activation="silu")
+    with pytest.raises((TypeError, ValueError), match="gated_mlp: b_down must "):
+        gated_mlp(X, W[:6], W[6:], torch.randn(7, 6), activation="silu", b_down=torch.randn(6))
+
+
+def test_an_mlp_that_is_trained_is_pythons() -> None:
+    """Whichever of its tensors wants a gradient."""
+    given = [X, W[:6], W[6:], torch.randn(7, 6)]
+    for i in range(4):
+        mine = [t.clone().requires_grad_() if i == j else t for j, t in enumerate(given)]
+        z = gated_mlp(*mine, activation="silu")
+        assert z.requires_grad
+        with torch.no_grad():
+            assert_bits(gated_mlp(*mine, activation="silu"), z.detach())
 
 
 def test_gradients_are_pythons() -> None:

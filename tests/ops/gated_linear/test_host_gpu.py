@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewise import gated_linear, geglu_linear
+from fusewise import gated_linear, gated_mlp, geglu_linear
 from fusewise._shared import build, host
-from fusewise.ops.gated_linear import _cuda, _host
+from fusewise.ops.gated_linear import _cuda, _host, api
 
 from .test_host import quick
 
@@ -126,3 +126,11 @@ def test_a_profile_shows_the_operator() -> None:
     with torch.profiler.profile() as profile:
         assert quick(**made, impl="cuda") is not None
     assert "fusewise::gated_linear" in {event.name for event in profile.events()}
+
+
+def test_an_mlp_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = operands((2, 8), 512, 1024, "separate")
+    x, up, gate, down = made["x"], made["weight"], made["w_gate"], operands((1,), 1024, 256)["weight"]
+    expected = gated_mlp(x, gate, up, down, activation="silu", impl="cuda")
+    monkeypatch.setattr(api, "validated", lambda *_: pytest.fail("validated in Python"))
+    assert torch.equal(gated_mlp(x, gate, up, down, activation="silu", impl="cuda"), expected)

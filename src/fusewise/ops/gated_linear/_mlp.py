@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._common import apply_function, unpacked, wants_formula
-from . import _autograd, _op, _products, reference
+from . import _autograd, _host, _op, _products, reference
 from ._problem import Halves, Spec, rows
 
 
@@ -95,3 +95,20 @@ def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str,
     y = _op.op_gated_linear(rows(x), *weights, text, impl)
     with reference.exact(x):
         return _autograd.shaped(_products.linear(y, *down), x)
+
+
+def quickly(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
+    """z where the unit, called with these arguments of `gated_linear`, is made without Python (`_host.py`) and the projection
+    behind it is plain, too; None where Python has to look, or to complain."""
+    x, (w_down, b_down) = arguments[0], down
+    given = down if b_down is not None else (w_down,)
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, *given)) or _autograd.needs_autograd(*given):
+        return None
+    if any(t.dtype != x.dtype or t.device != x.device or t.stride()[-1:] != (1,) for t in given):
+        return None
+    if w_down.dim() != 2 or (b_down is not None and b_down.shape != w_down.shape[:1]):
+        return None
+    y = _host.gated_linear(*arguments)
+    if y is None or y.shape[-1] != w_down.shape[1]:
+        return None
+    return _autograd.shaped(_products.linear(rows(y), w_down, b_down), y)

@@ -149,6 +149,11 @@ def gated_mlp(
         >>> x, gate, up, down = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)
         >>> z = gated_mlp(x, gate, up, down, activation="silu")  # (4, 16, 64)
     """
+    first, second = ((w_gate, b_gate), (w_up, b_up)) if w_up is None else ((w_up, b_up), (w_gate, b_gate))
+    unit = (x, *first, activation, *second, layout, gate_first, save, impl)  # the arguments of `gated_linear`
+    done = None if traced() or w_gate is None else _mlp.quickly(unit, w_down, b_down)
+    if done is not None:
+        return done
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     weights: tuple[Tensor | None, ...]
     check_tensor("gated_mlp", "w_gate", w_gate)
@@ -162,7 +167,10 @@ def gated_mlp(
         _check_transformable("gated_mlp", impl)
         decoded = Spec.decode(spec)
         return functional.linear(reference.formula(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
-    return _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
+    z = _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
+    if not traced():
+        _host.remember(*unit)
+    return z
 
 
 def _gated(op: str, *arguments: Any) -> Tensor:
