@@ -170,6 +170,9 @@ def gated_linear(impl: str, device: str) -> Calls:
             if save == "preact":
                 yield f"gated_linear {what} {layout} y alone", lambda a=a, layout=layout: linear(*a, layout, False)
                 yield f"gated_mlp {what}", lambda a=a: mlp(*a, True)
+    for rows in (3, 20, 64):  # tiles of more than 64 features, where F is shared among an H200's multiprocessors
+        a = rows, 72, 14336, torch.bfloat16, True, "preact", "silu"
+        yield f"{rows} rows, wide tiles", lambda a=a: linear(*a, "stacked", False)
     for activation in ACTIVATIONS:
         a = (130, 72, 136, torch.bfloat16, True, "preact", activation)
         yield f"every activation: {activation}", lambda a=a: linear(*a, "stacked", True)
