@@ -48,6 +48,13 @@ def test_list_shows_presets_and_cases():
     assert len([e for e in listing if e["preset"] == "rope-cube"]) == 31
 
 
+def test_a_function_s_listing_has_no_preset(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x):\n    return x\n")
+    listed = invoke("study", f"{file}:f", "--input", "fp32[8,8]", "--list").output
+    assert listed.split()[:2] == ["fp32[8,8]", "fp32"] and listed.count("\n") == 1
+
+
 def test_providers_lists_what_is_missing():
     found = {e["provider"]: e for e in json.loads(invoke("providers", "--device", "cpu", "--json").output)}
     assert found["eager"]["state"] == "here"
@@ -96,6 +103,8 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--seed", str(2**64)), "seed must fit into 64 bits"),
         (("study", "rope", "--providers", ","), "providers must be one name at least, got none"),
         (("study", "rop"), "got 'rop'; try 'rope'"),
+        (("study", "my_file.py"), "got 'my_file.py'; try my_file.py:my_function"),
+        (("study", "layers.py"), "got 'layers.py'; try layers.py:my_function"),
         (("study", "rope", "--providers", "egaer"), "got 'egaer'; try 'eager'"),
         (("study", "rope", "--preset", "rope-kube"), "got 'rope-kube'; try 'rope-cube'"),
         (("study", "rope", "--case", "llama-3-8b-trian"), "got 'llama-3-8b-trian'; try 'llama-3-8b-train'"),

@@ -71,7 +71,12 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
         ("x=fp16[4] randn(0,1e38)", "must have numbers in randn that are some of fp16"),
         ("x=fp32[4] full(1e400)", "must have numbers in full that a float64 has, got 1e400"),
         ("x=fp32[4] strides(9223372036854775807)", r"must have less than 2\^63 bytes"),
-        ("x=tanh", "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'"),
+        (
+            "x=tanh",
+            "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'; for a text try 'x=\"tanh\"'",
+        ),
+        ("tanh", "got 'tanh'; for a text try '\"tanh\"'"),
+        ("x=fp32", r"got 'fp32'; try \"x=fp32\[1024,1024\]\""),
     ],
 )
 def test_what_cannot_be_read_is_told_with_a_fix(text, words):

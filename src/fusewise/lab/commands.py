@@ -183,7 +183,8 @@ def case_listing(
 def case_text(listing: list[dict[str, Any]]) -> str:
     lines = []
     for preset in dict.fromkeys(entry["preset"] for entry in listing):
-        lines.append(preset)
+        if preset:  # a function has none
+            lines.append(preset)
         for entry in listing:
             if entry["preset"] == preset:
                 kinds = f"{','.join(entry['dtypes'])} {','.join(entry['passes'])}"

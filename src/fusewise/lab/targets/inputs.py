@@ -224,7 +224,10 @@ def _scalar(spec: str, text: str) -> Spec:
             return number(spec)
         except ValueError:
             continue
-    raise _bad(text, "be a tensor, a number, true, false, none or a quoted text", repr(spec), 'try "x=fp32[1024,1024]"')
+    fix = 'try "x=fp32[1024,1024]"'
+    if spec.isidentifier() and spec not in DTYPES and spec not in ALIASES:  # a shell has taken the quotes
+        fix = f"""for a text try '{text.removesuffix(spec)}"{spec}"'"""
+    raise _bad(text, "be a tensor, a number, true, false, none or a quoted text", repr(spec), fix)
 
 
 def _bad(text: str, contract: str, got: str, fix: str) -> ValueError:
