@@ -138,6 +138,15 @@ def test_an_interruption_exits_130_wherever_it_comes(arguments, where, monkeypat
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
+def test_a_terminal_obeys_nothing_that_a_function_raises(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x):\n    raise ValueError('\\x1b[2J\\x00 no')\n")
+    result = invoke("study", f"{file}:f", "--input", "fp32[8]", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "got ValueError: \ufffd[2J\ufffd no; run it by hand" in result.output
+    assert "\x1b" not in result.output
+
+
 def test_an_unwritable_directory_exits_1(tmp_path):
     file = tmp_path / "file"
     file.write_text("")

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import fusewise
+from fusewise.lab.render import printable
 from fusewise.lab.targets import BUILT_IN
 
 from . import _build, _code, _records, _tune
@@ -31,6 +32,9 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:  # it may have the words of a user's exception
+            error.message = printable(error.message)  # type: ignore[misc]
+            raise
         except KeyboardInterrupt as interruption:
             click.echo(f"interrupted{interruption}", err=True)
             sys.exit(130)
