@@ -25,6 +25,8 @@ class Color(enum.IntEnum):
         ("i=i64[5] randint(0,7)", "i", TensorSpec("i64", (5,), fill="randint", values=(0, 7))),
         ("x=torch.float32[5]", "x", TensorSpec("fp32", (5,))),
         ("z=complex64[5]", "z", TensorSpec("c64", (5,))),
+        ("torch.double[5]", "", TensorSpec("fp64", (5,))),
+        ("i=short[5]", "i", TensorSpec("i16", (5,))),
         ("mask=bool[5]", "mask", TensorSpec("bool", (5,))),
         ("x=fp32[3] full(0.5)", "x", TensorSpec("fp32", (3,), fill="full", values=(0.5,))),
         ("eps=1e-6", "eps", 1e-6),

@@ -44,7 +44,9 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
     "f32": "fp32",
     "f16": "fp16",
     "float": "fp32",
+    "double": "fp64",
     "half": "fp16",
+    "short": "i16",
     "int": "i32",
     "long": "i64",
 }
