@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -128,9 +129,10 @@ def test_bad_command_lines_exit_2_with_a_fix(arguments, words):
         (("providers",), "commands.provider_states"),
     ],
 )
-def test_an_interruption_exits_130_wherever_it_comes(arguments, where, monkeypatch):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monkeypatch):
     def interrupted(*_):
-        raise KeyboardInterrupt
+        signal.raise_signal(end)
 
     module, name = where.split(".")
     monkeypatch.setattr(importlib.import_module(f"fusewise.lab.{module}"), name, interrupted)
