@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,13 @@ def test_list_shows_presets_and_cases():
     listing = json.loads(invoke("study", "rope", "--list", "--json").output)
     assert {"rope-cube", "rope-seqlen", "rope-models", "rope-quick"} <= {entry["preset"] for entry in listing}
     assert len([e for e in listing if e["preset"] == "rope-cube"]) == 31
+
+
+def test_a_function_s_listing_has_no_preset(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x):\n    return x\n")
+    listed = invoke("study", f"{file}:f", "--input", "fp32[8,8]", "--list").output
+    assert listed.split()[:2] == ["fp32[8,8]", "fp32"] and listed.count("\n") == 1
 
 
 def test_providers_lists_what_is_missing():
@@ -96,6 +104,8 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--seed", str(2**64)), "seed must fit into 64 bits"),
         (("study", "rope", "--providers", ","), "providers must be one name at least, got none"),
         (("study", "rop"), "got 'rop'; try 'rope'"),
+        (("study", "my_file.py"), "got 'my_file.py'; try my_file.py:my_function"),
+        (("study", "layers.py"), "got 'layers.py'; try layers.py:my_function"),
         (("study", "rope", "--providers", "egaer"), "got 'egaer'; try 'eager'"),
         (("study", "rope", "--preset", "rope-kube"), "got 'rope-kube'; try 'rope-cube'"),
         (("study", "rope", "--case", "llama-3-8b-trian"), "got 'llama-3-8b-trian'; try 'llama-3-8b-train'"),
@@ -119,14 +129,24 @@ def test_bad_command_lines_exit_2_with_a_fix(arguments, words):
         (("providers",), "commands.provider_states"),
     ],
 )
-def test_an_interruption_exits_130_wherever_it_comes(arguments, where, monkeypatch):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monkeypatch):
     def interrupted(*_):
-        raise KeyboardInterrupt
+        signal.raise_signal(end)
 
     module, name = where.split(".")
     monkeypatch.setattr(importlib.import_module(f"fusewise.lab.{module}"), name, interrupted)
     result = invoke(*arguments)
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_terminal_obeys_nothing_that_a_function_raises(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x):\n    raise ValueError('\\x1b[2J\\x00 no')\n")
+    result = invoke("study", f"{file}:f", "--input", "fp32[8]", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "got ValueError: \ufffd[2J\ufffd no; run it by hand" in result.output
+    assert "\x1b" not in result.output
 
 
 def test_an_unwritable_directory_exits_1(tmp_path):

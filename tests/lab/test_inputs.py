@@ -25,6 +25,8 @@ class Color(enum.IntEnum):
         ("i=i64[5] randint(0,7)", "i", TensorSpec("i64", (5,), fill="randint", values=(0, 7))),
         ("x=torch.float32[5]", "x", TensorSpec("fp32", (5,))),
         ("z=complex64[5]", "z", TensorSpec("c64", (5,))),
+        ("torch.double[5]", "", TensorSpec("fp64", (5,))),
+        ("i=short[5]", "i", TensorSpec("i16", (5,))),
         ("mask=bool[5]", "mask", TensorSpec("bool", (5,))),
         ("x=fp32[3] full(0.5)", "x", TensorSpec("fp32", (3,), fill="full", values=(0.5,))),
         ("eps=1e-6", "eps", 1e-6),
@@ -71,7 +73,12 @@ def test_what_is_written_is_what_is_meant(text, name, spec):
         ("x=fp16[4] randn(0,1e38)", "must have numbers in randn that are some of fp16"),
         ("x=fp32[4] full(1e400)", "must have numbers in full that a float64 has, got 1e400"),
         ("x=fp32[4] strides(9223372036854775807)", r"must have less than 2\^63 bytes"),
-        ("x=tanh", "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'"),
+        (
+            "x=tanh",
+            "must be a tensor, a number, true, false, none or a quoted text, got 'tanh'; for a text try 'x=\"tanh\"'",
+        ),
+        ("tanh", "got 'tanh'; for a text try '\"tanh\"'"),
+        ("x=fp32", r"got 'fp32'; try \"x=fp32\[1024,1024\]\""),
     ],
 )
 def test_what_cannot_be_read_is_told_with_a_fix(text, words):

@@ -8,8 +8,9 @@ import torch
 from builders import measurement, row
 from click.testing import CliRunner
 
+import fusewise
 from fusewise.cli import cli
-from fusewise.lab import analysis, limits, schema
+from fusewise.lab import analysis, commands, limits, plan, schema
 
 FOUND = {
     "device": "test", "created": "2026-01-01T00:00:00+00:00", "copy_gb_s": 1000.0, "triad_gb_s": 900.0,
@@ -99,6 +100,57 @@ def test_a_floor_of_the_run_counts_before_them():
     pair = [measurement("eager", [[40.0]] * 4), measurement("floor-copy", [[20.0]] * 4)]
     rows, _ = analysis.group_rows([row("eager"), row("floor-copy", error=None)], pair, FOUND)
     assert (rows[0].limit, rows[0].share_of_limit) == ("copy", pytest.approx(0.5))
+
+
+NO_SHARE = (
+    "study: providers must have a floor where no limits of the machine are kept, got none, so no share of a limit can be "
+    "told; add floor-copy,floor-launch to the providers, or run `fusewise limits --device cpu` first\n"
+)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """A study that measures nothing: what is told before."""
+    monkeypatch.setattr(commands.Study, "run", lambda self: self.record)
+
+
+@pytest.mark.parametrize(
+    ("providers", "kept", "told"),
+    [
+        (["eager", "torch.compile"], False, True),
+        (["eager", "torch.compile"], True, False),
+        (["eager", "floor-launch"], False, False),
+        (["eager", "floor-triton-launch"], False, True),  # a floor of the host's, which is no limit
+        (None, False, False),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_study_that_can_tell_no_share_says_so_first(providers, kept, told, flags, unmeasured, tmp_path):
+    if kept:
+        limits.keep(FOUND, "cpu")
+    named = [] if providers is None else ["--providers", ",".join(providers)]
+    asked = ["study", "rope", "--case", "cube-4", "--device", "cpu", "--out", str(tmp_path / "run"), *named, *flags]
+    result = CliRunner().invoke(cli, asked)
+    assert (NO_SHARE in result.stderr) == told, result.stderr
+    assert "add floor-copy" not in result.stdout
+    if flags:
+        assert json.loads(result.stdout) == []
+
+
+def test_one_from_python_says_so_too(unmeasured, tmp_path, capsys):
+    fusewise.study(torch.sigmoid, torch.randn(8), providers=["eager"], out=tmp_path / "a", code=False)
+    assert capsys.readouterr().err == NO_SHARE
+    fusewise.study(torch.sigmoid, torch.randn(8), providers=["eager", "floor-copy"], out=tmp_path / "b", code=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_of_many_ranks_one_says_so(unmeasured, tmp_path, capsys):
+    for first in (True, False):
+        options = plan.options(
+            plan.Request(target="gelu", cases=["gelu-5x5"], providers=["eager"], device="cpu"), tmp_path / str(first)
+        )
+        commands.run(options, alone=first)
+        assert (NO_SHARE in capsys.readouterr().err) == first
 
 
 @pytest.mark.gpu

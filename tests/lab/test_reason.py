@@ -31,6 +31,28 @@ def bare():
     raise AssertionError
 
 
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def speechless(*_):
+    raise Speechless
+
+
+def test_an_exception_that_cannot_say_what_it_is_costs_its_own_row():
+    assert reason(raised(speechless)) == "Speechless: no message, raised by `raise Speechless`"
+    server = worker.Server(Provider(), "cpu", 0)
+    server.load = speechless
+    reply = server.attempt(
+        {
+            "do": "load",
+            "task": {"op": "gelu", "case": "gelu-5x5", "dtype": "fp32", "pass_": "fwd", "device": "cpu", "seed": 0},
+        }
+    )
+    assert (reply["status"], reply["reason"]) == ("failed", "Speechless: no message, raised by `raise Speechless`")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_tells_what_failed_in_its_interpreter():
     scripted = torch.jit.script(squared)

@@ -224,10 +224,13 @@ def test_nothing_to_resume_is_told(tmp_path):
 def test_another_request_or_machine_is_no_resumption():
     made = study_record([])
     made.environment |= {"cores": 2}
+    made.request |= {"cases": ["a", "b"], "tasks": [{"case": "a"}, {"case": "b"}]}
     same = dict(made.environment)
     folder.check_same(made, made.request, same)
+    fewer = {"cases": ["a"], "tasks": [{"case": "a"}]}
     for request, environment, words in (
         ({**made.request, "seed": 1}, same, "the request's seed, got 1 after 0"),
+        ({**made.request, **fewer}, same, r"the request's cases, got \['a'\] after \['a', 'b'\]; repeat the options"),
         (made.request, {**same, "device_name": "other"}, "the machine's device_name, got 'other' after"),
         (made.request, {**same, "versions": {"torch": "9"}}, "must keep torch 2.13.0, got 9"),
     ):

@@ -252,7 +252,7 @@ def test_arguments_without_names_and_between_those_given():
     p = problem("scaled", "x=fp32[4]", "mode='other'")
     assert p.arguments == [None, 2.0, True, "other"]
     with pytest.raises(ValueError, match=r"must be among the parameters \(x, scale, flag, mode\)"):
-        problem("scaled", "x=fp32[4]", "eps=1.0")
+        problem("scaled", "x=fp32[4]", "bias=1.0")
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,7 @@ def test_the_dtype_of_a_task_replaces_that_of_the_first_input():
         ("nothing", ("fp32[4]",), "fwd", "must return a tensor, .* got NoneType; return one"),
         ("number", ("fp32[4]",), "fwd", "must return a tensor, .* got float; return one"),
         ("by_keyword", ("fp32[4]",), "fwd", "must take its arguments by position, got width, height by keyword only"),
+        ("by_keyword", ("fp32[4]", "depth=2"), "fwd", "by position, got width, height, depth by keyword only; wrap it"),
         ("rms", ("fp32[4]",), "fwd", "must be given for every parameter without a default, got none for weight; give"),
         (
             "doubled",

@@ -205,6 +205,8 @@ def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
         place(lambda x: x, tmp_path)
     with pytest.raises(TypeError, match="got a module's instance; give its class"):
         place(torch.nn.ReLU(), tmp_path)
+    with pytest.raises(ValueError, match="top of a file or cell, got one made of the outer there; define a function"):
+        place(torch.vmap(notebook.outer), tmp_path)
     for other in (torch.nn.ReLU().forward, torch.vmap(torch.nn.functional.softmax), torch.Tensor.exp):
         with pytest.raises(ValueError, match="must be defined at the top of a file or cell"):
             place(other, tmp_path)  # what its name stands for is another function
@@ -276,6 +278,25 @@ def test_arguments_that_make_no_study_are_told_in_words_of_python(name, argument
     assert "--" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"providers": [3]}, TypeError, "providers must be a list of names, got 3; write"),
+        ({"providers": 3}, TypeError, "providers must be a list of names, got 3; write"),
+        ({"passes": ["fwd"]}, ValueError, r"pass must be one of fwd, bwd, fwd\+bwd, both, got \['fwd'\]; choose one"),
+    ],
+)
+def test_options_of_other_types_are_told(options, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        study(torch.sigmoid, torch.ones(2), **options, out=tmp_path / "run")
+
+
+def test_a_folder_with_a_run_is_told_in_words_of_python(tmp_path):
+    (tmp_path / "record.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"out must be a new folder, got .* which has a run; choose another"):
+        study(torch.sigmoid, torch.ones(2), out=tmp_path)
+
+
 def test_a_study_does_not_start_inside_a_study(monkeypatch):
     monkeypatch.setitem(os.environ, WORKER, "1")
     with pytest.raises(RuntimeError, match="under `if __name__ == '__main__':`"):
@@ -305,6 +326,38 @@ def test_a_study_of_a_function_that_does_not_tell_its_parameters(tmp_path):
         torch.softmax, torch.randn(8, 8), 1, providers=["eager"], rounds=3, warm=True, code=False, out=tmp_path / "run"
     )
     assert [(r.op, r.case, r.status) for r in made.rows] == [("torch:softmax", "fp32[8,8] 1", "ok")]
+
+
+def test_a_table_is_in_the_order_measured_and_has_reasons_below(tmp_path):
+    why = "no kernel for this " * 30
+    made = Result(
+        study_record(
+            [
+                row("slow", device_us=2.0),
+                row("quick", device_us=1.0),
+                row("broken", status="failed", reason=why),
+                row("slow", pass_="bwd", device_us=2.0),
+                row("broken", pass_="bwd", status="failed", reason=f"\x1b[2J{why}"),
+                row("absent", pass_="bwd", status="missing", reason="<not> here"),
+            ]
+        ),
+        Path("report.html"),
+    )
+    head, *lines = repr(made).splitlines()
+    table = [line.split()[2:5] for line in lines[:6]]
+    assert table == [
+        ["fwd", "quick", "1.00"],
+        ["fwd", "slow", "2.00"],
+        ["fwd", "broken", "failed"],
+        ["bwd", "slow", "2.00"],
+        ["bwd", "broken", "failed"],
+        ["bwd", "absent", "missing"],
+    ]
+    assert max(map(len, [head, *lines[:6]])) < 100
+    assert lines[6:] == [
+        f"broken failed: {why}", f"broken failed: \ufffd[2J{why}", "absent missing: <not> here", "report: report.html",
+    ]  # fmt: skip
+    assert "<p>absent missing: &lt;not&gt; here</p>" in made._repr_html_()
 
 
 def test_a_table_for_a_notebook_is_harmless():

@@ -84,7 +84,6 @@ def test_a_faster_library_is_told_beside_ours():
         ({"floor-copy": 10.0, "eager": 10.5}, 0.001, "no", "eager is at 95.2 % of the limit"),
         ({"floor-copy": 10.0, "eager": 9.0}, 0.001, "no", "eager is at 111 % of the limit"),
         ({"floor-copy": 10.0, "eager": 6.0}, 0.001, "cannot tell", "eager is faster than the floor, 167 %"),
-        ({"floor-launch": 10.0, "eager": 90.0}, 0.001, "no", "capture a CUDA graph"),
         ({"floor-copy": 10.0, "eager": 20.0}, 0.001, "try", "no hand-written kernel was measured"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0}, 0.001, "try", "measured here is faster"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 17.0}, 0.3, "cannot tell", "ambiguous; measure more rounds"),
@@ -98,6 +97,17 @@ def test_not_worth_it_worth_trying_or_not_to_be_told(times, noise, worth, words)
     found = only(record(times, noise=noise))
     assert (found.worth, words in found.why) == (worth, True), found.why
     assert found.kernel is None
+
+
+@pytest.mark.parametrize(
+    ("device", "fix"),
+    [("cpu", "fuse it with its neighbours"), ("cuda:0", "fuse it with its neighbours or capture a CUDA graph")],
+)
+def test_what_starting_anything_binds_is_not_worth_it(device, fix):
+    made = record({"floor-launch": 10.0, "eager": 90.0})
+    made.environment["device"] = device
+    found = only(made)
+    assert (found.bound, found.worth, found.why) == ("launch", "no", f"starting anything takes as long; {fix}")
 
 
 def test_a_floor_that_a_compiler_is_far_below_says_nothing():

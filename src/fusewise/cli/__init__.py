@@ -12,6 +12,8 @@ from typing import Any
 import click
 
 import fusewise
+from fusewise.lab.interruption import interruptible
+from fusewise.lab.render import printable
 from fusewise.lab.targets import BUILT_IN
 
 from . import _build, _code, _records, _tune
@@ -26,11 +28,15 @@ Exit codes:
 
 
 class Verbs(click.Group):
-    """An interruption ends every verb alike, wherever it comes."""
+    """An interruption, by Ctrl-C or SIGTERM, ends every verb alike, wherever it comes."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with interruptible():
+                return super().invoke(ctx)
+        except click.ClickException as error:  # it may have the words of a user's exception
+            error.message = printable(error.message)  # type: ignore[misc]
+            raise
         except KeyboardInterrupt as interruption:
             click.echo(f"interrupted{interruption}", err=True)
             sys.exit(130)

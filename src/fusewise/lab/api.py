@@ -22,7 +22,7 @@ from .folder import file_name
 from .names import nearest
 from .nursery import WORKER
 from .record import Record, Row
-from .render import number, percent
+from .render import groups, number, percent, printable
 from .targets import functions, inputs
 
 
@@ -38,16 +38,27 @@ class Result:
         return self.record.rows
 
     def _lines(self) -> list[list[str]]:
-        """A line for each row: what a reader looks for first."""
+        """A line for each row, the fastest of a group first: what a reader looks for first."""
         found = []
-        for row in sorted(self.rows, key=lambda r: (r.key, r.device_us is None, r.device_us or 0.0)):
-            time = number(row.device_us) if row.device_us is not None else f"{row.status}: {row.reason}"
+        for row in self._sorted():
+            time = number(row.device_us) if row.device_us is not None else row.status
             error = "–" if row.error is None else f"{row.error:.2e}"
             share = percent(row.share_of_limit)
             found.append(
                 [row.case, row.dtype, row.pass_, row.provider, time, share, error, row.verdict_vs_best_other or "–"]
             )
         return found
+
+    def _sorted(self) -> list[Row]:
+        by_time = [
+            sorted(g, key=lambda r: (r.device_us is None, r.device_us or 0.0)) for g in groups(self.record).values()
+        ]
+        return [row for group in by_time for row in group]
+
+    def _reasons(self) -> list[str]:
+        """Why rows have no time, each reason once: in a cell it would make the table wider than any screen."""
+        told = (f"{row.provider} {row.status}: {row.reason}" for row in self._sorted() if row.device_us is None)
+        return list(dict.fromkeys(told))
 
     columns = ("case", "dtype", "pass", "provider", "time µs", "of limit", "error", "against the best other")
 
@@ -57,15 +68,16 @@ class Result:
         lines = (
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
         )
-        return "\n".join([*lines, f"report: {self.report}"])
+        return "\n".join(map(printable, [*lines, *self._reasons(), f"report: {self.report}"]))
 
     def _repr_html_(self) -> str:
         def cells(line: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
 
         head, body = cells(self.columns, "th"), "".join(cells(line, "td") for line in self._lines())
+        reasons = "".join(f"<p>{html.escape(reason)}</p>" for reason in self._reasons())
         report = html.escape(str(self.report))
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table><p>report: <code>{report}</code></p>"
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{reasons}<p>report: <code>{report}</code></p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": repr(self), "text/html": self._repr_html_()}
@@ -101,6 +113,7 @@ def study(
     Raises:
         TypeError, ValueError: for a function that another process cannot import or run, for arguments it cannot make, and for
             other options.
+        OSError: the run directory cannot be written.
         RuntimeError: called while a study's own process imports the file; put the call under
             `if __name__ == "__main__":`.
 
@@ -132,6 +145,8 @@ def study(
     name = getattr(function, "__name__", type(function).__name__)
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     directory = Path(out) if out is not None else Path("fusewise-runs") / f"{file_name(name)}-{stamp}"
+    if (directory / "record.json").exists():
+        raise ValueError(f"study: out must be a new folder, got {directory}, which has a run; choose another")
     request = plan.Request(
         target=place(function, directory),
         inputs=texts,
@@ -168,9 +183,10 @@ def place(function: Callable[..., Any], directory: Path) -> str:
     names = [getattr(function, kind, "") for kind in ("__qualname__", "__name__")]
     name = next((n for n in names if module is not None and _named(module, n) is function), None)
     if name is None or module is None:  # a lambda, a method of an object, what a decorator or a transform gave back
+        other = next((n for n in names if module is not None and n and _named(module, n) is not None), None)
+        got = f"{names[0] or repr(function)}, which is not" if other is None else f"one made of the {other} there"
         raise ValueError(
-            f"study: function must be defined at the top of a file or cell, got {names[0] or repr(function)}, which is not; "
-            "define a function there that calls it"
+            f"study: function must be defined at the top of a file or cell, got {got}; define a function there that calls it"
         )
     if module.__name__ != "__main__":
         return f"{module.__name__}:{name}"

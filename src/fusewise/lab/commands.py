@@ -18,10 +18,11 @@ from .study import Study
 
 
 def run(
-    options: Options, append_rows: Path | None = None, resume: bool = False, code: bool = True
+    options: Options, append_rows: Path | None = None, resume: bool = False, code: bool = True, alone: bool = True
 ) -> tuple[Record, Path]:
     """Measure, write the run directory, return the record and the report's path. `resume`: go on with what is there.
-    `code`: then look inside the providers, for their code and their memory traffic.
+    `code`: then look inside the providers, for their code and their memory traffic. `alone`: no other rank of the study has
+    said what is to be said of all of it.
 
     OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
     rows measured so far are on disk and in the report.
@@ -31,6 +32,12 @@ def run(
         before = folder.interrupted(options.out, resume)
         with terminal.Live(terminal.console(stderr=True), named=options.named) as live:
             study = Study(options, live, before)
+            if alone and study.record.limits is None and not _limited(options):
+                live.note(
+                    "study: providers must have a floor where no limits of the machine are kept, got none, so no share of a limit "
+                    "can be told; add floor-copy,floor-launch to the providers, or run `fusewise limits "
+                    f"--device {options.device}` first"
+                )
             try:
                 study.run()
                 if code:
@@ -40,6 +47,11 @@ def run(
                 report = render(study.record, options.out)
     _append(study.record, append_rows, options.out)
     return study.record, report
+
+
+def _limited(options: Options) -> bool:
+    """Whether a limit is measured beside the providers."""
+    return any(entry.name == f"floor-{kind}" for entry in options.providers for kind in analysis.LIMITS)
 
 
 def _check_appendable(path: Path | None) -> None:
@@ -83,7 +95,8 @@ def run_shared(
         folder.interrupted(options.out, resume)
     mine = rank.share(options)
     try:
-        part, _ = run(mine, resume=resume and (mine.out / "record.json").exists(), code=code and rank.number == 0)
+        goes_on, first = resume and (mine.out / "record.json").exists(), rank.number == 0
+        part, _ = run(mine, resume=goes_on, code=code and first, alone=first)
         rank.give(part)
     except BaseException:
         rank.give(None)  # nobody waits for what does not come
@@ -170,7 +183,8 @@ def case_listing(
 def case_text(listing: list[dict[str, Any]]) -> str:
     lines = []
     for preset in dict.fromkeys(entry["preset"] for entry in listing):
-        lines.append(preset)
+        if preset:  # a function has none
+            lines.append(preset)
         for entry in listing:
             if entry["preset"] == preset:
                 kinds = f"{','.join(entry['dtypes'])} {','.join(entry['passes'])}"

@@ -16,7 +16,7 @@ from .names import checksum
 from .record import Record
 
 #: What must be the same for an interrupted run to go on: the rows of one record are made in one way.
-SAME_REQUEST = ("op", "cache", "seed", "rounds", "providers", "tasks")
+SAME_REQUEST = ("op", "cache", "seed", "rounds", "providers", "cases", "dtypes", "passes", "tasks")
 SAME_MACHINE = ("device_name", "cpu", "cores", "torch_threads", "python")
 #: Of a file's name, characters; a few file systems take no more than 143 bytes.
 LONGEST_NAME = 100

@@ -59,7 +59,7 @@ def options(request: Request, out: Path) -> Options:
     for dtype in request.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
-    if request.passes is not None and request.passes not in PASS_CHOICES:
+    if request.passes is not None and request.passes not in [*PASS_CHOICES]:
         raise ValueError(f"study: pass must be one of {', '.join(PASS_CHOICES)}, got {request.passes!r}; choose one")
     tasks = [
         Task(target.name, case.name, dtype, pass_, where, request.seed, target.detail(case))

@@ -273,7 +273,9 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
         return _apart(_measured_by_default(op, device))
     if isinstance(names, str):
         raise ValueError(f"study: providers must be a list of names, got the text {names!r}; write [{names!r}]")
-    wanted = list(names)
+    wanted = list(names) if isinstance(names, Iterable) else [names]
+    if odd := [name for name in wanted if not isinstance(name, str)]:
+        raise TypeError(f"study: providers must be a list of names, got {odd[0]!r}; write ['eager', 'torch.compile']")
     if not wanted:
         raise ValueError("study: providers must be one name at least, got none; leave it out for all that are here")
     entries = known(n for n in wanted if ":" in n)

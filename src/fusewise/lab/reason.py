@@ -33,10 +33,18 @@ def message(error: BaseException) -> str:
     return " … ".join(part if len(part) <= share else f"{part[: share - 1]}…" for part in parts)
 
 
+def text(error: BaseException) -> str:
+    """The whole message; none of an exception that cannot say what it is."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def _said(error: BaseException) -> list[str]:
     """The first line and, where another within the message says why, that one. Of an exception without a message the line
     that raised it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text(error).splitlines() if line.strip()]
     if not lines:
         frames = traceback.extract_tb(error.__traceback__)
         return [f"no message, raised by `{frames[-1].line}`" if frames and frames[-1].line else "no message"]

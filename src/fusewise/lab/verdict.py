@@ -215,7 +215,8 @@ def _worth(
     if reach > BEYOND:
         return "cannot tell", None, f"{best.provider} is faster than the floor, {percent(reach)}, so that was no limit"
     if bound == "launch":
-        return "no", None, "starting anything takes as long; fuse it with its neighbours or capture a CUDA graph"
+        graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
+        return "no", None, f"starting anything takes as long; fuse it with its neighbours{graph}"
     if reach >= ENOUGH:
         return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
     untimed = (

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import machine, memory, plugin, spent, targets, truth
 from .problem import Problem, Task, handed_over
-from .reason import message, reason
+from .reason import message, reason, text
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 from .truths import Truths
 
@@ -144,7 +144,7 @@ class Server:
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
         except Exception as error:  # providers raise anything; the row says what
-            crowded = any(sign in f"{type(error).__name__}: {error}" for sign in NO_MEMORY)
+            crowded = any(sign in f"{type(error).__name__}: {text(error)}" for sign in NO_MEMORY)
             if not crowded:
                 traceback.print_exc()
             said = f"out of memory: {message(error)}" if crowded else reason(error)

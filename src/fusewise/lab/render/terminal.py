@@ -61,6 +61,9 @@ class Live:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
+    def note(self, text: str) -> None:
+        self.console.print(plain(text), highlight=False, soft_wrap=True)
+
     def group(self, index: int, total: int, task: Task) -> None:
         self.title = plain(f"{task.case} {task.dtype} {task.pass_}")
         self.progress.update(

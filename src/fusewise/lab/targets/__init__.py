@@ -134,7 +134,8 @@ def find(name: str) -> Target:
     if where is None:
         where = next((p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS) if p.name == name), None)
     if where is None:
-        fix = nearest(name, names(), "try rope or my_file.py:my_function")
+        other = f"try {name}:my_function" if name.endswith(".py") else "try rope or my_file.py:my_function"
+        fix = nearest(name, names(), other)
         raise ValueError(f"study: target must be one of {', '.join(names())}, got {name!r}; {fix}")
     module, _, attribute = where.partition(":")
     try:

@@ -135,12 +135,13 @@ def tells(function: Callable[..., Any]) -> bool:
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
     """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
     named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
-    if needed := [p.name for p in named if p.default is inspect.Parameter.empty]:
+    told = [inputs.parse(text)[0] for text in texts]
+    if needed := [p.name for p in named if p.default is inspect.Parameter.empty or p.name in told]:
         raise ValueError(
-            f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only, without a "
-            "default; wrap it in a function that gives it"
+            f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only; wrap it in a "
+            "function that gives it"
         )
-    if not tells(function) and (names := [text for text in texts if inputs.parse(text)[0]]):
+    if not tells(function) and (names := [text for text, name in zip(texts, told, strict=True) if name]):
         raise ValueError(
             f"study: inputs must be without names where a function does not tell its parameters, got {names[0]!r}; give them in order"
         )

@@ -44,7 +44,9 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
     "f32": "fp32",
     "f16": "fp16",
     "float": "fp32",
+    "double": "fp64",
     "half": "fp16",
+    "short": "i16",
     "int": "i32",
     "long": "i64",
 }
@@ -224,7 +226,10 @@ def _scalar(spec: str, text: str) -> Spec:
             return number(spec)
         except ValueError:
             continue
-    raise _bad(text, "be a tensor, a number, true, false, none or a quoted text", repr(spec), 'try "x=fp32[1024,1024]"')
+    fix = 'try "x=fp32[1024,1024]"'
+    if spec.isidentifier() and spec not in DTYPES and spec not in ALIASES:  # a shell has taken the quotes
+        fix = f"""for a text try '{text.removesuffix(spec)}"{spec}"'"""
+    raise _bad(text, "be a tensor, a number, true, false, none or a quoted text", repr(spec), fix)
 
 
 def _bad(text: str, contract: str, got: str, fix: str) -> ValueError:
