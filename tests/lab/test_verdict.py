@@ -43,6 +43,8 @@ LIMITS = {
     [
         ({"floor-copy": 10.0, "floor-launch": 2.0}, "memory", 10.0),
         ({"floor-copy": 10.0, "floor-matmul": 40.0}, "compute", 40.0),
+        ({"floor-copy": 10.0, "floor-matmul": 12.0}, "memory", 12.0),  # of few rows: the product waits for its weights
+        ({"floor-copy": 10.0, "floor-matmul": 13.0}, "compute", 13.0),
         ({"floor-copy": 1.0, "floor-launch": 2.0}, "launch", 2.0),
         ({}, "cannot tell", None),
     ],

@@ -19,6 +19,8 @@ from .truth import allowed
 
 #: A provider this near the limit leaves nothing that is worth a kernel.
 ENOUGH = 0.9
+#: A product that takes up to so many times a copy of the problem's bytes waits for them: as of few rows, whose weights are all it reads.
+WAITS = 1.25
 #: And one this far below the limit says that the limit was none: a floor in other caches, or on a busier machine.
 BEYOND = 1.5
 #: Bytes beyond this many times the minimum are a cause.
@@ -89,8 +91,8 @@ def is_compiler(provider: str) -> bool:
 def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record) -> Verdict:
     timed = sorted((r for r in rows if r.device_us is not None and not is_floor(r.provider)), key=_time)
     limited = next((r for r in timed if r.limit is not None and r.share_of_limit is not None), None)
-    bound = BOUND_BY.get(limited.limit, "cannot tell") if limited else "cannot tell"
     minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
+    bound = _bound(limited, rows)
     missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
     worth, kernel, why = _worth(key, timed, missed, bound, minimum, record)
     best = next((r for r in timed if is_compiler(r.provider)), None)
@@ -106,6 +108,15 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     left = None if best is None or minimum is None else max(0.0, 1 - minimum / _time(best))
     saved = _saved(ledgers.get("eager"), rows[0].bytes_min)
     return Verdict(key, bound, minimum, tuple(gaps), saved, left, worth, kernel, why)
+
+
+def _bound(limited: Row | None, rows: Sequence[Row]) -> Bound:
+    bound = "cannot tell" if limited is None else BOUND_BY.get(limited.limit, "cannot tell")
+    floors = {row.provider: row.device_us for row in rows}
+    product, copy = floors.get("floor-matmul"), floors.get("floor-copy")
+    if bound == "compute" and product is not None and copy is not None and product <= WAITS * copy:
+        return "memory"
+    return bound
 
 
 def _nearly_right(row: Row) -> bool:
