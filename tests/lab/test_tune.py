@@ -21,7 +21,7 @@ from fusewise.cli import cli  # noqa: E402
 from fusewise.lab import tune  # noqa: E402
 from fusewise.lab.timing import Turn  # noqa: E402
 from fusewise.ops._tuned import Job, Key, Tuned  # noqa: E402
-from fusewise.ops.gated_linear import _few_rows, _gluon, _op, _triton, tuning  # noqa: E402
+from fusewise.ops.gated_linear import _gluon, _gluon_few, _op, _triton, tuning  # noqa: E402
 
 KEY = Key("y", torch.float32, "", 8, 4, 4)
 
@@ -300,7 +300,7 @@ def test_a_search_on_the_device(kernel: str, rows: int, monkeypatch: pytest.Monk
     for module in (_gluon, _triton):
         monkeypatch.setattr(module.TUNED, "space", few(module.TUNED.space))
     arguments = ["--shape", f"{rows},512,1024", "--epilogue", kernel, "--device", "cuda", "--json"]
-    if kernel == "y" or rows > _few_rows.MOST_ROWS:  # where auto takes CUDA on Hopper, which has nothing to tune
+    if kernel == "y" or rows > _gluon_few.MOST_ROWS:  # where auto takes CUDA on Hopper, which has nothing to tune
         arguments += ["--impl", "triton" if _op.choice.unavailable("gluon", "cuda", torch.bfloat16) else "gluon"]
     found = invoke("tune", "geglu", *arguments)
     assert found.exit_code == 0, found.output

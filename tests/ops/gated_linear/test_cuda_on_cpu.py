@@ -119,16 +119,20 @@ def test_tiles_on_their_side(
     of.check(y, None, None)
 
 
-# (M, D, F) and the width of tiles: of each number of columns, tiles of 64 features and of 128; a part of a tile, several turns of the
-# ring, a last stage of which a part is beyond D, and one row, and as many as there may be.
+# (M, D, F) and the width of tiles: of each number of columns, tiles of up to 64 features and of more; a part of a tile, several turns
+# of the ring, a last stage of which a part is beyond D, and one row, and as many as there may be.
 FEW = [
     ((1, 8, 8), 8),
     ((16, 456, 296), 40),
+    ((3, 456, 296), 112),
     ((17, 200, 264), 112),
+    ((20, 72, 264), 64),
     ((33, 1160, 200), 64),
     ((64, 328, 264), 128),
     ((65, 72, 104), 48),
-    ((128, 520, 80), 64),
+    ((128, 328, 264), 120),
+    ((130, 520, 80), 64),
+    ((160, 328, 264), 72),
 ]
 
 

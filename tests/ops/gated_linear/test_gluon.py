@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 import fusewise
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _autograd, _cuda, _few_rows, _gluon, _gluon_few, _op, geglu_linear, reference
+from fusewise.ops.gated_linear import _autograd, _cuda, _gluon, _gluon_few, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -98,13 +98,13 @@ def test_what_tma_cannot_describe_is_left_to_triton_where_rows_are_few() -> None
 
 def test_few_rows_share_the_weights_evenly_and_fit() -> None:
     for rows in (1, 3, 16, 33, 64, 65, 128):
-        assert rows <= _few_rows.columns(rows) <= max(8, 2 * rows)
+        assert rows <= _gluon_few.columns(rows) <= max(8, 2 * rows)
         for hidden in (8, 136, 4096, 11008, 14336, 28672):
-            every = _few_rows.configurations(rows, hidden, 132)
-            assert every[0] == _few_rows.choose(rows, hidden, 132) and len(set(every)) == len(every)
+            every = _gluon_few.configurations(rows, hidden, 132)
+            assert every[0] == _gluon_few.choose(rows, hidden, 132) and len(set(every)) == len(every)
             for config in every:
-                ring = config.stages * config.chunks * (2 * config.half + _few_rows.columns(rows)) * 64 * 2
-                assert config.stages >= 2 and config.width % 8 == 0 and ring <= _few_rows.SHARED
+                ring = config.stages * config.chunks * (2 * config.half + _gluon_few.columns(rows)) * 64 * 2
+                assert config.stages >= 2 and config.width % 8 == 0 and ring <= _gluon_few.SHARED
             if hidden >= 4096:
                 tiles = -(-hidden // every[0].width)
                 assert -(-tiles // 132) * every[0].width <= 1.08 * hidden / 132 + 8
@@ -117,13 +117,13 @@ def test_few_rows_share_the_weights_evenly_and_fit() -> None:
 def test_few_rows_compile_for_hopper_without_spills(rows: int, hidden: int) -> None:
     x, weight, bias, y = empty(rows, 4096), empty(2 * hidden, 4096), empty(2 * hidden), empty(rows, hidden)
     halves = Halves.of(STACKED, weight, None, bias)
-    config = _few_rows.choose(rows, hidden, 132)
+    config = _gluon_few.choose(rows, hidden, 132)
     _, arguments = _gluon_few.arguments(
         x, halves.value, halves.gate, (halves.value_bias, halves.gate_bias), y, config, 132, "gelu_tanh", _gluon._map
     )
     kernel = compiled(_gluon.few_rows_kernel, arguments)
     stack, _, instructions = machine_code(kernel)
-    columns = _few_rows.columns(rows)
+    columns = _gluon_few.columns(rows)
     products = {name: n for name, n in instructions.items() if name.startswith("HGMMA")}
     assert stack == 0 and kernel.metadata.shared <= SHARED
     assert list(products) == [f"HGMMA.64x{columns}x16.F32.BF16"], products
@@ -339,10 +339,10 @@ class TestOnHopper:
     def test_few_rows(self, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         for activation in ACTIVATIONS:
             assert_right("y", shape, dtype, Spec(activation, "stacked", gate_first=True))
-        every = _few_rows.configurations(shape[0], shape[2], _gluon.processors_of(0))
+        every = _gluon_few.configurations(shape[0], shape[2], _gluon.processors_of(0))
         for config in every:
             monkeypatch.setattr(_gluon, "_PLANS", {})
-            monkeypatch.setattr(_few_rows, "choose", lambda *_, config=config: config)
+            monkeypatch.setattr(_gluon_few, "choose", lambda *_, config=config: config)
             assert_right("y", shape, dtype, STACKED)
 
     def test_a_large_problem(self) -> None:

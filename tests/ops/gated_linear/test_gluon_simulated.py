@@ -14,7 +14,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from fusewise.ops.gated_linear import _few_rows, _gluon, _gluon_few, reference
+from fusewise.ops.gated_linear import _gluon, _gluon_few, reference
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 _path = Path(__file__).with_name("gluon_machine.py")
@@ -250,14 +250,14 @@ def test_infinities_and_nan_are_those_of_eager(activation: str) -> None:
 
 
 FEW = [  # (M, D, F), configuration, programs
-    ((1, 328, 136), _few_rows.Config(56, 1, 3), 2),
-    ((16, 256, 264), _few_rows.Config(112, 2, 2), 2),
-    ((5, 64, 8), _few_rows.Config(8, 1, 3), 2),
-    ((64, 200, 384), _few_rows.Config(96, 1, 4), 3),
-    ((33, 520, 128), _few_rows.Config(128, 2, 2), 1),
-    ((3, 136, 200), _few_rows.Config(24, 2, 5), 4),
-    ((100, 200, 136), _few_rows.Config(64, 1, 6), 2),
-    ((70, 200, 136), _few_rows.Config(48, 1, 6), 2),
+    ((1, 328, 136), _gluon_few.Config(56, 1, 3), 2),
+    ((16, 256, 264), _gluon_few.Config(112, 2, 2), 2),
+    ((5, 64, 8), _gluon_few.Config(8, 1, 3), 2),
+    ((64, 200, 384), _gluon_few.Config(96, 1, 4), 3),
+    ((33, 520, 128), _gluon_few.Config(128, 2, 2), 1),
+    ((3, 136, 200), _gluon_few.Config(24, 2, 5), 4),
+    ((100, 200, 136), _gluon_few.Config(64, 1, 6), 2),
+    ((70, 200, 136), _gluon_few.Config(48, 1, 6), 2),
 ]
 
 
@@ -265,7 +265,7 @@ FEW = [  # (M, D, F), configuration, programs
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("shape", "config", "programs"), FEW, ids=str)
 def test_few_rows(
-    shape: tuple[int, int, int], config: _few_rows.Config, programs: int, bias: bool, timing: str
+    shape: tuple[int, int, int], config: _gluon_few.Config, programs: int, bias: bool, timing: str
 ) -> None:
     rows, features, hidden = shape
     x, halves, _ = operands(rows, features, hidden, STACKED, bias)

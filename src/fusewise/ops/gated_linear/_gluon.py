@@ -21,8 +21,7 @@ from ..._shared.gpu import processors_of
 from ..._shared.memo import Memo
 from ..._shared.triton_launch import INTERPRETED, launches_directly
 from .._tuned import Key, Tuned
-from . import _few_rows as few
-from . import _gluon_few
+from . import _gluon_few as few
 from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
@@ -88,7 +87,7 @@ def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
 
 
 def _space(key: Key, device: int) -> list[Any]:
-    if key.way == _gluon_few.WAY:
+    if key.way == few.WAY:
         return few.configurations(key.rows, key.hidden, processors_of(device))
     if key.kernel == "gate":
         return gate_configurations(key.rows, key.hidden, processors_of(device), sums=key.way == "sums")
@@ -133,7 +132,7 @@ def path(x: Tensor, halves: Halves) -> str:
     hidden = halves.value.shape[0]
     keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
     if x.shape[0] <= few.MOST_ROWS:
-        keys[0] = keys[0]._replace(way=_gluon_few.WAY)
+        keys[0] = keys[0]._replace(way=few.WAY)
     sums = halves.value_bias is not None
     tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
     copies = f"{ALIGNED}: others are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
@@ -256,15 +255,15 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     x, value, gate = map(brought, (x, halves.value, halves.gate))
     matrices, pointers = (x, value, gate), (*bias, y)
     key = (
-        _gluon_few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],
+        few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],
         *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in pointers],
     )  # fmt: skip
 
     def called() -> tuple[int, dict[str, Any]]:
         processors = processors_of(device)
-        found: few.Config | None = TUNED.find(device, Key("y", x.dtype, _gluon_few.WAY, rows, features, hidden))
+        found: few.Config | None = TUNED.find(device, Key("y", x.dtype, few.WAY, rows, features, hidden))
         config = found or few.choose(rows, hidden, processors)
-        return _gluon_few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
+        return few.arguments(x, value, gate, bias, y, config, processors, activation, _map)
 
     _start(few_rows_kernel, key, device, matrices, pointers, called)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
-from .. import _few_rows as few
 from .. import _host
 from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, odd, split_preact
 from .._products import COLUMN_MULTIPLE, brought, describable_room, each, put
@@ -36,6 +35,7 @@ CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
+FEW_ROWS = 128  # to which pre-activations are not worth its tiles, nor matrices that TMA cannot describe copies
 ROWS, GATE_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
 
 _PLAN = Struct("17q")
@@ -78,13 +78,13 @@ def refuses(
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are not.
     Builds the library of the activation if need be."""
     rows = matrices[0].shape[0]
-    is_few = rows <= few.MOST_ROWS
-    if by_choice and is_few:
+    if by_choice and rows <= FEW_ROWS:
         if not alone:
-            return f"with gradients, up to {few.MOST_ROWS} rows are few for its tiles"
+            return f"with gradients, up to {FEW_ROWS} rows are few for its tiles"
         if odd(hidden, matrices):
-            return f"{ALIGNED}, and copies of others are worth it from {few.MOST_ROWS + 1} rows on"
-    fewer = alone and not is_few and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
+            return f"{ALIGNED}, and copies of others are worth it from {FEW_ROWS + 1} rows on"
+    many = rows > tiles.FEW_ROWS
+    fewer = alone and many and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
     if by_choice and fewer and _gluon_is_there():
         return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features take fewer rounds"
     kernel = _kernel(matrices[0].dtype, activation)
@@ -149,7 +149,7 @@ def _run(
 def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
     """The epilogue that makes y alone, and the width of its tiles where the kernel has no width of its own."""
     size = x.shape[0], hidden, processors_of(x.get_device())
-    return (FEW, few.choose(*size).width) if x.shape[0] <= few.MOST_ROWS else (tiles.for_y(*size).epilogue, 0)
+    return (FEW, tiles.width_of_few(*size)) if x.shape[0] <= tiles.FEW_ROWS else (tiles.for_y(*size).epilogue, 0)
 
 
 def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:

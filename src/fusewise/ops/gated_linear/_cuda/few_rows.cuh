@@ -1,4 +1,4 @@
-// y of up to 128 rows of x, whose time is that of reading the weights once:
+// y of up to 160 rows of x, whose time is that of reading the weights once:
 //
 //     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
 //
@@ -6,8 +6,8 @@
 //
 // A block has tiles of `width` features, whatever width shares F evenly among the multiprocessors. One thread keeps all of the shared
 // memory on its way: a ring of stages, each 64 columns of `width` rows of both weights and of x, or twice as many; it runs on into the
-// next tile while the last is finished. Four warps multiply: the weights are on the left, u and g of a feature in one thread, and
-// x is on the right. Rows of the operands beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared memory makes in
+// next tile while the last is finished. For each 64 features four warps multiply: the weights are on the left, u and g of a feature in
+// one thread, and x is on the right. Rows of the operands beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared memory makes in
 // their place is not stored.
 //
 // The kernel may start before the one ahead has ended, and waits for that end before it reads: who knows what that one writes.
@@ -23,7 +23,7 @@
 
 namespace {
 
-constexpr int RING_BYTES = 224 * 1024, MOST_STAGES = 16, SLAB_BYTES = 64 * DEPTH * 2;  // 64 features of a weight
+constexpr int RING_BYTES = 220 * 1024, MOST_STAGES = 8, SLAB_BYTES = 64 * DEPTH * 2;  // 64 features of a weight
 
 struct FewRows {
   CUtensorMap x, value, gate;  // in boxes of DEPTH columns by `x_rows` and `width` rows
@@ -36,7 +36,7 @@ struct FewRows {
 
 struct FewShared {
   alignas(1024) char ring[RING_BYTES];
-  alignas(16) char out[4][16 * 16 * 2];  // of each warp, 16 rows of 16 features
+  alignas(16) char out[2 * GROUP / 32][16 * 16 * 2];  // of each warp, 16 rows of 16 features
   uint64_t ready[MOST_STAGES], free[MOST_STAGES];
 };
 static_assert(sizeof(FewShared) <= MOST);
@@ -47,6 +47,7 @@ template <int COLUMNS, int SLABS>
 struct Stage {
   static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2, CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
   static constexpr int BYTES = CHUNKS * CHUNK, COUNT = RING_BYTES / BYTES, DEEP = CHUNKS * DEPTH;
+  static constexpr int THREADS = SLABS * GROUP + (SLABS > 1 ? GROUP : 32);  // registers are handed over by four warps at once
   static_assert(COUNT <= MOST_STAGES);
 };
 
@@ -79,25 +80,25 @@ __device__ void bring_few(const FewRows& p, FewShared& shared) {
   }
 }
 
-// Add up the products of a tile, of the value's features and then of the gate's.
+// Add up the products of a tile's 64 features with this number, of the value and of the gate.
 template <bool BFLOAT16, int COLUMNS, int SLABS>
-__device__ void multiply_few(float (&sums)[2 * SLABS][COLUMNS / 2], const FewRows& p, FewShared& shared,
+__device__ void multiply_few(float (&u)[COLUMNS / 2], float (&g)[COLUMNS / 2], const FewRows& p, FewShared& shared, int slab,
                              Turn<Stage<COLUMNS, SLABS>::COUNT>& at) {
   using S = Stage<COLUMNS, SLABS>;
   constexpr int CHUNK = DEPTH / 16;  // products, 16 of the depth each
+  constexpr uint64_t TO_GATE = SLABS * SLAB_BYTES >> 4;
   const bool first = threadIdx.x % 32 == 0;
   int last = -1;
   for (int column = 0; column < p.depth; column += S::DEEP, at.next()) {
     barrier_wait(shared_address(&shared.ready[at.slot]), at.phase);
     products_begin();
     const uint32_t from = shared_address(shared.ring + at.slot * S::BYTES);
-    const uint64_t left = described(from), right = described(from + S::X);
+    const uint64_t left = described(from + slab * SLAB_BYTES), right = described(from + S::X);
 #pragma unroll
     for (int k = 0; k < S::DEEP / 16; ++k) {
       const uint64_t along = (k / CHUNK * S::CHUNK + k % CHUNK * 32) >> 4;
-#pragma unroll
-      for (int slab = 0; slab < 2 * SLABS; ++slab)
-        product<BFLOAT16, false>(sums[slab], left + (slab * SLAB_BYTES >> 4) + along, right + along, column + k);
+      product<BFLOAT16, false>(u, left + along, right + along, column + k);
+      product<BFLOAT16, false>(g, left + TO_GATE + along, right + along, column + k);
     }
     products_commit();
     products_wait<1>();
@@ -105,8 +106,7 @@ __device__ void multiply_few(float (&sums)[2 * SLABS][COLUMNS / 2], const FewRow
     last = at.slot;
   }
   products_wait<0>();
-#pragma unroll
-  for (int slab = 0; slab < 2 * SLABS; ++slab) products_are_there(sums[slab]);
+  products_are_there(u), products_are_there(g);
   if (first) barrier_arrive(shared_address(&shared.free[last]));
 }
 
@@ -114,8 +114,8 @@ __device__ void multiply_few(float (&sums)[2 * SLABS][COLUMNS / 2], const FewRow
 template <bool BFLOAT16, int COLUMNS, int ACTIVATION>
 __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMNS / 2], const float (&bias)[2][2], const FewRows& p,
                           FewShared& shared, int feature, int end) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  char* const out = shared.out[warp];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  char* const out = shared.out[threadIdx.x / 32];
   // Where in it eight features of a row are. Rows four apart would meet in the same banks.
   const auto place = [](int row, int eight) { return row * 32 + ((eight ^ (row >> 2 & 1)) << 4); };
   const int mine = feature + warp * 16 + lane % 2 * 8;
@@ -139,46 +139,47 @@ __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMN
 }
 
 template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
-__device__ void make_few(const FewRows& p, FewShared& shared) {
-  float sums[2 * SLABS][COLUMNS / 2];
+__device__ void make_few(const FewRows& p, FewShared& shared, int slab) {
+  float u[COLUMNS / 2], g[COLUMNS / 2];
   Turn<Stage<COLUMNS, SLABS>::COUNT> at{0, 0};
   kernel_before_has_ended();
   for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
-    float bias[SLABS][2][2];  // of a thread's features, eight apart: the value's, the gate's
+    const int feature = tile * p.width + slab * 64;
+    float bias[2][2];  // the value's and the gate's of a thread's two features, eight apart
 #pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int feature = tile * p.width + slab * 64 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + j * 8;
-        const auto of = [&](const void* bias, int64_t stride) {
-          return bias != nullptr && feature < p.hidden ? widened<BFLOAT16>(bias, feature * stride) : 0.0f;
-        };
-        bias[slab][0][j] = of(p.value_bias, p.value_bias_stride), bias[slab][1][j] = of(p.gate_bias, p.gate_bias_stride);
-      }
-    multiply_few<BFLOAT16, COLUMNS, SLABS>(sums, p, shared, at);
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab)
-      write_few<BFLOAT16, COLUMNS, ACTIVATION>(sums[slab], sums[SLABS + slab], bias[slab], p, shared, tile * p.width + slab * 64,
-                                               min(p.hidden, (tile + 1) * p.width));
+    for (int j = 0; j < 2; ++j) {
+      const int mine = feature + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + j * 8;
+      const auto of = [&](const void* bias, int64_t stride) {
+        return bias != nullptr && mine < p.hidden ? widened<BFLOAT16>(bias, mine * stride) : 0.0f;
+      };
+      bias[0][j] = of(p.value_bias, p.value_bias_stride), bias[1][j] = of(p.gate_bias, p.gate_bias_stride);
+    }
+    multiply_few<BFLOAT16, COLUMNS, SLABS>(u, g, p, shared, slab, at);
+    write_few<BFLOAT16, COLUMNS, ACTIVATION>(u, g, bias, p, shared, feature, min(p.hidden, (tile + 1) * p.width));
   }
 }
 
 template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
-__global__ void __launch_bounds__(GROUP + 32, 1) few_rows_kernel(const __grid_constant__ FewRows p) {
+__global__ void __launch_bounds__(Stage<COLUMNS, SLABS>::THREADS, 1) few_rows_kernel(const __grid_constant__ FewRows p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FewShared>();
-  if (threadIdx.x == GROUP) {
+  if (threadIdx.x == SLABS * GROUP) {
     prefetch(&p.value), prefetch(&p.gate), prefetch(&p.x);
     for (int i = 0; i < Stage<COLUMNS, SLABS>::COUNT; ++i) {
       barrier_init(shared_address(&shared.ready[i]), 1);
-      barrier_init(shared_address(&shared.free[i]), GROUP / 32);
+      barrier_init(shared_address(&shared.free[i]), SLABS * GROUP / 32);
     }
     barriers_are_there();
   }
   __syncthreads();
   kernel_behind_may_start();
-  if (threadIdx.x < GROUP) make_few<BFLOAT16, COLUMNS, SLABS, ACTIVATION>(p, shared);
-  else if (threadIdx.x == GROUP) bring_few<COLUMNS, SLABS>(p, shared);
+  if (threadIdx.x < SLABS * GROUP) {
+    if constexpr (SLABS > 1) more_registers<240>();
+    make_few<BFLOAT16, COLUMNS, SLABS, ACTIVATION>(p, shared, threadIdx.x / GROUP);
+    return;
+  }
+  if constexpr (SLABS > 1) fewer_registers<24>();
+  if (threadIdx.x == SLABS * GROUP) bring_few<COLUMNS, SLABS>(p, shared);
 #endif
 }
 
@@ -188,7 +189,7 @@ cudaError_t launch_few_rows_of(FewRows& p, int processors, cudaStream_t on) {
   constexpr int bytes = sizeof(FewShared);
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(GROUP + 32);
+  config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(Stage<COLUMNS, SLABS>::THREADS);
   config.dynamicSmemBytes = bytes, config.stream = on;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -216,11 +217,16 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
       !in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width))
     return cudaErrorInvalidValue;
   const bool wide = p.width > 64;
-  if (p.rows > 64) return wide ? cudaErrorInvalidValue : launch_few_rows_of<BFLOAT16, 128, 1, ACTIVATION>(p, processors, on);
-  const auto launch = p.rows > 32   ? wide ? launch_few_rows_of<BFLOAT16, 64, 2, ACTIVATION> : launch_few_rows_of<BFLOAT16, 64, 1, ACTIVATION>
-                      : p.rows > 16 ? wide ? launch_few_rows_of<BFLOAT16, 32, 2, ACTIVATION> : launch_few_rows_of<BFLOAT16, 32, 1, ACTIVATION>
-                      : wide        ? launch_few_rows_of<BFLOAT16, 16, 2, ACTIVATION> : launch_few_rows_of<BFLOAT16, 16, 1, ACTIVATION>;
-  return launch(p, processors, on);
+#define OF(COLUMNS) \
+  if (p.rows <= COLUMNS) \
+    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, processors, on)
+  OF(16);
+  OF(32);
+  OF(64);
+  OF(128);
+  OF(160);
+#undef OF
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
