@@ -240,3 +240,10 @@ def test_sentences_say_it_all():
         "A hand-written kernel is worth it in 1 (1 fusewise-cpu).",
     ]
     assert summary([]) == ["Nothing was measured, so nothing can be told."]
+
+
+@pytest.mark.parametrize(("reasons", "said"), [(1, "why 0"), (2, "why 0; why 1"), (4, "why 0; why 1; and 2 more")])
+def test_a_summary_of_more_reasons_than_it_has_says_how_many(reasons, said):
+    tried = only(record({"floor-copy": 10.0, "eager": 20.0}))
+    told = summary([dataclasses.replace(tried, why=f"why {i % reasons}") for i in range(8)])
+    assert told[1] == f"A hand-written kernel may be worth trying in 8 ({said})."

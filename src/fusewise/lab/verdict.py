@@ -310,6 +310,7 @@ def summary(found: Sequence[Verdict]) -> list[str]:
         these = [v for v in found if v.worth == worth]
         if these:
             kernels = [v.kernel for v in these if v.kernel]
-            whys = counted(kernels) if kernels else "; ".join(list(dict.fromkeys(v.why for v in these))[:2])
-            said.append(f"{words} in {len(these)} ({whys}).")
+            whys = list(dict.fromkeys(v.why for v in these))
+            some = "; ".join([*whys[:2], *([f"and {len(whys) - 2} more"] if len(whys) > 2 else [])])
+            said.append(f"{words} in {len(these)} ({counted(kernels) if kernels else some}).")
     return said
