@@ -10,7 +10,13 @@ from fusewise.lab.problem import Task
 from fusewise.lab.providers import ours
 from fusewise.lab.targets import gated_mlp, geglu
 from fusewise.lab.worker import make_work
+from fusewise.ops.gated_linear import _onednn
 from fusewise.ops.gated_linear.cases import GatedCase
+
+with_onednn = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
+    reason="this build of torch has no oneDNN",
+)
 
 
 def problem(op, case, dtype="fp32", pass_="fwd", seed=0):
@@ -226,11 +232,13 @@ def test_the_memory_model_of_an_mlp_is_what_was_measured():
         assert p.predicted_bytes("fwd", "bf16", "fused") == h + h // 4
 
 
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=with_onednn)], ids=["mkl", "onednn"])
 @pytest.mark.parametrize("save", ["preact", "input"])
-def test_the_memory_of_our_mlp_is_what_the_model_says(save):
+def test_the_memory_of_our_mlp_is_what_the_model_says(save, apart, monkeypatch):
+    monkeypatch.setattr(_onednn, "there", lambda: apart)
     p = problem("gated_mlp", "mlp-swiglu", pass_="fwd+bwd")
     run = Run(lambda *xs: p.operation(*xs, save=save))
-    form = "chunked" if save == "preact" else "chunked-recompute"
+    form = f"chunked{'-apart' if apart else ''}{'-recompute' if save == 'input' else ''}"
     found = p.memory(form)
     grown = memory.peak_bytes(make_work(p, run, 1), p.device)
     assert found["predicted_peak_bytes"] <= grown <= 1.02 * found["predicted_peak_bytes"]

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fusewise.lab.memory import growth
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _autograd, _op, gated_linear, geglu_linear
+from fusewise.ops.gated_linear import _autograd, _onednn, _op, gated_linear, geglu_linear
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES, Layout
 
 # Of numpy, in the interpreter: infinities and NaN are meant.
@@ -254,6 +254,7 @@ def test_of_large_problems_wanted_gradients_alone_and_again(impl: str, monkeypat
 def test_the_peak_of_large_problems(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """y, both pre-activations, dx and one half of dW; when the rest of dW comes, a half of the others is gone."""
     monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
+    monkeypatch.setattr(_onednn, "there", lambda: False)
     rows, features, hidden = 4096, 1024, 512
     x, weight, _, dy = make(rows, features, hidden, torch.float32)
     weights = weight.chunk(2) if layout == "separate" else (weight,)

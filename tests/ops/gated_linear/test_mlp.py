@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fusewise.lab.memory import growth
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _op, gated_mlp
+from fusewise.ops.gated_linear import _onednn, _op, gated_mlp
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,8 +124,9 @@ def test_held_memory_is_the_contract() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
 @pytest.mark.parametrize(("save", "extra"), [("preact", 1), ("input", 3)])
-def test_backward_needs_y_and_the_pre_activations(save: str, extra: int) -> None:
+def test_backward_needs_y_and_the_pre_activations(save: str, extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the gradients, of F = 4096: y, and both pre-activations where they were not kept."""
+    monkeypatch.setattr(_onednn, "there", lambda: False)
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((256, 8), (4096, 8), (4096, 8), (8, 4096))]
     for _ in range(2):  # the first call builds
         z = gated_mlp(*leaves, activation="silu", save=save)  # type: ignore[arg-type]

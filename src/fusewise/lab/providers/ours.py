@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import fusewise
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _host as gated_host
-from fusewise.ops.gated_linear import _op
+from fusewise.ops.gated_linear import _onednn, _op
 from fusewise.ops.gated_linear._chunks import FEW_ROWS
 from fusewise.ops.rope import _host as rope_host
 
@@ -183,6 +184,8 @@ class GatedCpu(_Gated):
     def build(self, problem: Problem) -> Run:
         run = super().build(problem)
         called_natively(gated_host.recipe())
+        if gated_problem(self, problem).dtype == torch.float32 and _onednn.there():
+            run = replace(run, form=run.form.replace("chunked", "chunked-apart"))
         return run
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusewise.ops.gated_linear._chunks import chunk_bytes
 from fusewise.ops.gated_linear.api import gated_mlp
 from fusewise.ops.gated_linear.cases import GatedCase, case
 
@@ -24,7 +25,16 @@ from .geglu import ACTIVATE, GatedProblem, jax_unit, unit
 
 #: What a forward holds for its backward beside inputs and z, in units of y, by the way it is computed: beside what the unit
 #: holds, y for the gradient of W_down.
-HELD = {"eager": 4, "two-kernels": 3, "fused": 2, "fused-recompute": 0, "chunked": 2, "chunked-recompute": 0}
+HELD = {
+    "eager": 4,
+    "two-kernels": 3,
+    "fused": 2,
+    "fused-recompute": 0,
+    "chunked": 2,
+    "chunked-recompute": 0,
+    "chunked-apart": 2,
+    "chunked-apart-recompute": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -75,13 +85,16 @@ class MlpCase:
 
         Forward, the unit's own, or y and z. Backward, "eager" holds 4 h and makes the gradients of y, value and gate on
         its way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is there. "fused" keeps the
-        pre-activations, whose gradient takes their place, and makes y again; dx, dW and db come when y has gone."""
+        pre-activations, whose gradient takes their place, and makes y again, by oneDNN ("apart") a chunk of its gradient
+        beside; dx, dW and db come when y has gone."""
         size = DTYPES[dtype].itemsize
         h, z, down = self.unit.output_bytes(dtype), self.output_bytes(dtype), self.down_elements * size
         forward = max(self.unit.predicted_bytes("fwd", dtype, form), h + z)
         if direction == "fwd":
             return forward
         most = z + down + {"eager": 6 * h, "two-kernels": 5 * h}.get(form, 3 * h)
+        if "apart" in form:
+            most += chunk_bytes(self.unit.rows, self.unit.hidden * size)
         return max(forward, most, z + down + 2 * h + self.unit.gradient_bytes(dtype))
 
 

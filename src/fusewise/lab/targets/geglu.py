@@ -20,7 +20,16 @@ from . import Case, CaseProblem, Target
 
 #: What a forward holds for its backward beside inputs and y, in units of y, by the way it is computed: the product with
 #: both halves is two, the activated gate one.
-HELD = {"eager": 3, "two-kernels": 2, "fused": 2, "fused-recompute": 0, "chunked": 2, "chunked-recompute": 0}
+HELD = {
+    "eager": 3,
+    "two-kernels": 2,
+    "fused": 2,
+    "fused-recompute": 0,
+    "chunked": 2,
+    "chunked-recompute": 0,
+    "chunked-apart": 2,
+    "chunked-apart-recompute": 0,
+}
 
 
 class Geglu(Target):

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._shared import build, cpu, host
-from . import _chunks
+from . import _chunks, _onednn
 from ._problem import Halves, Spec, rows
 
 _NAMES = ("host.cpp", "host_call.h", "host_gpu.h", "_cpu/gate.h", "_cuda/plan.h")
@@ -34,7 +34,7 @@ def recipe() -> build.Recipe:
     """What the extension is built from."""
     names = ("FEW_ROWS", "CHUNK_ROWS", "CHUNK_BYTES", "ROW_MULTIPLE")
     sizes = tuple(f"-D{name}={getattr(_chunks, name)}" for name in names)
-    return "gated-host", SOURCES, build.cxx(), (*host.flags(), *sizes)
+    return "gated-host", SOURCES, build.cxx(), (*host.flags(), *sizes, f"-DONEDNN_WORTH={_onednn.WORTH}")
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def load(kernel: cpu.Kernel | None = None) -> None:
     global _with_gate
     made = extension()
     if kernel is not None:
-        made.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0)
+        made.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0, _onednn.there())
         _with_gate = True
 
 

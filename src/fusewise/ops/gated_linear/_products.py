@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from .._choice import Choice
 from .._register import register
+from . import _onednn as onednn
+from ._chunks import slices
 from ._problem import describable
 
 COLUMN_MULTIPLE = 8  # to which rows are padded: 16 bytes
@@ -84,6 +86,12 @@ def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> 
     if pads(part_MF):
         part_MF = padded(part_MF)
         weight_FD = padded(weight_FD, part_MF.shape[1])
+    if onednn.takes(part_MF, weight_FD.mT):
+        if total is None:
+            return onednn.linear(part_MF, weight_FD.mT)
+        for rows in slices(part_MF.shape[0], total.shape[1] * total.element_size()):  # no second total
+            total[rows].add_(onednn.linear(part_MF[rows], weight_FD.mT))
+        return total
     return torch.mm(part_MF, weight_FD) if total is None else total.addmm_(part_MF, weight_FD)
 
 
@@ -91,16 +99,30 @@ def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tenso
     """partᵀ · x, in `to` if that is given; else the result may be larger than (F, D): see `cropped`."""
     if pads(x_MD):
         part_MF, x_MD = padded(part_MF), padded(x_MD)
-    if to is None or to.shape != (part_MF.shape[1], x_MD.shape[1]):
+    if onednn.takes(part_MF.mT, x_MD.mT):
+        made = _transposed_in_chunks(part_MF, x_MD)
+    elif to is not None and to.shape == (part_MF.shape[1], x_MD.shape[1]):
+        return torch.mm(part_MF.mT, x_MD, out=to)
+    else:
         made = torch.mm(part_MF.mT, x_MD)
-        return made if to is None else put(made, to)
-    return torch.mm(part_MF.mT, x_MD, out=to)
+    return made if to is None else put(made, to)
+
+
+def _transposed_in_chunks(part_MF: Tensor, x_MD: Tensor) -> Tensor:
+    """partᵀ · x by oneDNN, some rows at a time: it copies a transposed left operand."""
+    first, *others = slices(part_MF.shape[0], part_MF.shape[1] * part_MF.element_size())
+    total = onednn.linear(part_MF[first].mT, x_MD[first].mT)
+    for rows in others:
+        total.add_(onednn.linear(part_MF[rows].mT, x_MD[rows].mT))
+    return total
 
 
 def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`functional.linear`, of padded operands where they are worth it."""
     if not pads(y_MF):
-        return functional.linear(y_MF, weight, bias)
+        return (
+            onednn.linear(y_MF, weight, bias) if onednn.takes(y_MF, weight) else functional.linear(y_MF, weight, bias)
+        )
     missing = -weight.shape[0] % COLUMN_MULTIPLE
     made = functional.linear(
         padded(y_MF), padded(weight, weight.shape[0] + missing),

@@ -25,7 +25,9 @@ from ._chunks import scratch_bytes
 from ._problem import Activation
 
 #: How a provider goes about it; see `GatedCase.predicted_bytes`.
-Form = Literal["eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute"]
+Form = Literal[
+    "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,14 @@ class GatedCase:
         and y, and a gradient of another 2h. "fused" makes y alone; with gradients it keeps 2h, and their gradient takes
         that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time where they are
         large. Last come dx, dW and db, made from what is left of it. "chunked" and "chunked-recompute" are the same on a
-        CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations.
+        CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations, and "chunked-apart" and
+        "chunked-apart-recompute" by oneDNN, where it needs a chunk of both.
         """
         itemsize = DTYPES[dtype].itemsize
         h = self.rows * self.hidden * itemsize
-        chunk = scratch_bytes(self.rows, self.hidden, itemsize) if form.startswith("chunked") else 0
+        chunk = (
+            scratch_bytes(self.rows, self.hidden, itemsize, apart="apart" in form) if form.startswith("chunked") else 0
+        )
         recompute = form.endswith("recompute")
         forward = {"eager": 4 * h, "two-kernels": 3 * h}.get(form, h + chunk)
         if direction == "fwd":
@@ -107,7 +112,7 @@ class GatedCase:
         kept = h if recompute and large else 2 * h
         backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
         last = h + kept + self.gradient_bytes(dtype)
-        if form in ("fused", "chunked") and large and self.rows >= self.features:
+        if form in ("fused", "chunked", "chunked-apart") and large and self.rows >= self.features:
             half = self.weight_elements * itemsize // 2
             dx = self.rows * self.features * itemsize
             last = max(3 * h + dx + half, 2 * h + dx + 3 * half)

@@ -9,6 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/record_function.h>
@@ -20,14 +21,30 @@ namespace {
 
 void (*run)(const Call*) = nullptr;  // `fusewise_gate` of gate.cpp, or null: there is none
 decltype(Call::parallel) parallel = nullptr;
+bool onednn = false;  // whether it is the one for products of float32, `_onednn.py`
 
 // Rows of a tensor, or entries.
 Tensor part(const Tensor& x, int64_t first, int64_t count) {
   return count == x.size(0) ? x : x.narrow(0, first, count);
 }
 
+// `takes` and `linear` of _onednn.py, for operands that are no transposed ones.
+bool takes(const Tensor& x, const Tensor& weight) {
+  return onednn && x.scalar_type() == at::kFloat && x.is_contiguous() && weight.is_contiguous() &&
+         x.numel() * weight.size(0) >= ONEDNN_WORTH && at::globalContext().userEnabledMkldnn();
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "");
+  std::vector<c10::IValue> stack{x, weight, bias.defined() ? c10::IValue(bias) : c10::IValue(), "none",
+                                 c10::List<std::optional<at::Scalar>>(), ""};
+  op.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
 void product(const Tensor& x, const Tensor& weight, const Tensor& bias, Tensor to) {
-  if (bias.defined()) at::addmm_out(to, bias, x, weight.t());
+  if (takes(x, weight)) to.copy_(linear(x, weight, bias));
+  else if (bias.defined()) at::addmm_out(to, bias, x, weight.t());
   else at::mm_out(to, x, weight.t());
 }
 
@@ -42,8 +59,9 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   const int64_t rows = x.size(0), hidden = a.hidden;
   const Tensor none, &bias = a.bias == nullptr ? none : *a.bias;
   if (a.w_gate == nullptr && rows <= FEW_ROWS) {
-    const Tensor preact = empty(x, {rows, 2 * hidden}, {2 * hidden, 1});
-    product(x, *a.weight, bias, preact);
+    Tensor preact;
+    if (takes(x, *a.weight)) preact = linear(x, *a.weight, bias);
+    else product(x, *a.weight, bias, preact = empty(x, {rows, 2 * hidden}, {2 * hidden, 1}));
     const Tensor first = preact.narrow(1, 0, hidden), second = preact.narrow(1, hidden, hidden);
     return a.gate_first ? gate(a, y, second, first) : gate(a, y, first, second);
   }
@@ -60,10 +78,16 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   }
   const int64_t row_bytes = 2 * hidden * x.element_size();
   const int64_t size = std::min(rows, std::max<int64_t>(CHUNK_ROWS, CHUNK_BYTES / row_bytes / ROW_MULTIPLE * ROW_MULTIPLE));
-  const Tensor scratch = empty(x, {size, hidden}, {hidden, 1});
+  Tensor scratch;
   for (int64_t row = 0; row < rows; row += size) {
     const int64_t count = std::min(size, rows - row);
-    const Tensor from = part(x, row, count), u = part(y, row, count), g = part(scratch, 0, count);
+    const Tensor from = part(x, row, count), u = part(y, row, count);
+    if (takes(from, value) && takes(from, of_gate)) {
+      gate(a, u, linear(from, value, value_bias), linear(from, of_gate, gate_bias));
+      continue;
+    }
+    if (!scratch.defined()) scratch = empty(x, {size, hidden}, {hidden, 1});
+    const Tensor g = part(scratch, 0, count);
     product(from, value, value_bias, u);
     product(from, of_gate, gate_bias, g);
     gate(a, u, u, g);
@@ -138,10 +162,12 @@ PyObject* remember(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// on_cpu(entry point of the gate, GOMP_parallel or 0).
+// on_cpu(entry point of the gate, GOMP_parallel or 0, whether products of float32 are oneDNN's).
 PyObject* on_cpu(PyObject*, PyObject* given) {
   unsigned long long entry = 0, threads = 0;
-  if (!PyArg_ParseTuple(given, "KK", &entry, &threads)) return nullptr;
+  int by_onednn = 0;
+  if (!PyArg_ParseTuple(given, "KKp", &entry, &threads, &by_onednn)) return nullptr;
+  onednn = by_onednn;
   run = reinterpret_cast<decltype(run)>(entry), parallel = reinterpret_cast<decltype(parallel)>(threads);
   Py_RETURN_NONE;
 }
@@ -160,6 +186,6 @@ PyModuleDef definition = {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject* fusewise_gated_host() {
-  pthread_atfork(nullptr, nullptr, [] { parallel = nullptr; });  // a child has none of the parent's OpenMP threads
+  pthread_atfork(nullptr, nullptr, [] { parallel = nullptr, onednn = false; });  // a child has none of the parent's OpenMP threads
   return PyModule_Create(&definition);
 }

@@ -80,7 +80,7 @@ def down_gradient(
 ) -> None:
     sums = _sums(y, dbias)
     for chunk in chunks.slices(y.shape[0], y.shape[1] * y.element_size()):
-        torch.mm(dz[chunk], w_down, out=y[chunk])  # dy, whose place y takes
+        chunks.product(dz[chunk], w_down.mT, None, y[chunk])  # dy, whose place y takes
         _gate(
             chunks.part_of(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk],
             dpreact=chunks.part_of(dpreact, chunk, spec), sums=_sums_of(sums, chunk),
