@@ -86,16 +86,20 @@ class MlpCase:
         Forward, the unit's own, or y and z. Backward, "eager" holds 4 h and makes the gradients of y, value and gate on
         its way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is there. "fused" keeps the
         pre-activations, whose gradient takes their place, and makes y again, by oneDNN ("apart") a chunk of its gradient
-        beside; dx, dW and db come when y has gone."""
+        beside (`apart_bytes` beside dW); dx, dW and db come when y has gone."""
         size = DTYPES[dtype].itemsize
         h, z, down = self.unit.output_bytes(dtype), self.output_bytes(dtype), self.down_elements * size
         forward = max(self.unit.predicted_bytes("fwd", dtype, form), h + z)
         if direction == "fwd":
             return forward
         most = z + down + {"eager": 6 * h, "two-kernels": 5 * h}.get(form, 3 * h)
+        last = z + down + 2 * h + self.unit.gradient_bytes(dtype)
         if "apart" in form:
-            most += chunk_bytes(self.unit.rows, self.unit.hidden * size)
-        return max(forward, most, z + down + 2 * h + self.unit.gradient_bytes(dtype))
+            most, last = (
+                most + chunk_bytes(self.unit.rows, self.unit.hidden * size),
+                last + self.unit.apart_bytes(dtype),
+            )
+        return max(forward, most, last)
 
 
 def _named(name: str, found: GatedCase, **changes: Any) -> MlpCase:

@@ -84,7 +84,8 @@ def gated_linear(
         y (..., F), contiguous, in the dtype of x.
 
     Memory: without gradients y and nothing else (on a CPU a chunk of the gate's pre-activations besides: 8 MiB, or 512
-    rows if those are more). Backward needs, beside the gradients that it returns, 2F elements a row
+    rows if those are more; of both where oneDNN multiplies float32, which needs such a chunk in the backward, too, and
+    dW once more). Backward needs, beside the gradients that it returns, 2F elements a row
     with `save="input"` (F where that would be 256 MiB or more), and none with `save="preact"` unless the graph is
     retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed
     order, by partial sums (2F for every 32 rows or more of a large problem): bitwise reproducible, no atomics.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._cases import DTYPES, Pass, by_pass, of_name, of_preset, seed_of
 from ._autograd import LARGE_BYTES
-from ._chunks import scratch_bytes
+from ._chunks import chunk_bytes, rows_of, scratch_bytes
 from ._problem import Activation
 
 #: How a provider goes about it; see `GatedCase.predicted_bytes`.
@@ -97,7 +97,7 @@ class GatedCase:
         that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time where they are
         large. Last come dx, dW and db, made from what is left of it. "chunked" and "chunked-recompute" are the same on a
         CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations, and "chunked-apart" and
-        "chunked-apart-recompute" by oneDNN, where it needs a chunk of both.
+        "chunked-apart-recompute" by oneDNN, where it needs a chunk of both, and dW some memory beside (`apart_bytes`).
         """
         itemsize = DTYPES[dtype].itemsize
         h = self.rows * self.hidden * itemsize
@@ -111,12 +111,19 @@ class GatedCase:
         large = 2 * h >= LARGE_BYTES
         kept = h if recompute and large else 2 * h
         backward = {"eager": 6 * h, "two-kernels": 5 * h}.get(form, h + kept)
-        last = h + kept + self.gradient_bytes(dtype)
+        last = h + kept + self.gradient_bytes(dtype) + (self.apart_bytes(dtype) if "apart" in form else 0)
         if form in ("fused", "chunked", "chunked-apart") and large and self.rows >= self.features:
             half = self.weight_elements * itemsize // 2
             dx = self.rows * self.features * itemsize
             last = max(3 * h + dx + half, 2 * h + dx + 3 * half)
         return max(forward if recompute else backward, backward, last)
+
+    def apart_bytes(self, dtype: str) -> int:
+        """What oneDNN needs for dW beside it: the rows that it copies, and where these are not all, dW once more."""
+        itemsize = DTYPES[dtype].itemsize
+        row_bytes = 2 * self.hidden * itemsize
+        again = self.weight_elements * itemsize if self.rows > rows_of(row_bytes) else 0
+        return chunk_bytes(self.rows, row_bytes) + again
 
     @property
     def saved_ratio(self) -> float:
