@@ -85,6 +85,7 @@ constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run th
 
 inline bool backwards = false, late = false;
 inline int processors = 132;
+inline bool context = false;  // whether this thread has called what makes the device's context its own
 inline std::string failure;  // of the kernel that ran last
 
 using Operation = std::function<void()>;
@@ -267,6 +268,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) { return cudaSucc
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  on_cpu::context = true;
   return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -300,7 +302,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 }
 
 // What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, and whether what is
-// asynchronous is done as late as it may be.
+// asynchronous is done as late as it may be. The next call to CUDA is the first of its thread.
 extern "C" __attribute__((visibility("default"))) void fusewise_on_cpu(bool backwards, int processors, bool late) {
-  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late;
+  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late, on_cpu::context = false;
 }

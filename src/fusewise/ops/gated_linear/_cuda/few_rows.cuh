@@ -183,11 +183,23 @@ __global__ void __launch_bounds__(Stage<COLUMNS, SLABS>::THREADS, 1) few_rows_ke
 #endif
 }
 
+// The descriptors of what is read; whether that went well.
+bool describe_few(FewRows& p, const Plan& of, const Call& c) {
+  // Of 256 bytes the cache would bring both halves for each: they are asked for one after the other.
+  const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
+    return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  };
+  return in_boxes(&p.x, c.x, of.x_stride, of.rows, p.x_rows) && in_boxes(&p.value, c.value, of.value_stride, of.hidden, p.width) &&
+         in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width);
+}
+
 template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
-cudaError_t launch_few_rows_of(FewRows& p, int processors, cudaStream_t on) {
+cudaError_t launch_few_rows_of(FewRows& p, const Plan& of, const Call& c, int processors, cudaStream_t on) {
   const auto kernel = few_rows_kernel<BFLOAT16, COLUMNS, SLABS, ACTIVATION>;
   constexpr int bytes = sizeof(FewShared);
+  // Ahead of the descriptors, as in gated_linear.cu.
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+  if (!describe_few(p, of, c)) return cudaErrorInvalidValue;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(Stage<COLUMNS, SLABS>::THREADS);
   config.dynamicSmemBytes = bytes, config.stream = on;
@@ -209,17 +221,10 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   // No more rows of x than that: those that are not there take longer than those that are.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
   if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
-  // Of 256 bytes the cache would bring both halves for each: they are asked for one after the other.
-  const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
-    return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
-  };
-  if (!in_boxes(&p.x, c.x, of.x_stride, of.rows, p.x_rows) || !in_boxes(&p.value, c.value, of.value_stride, of.hidden, p.width) ||
-      !in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width))
-    return cudaErrorInvalidValue;
   const bool wide = p.width > 64;
 #define OF(COLUMNS) \
   if (p.rows <= COLUMNS) \
-    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, processors, on)
+    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, of, c, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, of, c, processors, on)
   OF(16);
   OF(32);
   OF(64);
