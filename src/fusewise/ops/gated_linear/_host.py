@@ -1,4 +1,5 @@
-"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone, taken by `host.cpp`.
+"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone, and the unit of such a
+`gated_mlp`, taken by `host.cpp`.
 
     done = _host.gated_linear(*arguments)       # None: not such a call, or new on a GPU; go on in Python
     _host.remember(*arguments)                  # then

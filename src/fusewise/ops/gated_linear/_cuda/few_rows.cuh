@@ -7,8 +7,8 @@
 // A block has tiles of `width` features, whatever width shares F evenly among the multiprocessors. One thread keeps all of the shared
 // memory on its way: a ring of stages, each 64 columns of `width` rows of both weights and of x, or twice as many; it runs on into the
 // next tile while the last is finished. For each 64 features four warps multiply: the weights are on the left, u and g of a feature in
-// one thread, and x is on the right. Rows of the operands beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared memory makes in
-// their place is not stored.
+// one thread, and x is on the right. Rows of the weights beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared
+// memory makes in their place is not stored.
 //
 // The kernel may start before the one ahead has ended, and waits for that end before it reads: who knows what that one writes.
 
