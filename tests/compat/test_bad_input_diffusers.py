@@ -119,7 +119,7 @@ TABLES = "have shape (1 | B, S, 1, D) = (1 | 2, 4, 1, 12)"
         (diffusers.apply_rotary_pos_emb_kolors, {"rope_cache": rand(S - 1, 1, 4, 2)}, "rope_cache must have at least S = 4 rows, got 3; "),
         (diffusers.rope_apply, {"time_stride": 1.5}, "rope_apply: time_stride must be an int, got 1.5; "),
         (diffusers.rope_apply, {"time_stride": -1}, "rope_apply: time_stride must be from 0 to 2147483647, got -1; "),
-        (diffusers.rope_apply, {"grid_sizes": rand(B, 3)}, "grid_sizes must have an integer dtype, got torch.float32; "),
+        (diffusers.rope_apply, {"grid_sizes": rand(B, 3)}, "grid_sizes must have an integer dtype, got float32; "),
         (diffusers.apply_rotary_emb_ltx, {"x": rand(B, S, 35)}, "x must have an even number of features, at least 2, got 35; "),
         (diffusers.apply_rotary_emb_ltx, {"freqs": both(3, S, H * D)}, "cos must have shape (1 | B, S, C) = (1 | 2, 4, 36), got (3, 4, 36); "),
         (diffusers.apply_split_rotary_emb, {"freqs": both(B, 5, S, D // 2)}, "x must have an even number of features for each of 5 heads, got 36; "),
@@ -128,7 +128,7 @@ TABLES = "have shape (1 | B, S, 1, D) = (1 | 2, 4, 1, 12)"
         (diffusers.apply_rotary_emb_mochi, {"freqs_cos": rand(S, 1, D // 2)}, "freqs_cos must have shape (S, H, D / 2) = (4, 3, 6), got (4, 1, 6); "),
         (diffusers.apply_rotary_emb_allegro, {"x": rand(B, H, S, 16)}, "x must have a head_dim of three even thirds, got 16; "),
         (diffusers.apply_rotary_emb_allegro, {"positions": axes()[:2]}, "positions must be three, of time, height and width, got tuple; "),
-        (diffusers.apply_rotary_emb_allegro, {"positions": tuple(t.float() for t in axes())}, "positions must have dtype int32 or int64, got torch.float32; "),
+        (diffusers.apply_rotary_emb_allegro, {"positions": tuple(t.float() for t in axes())}, "positions must have dtype int32 or int64, got float32; "),
     ],
 )  # fmt: skip
 def test_messages(function: Any, wrong: dict[str, Any], message: str) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import fail
+from ..ops._common import dtype_name, fail
 from ._check import check_shape, check_tensor, flag, shape_of, whole
 from ._shared import alike, complex_tables, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]
 OF_TOKENS = "pass that of the tokens"
+_BSHD: Any = "(B, S, H, D)", (None,) * 4, "pass (B, S, H, D), the heads behind the tokens"
+_BHSD: Any = "(B, H, S, D)", (None,) * 4, "pass (B, H, S, D), the heads before the tokens"
 
 
 def apply_rotary_emb(
@@ -125,10 +127,6 @@ def apply_rotary_emb_wan(hidden_states: Tensor, freqs_cos: Tensor, freqs_sin: Te
         check_shape(op, name, table, "(1 | B, S, 1, D)", ((1, batch), tokens, 1, width), OF_TOKENS)
     cos, sin = freqs_cos[:, :, 0, 0::2], freqs_sin[:, :, 0, 1::2]
     return rotated(op, hidden_states, cos, sin, "bshd", "interleaved")
-
-
-_BSHD: Any = "(B, S, H, D)", (None,) * 4, "pass (B, S, H, D), the heads behind the tokens"
-_BHSD: Any = "(B, H, S, D)", (None,) * 4, "pass (B, H, S, D), the heads before the tokens"
 
 
 def apply_rotary_emb_transposed(hidden_states: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -306,7 +304,7 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 
     batch, tokens, _, width = check_shape(op, "x", x, *_BSHD)
     check_shape(op, "grid_sizes", grid_sizes, "(B, 3)", (batch, 3), "pass the grid of every sequence")
     if grid_sizes.is_floating_point() or grid_sizes.is_complex() or grid_sizes.dtype == torch.bool:
-        fail(op, "grid_sizes", "have an integer dtype", grid_sizes.dtype, "pass whole numbers", TypeError)
+        fail(op, "grid_sizes", "have an integer dtype", dtype_name(grid_sizes.dtype), "pass whole numbers", TypeError)
     rows, pairs = check_shape(op, "freqs", freqs, "(R, D / 2)", (None, width // 2), "pass one column a pair")
     stride = whole(op, "time_stride", time_stride, 0)
     frames, height, columns = grid_sizes.to(x.device, torch.int64).T.unsqueeze(-1).unbind(0)  # each (B, 1)

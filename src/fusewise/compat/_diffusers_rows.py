@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import fail
+from ..ops._common import dtype_name, fail
 from ..ops.rope._validate import MAX_HEAD_DIM
 from ._check import check_shape, shape_of
 from ._diffusers_rope import OF_TOKENS, both_tables, rotated, table_dtype
@@ -142,14 +142,15 @@ def apply_rotary_emb_allegro(x: Tensor, freqs_cis: Any, positions: Any) -> Tenso
         check_shape(op, "sin", sin, "(R, D / 3)", (count, width // 3), "build both tables the same way")
         check_shape(op, "positions", at, "(1 | B, S)", ((1, batch), tokens), "pass a position for every token")
         if at.dtype not in (torch.int32, torch.int64):
-            fail(op, "positions", "have dtype int32 or int64", at.dtype, "call .long()", TypeError)
+            fail(op, "positions", "have dtype int32 or int64", dtype_name(at.dtype), "call .long()", TypeError)
         like = tables[0][0] if tables else cos
         for name, one in (("cos", cos), ("sin", sin), ("positions", at)):
             if one.device != x.device:
                 fail(op, name, f"be on the device of x, {x.device}", one.device, f"move it with .to({str(x.device)!r})")
             if one is not at and one.dtype != like.dtype:  # joined, both would be of the wider one
                 fix = "build all tables the same way"
-                fail(op, name, f"have the dtype of the first table, {like.dtype}", one.dtype, fix, TypeError)
+                contract = f"have the dtype of the first table, {dtype_name(like.dtype)}"
+                fail(op, name, contract, dtype_name(one.dtype), fix, TypeError)
         tables.append((cos, sin))
         rows.append(torch.where((at >= 0) & (at < count), at + first, -1))
         first += count

@@ -85,6 +85,8 @@ constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run th
 
 inline bool backwards = false, late = false;
 inline int processors = 132;
+inline bool context = false;  // whether this thread has called what makes the device's context its own
+inline bool early = false;    // whether the kernel may have started before the one ahead has ended
 inline std::string failure;  // of the kernel that ran last
 
 using Operation = std::function<void()>;
@@ -92,7 +94,7 @@ using Operation = std::function<void()>;
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
-  bool ended;
+  bool ended, waited;  // waited: for the kernel ahead
   unsigned block;
   dim3 thread;
   bool (*over)(const void*);  // whether what it waits for has happened
@@ -183,7 +185,7 @@ inline void run(unsigned count) {
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK;
       fiber.context.uc_link = &scheduler;
-      fiber.ended = false, fiber.wait = nullptr, fiber.block = b;
+      fiber.ended = fiber.waited = false, fiber.wait = nullptr, fiber.block = b;
       fiber.thread = dim3(i % blockDim.x, i / blockDim.x % blockDim.y, i / (size_t(blockDim.x) * blockDim.y));
       fiber.stores.clear(), fiber.products.clear(), fiber.groups.clear();
       makecontext(&fiber.context, enter, 0);
@@ -267,6 +269,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) { return cudaSucc
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  on_cpu::context = true;
   return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -291,16 +294,18 @@ cudaError_t on_cpu::launch_in(unsigned width, void (*function)(P...), dim3 grid,
 
 template <class... P, class... A>
 cudaError_t on_cpu::launch(void (*function)(P...), dim3 grid, dim3 block, size_t bytes, cudaStream_t, const A&... arguments) {
+  early = false;
   return launch_in(bytes ? CLUSTER : 1, function, grid, block, arguments...);
 }
 
 template <class Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params), const Params& params) {
+  on_cpu::early = config->numAttrs > 0 && config->attrs->val.programmaticStreamSerializationAllowed;
   return on_cpu::launch_in(1, kernel, config->gridDim, config->blockDim, params);  // no attribute of ours makes clusters
 }
 
 // What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, and whether what is
-// asynchronous is done as late as it may be.
+// asynchronous is done as late as it may be. The next call to CUDA is the first of its thread.
 extern "C" __attribute__((visibility("default"))) void fusewise_on_cpu(bool backwards, int processors, bool late) {
-  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late;
+  on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late, on_cpu::context = false;
 }

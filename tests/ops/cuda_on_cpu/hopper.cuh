@@ -77,6 +77,7 @@ inline void each_element(const CUtensorMap& map, int column, int row, uint32_t a
 inline void load_for(uint16_t ranks, const CUtensorMap* of, int column, int row, uint32_t to, uint32_t barrier) {
   const CUtensorMap map = *of;
   check(to % 128 == 0, "TMA writes to an address that is not aligned");
+  check(!on_cpu::early || on_cpu::fibers[on_cpu::running].waited, "TMA reads before the kernel ahead has ended");
   const Operation operation = [=] {
     for (unsigned rank = 0; rank < on_cpu::together; ++rank) {
       if (!(ranks >> rank & 1)) continue;
@@ -108,7 +109,7 @@ inline void store(const CUtensorMap* of, int column, int row, uint32_t from) {
   else operation();
 }
 inline void prefetch(const CUtensorMap*) {}
-inline void kernel_before_has_ended() {}
+inline void kernel_before_has_ended() { on_cpu::fibers[on_cpu::running].waited = true; }
 inline void kernel_behind_may_start() {}
 inline void stores_commit() {}
 inline void stores_have_read() {

@@ -477,9 +477,10 @@ class TestOnHopper:
             torch.testing.assert_close(one, three, rtol=2e-2, atol=2e-2)
         assert torch.equal(results["cuda"][0], results["gluon"][0])  # the same sums in the same order
 
-    def test_a_thread_of_its_own(self) -> None:
+    @pytest.mark.parametrize("rows", [16, 300])
+    def test_a_thread_of_its_own(self, rows: int) -> None:
         """Its first call to CUDA may be ours."""
-        x, weight = (torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (300, 256))
+        x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (rows, 256))
         expected = geglu_linear(x, weight, impl="cuda")
         with ThreadPoolExecutor(1) as thread:
             assert torch.equal(thread.submit(geglu_linear, x, weight, impl="cuda").result(), expected)

@@ -140,14 +140,22 @@ def test_an_mlp_goes_through_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "down",
-    [torch.randn(7, 5), torch.randn(7, 6).double(), torch.randn(6, 7).T, torch.randn(7, 6, 1), "a matrix", None],
-    ids=["width", "dtype", "strides", "dimensions", "kind", "none"],
-)
+    [torch.randn(7, 5), torch.randn(7, 6).double(), torch.randn(6, 7).T, torch.randn(7, 6, 1), torch.randn(0, 6), "a matrix", None],
+    ids=["width", "dtype", "strides", "dimensions", "rows", "kind", "none"],
+)  # fmt: skip
 def test_a_projection_that_is_wrong_is_named_by_python(down: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="gated_mlp: w_down must "):
         gated_mlp(X, W[:6], W[6:], down, activation="silu")
     with pytest.raises((TypeError, ValueError), match="gated_mlp: b_down must "):
         gated_mlp(X, W[:6], W[6:], torch.randn(7, 6), activation="silu", b_down=torch.randn(6))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of such tensors
+def test_a_projection_without_strides_is_named_by_python() -> None:
+    sparse, nested = torch.eye(6).to_sparse_csr(), torch.nested.nested_tensor([torch.randn(6)] * 7)
+    for down, match in ((sparse, "strided"), (nested, "dense")):
+        with pytest.raises((TypeError, ValueError), match=f"gated_mlp: w_down must be a {match} tensor"):
+            gated_mlp(X, W[:6], W[6:], down, activation="silu")
 
 
 def test_an_mlp_that_is_trained_is_pythons() -> None:
@@ -307,7 +315,7 @@ def test_without_it_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = fusewise.explain_dispatch(geglu_linear, X, W)
     assert (told.impl, told.path) == (
         "cpu",
-        "without the quick way on the host of gated_linear and geglu_linear: no compiler found",
+        "without the quick way on the host of gated_linear, geglu_linear and gated_mlp: no compiler found",
     )
 
 

@@ -1,4 +1,5 @@
-"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone, taken by `host.cpp`.
+"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone, and the unit of such a
+`gated_mlp`, taken by `host.cpp`.
 
     done = _host.gated_linear(*arguments)       # None: not such a call, or new on a GPU; go on in Python
     _host.remember(*arguments)                  # then
@@ -96,5 +97,5 @@ def remember(*arguments: Any) -> None:
     value, gate, *_ = Halves.of(spec, weight, w_gate)
     matrix = rows(x)
     serving = _op.serving(impl, spec, value.shape[0], matrix, value, gate, alone=True)
-    if hasattr(serving, "launcher"):
-        extension().remember(arguments, *serving.launcher(matrix, value.shape[0], activation))
+    launcher = getattr(serving, "launcher", None)
+    extension().remember(arguments, *(launcher(matrix, value.shape[0], activation) if launcher else (0, 0, 0, 0)))

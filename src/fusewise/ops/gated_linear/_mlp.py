@@ -104,7 +104,9 @@ def quickly(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
     given = down if b_down is not None else (w_down,)
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, *given)) or _autograd.needs_autograd(*given):
         return None
-    if any(t.dtype != x.dtype or t.device != x.device or t.stride()[-1:] != (1,) for t in given):
+    if any(t.dtype != x.dtype or t.device != x.device or t.layout != torch.strided or t.is_nested for t in given):
+        return None
+    if any(t.stride()[-1:] != (1,) or 0 in t.shape for t in given):
         return None
     if w_down.dim() != 2 or (b_down is not None and b_down.shape != w_down.shape[:1]):
         return None

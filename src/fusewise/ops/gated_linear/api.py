@@ -169,7 +169,7 @@ def gated_mlp(
         decoded = Spec.decode(spec)
         return functional.linear(reference.formula(x, Halves.of(decoded, *weights), decoded.activation), w_down, b_down)
     z = _mlp.apply(x, weights, (w_down, b_down), spec, impl, save)
-    if not traced():
+    if not traced() and not z.requires_grad:
         _host.remember(*unit)
     return z
 

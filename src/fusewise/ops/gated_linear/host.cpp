@@ -129,7 +129,7 @@ PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   const gpu::Operands operands(a);
   const gpu::Choice* const found = gpu::find(a, operands);
-  if (found == nullptr) Py_RETURN_NONE;
+  if (found == nullptr || found->run == nullptr) Py_RETURN_NONE;
   return recorded([&, choice = *found] { return gpu::launched(a, operands, choice); });
   END_HANDLE_TH_ERRORS
 }
@@ -145,7 +145,7 @@ PyObject* is_new(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// remember(the arguments of a call, entry point, function that explains its codes, epilogue, width).
+// remember(the arguments of a call, entry point, function that explains its codes, epilogue, width); all 0: it stays Python's.
 PyObject* remember(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   PyObject* arguments = nullptr;

@@ -16,7 +16,7 @@ namespace gpu {  // names that `_cpu/gate.h` has as well
 #include "_cuda/plan.h"
 
 struct Choice {
-  int (*run)(const Plan*, const Call*, void* stream);  // `fusewise_gated_linear` of the library for the dtype and activation
+  int (*run)(const Plan*, const Call*, void* stream);  // `fusewise_gated_linear` of the library for the dtype and activation; null: Python's
   const char* (*explain)(int);
   int64_t epilogue, width;
 };

@@ -35,7 +35,7 @@ CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # from which on a down projection's gradient is faster here
-FEW_ROWS = 128  # to which pre-activations are not worth its tiles, nor matrices that TMA cannot describe copies
+TILES_FROM = 129  # rows from which on pre-activations are worth its tiles, and copies what TMA cannot describe
 ROWS, GATE_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
 
 _PLAN = Struct("17q")
@@ -78,11 +78,11 @@ def refuses(
     """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are not.
     Builds the library of the activation if need be."""
     rows = matrices[0].shape[0]
-    if by_choice and rows <= FEW_ROWS:
+    if by_choice and rows < TILES_FROM:
         if not alone:
-            return f"with gradients, up to {FEW_ROWS} rows are few for its tiles"
+            return f"with gradients, up to {TILES_FROM - 1} rows are few for its tiles"
         if odd(hidden, matrices):
-            return f"{ALIGNED}, and copies of others are worth it from {FEW_ROWS + 1} rows on"
+            return f"{ALIGNED}, and copies of others are worth it from {TILES_FROM} rows on"
     many = rows > tiles.FEW_ROWS
     fewer = alone and many and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
     if by_choice and fewer and _gluon_is_there():
@@ -109,7 +109,11 @@ def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
     copies = f"{ALIGNED}: others are copied; " if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
     reason = _host.unavailable()
-    quick = "" if reason is None else f"; without the quick way on the host of gated_linear and geglu_linear: {reason}"
+    quick = (
+        ""
+        if reason is None
+        else f"; without the quick way on the host of gated_linear, geglu_linear and gated_mlp: {reason}"
+    )
     return f"{copies}gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s{quick}"
 
 

@@ -7,8 +7,8 @@
 // A block has tiles of `width` features, whatever width shares F evenly among the multiprocessors. One thread keeps all of the shared
 // memory on its way: a ring of stages, each 64 columns of `width` rows of both weights and of x, or twice as many; it runs on into the
 // next tile while the last is finished. For each 64 features four warps multiply: the weights are on the left, u and g of a feature in
-// one thread, and x is on the right. Rows of the operands beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared memory makes in
-// their place is not stored.
+// one thread, and x is on the right. Rows of the weights beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared
+// memory makes in their place is not stored.
 //
 // The kernel may start before the one ahead has ended, and waits for that end before it reads: who knows what that one writes.
 
@@ -183,11 +183,24 @@ __global__ void __launch_bounds__(Stage<COLUMNS, SLABS>::THREADS, 1) few_rows_ke
 #endif
 }
 
+// The descriptors of what is read; whether that went well.
+bool describe_few(FewRows& p, const Plan& of, const Call& c) {
+  // Of 256 bytes the cache would bring both halves for each: they are asked for one after the other.
+  const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
+    return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  };
+  return in_boxes(&p.x, c.x, of.x_stride, of.rows, p.x_rows) && in_boxes(&p.value, c.value, of.value_stride, of.hidden, p.width) &&
+         in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width);
+}
+
 template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
-cudaError_t launch_few_rows_of(FewRows& p, int processors, cudaStream_t on) {
+cudaError_t launch_few_rows_of(FewRows& p, const Plan& of, const Call& c, int processors, cudaStream_t on) {
   const auto kernel = few_rows_kernel<BFLOAT16, COLUMNS, SLABS, ACTIVATION>;
   constexpr int bytes = sizeof(FewShared);
-  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return error;
+  // Ahead of the descriptors, as in gated_linear.cu.
+  if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return cudaGetLastError(), error;  // or the next launch would be told of it
+  if (!describe_few(p, of, c)) return cudaErrorInvalidValue;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(Stage<COLUMNS, SLABS>::THREADS);
   config.dynamicSmemBytes = bytes, config.stream = on;
@@ -195,7 +208,8 @@ cudaError_t launch_few_rows_of(FewRows& p, int processors, cudaStream_t on) {
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  if (const auto error = cudaLaunchKernelEx(&config, kernel, p)) return cudaGetLastError(), error;
+  return cudaSuccess;
 }
 
 // Start it on the stream, with the tiles of the plan.
@@ -209,17 +223,10 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   // No more rows of x than that: those that are not there take longer than those that are.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
   if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
-  // Of 256 bytes the cache would bring both halves for each: they are asked for one after the other.
-  const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
-    return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
-  };
-  if (!in_boxes(&p.x, c.x, of.x_stride, of.rows, p.x_rows) || !in_boxes(&p.value, c.value, of.value_stride, of.hidden, p.width) ||
-      !in_boxes(&p.gate, c.gate, of.gate_stride, of.hidden, p.width))
-    return cudaErrorInvalidValue;
   const bool wide = p.width > 64;
 #define OF(COLUMNS) \
   if (p.rows <= COLUMNS) \
-    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, processors, on)
+    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, of, c, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, of, c, processors, on)
   OF(16);
   OF(32);
   OF(64);

@@ -8,12 +8,12 @@
 //
 // Two thread blocks, a cluster, have a pair of tiles one above the other: 128 rows of x each by 192 columns of the product, which
 // are u and g of 96 features, or dy of 192. What both need of the weights is read once for both, a half by each. Where rows are
-// few, y may have tiles that lie on their side: `tiles.cuh`. A block's warps have roles: one thread brings blocks of both operands
-// into a ring of shared memory by TMA, another what the epilogue reads; two groups of four warps take turns at the tensor cores, a
-// whole tile each, so that the epilogue of one is behind the product of the other. An epilogue takes some features at a time: u
-// and g of a feature lie in one thread; what it reads and writes passes
-// through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there. Accumulation,
-// bias and gate are in float32, rounded once where they are stored.
+// few, y may have tiles that lie on their side: `tiles.cuh`; where they are fewer still, FEW streams the weights: `few_rows.cuh`. A
+// block's warps have roles: one thread brings blocks of both operands into a ring of shared memory by TMA, another what the
+// epilogue reads; two groups of four warps take turns at the tensor cores, a whole tile each, so that the epilogue of one is behind
+// the product of the other. An epilogue takes some features at a time: u and g of a feature lie in one thread; what it reads and
+// writes passes through slots of shared memory by TMA, which stores nothing beyond the edges of a matrix and loads zeros there.
+// Accumulation, bias and gate are in float32, rounded once where they are stored.
 
 #include <cuda_runtime.h>
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 // What is made of a product. Of u and g: y; y, u and g; du and dg, from dy. Of dy: y, du and dg, from u and g. Without a product, of
-// dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh). FEW: y of up to 128 rows (few_rows.cuh).
+// dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh). FEW: y of up to 160 rows (few_rows.cuh).
 enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE, FEW };
 constexpr int GATE_ROWS = 32;  // at least, of a partial sum without a product
 
