@@ -86,8 +86,8 @@ def _unavailable(kernel: cpu.Kernel | None, loads: int) -> str | None:
 
 
 def remember(*arguments: Any) -> None:
-    """Keep what has been chosen for a call that Python has just served, if the implementation that made y has a
-    launcher: the next goes to that. `arguments` as above."""
+    """Keep what has been chosen for a call that Python has just served: the next goes to the launcher of the implementation
+    that made y, or to Python at once if that has none. `arguments` as above."""
     if not _new(*arguments):
         return
     from . import _op
