@@ -154,6 +154,14 @@ def test_the_gated_units_cuda_kernels_from_source_to_machine_code() -> None:
     assert {"gated_linear.cu", "gate_gradient.cuh"} <= {s.part for s in found if s.stage == "source"}
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_the_gated_units_cuda_kernels_of_few_rows() -> None:
+    """Those of as many columns as the problem's 16 rows need."""
+    problem = targets.problem_for(Task("geglu", "quick-decode", "bf16", "fwd", "cpu", 0))
+    parts = {s.part for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass" and "few_rows" in s.part}
+    assert parts == {f"few_rows_kernel of 16 columns, tiles to {features} features" for features in (64, 128)}
+
+
 def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:
     """The forward with pre-activations, and their gradient from dy in their place with that of the bias; its two products are torch's."""
     problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))

@@ -74,34 +74,6 @@ def test_the_tiles_of_y_follow_from_its_rounds(rows: int, hidden: int, columns: 
     assert tiles.gluon_takes_less(rows, hidden, 132) is by_others
 
 
-@pytest.mark.parametrize(
-    ("rows", "hidden", "width"),
-    [
-        (1, 14336, 112),
-        (16, 28672, 112),
-        (1, 11008, 88),  # 126 tiles of 132 multiprocessors; of 48 it were 230
-        (64, 28672, 56),
-        (64, 11008, 88),
-        (80, 14336, 56),
-        (64, 8192, 64),
-        (128, 14336, 112),
-        (160, 28672, 112),
-        (160, 8, 8),
-    ],
-)  # fmt: skip
-def test_tiles_of_few_rows_share_the_features_evenly(rows: int, hidden: int, width: int) -> None:
-    """As was the quickest on an H200, or within 2 % of it."""
-    assert tiles.width_of_few(rows, hidden, 132) == width
-
-
-@pytest.mark.parametrize("rows", [1, 16, 17, 33, 65, 97, 129, 160])
-def test_tiles_of_few_rows_fit(rows: int) -> None:
-    for hidden in (*range(8, 20000, 1304), 28672):
-        for processors in (1, 78, 132):
-            width = tiles.width_of_few(rows, hidden, processors)
-            assert 8 <= width <= 128 and width % 8 == 0
-
-
 def test_epilogues_have_the_headers_numbers() -> None:
     (names,) = re.findall(r"enum Epilogue \{([^}]*)\}", (_cuda.FOLDER / "plan.h").read_text())
     assert [getattr(tiles, name.strip()) for name in names.split(",")] == list(range(9))
@@ -346,34 +318,33 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
     return [*made, *split_preact(preact, spec), *([] if dbias is None else [dbias])]
 
 
+def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec, bias: bool = True) -> None:
+    """At most twice the error of the formula in float32 with its result rounded, plus a rounding; the same bits each time."""
+    rows, features, hidden = shape
+    torch.manual_seed(0)
+    x, dy = (torch.randn(rows, n, device="cuda", dtype=dtype) for n in (features, hidden))
+    shaped = (2 * hidden, features) if spec.fused else (hidden, 2, features)
+    weight = torch.randn(shaped, device="cuda", dtype=dtype) / features**0.5
+    b = torch.randn(shaped[:-1], device="cuda", dtype=dtype) if bias else None
+
+    def of(to: torch.dtype) -> tuple[Any, ...]:
+        return x.to(to), Halves.of(spec, weight.to(to), None, None if b is None else b.to(to)), dy.to(to), spec
+
+    assert _cuda.refuses(hidden, (x, *Halves.of(spec, weight)[:2]), spec.activation, by_choice=False) is None
+    found = outcome(_cuda, epilogue, *of(dtype))
+    usual, true = outcome(reference, epilogue, *of(dtype)), outcome(reference, epilogue, *of(torch.float64))
+    for mine, other, truth in zip(found, usual, true, strict=True):
+        error, allowed = errors([mine], [truth]), errors([other.to(dtype)], [truth])
+        for kind in ("max", "rms"):
+            band = torch.finfo(dtype).eps / 2
+            assert getattr(error, kind) <= 2 * getattr(allowed, kind) + band, (epilogue, shape, error, allowed)
+    for _ in range(3):
+        for one, two in zip(found, outcome(_cuda, epilogue, *of(dtype)), strict=True):
+            assert torch.equal(one, two)
+
+
 class TestOnHopper:
     pytestmark = on_hopper
-
-    def check(
-        self, epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec, bias: bool = True
-    ) -> None:
-        """At most twice the error of the formula in float32 with its result rounded, plus a rounding; the same bits each time."""
-        rows, features, hidden = shape
-        torch.manual_seed(0)
-        x, dy = (torch.randn(rows, n, device="cuda", dtype=dtype) for n in (features, hidden))
-        shaped = (2 * hidden, features) if spec.fused else (hidden, 2, features)
-        weight = torch.randn(shaped, device="cuda", dtype=dtype) / features**0.5
-        b = torch.randn(shaped[:-1], device="cuda", dtype=dtype) if bias else None
-
-        def of(to: torch.dtype) -> tuple[Any, ...]:
-            return x.to(to), Halves.of(spec, weight.to(to), None, None if b is None else b.to(to)), dy.to(to), spec
-
-        assert _cuda.refuses(hidden, (x, *Halves.of(spec, weight)[:2]), spec.activation, by_choice=False) is None
-        found = outcome(_cuda, epilogue, *of(dtype))
-        usual, true = outcome(reference, epilogue, *of(dtype)), outcome(reference, epilogue, *of(torch.float64))
-        for mine, other, truth in zip(found, usual, true, strict=True):
-            error, allowed = errors([mine], [truth]), errors([other.to(dtype)], [truth])
-            for kind in ("max", "rms"):
-                band = torch.finfo(dtype).eps / 2
-                assert getattr(error, kind) <= 2 * getattr(allowed, kind) + band, (epilogue, shape, error, allowed)
-        for _ in range(3):
-            for one, two in zip(found, outcome(_cuda, epilogue, *of(dtype)), strict=True):
-                assert torch.equal(one, two)
 
     @pytest.mark.parametrize("epilogue", EPILOGUES)
     @pytest.mark.parametrize(
@@ -396,54 +367,18 @@ class TestOnHopper:
     def test_shapes(self, epilogue: str, shape: tuple[int, int, int]) -> None:
         """Sizes that no tile divides, one tile, some rounds of tiles on every multiprocessor, rows of no 16 bytes, and y by tiles on
         their side, of 128, 160 and 192 rows."""
-        self.check(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
-
-    @pytest.mark.parametrize("rows", [1, 7, 16, 17, 32, 33, 64, 65, 81, 128, 129, 160])
-    def test_few_rows(self, rows: int) -> None:
-        """Of every number of columns; tiles of 8 to 128 features, and two on some multiprocessors."""
-        for features, hidden in ((72, 264), (2048, 8192), (4096, 14336), (520, 24576)):
-            self.check("y", (rows, features, hidden), torch.bfloat16, Spec("gelu_tanh", "stacked"))
-
-    def test_it_is_chosen_for_few_rows(self) -> None:
-        """Where y alone is made of what TMA can describe."""
-        x, weight = torch.randn(128, 64, device="cuda").bfloat16(), torch.randn(256, 64, device="cuda").bfloat16()
-        training = weight.detach().clone().requires_grad_()
-        for rows in (1, 16, 128):
-            assert fusewise.explain_dispatch(geglu_linear, x[:rows], weight).impl == "cuda"
-            assert fusewise.explain_dispatch(geglu_linear, x[:rows], training, save="input").impl == "cuda"
-            told = fusewise.explain_dispatch(geglu_linear, x[:rows], training)
-            assert told.impl != "cuda" and "128 rows" in told.passed_over["cuda"]
-            told = fusewise.explain_dispatch(geglu_linear, x[:rows], weight[:252])
-            assert told.impl == "triton" and "16 bytes" in told.passed_over["cuda"]
-
-    def test_few_rows_wait_for_what_the_kernel_before_writes(self) -> None:
-        """Which may be the weights, x, or y that the same call made a moment ago."""
-        x, weight = torch.randn(64, 4096, device="cuda").half(), torch.randn(8192, 4096, device="cuda").half() / 64
-        weights = [torch.randn_like(weight) / 64 for _ in range(4)]
-        expected, found = [], []
-        for other in weights:
-            y = geglu_linear(x, other, impl="cuda")
-            torch.cuda.synchronize()
-            expected.append(geglu_linear(y, other, impl="cuda"))
-            torch.cuda.synchronize()
-        for _ in range(20):
-            for other in weights:
-                weight.copy_(other)
-                found.append(geglu_linear(geglu_linear(x, weight, impl="cuda"), weight, impl="cuda"))
-        torch.cuda.synchronize()
-        for i, made in enumerate(found):
-            assert torch.equal(made, expected[i % len(weights)])
+        assert_right(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_activations(self, activation: str, dtype: torch.dtype) -> None:
         for epilogue in EPILOGUES:
-            self.check(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
+            assert_right(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
 
     @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
     def test_interleaved_weights_are_read_in_place(self, bias: bool) -> None:
         for epilogue in EPILOGUES:
-            self.check(
+            assert_right(
                 epilogue, (500, 128, 200), torch.bfloat16, Spec("gelu_tanh", "interleaved", gate_first=True), bias
             )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 import fusewise
 from fusewise._shared import build, host
 from fusewise.ops._choice import Choice
+from fusewise.ops.gated_linear._cuda.tiles import columns_of_few
 
 from ..ledger import Kernel, extent
 from ..plugin import Missing, Run, Unsupported
@@ -205,11 +206,15 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 def _cuda_part(problem: Problem, name: str) -> str:
     """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, table, interleaved, vector, heads, at
-    once>`, `light_rope…<type, table, in, out, bytes, copies>`, `bulk_rope…<type, table, bytes>`, `gated_linear_kernel<…, epilogue, …>`
-    or `gate_gradient_kernel<…>` if it is for this problem, else nothing."""
+    once>`, `light_rope…<type, table, in, out, bytes, copies>`, `bulk_rope…<type, table, bytes>`, `gated_linear_kernel<…, epilogue, …>`,
+    `few_rows_kernel<…, columns, slabs, …>` or `gate_gradient_kernel<…>` if it is for this problem, else nothing."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
             return "gate_gradient_kernel"
+        if found := re.search(r"few_rows_kernelILb\dELi(\d+)ELi(\d)E", name):
+            columns, slabs = map(int, found.groups())
+            serves = columns == columns_of_few(problem.case.rows)  # type: ignore[attr-defined]
+            return f"few_rows_kernel of {columns} columns, tiles to {64 * slabs} features" if serves else ""
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
         kinds = ("y", "preact", "gradient", "down", *(f"y of {rows} rows sideways" for rows in (192, 160, 128)))
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""

@@ -1,7 +1,8 @@
 """Products by the platform's library and a gate beside them, some rows at a time: on a CPU, and of float32 on a GPU.
 
 Rows are taken in chunks small enough that the gate finds their pre-activations in the cache. In an inference those of the
-value are made in y itself and those of the gate in one chunk beside it; by oneDNN (`_onednn.py`) both in chunks of their own. Where pre-activations are saved, or their gradient
+value are made in y itself and those of the gate in one chunk beside it; by oneDNN (`_onednn.py`) both in chunks of their
+own. Where pre-activations are saved, or their gradient
 is made, chunks are slices of these.
 """
 

@@ -73,6 +73,12 @@ def unavailable(kernel: cpu.Kernel | None = None) -> str | None:
     return _unavailable(kernel, build.loads())
 
 
+def told(kernel: cpu.Kernel | None = None) -> str:
+    """Why calls take longer on the host than they need to, in words; empty if they do not."""
+    reason = unavailable(kernel)
+    return f"without the quick way on the host of gated_linear, geglu_linear and gated_mlp: {reason}" if reason else ""
+
+
 @functools.cache
 def _unavailable(kernel: cpu.Kernel | None, loads: int) -> str | None:
     """Looked for again after every library that this process has built or loaded."""

@@ -107,14 +107,9 @@ def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
 
 def path(x: Tensor, halves: Halves) -> str:
     """What `explain_dispatch` says beyond."""
-    copies = f"{ALIGNED}: others are copied; " if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
-    reason = _host.unavailable()
-    quick = (
-        ""
-        if reason is None
-        else f"; without the quick way on the host of gated_linear, geglu_linear and gated_mlp: {reason}"
-    )
-    return f"{copies}gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s{quick}"
+    copies = f"{ALIGNED}: others are copied" if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
+    narrow = f"gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s"
+    return "; ".join(filter(None, (copies, narrow, _host.told())))
 
 
 def _run(

@@ -54,11 +54,16 @@ def gluon_takes_less(rows: int, hidden: int, processors: int) -> bool:
     return rounds > 1 and 19 * GLUON.cost(rows, hidden, processors)[1] < 20 * ours
 
 
+def columns_of_few(rows: int) -> int | None:
+    """Columns of a product where weights are streamed (`few_rows.cuh`), None where they are not."""
+    return next((n for n in (16, 32, 64, 128, FEW_ROWS) if rows <= n), None)
+
+
 @functools.lru_cache(maxsize=1024)
 def width_of_few(rows: int, hidden: int, processors: int) -> int:
-    """Features of a tile where weights are streamed (`few_rows.cuh`). From 33 to 96 rows those of one group of warps, up to 64, are
+    """Features of a tile where weights are streamed. From 33 to 96 rows those of one group of warps, up to 64, are
     2 % quicker for the same count."""
-    columns = next((n for n in (16, 32, 64, 128) if rows <= n), FEW_ROWS)
+    columns = columns_of_few(rows) or FEW_ROWS
     narrow, wide = (choose_width(columns, hidden, processors, widest) for widest in (64, 128))
     cost = functools.partial(busiest, columns=columns, hidden=hidden, processors=processors)
     return narrow if 32 < rows <= 96 and cost(narrow) <= 1.15 * cost(wide) else wide

@@ -1,0 +1,81 @@
+"""The CUDA kernel that streams the weights for few rows: its tiles, and on a GPU its results and when it is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.ops.gated_linear import geglu_linear
+from fusewise.ops.gated_linear._cuda import tiles
+from fusewise.ops.gated_linear._problem import Spec
+
+from .test_cuda import assert_right, on_hopper
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "width"),
+    [
+        (1, 14336, 112),
+        (16, 28672, 112),
+        (1, 11008, 88),  # 126 tiles of 132 multiprocessors; of 48 it were 230
+        (64, 28672, 56),
+        (64, 11008, 88),
+        (80, 14336, 56),
+        (64, 8192, 64),
+        (128, 14336, 112),
+        (160, 28672, 112),
+        (160, 8, 8),
+    ],
+)  # fmt: skip
+def test_tiles_of_few_rows_share_the_features_evenly(rows: int, hidden: int, width: int) -> None:
+    """As was the quickest on an H200, or within 2 % of it."""
+    assert tiles.width_of_few(rows, hidden, 132) == width
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 65, 97, 129, 160])
+def test_tiles_of_few_rows_fit(rows: int) -> None:
+    for hidden in (*range(8, 20000, 1304), 28672):
+        for processors in (1, 78, 132):
+            width = tiles.width_of_few(rows, hidden, processors)
+            assert 8 <= width <= 128 and width % 8 == 0
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("rows", [1, 7, 16, 17, 32, 33, 64, 65, 81, 128, 129, 160])
+    def test_few_rows(self, rows: int) -> None:
+        """Of every number of columns; tiles of 8 to 128 features, and two on some multiprocessors."""
+        for features, hidden in ((72, 264), (2048, 8192), (4096, 14336), (520, 24576)):
+            assert_right("y", (rows, features, hidden), torch.bfloat16, Spec("gelu_tanh", "stacked"))
+
+    def test_it_is_chosen_for_few_rows(self) -> None:
+        """Where y alone is made of what TMA can describe."""
+        x, weight = torch.randn(128, 64, device="cuda").bfloat16(), torch.randn(256, 64, device="cuda").bfloat16()
+        training = weight.detach().clone().requires_grad_()
+        for rows in (1, 16, 128):
+            assert fusewise.explain_dispatch(geglu_linear, x[:rows], weight).impl == "cuda"
+            assert fusewise.explain_dispatch(geglu_linear, x[:rows], training, save="input").impl == "cuda"
+            told = fusewise.explain_dispatch(geglu_linear, x[:rows], training)
+            assert told.impl != "cuda" and "128 rows" in told.passed_over["cuda"]
+            told = fusewise.explain_dispatch(geglu_linear, x[:rows], weight[:252])
+            assert told.impl == "triton" and "16 bytes" in told.passed_over["cuda"]
+
+    def test_few_rows_wait_for_what_the_kernel_before_writes(self) -> None:
+        """Which may be the weights, x, or y that the same call made a moment ago."""
+        x, weight = torch.randn(64, 4096, device="cuda").half(), torch.randn(8192, 4096, device="cuda").half() / 64
+        weights = [torch.randn_like(weight) / 64 for _ in range(4)]
+        expected, found = [], []
+        for other in weights:
+            y = geglu_linear(x, other, impl="cuda")
+            torch.cuda.synchronize()
+            expected.append(geglu_linear(y, other, impl="cuda"))
+            torch.cuda.synchronize()
+        for _ in range(20):
+            for other in weights:
+                weight.copy_(other)
+                found.append(geglu_linear(geglu_linear(x, weight, impl="cuda"), weight, impl="cuda"))
+        torch.cuda.synchronize()
+        for i, made in enumerate(found):
+            assert torch.equal(made, expected[i % len(weights)])
