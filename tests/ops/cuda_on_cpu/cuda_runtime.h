@@ -263,6 +263,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   *value = attribute == cudaDevAttrMultiProcessorCount ? on_cpu::processors : 9;
   return cudaSuccess;
 }
+template <class T>
+cudaError_t cudaGetSymbolAddress(void** address, T& symbol) { return *address = &symbol, cudaSuccess; }
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) { return std::memset(to, value, bytes), cudaSuccess; }
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) { return cudaSuccess; }
 

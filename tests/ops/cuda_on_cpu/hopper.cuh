@@ -56,6 +56,9 @@ inline void barrier_wait(uint32_t barrier, int parity) {
   on_cpu::wait_until([&] { return here.phase != parity; });
 }
 
+inline void count_up(unsigned* count) { ++*count; }
+inline bool counted(const unsigned* count, unsigned least) { return *count >= least; }
+
 inline void warps_wait(int name, int count) { on_cpu::meet(on_cpu::block().names[name], count); }
 inline void warps_arrive(int name, int count) { on_cpu::block().names[name].arrive(count); }
 

@@ -155,6 +155,37 @@ def test_few_rows(
     of.check(y, None, None)
 
 
+def changed(
+    file: str, right: str, wrong: str, kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> Any:
+    """The kernels with another text at one place."""
+    for source in _cuda.SOURCES:
+        text = source.read_text()
+        assert source.name != file or right in text
+        (folder / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
+    monkeypatch.setattr(_cuda, "SOURCES", tuple(folder / source.name for source in _cuda.SOURCES))
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind))
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("how", TIMES[1:], ids=str)
+def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The only one, and one of two, which waits in vain for the other: that runs when it has ended."""
+    kind = KINDS[0]
+    kernels = changed("tiles.cuh", "DEEP = 48, ROUNDS = 16", "DEEP = 11, ROUNDS = 2", kind, monkeypatch, tmp_path)
+    of = Operands((800, 648, 200), kind)
+    for processors in (2, 4):
+        kernels.plays(processors=processors, **how)
+        y, preact, dbias = of.expected()
+        _cuda.forward(of.x, of.halves, of.spec, of.y, of.made)
+        reference.forward(of.x, of.halves, of.spec, y, preact)
+        of.check(y, preact, None)
+        _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
+        reference.recompute_gradient(of.dy, of.x, of.halves, preact, of.spec, dbias)
+        of.check(None, preact, dbias)
+
+
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
@@ -171,13 +202,7 @@ def test_the_machine_finds_what_is_not_waited_for(
     file: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kind = KINDS[0]
-    for source in _cuda.SOURCES:
-        text = source.read_text()
-        assert source.name != file or right in text
-        (tmp_path / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
-    monkeypatch.setattr(_cuda, "SOURCES", tuple(tmp_path / source.name for source in _cuda.SOURCES))
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind)).plays(processors=2, late=True)
-    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
+    changed(file, right, wrong, kind, monkeypatch, tmp_path).plays(processors=2, late=True)
     few = file == "few_rows.cuh"
     of = Operands((60, 1160, 264) if few else (150, 456, 296), kind)
     y, preact, dbias = of.expected()

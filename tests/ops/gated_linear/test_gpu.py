@@ -102,6 +102,27 @@ def test_on_another_stream() -> None:
     assert torch.equal(y, expected)
 
 
+def test_long_deep_products_at_once() -> None:
+    """In CUDA their clusters keep together, which they cannot where two launches share the device: no result depends on it."""
+    inputs = make(4096, 3072, 8192)
+    alone = geglu_linear(*inputs)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    made = []
+    for _ in range(4):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                made.append(geglu_linear(*inputs))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, alone) for y in made)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = geglu_linear(*inputs)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, alone)
+
+
 @pytest.mark.slow
 @pytest.mark.gpu_memory(20)
 def test_more_than_2_to_the_31_elements() -> None:

@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "epilogues.cuh"
 #include "few_rows.cuh"
@@ -30,12 +31,31 @@
 
 namespace {
 
+// Of deep products the tiles of a round read more than the cache holds for long: a cluster that is behind the others would read from
+// memory what they had from the cache, and be still later. So a round begins when all are about to end the one before. No result depends
+// on it: a cluster that has waited in vain, since others have no multiprocessor yet, waits no more.
+class Pace {
+  unsigned* count;
+  unsigned due = 0;
+
+ public:
+  __device__ Pace(const Params& p, int rank) : count(rank == 0 ? p.pace : nullptr) {}  // the other block of a cluster waits for the first
+  __device__ void nearly_there() {
+    if (count != nullptr) count_up(count), due += gridDim.x / CLUSTER;
+  }
+  __device__ void wait() {
+    if (count != nullptr && due > 0 && !counted(count, due)) count = nullptr;
+  }
+};
+
 // One thread fills the ring, tile after tile, as far ahead of the products as it is long.
 template <int EPILOGUE>
 __device__ void bring_operands(const Params& p, Shared<EPILOGUE>& shared, int rank) {
   using A = Of<EPILOGUE>;
   constexpr uint16_t ALL = (1 << CLUSTER) - 1;
   int slot = 0, phase = 1;  // the ring is free at first: a wait for the round before passes
+  Pace pace(p, rank);
+  const int nearly = max(0, p.steps - EARLY) * DEPTH;
   for (int turn = blockIdx.x / CLUSTER; turn < Tile<EPILOGUE>::count(p); turn += gridDim.x / CLUSTER) {
     const Tile<EPILOGUE> tile(p, turn, rank);
     // Rows of x that are not there would take longer than those that are. What lies in their place is for rows of no output.
@@ -44,7 +64,9 @@ __device__ void bring_operands(const Params& p, Shared<EPILOGUE>& shared, int ra
     // Sideways x is on the right, of which each block brings one half for both.
     constexpr int EACH = A::SIDEWAYS ? A::HIGH / CLUSTER : A::HIGH;
     const int first = A::SIDEWAYS ? rank * EACH : 0, end = min(there, first + EACH);
+    pace.wait();
     for (int depth = 0; depth < p.steps * DEPTH; depth += DEPTH) {
+      if (depth == nearly) pace.nearly_there();
       const uint32_t ready = shared_address(&shared.ready[slot]), left = shared_address(shared.ring[slot]), right = left + LEFT_BYTES;
       const uint32_t x = A::SIDEWAYS ? right : left;
       barrier_wait(shared_address(&shared.free[slot]), phase);
@@ -186,6 +208,18 @@ gated_linear_kernel(const __grid_constant__ Params p) {
 #endif
 }
 
+// Numbers by which the clusters of a launch keep together, of launches one after the other: some may run at once.
+__device__ unsigned paces[64];
+
+// One of them, zeroed on the stream.
+cudaError_t next_pace(unsigned*& pace, cudaStream_t on) {
+  static std::atomic<unsigned> launches;
+  void* all;
+  if (const auto error = cudaGetSymbolAddress(&all, paces)) return error;
+  pace = static_cast<unsigned*>(all) + launches++ % (sizeof(paces) / sizeof(*paces));
+  return cudaMemsetAsync(pace, 0, sizeof(*pace), on);
+}
+
 // A kernel behind a product: its shared memory, how many clusters have something to do, and the boxes of matrices that it asks for,
 // rows of x, of a weight, and rows and columns of what epilogues read and write.
 struct Chosen {
@@ -271,7 +305,11 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
       !outer(&p.second, c.second, of.second_stride))
     return cudaErrorInvalidValue;
 
-  const int clusters = std::min(found.clusters(p), processors / CLUSTER);
+  const int tiles = found.clusters(p), clusters = std::min(tiles, processors / CLUSTER);
+  const bool together = of.epilogue <= DOWN && p.steps >= DEEP && tiles > (ROUNDS - 1) * clusters;
+  p.group = together ? 8 : 16;  // what a round of tiles reads is least if that is as high as wide
+  if (together)
+    if (const auto error = next_pace(p.pace, on)) return error;
   found.kernel<<<unsigned(clusters * CLUSTER), 3 * GROUP, bytes, on>>>(p);
   if (const auto error = cudaGetLastError()) return error;
   return add_up(of, c, (of.rows + ROWS - 1) / ROWS, on);

@@ -52,6 +52,21 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
+// A count in memory. Only how far others are is told by it, nothing is handed over.
+__device__ inline void count_up(unsigned* count) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+// Wait until it is at least so much; false after some 50 µs in which it was not.
+__device__ inline bool counted(const unsigned* count, unsigned least) {
+  constexpr long long PATIENCE = 100000;  // cycles
+  for (const long long begin = clock64(); clock64() - begin < PATIENCE; __nanosleep(32)) {
+    unsigned now;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+    if (now >= least) return true;
+  }
+  return false;
+}
+
 // Named barriers of warps: `count` threads in all take part, those that arrive and those that wait.
 __device__ inline void warps_wait(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
 __device__ inline void warps_arrive(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }

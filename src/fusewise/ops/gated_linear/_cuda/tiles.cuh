@@ -10,7 +10,8 @@ namespace {
 
 constexpr int ROWS = 128, DEPTH = 64;    // of the left operand of a tile's product, and of both
 constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of four warps
-constexpr int GROUP_M = 16;              // pairs of tiles, one below the other, that are taken together
+// Steps of the depth and rounds of tiles from which on clusters keep together; steps before the end of a tile at which one tells.
+constexpr int DEEP = 48, ROUNDS = 16, EARLY = 8;
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
 constexpr int SLOT_BYTES = 8192;  // of a piece, what an epilogue takes at a time
 constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
@@ -61,17 +62,19 @@ struct Params {
   const void *value_bias, *gate_bias;                          // or null
   int64_t value_bias_stride, gate_bias_stride;
   float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
+  unsigned* pace;           // how many tiles all clusters have nearly ended, or null: they need not keep together
   int rows, hidden, steps;  // blocks of the depth
+  int group;                // pairs of tiles, one below the other, that are taken together
 };
 
-// Where the tile of a turn is: in groups of GROUP_M pairs, so that what is read together stays in the cache.
+// Where the tile of a turn is: in groups of pairs, so that what is read together stays in the cache.
 template <int EPILOGUE>
 struct Tile {
   using A = Of<EPILOGUE>;
   int row, feature;
   __device__ Tile(const Params& p, int turn, int rank) {
     const int down = ceil_div(p.rows, A::DOWN_STEP), across = ceil_div(p.hidden, A::ACROSS_STEP);
-    const int first = turn / (GROUP_M * across) * GROUP_M, rows = min(down - first, GROUP_M), within = turn % (GROUP_M * across);
+    const int first = turn / (p.group * across) * p.group, rows = min(down - first, p.group), within = turn % (p.group * across);
     row = (first + within % rows) * A::DOWN_STEP + rank * A::DOWN_OTHER;
     feature = within / rows * A::ACROSS_STEP + rank * A::ACROSS_OTHER;
   }
