@@ -138,7 +138,7 @@ def new_index(task: Task, target: str) -> dict[str, Any]:
 
 
 def clear(out: Path) -> None:
-    """Take out the texts that the index of an earlier look names, which would lie beside those of the new one, and nothing
+    """Take out the index of an earlier look and the texts that it names, which would lie beside those of the new one, and nothing
     else. ValueError where `out` has an index of something else, which the new one would replace."""
     index = out / "index.json"
     if not index.is_file():
@@ -157,6 +157,7 @@ def clear(out: Path) -> None:
         ) from None
     for file in texts:
         file.unlink(missing_ok=True)
+    index.unlink()
 
 
 def wish(entry: plugin.Entry, task: Task, target: str, out: Path) -> dict[str, Any]:

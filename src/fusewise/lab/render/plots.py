@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
 
 def save(figure: Figure, directory: Path, name: str) -> str:
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, metadata={"Software": "fusewise"})
+    with warnings.catch_warnings():  # a letter that no font here has is an empty box, and the report has it as text
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
+        figure.savefig(drawn, dpi=120, metadata={"Software": "fusewise"})
     write_atomically(directory / name, drawn.getvalue())
     return name
