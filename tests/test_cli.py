@@ -117,6 +117,7 @@ def test_providers_lists_what_is_missing():
             ("study", "rope", "--memory-limit", "inf"),
             "memory_limit must be a finite number of GiB, at least 0, got inf",
         ),
+        (("study", "rope", "--memory-limit", "1e308"), "memory_limit must be a finite number of GiB"),
         (("study", "rope", "--seed", str(2**64)), "seed must fit into 64 bits"),
         (("study", "rope", "--providers", ","), "providers must be one name at least, got none"),
         (("study", "rop"), "got 'rop'; try 'rope'"),
