@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import sys
 
+from ._shared.starting import importing
+
 #: What `fusewise[lab]` brings and the command needs.
 LAB_EXTRA = frozenset({"click", "jinja2", "rich", "matplotlib", "numpy"})
 
@@ -14,12 +16,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may be no UTF-8
     try:
-        from .cli import cli
+        with importing():
+            from .cli import cli
 
         cli(prog_name="fusewise")
-    except KeyboardInterrupt:  # while torch is imported; what a verb leaves behind it says itself
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in LAB_EXTRA:
             raise
