@@ -158,12 +158,11 @@ def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monk
 
 
 @pytest.mark.parametrize("command", [["-m", "fusewise"], ["fusewise"]])
-@pytest.mark.parametrize("module", ["torch", "click"])
-def test_an_interruption_of_the_imports_is_quiet(command, module, tmp_path):
-    """By Ctrl-C while a library is imported that goes on whatever is raised, as parts of torch do."""
+def test_an_interruption_of_the_imports_is_quiet(command, tmp_path):
+    """Also where a library catches what is raised while it is imported, and goes on."""
     (tmp_path / "fusewise").write_text("from fusewise.__main__ import main\nmain()\n")  # as pip's script
     (tmp_path / "libraries").mkdir()
-    (tmp_path / "libraries" / f"{module}.py").write_text(
+    (tmp_path / "libraries" / "click.py").write_text(
         "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
     path = [str(tmp_path / "libraries"), str(Path(fusewise.__file__).parents[1])]

@@ -16,17 +16,13 @@ the signatures of other libraries, `fusewise.integrations` and `fusewise.distrib
 
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ._shared import starting
-
-with starting.importing() if starting.is_command() else nullcontext():
-    from .ops.dispatch import Dispatch, explain_dispatch
-    from .ops.gated_linear import gated_linear, gated_mlp, geglu_linear
-    from .ops.qk_norm_rope import qk_norm_rope
-    from .ops.rope import rope, rope_
-    from .ops.rope_and_cache import rope_and_cache_
+from .ops.dispatch import Dispatch, explain_dispatch
+from .ops.gated_linear import gated_linear, gated_mlp, geglu_linear
+from .ops.qk_norm_rope import qk_norm_rope
+from .ops.rope import rope, rope_
+from .ops.rope_and_cache import rope_and_cache_
 
 __version__ = "0.1.0"
 # Not `study`: a star import would bring the lab with all that it needs.

@@ -5,7 +5,6 @@ build          native code: compiled on first use, kept in the cache folder, loa
 cpu, cuda      native kernels for the two kinds of device: how they are called, and why there may be none
 host           Python extensions that make repeated calls cheap
 memo           what repeated calls find again
-starting       Ctrl-C while the command is imported
 gpu            how many multiprocessors a GPU has
 triton_launch  where Triton's kernels run, and how one may be started
 """
