@@ -96,7 +96,7 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
 
 // y of tensors on a CPU.
 Tensor computed(const Arguments& a) {
-  const OthersGoOn while_this_lives;
+  const GilReleased no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t rows = a.rows();
   Tensor y = empty(*a.x, {rows, a.hidden}, {a.hidden, 1});

@@ -24,7 +24,7 @@ struct Arguments {
   int64_t hidden = 0, kind = 0, activation = 0;
   bool gate_first = false, by_choice = false;  // impl="auto"
 
-  bool read(PyObject* const* given) { return nobody_watches() && tensors(given) && options(given) && shapes(); }
+  bool read(PyObject* const* given) { return no_active_modes() && tensors(given) && options(given) && shapes(); }
 
   bool on_gpu() const { return !x->is_cpu(); }
   int64_t rows() const { return x->numel() / x->size(-1); }

@@ -67,13 +67,13 @@ const Choice* find(const Arguments& a, const Operands& operands) {
 // y, which the kernel makes on the current stream of the tensors' device.
 Tensor launched(const Arguments& a, const Operands& operands, const Choice& choice) {
   const int64_t rows = a.rows(), depth = a.x->size(-1), biased = a.bias != nullptr;
-  const There there(a.x->device());
+  const OnDevice on_device(a.x->device());
   std::array<int64_t, 4> sizes{}, strides{};  // as many as `dense` allows
   const auto dims = a.x->dim();
   std::copy_n(a.x->sizes().begin(), dims, sizes.begin());
   sizes[dims - 1] = a.hidden;
   for (int64_t i = dims - 1, step = 1; i >= 0; step *= sizes[i--]) strides[i] = step;
-  const OthersGoOn while_this_lives;
+  const GilReleased no_gil;
   Tensor y = empty(*a.x, {sizes.data(), size_t(dims)}, {strides.data(), size_t(dims)});
   Plan plan{rows, a.hidden, depth, operands.x_stride, operands.value_stride, operands.gate_stride, a.hidden};
   plan.value_bias_stride = plan.gate_bias_stride = biased;
