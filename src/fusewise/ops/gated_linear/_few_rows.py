@@ -22,8 +22,8 @@ def busiest(width: int, columns: int, hidden: int, processors: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def choose_width(columns: int, hidden: int, processors: int, widest: int) -> int:
-    """Features of a tile, a multiple of 8, for a product with this many columns: the widest that distributes F evenly over the
-    SMs, since wider tiles read x less often."""
+    """Features of a tile, a multiple of 8, for a product with this many columns: the widest that distributes F evenly
+    over the SMs, since wider tiles read x less often."""
     costs = {width: busiest(width, columns, hidden, processors) for width in range(8, widest + 1, 8)}
     least = min(costs.values())
     return max(width for width, cost in costs.items() if cost <= 1.02 * least)
