@@ -74,21 +74,7 @@ def _check(
             )
         if bias is not None:
             _check_like(op, names[2], bias, x)
-<<<<<<< HEAD
             _check_entries(op, names[2], bias, ((2 * hidden,), tuple(weight.shape[:-1])), "row of the weight")
-=======
-            shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
-            # Not `in`, which under tracing does not match a number against an equal symbolic size.
-            if not any(tuple(bias.shape) == shape for shape in shapes) or not bias.is_contiguous():
-                wanted = f"{shapes[0]}" if shapes[0] == shapes[1] else f"{shapes[0]} or {shapes[1]}"
-                fail(
-                    op,
-                    names[2],
-                    f"be contiguous, of shape {wanted}",
-                    _what(bias),
-                    "pass an entry for every row of the weight",
-                )
->>>>>>> 3e161330d335b01b070ee57e79785d5a4c1fd31c
     else:
         hidden = weight.shape[0]
         if weight_gate.shape != weight.shape:
@@ -195,7 +181,7 @@ def _check_bias(op: str, name: str, bias: Any, length: int, x: Tensor) -> None:
 
 
 def _check_entries(op: str, name: str, bias: Tensor, shapes: tuple[tuple[int, ...], ...], what: str) -> None:
-    # Not `in`, which in a trace finds no number that is known in one tuple and a symbol in the other.
+    # Not `in`, which under tracing does not match a number against an equal symbolic size.
     fits = any(tuple(bias.shape) == shape for shape in shapes)
     if not fits or not bias.is_contiguous():
         contract = f"be contiguous, of shape {' or '.join(dict.fromkeys(map(str, shapes)))}"

@@ -67,13 +67,8 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
   const int64_t row_at = p.rows.of(batch, token, inside) + chunk * (N * sizeof(TABLE));
   Words<TABLE, N> cosines, sines;
   cosines.read(p.rows.cos + row_at), sines.read(p.rows.sin + row_at);
-<<<<<<< HEAD
-  __syncthreads();  // the barrier is there
-  mbarrier_wait(barrier, 0);
-=======
   __syncthreads();  // the mbarrier is initialized
-  barrier_wait(barrier, 0);
->>>>>>> 3e161330d335b01b070ee57e79785d5a4c1fd31c
+  mbarrier_wait(barrier, 0);
 
   if (mine < p.at_once)
     for (uint32_t head = mine; head < heads; head += p.at_once) {
