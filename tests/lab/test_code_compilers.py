@@ -152,6 +152,35 @@ def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
         assert (again / stage["file"]).read_bytes() == (tmp_path / stage["file"]).read_bytes()
 
 
+def test_a_used_folder_keeps_nothing_of_the_look_before(tmp_path: Path) -> None:
+    out, entries = tmp_path / "out", plugin.select(["lab_code_fakes:Shown"], "gelu", "cpu")
+    capture.stages(entries, GELU, "sm_90", out)
+    index = json.loads((out / "index.json").read_text())
+    stages = index["providers"][0]["stages"]
+    # What an earlier look wrote and this one does not, and what an index may not touch.
+    others = ["gone/00-old.py", "gone/mine.py", "00-mine.py", "deep/er/00-mine.py", "../00-mine.py"]
+    for name in others:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    (out / "link").symlink_to(tmp_path)
+    named = [*others, "link/00-mine.py", str(tmp_path / "00-mine.py"), "gone/00-never-there.py"]
+    stages += [{**stages[0], "file": name} for name in named]
+    (out / "index.json").write_text(json.dumps(index))
+    capture.stages(entries, GELU, "sm_90", out)
+    assert [(out / name).exists() for name in others] == [False, True, True, True, True]
+    assert all((out / stage["file"]).exists() for stage in stages[:2])
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"kind": "mine"}', "{", '{"kind": "fusewise.code", "providers": 3}'])
+def test_an_index_of_something_else_is_not_replaced(content: str, runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(content)
+    result = runner.invoke(cli, ["code", "gelu", "--device", "cpu", "--provider", "floor-copy", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "code: the folder must have no index.json but that of `fusewise code`" in " ".join(result.output.split())
+    assert [file.name for file in tmp_path.iterdir()] == ["index.json"]
+    assert (tmp_path / "index.json").read_text() == content
+
+
 def test_ledgers_and_who_has_none(tmp_path: Path) -> None:
     entries = plugin.select(["lab_code_fakes:Shown", "floor-copy"], "gelu", "cpu")
     found, without = capture.ledgers(entries, [GELU], "sm_90", tmp_path, timeout=300)

@@ -1,5 +1,5 @@
-// What the quick ways on the host have in common: which calls they take, how they make a tensor, and where it is. Every other
-// call is Python's, which validates, plans and raises.
+// Shared by the host fast paths (C++ extensions that replay a validated call): which calls they accept, tensor allocation, and
+// device and stream handling. Every other call goes through Python, which validates, plans and raises.
 
 #pragma once
 
@@ -17,46 +17,46 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 
-// Keys of a dense tensor in memory of its own: no wrapper, no subclass, no lazy negation.
+// Dispatch keys that a plain dense tensor may have: no wrapper, no subclass, no lazy negation.
 constexpr c10::DispatchKeySet DENSE{DispatchKey::CPU,          DispatchKey::CUDA,        DispatchKey::ADInplaceOrView,
                                     DispatchKey::AutogradCPU,  DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
                                     DispatchKey::AutocastCUDA};
-// Keys that every thread has: more of them are tracing, dispatch modes or torch.func transforms.
+// Thread-local included keys in plain eager mode: any others mean tracing, dispatch modes or torch.func transforms.
 constexpr c10::DispatchKeySet QUIET{DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView};
 
-std::atomic<bool> enabled{true};  // else every call goes through Python
+std::atomic<bool> enabled{true};  // false: every call goes through Python
 
-bool nobody_watches() {
+bool no_active_modes() {
   return enabled && QUIET.has_all(c10::impl::tls_local_dispatch_key_set().included_) && !at::impl::torch_function_mode_enabled() &&
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
 bool dense(const Tensor& x) { return DENSE.has_all(x.key_set()) && x.dim() <= 4; }
 
-// Other threads of Python run; half the cost of pybind11's way to say so.
-struct OthersGoOn {
+// Releases the GIL, at half the cost of pybind11's gil_scoped_release.
+struct GilReleased {
   PyThreadState* const thread = PyEval_SaveThread();
-  ~OthersGoOn() { PyEval_RestoreThread(thread); }
+  ~GilReleased() { PyEval_RestoreThread(thread); }
 };
 
-// A new tensor where x is and in its dtype, past the dispatcher.
+// A new tensor with the device and dtype of x, without going through the dispatcher.
 Tensor empty(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
   const DispatchKey key = x.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
   c10::Allocator* const allocator = c10::GetAllocator(x.device().type());
   return at::detail::empty_strided_generic(sizes, strides, allocator, c10::DispatchKeySet(key), x.scalar_type());
 }
 
-// Of the GPU that is the device, the current stream.
+// The current stream of a GPU; null for a CPU.
 void* stream_on(c10::Device device) {
   if (device.is_cpu()) return nullptr;
   const auto* impl = c10::impl::getDeviceGuardImpl(device.type());
   return impl->getStreamNativeHandle(impl->getStream(device));
 }
 
-// Makes the device of a call the current one where it is not. c10::DeviceGuard asks for the current one twice.
-class There {
+// Device guard: makes the device of a call the current one. c10::DeviceGuard would query the current device twice.
+class OnDevice {
  public:
-  explicit There(c10::Device device) {
+  explicit OnDevice(c10::Device device) {
     if (device.is_cpu()) return;
     const auto* const impl = c10::impl::getDeviceGuardImpl(device.type());
     before = impl->getDevice();
@@ -64,17 +64,17 @@ class There {
     impl->setDevice(device);
     changed = impl;
   }
-  ~There() {
+  ~OnDevice() {
     if (changed != nullptr) changed->uncheckedSetDevice(before);
   }
-  There(const There&) = delete;
+  OnDevice(const OnDevice&) = delete;
 
  private:
   const c10::impl::DeviceGuardImplInterface* changed = nullptr;
   c10::Device before{c10::DeviceType::CPU};
 };
 
-// quick(on): whether calls are taken, or all are left to Python.
+// quick(on): enable the fast path, or leave all calls to Python.
 PyObject* quick(PyObject*, PyObject* on) {
   enabled = on == Py_True;
   Py_RETURN_NONE;

@@ -121,9 +121,11 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What is no tensor, or has no
-    dimension, comes back as it is, for the operation's own check to name."""
+    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What is no tensor, is sparse, or has
+    no dimension, comes back as it is, for the operation's own check to name."""
     try:
+        if not traced() and x.layout != torch.strided:  # a traced backward may not ask for the layout
+            return x
         return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     except (AttributeError, IndexError):
         return x

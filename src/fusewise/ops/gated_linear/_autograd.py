@@ -1,10 +1,10 @@
-"""Autograd of the gated linear unit, around the operators of `_op.py`. Torch only.
+"""Autograd of the gated linear unit, around the operators of `_op.py`. Imports only torch.
 
     du = dy · act(g)        dx = du W_value + dg W_gate      dW_value = duᵀ x     db_value = Σ_M du
     dg = dy · u · act'(g)                                    dW_gate  = dgᵀ x     db_gate  = Σ_M dg
 
-The operators make du and dg; what is left are plain matrix products (`_products.py`). A gradient that is itself to be
-differentiated is taken by the formula in `reference.py`.
+The operators compute du and dg; the rest are plain matrix products (`_products.py`). Higher-order gradients use the
+formula in `reference.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from .._common import apply_function, exporting, jit_traces, unpacked, wants_for
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
-#: From this size of both pre-activations on, a call takes more care of memory than of one product more: they are two
-#: tensors, each of which goes when it is not needed any more, and a recomputing backward makes them a half at a time.
+#: Size of both pre-activations from which memory matters more than an additional product: they become two tensors, each
+#: freed as soon as it is not needed, and a recomputing backward processes one half of the features at a time.
 LARGE_BYTES = 256 << 20
-#: Where torch's own hooks are, which hand on what they get and keep nothing.
+#: Modules of torch's own saved-tensor hooks, which keep a tensor only for backward.
 HOOKS_OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether autograd must see a call on these tensors, around the operators."""
+    """Whether a call on these tensors must go through the autograd function."""
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return wanted and not exporting()
 
 
 def seen_by_hooks() -> bool:
-    """Whether a hook gets what is saved now, and may keep it; torch's own, which checkpoint and offload, keep it for backward."""
+    """Whether a saved-tensor hook is active that may keep the tensors saved now. Torch's own hooks (checkpoint, offload) keep
+    them only for backward."""
     if torch.compiler.is_compiling():
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -41,21 +42,21 @@ def seen_by_hooks() -> bool:
 
 
 def may_overwrite(saved: Tensor, seen: bool) -> bool:
-    """Whether a backward may write into what it saved: not if a hook has seen it, not if the graph is kept for another, not
-    in a traced graph, where the compiler decides what is reused, and not into a DTensor, whose layout may have to change."""
+    """Whether a backward may overwrite a saved tensor: not if a hook has seen it, not if the graph is retained, not in a
+    traced graph, where the compiler plans memory, and not a DTensor, which may have to be redistributed."""
     if seen or torch.compiler.is_compiling() or type(saved) is not Tensor:
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def overwritten(*saved: Tensor) -> None:
-    """Tell autograd, before it is done: a backward that fails midway and is called again must not take what it finds for what
-    was saved."""
+    """Bump the version counters before overwriting: if a backward fails midway and is called again, it must not take the
+    overwritten values for the saved ones."""
     torch.autograd.graph.increment_version(saved)
 
 
 def large(x_MD: Tensor, hidden: int) -> bool:
-    """Whether a call with F = `hidden` is to take care of memory. Not in a traced graph, where the compiler does."""
+    """Whether a call with F = `hidden` should save memory (see LARGE_BYTES). Not in a traced graph: the compiler does."""
     if type(x_MD) is not Tensor or torch.compiler.is_compiling():
         return False
     return 2 * x_MD.shape[0] * hidden * x_MD.element_size() >= LARGE_BYTES
@@ -79,7 +80,7 @@ def _input_gradient_apart(parts: Sequence[Tensor], halves: Halves) -> Tensor:
 def weight_gradient(
     dpreact: Tensor, x: Tensor, weight: Tensor, spec: Spec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradient of a weight in one tensor and None, or those of value and gate that are wanted."""
+    """The gradient of a single weight tensor and None, or those of value and gate that are wanted."""
     if spec.fused:
         dweight = _products.transposed(dpreact, x)
         return _products.cropped(dweight, dpreact.shape[1], x.shape[1]).view(weight.shape), None
@@ -90,7 +91,7 @@ def weight_gradient(
         made = (_products.transposed(d, x) if wanted else None for d, wanted in zip((du, dg), wants, strict=True))
         dvalue, dgate = (None if dw is None else _products.cropped(dw, *size) for dw in made)
         return dvalue, dgate
-    # DTensors have no product into a given tensor before torch 2.13, torch.compile none into strided rows.
+    # No `out=`: DTensor does not support it before torch 2.13, torch.compile not with strided rows.
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return joined(torch.mm(du.mT, x), torch.mm(dg.mT, x), weight, spec)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -100,7 +101,7 @@ def weight_gradient(
 
 
 def bias_gradient(dbias: Tensor, bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the biases from the (2, F) one, in their dtype and shape."""
+    """The gradients of the bias tensors, in their dtype and shape, from the (2, F) one."""
     dbias = dbias.to(bias.dtype)
     if spec.layout == "separate":
         return dbias[0], dbias[1]
@@ -115,7 +116,7 @@ def _value_and_gate(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """Gradients of value and gate as those of the weight (or bias) tensors that they belong to; differentiable."""
+    """The gradients of the weight (or bias) tensors from those of value and gate; differentiable."""
     if spec.layout == "separate":
         return value, gate
     halves = (gate, value) if spec.gate_first else (value, gate)
@@ -123,7 +124,7 @@ def joined(value: Tensor, gate: Tensor, like: Tensor, spec: Spec) -> tuple[Tenso
 
 
 class GatedLinear(torch.autograd.Function):
-    """y = u · act(g). Held for backward: x and the weights, and with `save="preact"` both pre-activations."""
+    """y = u · act(g). Saved for backward: x and the weights, and with `save="preact"` both pre-activations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -134,7 +135,7 @@ class GatedLinear(torch.autograd.Function):
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
         elif _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE:
-            # Two matrices whose rows end in zeros up to an aligned length: the products of the backward need no copies of them.
+            # Two matrices with rows zero-padded to an aligned length: the backward's products need no copies of them.
             saved = [_products.whole_room(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
         elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:
@@ -160,7 +161,9 @@ class GatedLinear(torch.autograd.Function):
         x_MD, dy_MF = rows(x), rows(dy)
         tensors = weight, weight_gate, bias, bias_gate
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)  # Dynamo of torch 2.11 knows no truth of a tuple
+        overwrites = len(saved) > 0 and may_overwrite(
+            saved[0], seen
+        )  # not `saved and`: Dynamo of torch 2.11 has no tuple truth
         if len(saved) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(saved) == 2:
@@ -186,8 +189,8 @@ class GatedLinear(torch.autograd.Function):
 def _backward_by_slices(
     ctx: Any, dy: Tensor, x: Tensor, x_MD: Tensor, tensors: tuple[Any, ...], spec: Spec, impl: str, wants_bias: bool
 ) -> tuple[Tensor | None, ...]:
-    """The backward of save="input" in two halves of the output features, so that no more than half of the gradient of
-    the pre-activations is there at a time. dW and db come a slice at a time; dx is added up, in its own dtype."""
+    """Backward of save="input" in two halves of the output features, so that at most half of the gradient of the
+    pre-activations exists at a time. dW and db are computed by slices; dx is accumulated in its own dtype."""
     weight, weight_gate, bias, _ = tensors
     wants = ctx.needs_input_grad
     halves = Halves.of(spec, *tensors)
@@ -224,8 +227,8 @@ def _products_apart(
     ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
     parts: list[Tensor], dbias: Tensor, spec: Spec,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`backward_products` where du and dg are two tensors. `parts` alone holds them, so that each is freed after its last
-    product, du before a gradient with both halves is allocated: at most dx and half of dW are there beside both."""
+    """`backward_products` for du and dg in two tensors. Only `parts` references them, so that each is freed after its last
+    product, and du before a dW for both halves is allocated: at most dx and half of dW exist beside both."""
     wants = ctx.needs_input_grad
     ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     halves = Halves.of(spec, weight, weight_gate)
@@ -263,7 +266,7 @@ def backward_products(
     ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
     dpreact: Tensor, dbias: Tensor, spec: Spec,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dx, dW, dW_gate, db, db_gate, those that are wanted, for a function whose first five inputs are x and weights."""
+    """The wanted ones of dx, dW, dW_gate, db, db_gate, for a function whose first five inputs are x and the weights."""
     wants = ctx.needs_input_grad
     dx = None
     dweights: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -279,7 +282,7 @@ def backward_products(
 
 
 def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
-    """A validated call, recording a gradient where one is wanted."""
+    """A validated call, through autograd if needed."""
     if needs_autograd(x, *weights):
         y: Tensor = apply_function(GatedLinear, x, *weights, text, impl, save)
         return y
@@ -287,11 +290,11 @@ def apply(x: Tensor, weights: tuple[Any, ...], text: str, impl: str, save: str) 
 
 
 def shaped(y_MF: Tensor, x: Tensor) -> Tensor:
-    """y with the leading dimensions of x, as `F.linear` makes it: no view, which autograd would not let be modified in place."""
+    """y with the leading dimensions of x. Like the result of `F.linear` it is not a view, so it may be modified in place."""
     if x.dim() == 2:
         return y_MF
     shape = (*x.shape[:-1], y_MF.shape[-1])
-    if jit_traces():  # which takes the sizes of an operator that is called by its name for constants
+    if jit_traces():  # which records sizes passed to an operator that is called by name as constants
         return y_MF.reshape(shape)
     y: Tensor = torch.ops.aten._unsafe_view(y_MF, shape)
     return y

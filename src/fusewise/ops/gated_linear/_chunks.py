@@ -1,9 +1,8 @@
-"""Products by the platform's library and a gate beside them, some rows at a time: on a CPU, and of float32 on a GPU.
+"""Unfused path: BLAS products and a separate gate, chunk by chunk of rows. Used on a CPU, and for float32 on a GPU.
 
-Rows are taken in chunks small enough that the gate finds their pre-activations in the cache. In an inference those of the
-value are made in y itself and those of the gate in one chunk beside it; by oneDNN (`_onednn.py`) both in chunks of their
-own. Where pre-activations are saved, or their gradient
-is made, chunks are slices of these.
+Chunks are small enough that the gate finds their pre-activations in cache. In inference the value's pre-activations are
+written to y itself and the gate's to one scratch chunk; with oneDNN (`_onednn.py`) both get chunks of their own. If
+pre-activations are saved, or their gradient is computed, chunks are slices of those tensors.
 """
 
 from __future__ import annotations
@@ -16,36 +15,36 @@ from torch import Tensor
 from . import _onednn as onednn
 from ._problem import Halves, Preact, Spec, new_preact, split_preact
 
-#: Chunks are multiples of so many rows: the CPU kernel adds up the bias gradient by so many.
+#: Chunks are multiples of this many rows: the unit of the CPU kernel's partial sums of the bias gradient.
 ROW_MULTIPLE = 32
-#: Both pre-activations of a chunk are about this size: what the gate reads is still in the cache.
+#: Approximate size of both pre-activations of a chunk: the gate's inputs are still in cache.
 CHUNK_BYTES = 16 << 20
-#: Rows that a chunk has at least: below that the product reads the weight too often.
+#: Minimum rows of a chunk: with fewer, the product reads the weight too often.
 CHUNK_ROWS = 512
-#: Up to so many rows both halves of one matrix are one product: then the weight is what is read, and a chunk is small.
+#: Up to this many rows both halves of a single matrix are one product: reading the weight dominates, and a chunk is small.
 FEW_ROWS = 64
 
 
 def rows_of(row_bytes: int) -> int:
-    """Rows of a chunk, from the bytes that a row of both pre-activations takes."""
+    """Rows of a chunk, given the bytes of a row of both pre-activations."""
     return max(CHUNK_ROWS, CHUNK_BYTES // max(row_bytes, 1) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def chunk_bytes(rows: int, row_bytes: int) -> int:
-    """Of the largest chunk of so many rows."""
+    """Bytes of the largest chunk of a matrix with this many rows."""
     return min(rows, rows_of(row_bytes)) * row_bytes
 
 
 def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True, apart: bool = False) -> int:
-    """What an inference needs beside y: the gate's half of a chunk, since the value's is made in y; both where oneDNN makes them,
-    `apart`, and of few rows, where they are one product."""
+    """Scratch memory of an inference: the gate's half of a chunk, since the value's is written to y. Both halves if oneDNN
+    computes them (`apart`), and for few rows, where they are one product."""
     if fused and rows <= FEW_ROWS:
         return 2 * rows * hidden * itemsize
     return chunk_bytes(rows, 2 * hidden * itemsize) // (1 if apart else 2)
 
 
 def slices(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of the rows, all but the last a multiple of ROW_MULTIPLE."""
+    """Slices of the rows; all but the last are multiples of ROW_MULTIPLE."""
     size = rows_of(row_bytes)
     for start in range(0, rows, size):
         yield slice(start, min(rows, start + size))
@@ -61,9 +60,9 @@ def part_of(preact: Preact, chunk: slice, spec: Spec) -> Preact:
 def forward(
     x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None, gate: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:  # fmt: skip
-    """`forward` of an implementation whose gate alone is `gate(u, g, y)`; y may be u."""
+    """`forward` of an implementation whose elementwise gate is `gate(u, g, y)`; y may be u."""
     rows, hidden = y.shape
-    if preact is None and spec.fused and rows <= FEW_ROWS:  # one product: the weight is what it reads
+    if preact is None and spec.fused and rows <= FEW_ROWS:  # one product: reading the weight dominates
         gate(*split_preact(_both(x, halves, spec), spec), y)
         return
     scratch = None
@@ -77,7 +76,7 @@ def forward(
             u = onednn.linear(x[chunk], halves.value, halves.value_bias)
             gate(u, onednn.linear(x[chunk], halves.gate, halves.gate_bias), y[chunk])
             continue
-        if scratch is None:  # with the row stride of y: a gate knows one for both halves
+        if scratch is None:  # with the row stride of y: a gate takes the same stride for u and g
             scratch = y.new_empty((chunk.stop, y.stride(0)))
         g = scratch[: chunk.stop - chunk.start, :hidden]
         product(x[chunk], halves.value, halves.value_bias, y[chunk])
@@ -86,7 +85,7 @@ def forward(
 
 
 def products(x: Tensor, halves: Halves, spec: Spec, preact: Preact) -> None:
-    """Both pre-activations of some rows: one product where the halves are one matrix, and they are to be one."""
+    """Both pre-activations of some rows: one product if both the weights and `preact` are single matrices."""
     if isinstance(preact, tuple) or not spec.fused:
         u, g = split_preact(preact, spec)
         for weight, bias, to in ((halves.value, halves.value_bias, u), (halves.gate, halves.gate_bias, g)):
@@ -96,7 +95,7 @@ def products(x: Tensor, halves: Halves, spec: Spec, preact: Preact) -> None:
 
 
 def _both(x: Tensor, halves: Halves, spec: Spec) -> Tensor:
-    """Both pre-activations as one new matrix, where the halves are one."""
+    """Both pre-activations as one new matrix, for halves of a single matrix."""
     weight, bias = _stacked(halves, spec)
     if onednn.takes(x, weight):
         return onednn.linear(x, weight, bias)
@@ -106,7 +105,7 @@ def _both(x: Tensor, halves: Halves, spec: Spec) -> Tensor:
 
 
 def _stacked(halves: Halves, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias that halves are of."""
+    """The stacked weight and bias that the halves are views of."""
     first, bias = (halves.gate, halves.gate_bias) if spec.gate_first else (halves.value, halves.value_bias)
     rows = 2 * first.shape[0]
     weight = first.as_strided((rows, first.shape[1]), first.stride())
@@ -114,7 +113,7 @@ def _stacked(halves: Halves, spec: Spec) -> tuple[Tensor, Tensor | None]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
-    """x weightᵀ + bias in `to`."""
+    """Write x weightᵀ + bias to `to`."""
     if onednn.takes(x, weight):
         to.copy_(onednn.linear(x, weight, bias))
     elif bias is None:

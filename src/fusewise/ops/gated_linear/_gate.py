@@ -1,11 +1,10 @@
-"""The gate alone, y = u · act(g) elementwise, for products that are made elsewhere: quantised or adapted projections, and
-the functions of other libraries. Torch only.
+"""The gate on its own, y = u · act(g) elementwise, for products computed elsewhere: quantized or adapted projections, and
+the compatibility functions for other libraries. Imports only torch.
 
     du = dy · act(g),   dg = dy · u · act'(g)
 
-u and g are two tensors, or the halves of the last dimension of one. Held for backward are these inputs and nothing else;
-they are never written to. Everything else is as in `api.gated_linear`: float32 in between, one rounding, derivatives of
-every order.
+u and g are two tensors, or the halves of the last dimension of one. Only these inputs are saved for backward, and they
+are never written to. Otherwise as in `api.gated_linear`: float32 arithmetic, one rounding, derivatives of every order.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from . import _autograd, reference
 from ._problem import ACTIVATIONS, Spec, rows, split_preact
 from ._validate import check_features
 
-# Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with contiguous
-# columns; u and g have their rows at the same distance, and so have du and dg.
+# Each has `gate(u, g, y, activation)` and `gate_gradient_into(dy, u, g, du, dg, activation)` on (M, F) matrices with
+# contiguous columns; u and g have the same row stride, and so have du and dg.
 choice = Choice("gated_linear", ("triton", "cpu", "reference"))
 
 
@@ -49,7 +48,7 @@ def stacked_gate(
 def stacked_gate_into(
     x: Tensor, out: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto"
 ) -> Tensor:
-    """`stacked_gate` written to `out` (..., F), whose rows may lie apart; returns it. Records no gradient."""
+    """`stacked_gate` written to `out` (..., F), which may have strided rows; returns it. Records no gradient."""
     _check_stacked(op, x, activation)
     check_features(op, "out", out)
     shape = (*x.shape[:-1], x.shape[-1] // 2)
@@ -76,7 +75,7 @@ def stacked_gate_into(
 def stacked_gradient(
     dy: Tensor, x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gradient", impl: str = "auto"
 ) -> Tensor:
-    """The gradient of `stacked_gate` for dy (..., F): (..., 2F), as x; by the formula where it is itself differentiated."""
+    """The gradient of `stacked_gate` for dy (..., F), with the shape of x (..., 2F); by the formula if it is differentiated."""
     _check(op, "x", x, activation)
     _check(op, "dy", dy, activation)
     if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype or dy.device != x.device:
@@ -112,7 +111,7 @@ def _apply(first: Tensor, second: Tensor | None, spec: Spec, impl: str) -> Tenso
 
 
 class _Gate(torch.autograd.Function):
-    """y of u and g, or of both in one tensor."""
+    """y of u and g, two tensors or the halves of one."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor | None, text: str, impl: str) -> Tensor:
@@ -136,7 +135,7 @@ def _formula(u: Tensor, g: Tensor, spec: Spec) -> Tensor:
 
 
 def _differentiable(dy: Tensor, first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor | None]:
-    """The gradients as a function that can itself be differentiated."""
+    """The gradients in plain torch, which can be differentiated again."""
     to = compute_dtype(first)
     u, g = (half.to(to) for half in _halves(first, second, spec))
     du, dg = (part.to(first.dtype) for part in reference.gate_gradient(dy.to(to), u, g, spec.activation))
@@ -158,8 +157,7 @@ def _rows(x: Tensor | None) -> Tensor | None:
 
 
 def _matrices(first: Tensor, second: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
-    """u and g with contiguous columns, which those that an exported program is given may not have, and their rows at the same
-    distance."""
+    """u and g with contiguous columns (an exported program may receive others) and the same row stride."""
     first, second = rows(first), _rows(second)
     if second is None:
         return split_preact(first, spec)
@@ -181,7 +179,7 @@ def _gate_out(first: Tensor, second: Tensor | None, text: str, impl: str, y: Ten
 
 
 def _new_gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of both halves in one matrix, and nothing; or of u and of g."""
+    """Memory for the gradients: of one matrix with both halves, and an empty tensor; or of u and g."""
     return first.new_empty(first.shape), first.new_empty((0,) if second is None else second.shape)
 
 

@@ -1,4 +1,4 @@
-"""Configurations of the gate's elementwise kernels, which the implementations in Triton and in Gluon share without importing
+"""Configurations of the gate's elementwise kernels, shared by the Triton and Gluon implementations, which do not import
 each other."""
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-TILES = (1024, 2048)  # elements of a tile that are worth trying
+TILES = (1024, 2048)  # tile sizes to try, in elements
 
 
 @dataclass(frozen=True)
 class GateConfig:
-    """An elementwise kernel: `rows` rows a program, block_m of them by block_f columns at a time."""
+    """Configuration of an elementwise kernel: `rows` rows per program, in tiles of block_m by block_f."""
 
     rows: int
     block_m: int
@@ -21,6 +21,6 @@ class GateConfig:
 
 
 def gate_space(chosen: GateConfig, widths: Iterable[int]) -> list[GateConfig]:
-    """All that `fusewise tune` tries with tiles so wide, the heuristic's choice first."""
+    """Search space of `fusewise tune` with tiles of these widths, the heuristic's choice first."""
     every = [GateConfig(r, n // f, f) for f, n, r in product(widths, TILES, (32, 64, 128, 256))]
     return list(dict.fromkeys([chosen, *every]))

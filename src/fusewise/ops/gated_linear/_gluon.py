@@ -1,5 +1,8 @@
-"""The gated linear unit in Gluon, for Hopper: configurations, the arguments of the kernels in `_gluon_kernel.py` and
-`_gluon_gate.py`, their launch, and that of `_gluon_few.py`."""
+"""`impl="gluon"` of the gated linear unit, for Hopper: configurations, arguments and launch of the Gluon kernels.
+
+The kernels are in `_gluon_kernel.py` (GEMM), `_gluon_stream.py` (few rows, configured by `_gluon_few.py`) and
+`_gluon_gate.py` (elementwise). Bound launches are cached, so that a repeated call only sets addresses and the stream.
+"""
 
 from __future__ import annotations
 
@@ -29,44 +32,44 @@ from ._gluon_stream import few_rows_kernel
 from ._problem import ALIGNED, Halves, Preact, Spec, odd, split_preact, stride_unit
 from ._products import brought, describable_room, each, put
 
-ROWS = 128  # of a tile
-PIECE = (64, 64)  # of what the epilogue reads and writes
+ROWS = 128  # rows of a tile
+PIECE = (64, 64)  # block that the epilogue reads and writes at a time
 NUM_WARPS = 4
-FEW_ROWS = 64  # to which, with gradients, its tiles are left mostly empty
-PROGRAMS_EACH = 4  # of the elementwise kernel, on a multiprocessor
+FEW_ROWS = 64  # up to which, with gradients, tiles would be mostly padding
+PROGRAMS_EACH = 4  # programs of the elementwise kernel per SM
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile is 128 rows by 128 columns of the product, BLOCK_D of its depth at a time."""
+    """Configuration of the GEMM. A tile is 128 rows by 128 columns of the product; a stage is `block_d` deep."""
 
     stages: int
-    ahead: int  # pieces of what the epilogue reads that a group has room for; 0 where it reads nothing
+    ahead: int  # input pieces of the epilogue that a warpgroup prefetches; 0 if it has no inputs
     block_d: int = 64
     group_m: int = 8
 
 
 def columns(epilogue: str) -> int:
-    """Columns of the outputs that a tile has: for the unit half of its product's, since u and g are both there."""
+    """Output columns of a tile: for the unit, half of the product's columns, which hold u and g."""
     return 128 if epilogue == "down" else 64
 
 
 def configurations(epilogue: str) -> list[Config]:
-    """All that are worth trying."""
+    """All configurations worth trying."""
     read = {"y": [], "preact": [], "gradient": [Config(6, 1)], "down": [Config(4, 2)]}[epilogue]
     return [replace(config, group_m=group_m) for config in (choose(epilogue), *read) for group_m in (4, 8, 16)]
 
 
 def choose(epilogue: str) -> Config:
-    """The configuration of the product kernel: one for every shape. The ring is as long as the slots of the epilogue leave
-    room for; a stage fewer costs up to a tenth."""
+    """Configuration of the GEMM, the same for every shape. The ring gets the shared memory that the epilogue's slots leave;
+    one stage fewer costs up to a tenth."""
     return {"y": Config(6, 0), "preact": Config(6, 0), "gradient": Config(5, 2), "down": Config(5, 1)}[epilogue]
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
-    """The configuration of the elementwise kernel. With sums, the same number of programs for every multiprocessor, few
-    enough that little is left to add up; without, shorter ones, since the hardware then evens out their times."""
+    """Configuration of the elementwise kernel. With sums: equally many programs per SM, few enough that little is left to
+    reduce. Without: shorter programs, which the hardware scheduler balances."""
     block_f = min(1024 if sums else 256, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
     stripes = max(1, PROGRAMS_EACH * processors // triton.cdiv(hidden, block_f))
@@ -75,14 +78,14 @@ def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateC
 
 
 def gate_configurations(rows: int, hidden: int, processors: int, *, sums: bool) -> list[GateConfig]:
-    """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
+    """Search space of `fusewise tune` for the elementwise kernel, the heuristic's choice first."""
     chosen = choose_gate(rows, hidden, processors, sums=sums)
     columns = [f for f in (128, 256, 512, 1024) if f <= max(128, triton.next_power_of_2(hidden))]
     return gate_space(chosen, columns)
 
 
 def gate_key(dtype: torch.dtype, rows: int, hidden: int, sums: bool) -> Key:
-    """What a tuned configuration of the elementwise kernel is found by."""
+    """Lookup key of a tuned configuration of the elementwise kernel."""
     return Key("gate", dtype, "sums" if sums else "", rows, 0, hidden)
 
 
@@ -115,8 +118,9 @@ def unavailable(device_type: str) -> str | None:
 def refuses(
     hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
 ) -> str | None:
-    """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are
-    not; `alone` where y is all that is made. All can be served; by choice are left those that are better off there."""
+    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is not.
+    `alone`: y is the only output. Every call is supported; with `by_choice` (impl="auto") those that run faster elsewhere
+    are left."""
     rows = matrices[0].shape[0]
     if not by_choice or rows > few.MOST_ROWS:
         return None
@@ -128,7 +132,7 @@ def refuses(
 
 
 def path(x: Tensor, halves: Halves) -> str:
-    """What `explain_dispatch` says of the configurations: which are tuned, of those for this shape."""
+    """For `explain_dispatch`: copies, and which configurations for this shape are tuned."""
     hidden = halves.value.shape[0]
     keys = [Key(e, x.dtype, "", x.shape[0], x.shape[1], hidden) for e in ("y", "preact", "gradient")]
     if x.shape[0] <= few.MOST_ROWS:
@@ -147,7 +151,7 @@ def _layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
 
 
 def _map(x: Tensor | None, block: tuple[int, int]) -> Any:
-    """The TMA descriptor of x in blocks."""
+    """The TMA descriptor of x with this block shape."""
     return None if x is None else TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
 
 
@@ -156,8 +160,8 @@ def arguments(
     hidden: int, y: Tensor | None, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None],
     bias: tuple[Tensor | None, Tensor | None], sums: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` what
-    the epilogue reads: dy, or u and g."""
+    """Grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` the inputs of
+    the epilogue: dy, or u and g."""
     rows, features = x.shape
     width = columns(epilogue)
     block_w = (config.block_d, width) if epilogue == "down" else (width, config.block_d)
@@ -174,8 +178,8 @@ def arguments(
     }  # fmt: skip
 
 
-# A launch that has run before: the compiled kernel bound to its grid, its descriptors without their addresses, and the
-# arguments behind them. Keyed by all that these depend on; what was tuned is read once.
+# Bound launches: the compiled kernel with its grid, its descriptors without addresses, and the arguments after the
+# pointers. Keyed by everything these depend on, including the state of the tuned configurations.
 _PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = Memo(1024)
 
 
@@ -223,9 +227,9 @@ def _start(
     kernel: Any, key: tuple[Any, ...], device: int, matrices: tuple[Tensor | None, ...], pointers: tuple[Tensor | None, ...],
     called: Callable[[], tuple[int, dict[str, Any]]],
 ) -> None:  # fmt: skip
-    """Launch a kernel whose arguments are those matrices, as descriptors, those pointers, and what `called` puts behind
-    them. Triton's own launch specialises all anew at each call; a repeated call finds them bound by its key, which leaves
-    the addresses and the stream."""
+    """Launch a kernel whose arguments are the matrices, as descriptors, the pointers, and what `called` returns after these.
+    Triton's launcher specializes all arguments on every call; to cut that host overhead, a repeated call finds them bound
+    under its key and only sets addresses and the stream."""
     with torch.cuda.device(device):
         plan = _PLANS.get(key) if launches_directly() else None
         if plan is not None:
@@ -275,7 +279,7 @@ def _add_up(sums: Tensor, dbias: Tensor) -> None:
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
-    """The implementation `impl="gluon"`; this and the gradients as in `reference.py`."""
+    """`impl="gluon"`: this and the gradients as in `reference.py`."""
     if preact is None and 0 < x.shape[0] <= few.MOST_ROWS:
         return _few_rows(x, halves, spec.activation, y)
     _launch(
@@ -306,7 +310,7 @@ def gate_arguments(
     dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
     sums: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `gate_gradient_kernel`."""
+    """Grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
     step = stride_unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {

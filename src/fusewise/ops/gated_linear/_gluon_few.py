@@ -1,4 +1,4 @@
-"""Few rows in Gluon: configurations and the arguments of the kernel in `_gluon_stream.py`."""
+"""Few rows in Gluon: configurations and arguments of the kernel in `_gluon_stream.py`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ._few_rows import choose_width, read_rows
 
-MOST_ROWS = 128  # to which weights are streamed
-SHARED = 226 << 10  # bytes of shared memory that the ring may take
-WAY = "few rows"  # what a tuned configuration is found by, beside the kernel's name
+MOST_ROWS = 128  # up to which the few-rows kernel is used
+SHARED = 226 << 10  # bytes of shared memory available to the ring buffer
+WAY = "few rows"  # part of the lookup key of tuned configurations
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile is `width` features, a multiple of 8; a stage of the ring `chunks` times 64 columns of both its halves."""
+    """A tile is `width` features, a multiple of 8; a ring stage is `chunks` times 64 columns of its rows of both weights."""
 
     width: int
     chunks: int
@@ -26,28 +26,28 @@ class Config:
 
     @property
     def half(self) -> int:
-        """Rows that a half of the left operand has."""
+        """Rows of either half of the A operand."""
         return 64 if self.width <= 64 else 128
 
 
 def columns(rows: int) -> int:
-    """Columns of the product for so many rows of x."""
+    """Columns of the product (N) for this many rows of x."""
     return max(8, 1 << (rows - 1).bit_length())
 
 
 def widest(rows: int) -> int:
-    """Features of the widest tile: both halves' sums of a wider one would not fit into the registers of four warps."""
+    """Features of the widest tile: the accumulators of a wider one would not fit into the registers of four warps."""
     return 128 if columns(rows) <= 64 else 64
 
 
 def stages(rows: int, width: int, chunks: int) -> int:
-    """Stages that shared memory has room for."""
+    """Stages that fit in shared memory."""
     half = 64 if width <= 64 else 128
     return min(16, (SHARED - 2 * half * columns(rows)) // ((2 * half + columns(rows)) * 64 * 2 * chunks))
 
 
 def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
-    """All that `fusewise tune` tries, the heuristic's choice first."""
+    """Search space of `fusewise tune`, the heuristic's choice first."""
     chosen = choose(rows, hidden, processors)
     widths = [w for w in (chosen.width, 32, 56, 64, 112, 128) if w <= widest(rows)]
     others = [Config(w, c, stages(rows, w, c)) for w in widths for c in (1, 2, 4)]
@@ -56,8 +56,8 @@ def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
 
 @functools.lru_cache(maxsize=1024)
 def choose(rows: int, hidden: int, processors: int) -> Config:
-    """Up to 64 rows two chunks a stage where three such stages fit: they halve the waits (2 % on an H200). Beyond, one: more
-    and shorter stages are 5 to 17 % faster."""
+    """Up to 64 rows two chunks per stage if three such stages fit: that halves the barrier waits (2 % on an H200). Beyond,
+    one chunk: more, shorter stages are 5 to 17 % faster."""
     width = choose_width(columns(rows), hidden, processors, widest(rows))
     chunks = 2 if rows <= 64 and stages(rows, width, 2) >= 3 else 1
     return Config(width, chunks, stages(rows, width, chunks))
@@ -67,7 +67,7 @@ def arguments(
     x: Tensor, value: Tensor, gate: Tensor, bias: tuple[Tensor | None, Tensor | None], y: Tensor, config: Config,
     processors: int, activation: str, block: Callable[[Tensor, tuple[int, int]], Any],
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `few_rows_kernel`; `block` makes a TMA descriptor of a matrix in blocks."""
+    """Grid size and all arguments of `few_rows_kernel`; `block` makes a TMA descriptor of a matrix with a block shape."""
     rows, features = x.shape
     hidden = value.shape[0]
     block_w = min(128, config.width & -config.width)

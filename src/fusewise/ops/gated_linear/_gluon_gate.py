@@ -1,9 +1,9 @@
-"""The gate in Gluon: activations and their derivatives, their gradient alone as a kernel, and the sum of partial sums.
+"""The gate in Gluon: activations and derivatives for the GEMM epilogues, and two elementwise and reduction kernels.
 
     du = dy · act(g),   dg = dy · u · act'(g)
 
-What the products' epilogues in `_gluon_kernel.py` do with a piece of a tile in registers, `gate_gradient_kernel` does with
-u, g and dy in memory: it reads them once and writes du and dg once.
+`gate_gradient_kernel` is the backward of the gate on its own: it reads u, g and dy from memory once and writes du and dg
+once. `add_up_kernel` reduces partial sums of the bias gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _gate(g, ACTIVATION: gl.constexpr):
-    """act(g) and act'(g), from exponentials of base two; what is not used of them is not computed."""
+    """act(g) and act'(g), by base-2 exponentials; the compiler removes whichever is unused."""
     if ACTIVATION == "gelu_tanh":
         # ½ (1 + tanh z) is the sigmoid of 2z, which neither cancels nor saturates early.
         s = _reciprocal(1.0 + _exp2(g * (-2.302208198144325 - 0.1029432396100769 * g * g)))
@@ -47,7 +47,7 @@ def _gate(g, ACTIVATION: gl.constexpr):
         a = g * s
         return a, s + (a - a * s)
     elif ACTIVATION == "relu":
-        return gl.where(g <= 0.0, 0.0, g), gl.where(g <= 0.0, 0.0, 1.0)  # NaN stays
+        return gl.where(g <= 0.0, 0.0, g), gl.where(g <= 0.0, 0.0, 1.0)  # propagates NaN
     elif ACTIVATION == "sigmoid":
         s = _reciprocal(1.0 + _exp2(g * -1.4426950408889634))
         return s, s - s * s
@@ -80,10 +80,10 @@ def gate_gradient_kernel(
     u_ptr, g_ptr, dy_ptr, du_ptr, dg_ptr, dbias_ptr, M, F, rows, stride_preact, stride_dy, stride_dpreact,
     ACTIVATION: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """du and dg from u, g and dy in memory, `rows` rows and BLOCK_F columns a program, BLOCK_M rows at a time, eight columns a
-    thread, as many at once as UNIT says, in which F and strides are given: where rows are not aligned to 16 bytes it is the
-    threads of a warp that are neighbours. du and dg may be u and g themselves."""
-    COLUMNS: gl.constexpr = BLOCK_F // 8  # of threads; those of a warp side by side first
+    """du and dg from u, g and dy in memory. A program processes `rows` rows by BLOCK_F columns, BLOCK_M rows at a time, a
+    thread eight columns in accesses of UNIT elements, the unit of F and the strides: if rows are not 16-byte aligned, a
+    warp's accesses coalesce across threads instead of being vectorized. du and dg may alias u and g."""
+    COLUMNS: gl.constexpr = BLOCK_F // 8  # threads along a row, filled by warps first
     ACROSS: gl.constexpr = min(COLUMNS, 32)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, UNIT], [32 // ACROSS, ACROSS], [gl.num_warps() * ACROSS // COLUMNS, COLUMNS // ACROSS], [1, 0]
@@ -104,7 +104,7 @@ def gate_gradient_kernel(
     for _ in range(0, rows, BLOCK_M):
         next_row = row + BLOCK_M
         next_mask = (next_row < end) & (column < F)
-        # Before this block is stored: the compiler must assume that it lies where the next one is read.
+        # Prefetch before storing this block: as outputs may alias inputs, the compiler cannot hoist the loads.
         following = _load_gate(u_ptr, g_ptr, dy_ptr, next_row, column, stride_preact, stride_dy, next_mask)
         _, du, dg = _gate_gradient(dy.to(gl.float32), u.to(gl.float32), g.to(gl.float32), ACTIVATION)
         gl.store(du_ptr + row * stride_dpreact + column, du.to(du_ptr.dtype.element_ty), mask=mask)
@@ -123,7 +123,7 @@ def gate_gradient_kernel(
 
 @gluon.jit(do_not_specialize=["R"])
 def add_up_kernel(sums_ptr, to_ptr, R, WIDTH, BLOCK_R: gl.constexpr):
-    """The sum over R rows of (R, WIDTH), 64 columns a program."""
+    """Sum over the R rows of (R, WIDTH), 64 columns per program."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     offs = gl.program_id(0) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
     rows = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, layout))

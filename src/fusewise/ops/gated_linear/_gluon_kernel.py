@@ -1,24 +1,25 @@
-"""The device code of the gated linear unit in Gluon, for Hopper.
+"""Warp-specialized GEMM with a gated epilogue in Gluon, for Hopper (TMA and wgmma).
 
     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
     du = dy · act(g),   dg = dy · u · act'(g)
 
-Shape legend: M rows, D features in, F features out. One kernel with four epilogues:
+Shape legend: M rows, D features in, F features out. One persistent kernel with four epilogues:
 
 - "y" writes y; "preact" writes y, u and g; "gradient" reads dy and writes du and dg;
-- "down" is behind another product, dy = dz W_down with dz (M, D) and W_down (D, F): it reads u and g and writes y, du, dg.
+- "down" follows another product, dy = dz W_down with dz (M, D) and W_down (D, F): it reads u and g, and writes y, du, dg.
 
-A program's warps have roles: one brings blocks of both operands into a ring of shared memory by TMA; two groups of four
-take turns at the tensor cores, a whole tile each. While one multiplies the other is in its epilogue, which therefore costs
-nothing as long as it is the shorter. A tile is 128 rows of x by 128 columns of the product, which for the unit are u and g
-of 64 features: both halves of the weight lie in the ring as one block, so that u and g of a feature lie in one thread.
-Programs walk over tiles in groups of GROUP_M rows of tiles, so that what they read together stays in the cache.
+Ping-pong schedule: one producer warp loads tiles of both operands by TMA into a ring buffer of STAGES in shared memory;
+two consumer warpgroups alternate on the tensor cores, each computing a whole output tile. While one runs its main loop
+the other runs its epilogue, which is hidden as long as it is the shorter. A tile is 128 rows of x by 128 columns of the
+product, for the unit u and g of 64 features: the tiles of both weights are adjacent in a stage and form one operand, so
+that u and g of a feature are accumulated in the same thread. Tiles are visited in groups of GROUP_M rows of tiles, so
+that operands shared by concurrent programs stay in L2.
 
-The epilogue works on pieces of 64 rows by 64 columns. What it reads and writes passes through slots of shared memory, by TMA,
-which loads zeros beyond the edges of a matrix and stores nothing there. The slots for reading are a group's own, AHEAD pieces;
-those for writing both groups have by turns: the longer the ring, the less the products wait. Accumulation, bias and gate are
-in float32, rounded once where they are stored. The sums for the bias are one row for 64 rows of the tile, added up
-afterwards: no atomics, the same bits every time.
+The epilogue processes pieces of 64 rows by 64 columns, staged through slots in shared memory by TMA, which fills with
+zeros beyond the edges of a matrix and clips stores there. Input slots are private to a warpgroup, AHEAD pieces deep;
+output slots are shared by both in turns, which leaves more shared memory for the ring: a longer ring stalls less.
+Accumulation, bias and gate are in float32, rounded once when stored. Bias gradients are one row of partial sums per 64
+rows of a tile, reduced by a second kernel: no atomics, bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ._gluon_gate import _gate, _gate_gradient
 
-# Newer names of Triton's.
+# Renamed in newer versions of Triton.
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of a group's warps
+_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # among a warpgroup's warps
 
-# A piece in the registers of a product.
+# Register layout of a piece, as in the accumulator.
 PIECE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-# Of a piece whose columns are added up: every thread takes two columns and sixteen rows, so that a warp reads all banks at
-# once and two exchanges finish a sum.
+# Layout of a piece for column sums: each thread holds two columns by sixteen rows, so that a warp's shared memory reads use
+# all banks and two shuffles complete a sum.
 SUMS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]], [[0, 2], [0, 4], [0, 8], [2, 0], [4, 0]], [[0, 16], [0, 32]], [], [64, 64]
@@ -56,7 +57,7 @@ SUMS = gl.constexpr(
 
 @gluon.jit
 def _tile(tile, tiles_m, tiles_f, GROUP_M: gl.constexpr):
-    """The tile of rows and of columns of a program's turn."""
+    """(row, column) indices of the tile-th tile, in GROUP_M order."""
     in_group = GROUP_M * tiles_f
     first = tile // in_group * GROUP_M
     rows = gl.minimum(tiles_m - first, GROUP_M)
@@ -65,7 +66,7 @@ def _tile(tile, tiles_m, tiles_f, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _left_right(block):
-    """The left and the right half of the columns: registers of the same threads."""
+    """The left and right halves of the columns; no data moves between threads."""
     COLUMNS: gl.constexpr = block.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     left, right = block.reshape((block.shape[0], 2, COLUMNS)).permute((0, 2, 1)).split()
@@ -74,7 +75,7 @@ def _left_right(block):
 
 @gluon.jit
 def _top_bottom(block):
-    """The upper and the lower half of the rows: registers of the same threads."""
+    """The upper and lower halves of the rows; no data moves between threads."""
     COLUMNS: gl.constexpr = block.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     top, bottom = block.reshape((2, block.shape[0] // 2, COLUMNS)).permute((1, 2, 0)).split()
@@ -83,14 +84,14 @@ def _top_bottom(block):
 
 @gluon.jit
 def _next(slot, phase, SLOTS: gl.constexpr):
-    """The next place in a ring, and the parity of its round."""
+    """The next slot of a ring buffer, and its phase parity."""
     around = slot + 1 == SLOTS
     return gl.where(around, 0, slot + 1), phase ^ around.to(gl.int32)
 
 
 @gluon.jit
 def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr):  # fmt: skip
-    """Fill the ring, tile after tile, as far ahead of the consumers as it is long."""
+    """Producer warp: fill the ring buffer with the operands of all tiles of this program."""
     x_map, first_map, second_map = maps
     x_ring, w_ring = memory
     M, F, D = sizes
@@ -98,7 +99,7 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: 
     tiles_m = gl.cdiv(M, 128)
     tiles_f = gl.cdiv(F, COLUMNS)
     slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # the ring is free at first: a wait for the round before passes
+    phase = gl.to_tensor(1)  # the ring starts empty: a wait on the phase before the first passes
     for tile in range(gl.program_id(0), tiles_m * tiles_f, gl.num_programs(0)):
         tile_m, tile_f = _tile(tile, tiles_m, tiles_f, GROUP_M)
         for d in range(0, D, BLOCK_D):
@@ -117,7 +118,7 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: 
 
 @gluon.jit
 def _at(row, column, p, EPILOGUE: gl.constexpr):
-    """Where piece p of the tile at `row` and `column` is."""
+    """(row, column) of piece p of the tile at `row` and `column`."""
     if EPILOGUE == "down":
         return row + p // 2 * 64, column + p % 2 * 64
     else:
@@ -126,8 +127,7 @@ def _at(row, column, p, EPILOGUE: gl.constexpr):
 
 @gluon.jit
 def _get(maps, row, column, slots, first, barrier, EPILOGUE: gl.constexpr, pred=True):
-    """Begin to load what the epilogue reads for a piece, dy or u and g, into the slots from `first` on; `barrier` tells when
-    all has arrived."""
+    """Start the TMA loads of an epilogue piece, dy or u and g, into the slots from `first` on; they complete on `barrier`."""
     if EPILOGUE == "gradient":
         mbarrier.expect(barrier, 64 * 64 * 2, pred=pred)
         _load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
@@ -139,7 +139,7 @@ def _get(maps, row, column, slots, first, barrier, EPILOGUE: gl.constexpr, pred=
 
 @gluon.jit
 def _bias(ptr, column, stride, F):
-    """The bias of 64 features, spread thinly over the threads: it is on its way through the whole product."""
+    """Load the bias of 64 features with few registers per thread: the load stays in flight during the main loop."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offs = column + gl.arange(0, 64, layout=layout)
     return gl.load(ptr + offs * stride, mask=offs < F, other=0.0)
@@ -152,10 +152,10 @@ def _biased(block, bias):
 
 @gluon.jit
 def _sums(row, M, slot, EPILOGUE: gl.constexpr):
-    """The column sums of a piece in its slot, as it is stored."""
+    """Column sums of a piece, read back from its output slot, i.e. of the rounded values."""
     block = slot.load(SUMS).to(gl.float32)
-    if EPILOGUE == "gradient":  # noqa: SIM102 - decided when it is compiled, the other when it runs
-        if row + 64 > M:  # a bias of ∞ makes NaN beyond the last row
+    if EPILOGUE == "gradient":  # noqa: SIM102 - a compile-time condition around a run-time one
+        if row + 64 > M:  # an infinite bias gives NaN beyond the last row
             inside = row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)) < M
             block = gl.where(gl.expand_dims(inside, 1), block, 0.0)
     return gl.sum(block, 0)
@@ -163,7 +163,7 @@ def _sums(row, M, slot, EPILOGUE: gl.constexpr):
 
 @gluon.jit
 def _store_sums(ptr, row, column, M, F, du, dg, EPILOGUE: gl.constexpr):
-    """The sums of a piece's two slots into the row of (⌈M / 64⌉, 2, F) that is theirs."""
+    """Store the sums of a piece's du and dg into its row of the partial sums (⌈M / 64⌉, 2, F)."""
     offs = column + gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS))
     to = ptr + (row // 64).to(gl.int64) * 2 * F + offs
     mask = (offs < F) & (row < M)
@@ -173,8 +173,8 @@ def _store_sums(ptr, row, column, M, F, du, dg, EPILOGUE: gl.constexpr):
 
 @gluon.jit
 def _multiply(x_ring, w_ring, ready, free, block, steps, EPILOGUE: gl.constexpr, STAGES: gl.constexpr):
-    """A tile's product from `steps` blocks of the ring, and the last block, which is still in use: the product of the last
-    step is under way. When one is issued, the one before it has read its block, which is given back."""
+    """Main loop: accumulate a tile over `steps` stages of the ring. One wgmma stays in flight: after issuing one, wait for
+    the previous and release its stage. Returns the accumulator and the last stage, which is still being read."""
     acc = warpgroup_mma_init(gl.zeros((128, 128), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
     slot = block % STAGES
     phase = block // STAGES & 1
@@ -198,14 +198,14 @@ def _consume(
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Every other tile of the program, those of the group with number GROUP: product and epilogue."""
+    """Consumer warpgroup number GROUP: main loop and epilogue of every other tile of the program."""
     x_ring, w_ring = memory
     out_maps, in_maps = maps
     y_map, u_map, g_map = out_maps
     M, F, D = sizes
     COLUMNS: gl.constexpr = 128 if EPILOGUE == "down" else 64
-    READS: gl.constexpr = 2 if EPILOGUE == "down" else 1  # slots a piece
-    OWN: gl.constexpr = slots.shape[0] - (2 - GROUP) * AHEAD * READS  # the first of the slots that this group reads
+    READS: gl.constexpr = 2 if EPILOGUE == "down" else 1  # slots per piece
+    OWN: gl.constexpr = slots.shape[0] - (2 - GROUP) * AHEAD * READS  # the first input slot of this group
     tiles_m = gl.cdiv(M, 128)
     tiles_f = gl.cdiv(F, COLUMNS)
     steps = gl.cdiv(D, BLOCK_D)
@@ -214,15 +214,15 @@ def _consume(
         tile_m, tile_f = _tile(tile, tiles_m, tiles_f, GROUP_M)
         row = tile_m * 128
         column = tile_f * COLUMNS
-        # What the epilogue will need first is asked for before the product.
+        # Prefetch the epilogue's first inputs before the main loop.
         if HAS_BIAS:
             b_value = _bias(biases[0], column, biases[2], F)
             b_gate = _bias(biases[1], column, biases[3], F)
         for i in gl.static_range(AHEAD):
             to_row, to_column = _at(row, column, i, EPILOGUE)
             _get(in_maps, to_row, to_column, slots, OWN + i * READS, arrived.index(GROUP * AHEAD + i), EPILOGUE)
-        # The turn before this one is the other group's. Its blocks come first in the ring: a wait for the parity of a block
-        # behind them would take an earlier round for this one.
+        # Wait until the other group has issued its main loop. Its stages come first in the ring: before that, a parity wait
+        # on the stages behind them would mistake an earlier round for this one.
         before = (turn + 1 - GROUP) & 1
         mbarrier.wait(turns.index(GROUP), before)
         acc, last = _multiply(x_ring, w_ring, ready, free, (2 * turn + GROUP) * steps, steps, EPILOGUE, STAGES)
@@ -234,7 +234,7 @@ def _consume(
         mbarrier.arrive(free.index(last), count=1)
 
         top, bottom = _top_bottom(product)
-        mbarrier.wait(turns.index(2 + GROUP), before)  # for the slots to write
+        mbarrier.wait(turns.index(2 + GROUP), before)  # acquire the output slots
         if AHEAD == 0:
             for p in gl.static_range(2):
                 u, g = _left_right(top)
@@ -257,8 +257,8 @@ def _consume(
                     _store(y_map, [row + p * 64, column], slots.index(p))
                 top = bottom
         else:
-            # One piece after the other, in a loop that moves the next into the registers of the last: its code is short
-            # enough for the instruction cache, which both groups share.
+            # A rolled loop that rotates the next piece into the registers of the current one: the code stays small enough
+            # for the instruction cache, which both groups share.
             if EPILOGUE == "down":
                 now, next_1 = _left_right(top)
                 next_2, next_3 = _left_right(bottom)
@@ -280,12 +280,12 @@ def _consume(
                     if HAS_BIAS:
                         u = _biased(u, bias_slots.index(2 * GROUP))
                         g = _biased(g, bias_slots.index(2 * GROUP + 1))
-                _meet()  # all have read: the next may come
+                _meet()  # all threads have read the slot: it may be refilled
                 next_row, next_column = _at(row, column, p + AHEAD, EPILOGUE)
                 _get(in_maps, next_row, next_column, slots, own, came, EPILOGUE, p + AHEAD < PIECES)
                 a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
                 tma.store_wait(pendings=0)  # of the piece before
-                # All before the one fence: as soon as a few columns of them are done, their registers are free.
+                # Write all outputs before a single fence: registers are freed as soon as a few columns are done.
                 slots.index(0).store(du.to(slots.dtype))
                 slots.index(1).store(dg.to(slots.dtype))
                 if EPILOGUE == "down":
@@ -332,7 +332,7 @@ def _second_group(
 
 
 def _name(proxy: Any) -> str:
-    """The kernel's name in profiles: what it writes, with which gate."""
+    """Kernel name shown by profilers: epilogue, activation and tile."""
     c = proxy.constants
     return f"_gated_linear_{c['EPILOGUE']}_{c['ACTIVATION']}_128x128x{c['BLOCK_D']}_gluon"
 
@@ -344,7 +344,7 @@ def gated_linear_kernel(
     EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, BIAS_GRAD: gl.constexpr,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Maps are TMA descriptors. first_map is of dy, or of u with second_map of g; for "down" x is dz, w_value is W_down."""
+    """Maps are TMA descriptors. first_map is dy, or u with second_map g; for "down", x is dz and w_value is W_down."""
     dtype: gl.constexpr = x_map.dtype
     WRITES: gl.constexpr = 3 if EPILOGUE == "preact" or EPILOGUE == "down" else 2
     READS: gl.constexpr = 2 if EPILOGUE == "down" else 1
@@ -359,7 +359,7 @@ def gated_linear_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrived = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())  # at products, at slots
+    turns = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())  # main loop, output slots
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)

@@ -1,15 +1,15 @@
-"""The gated linear unit of a few rows in Gluon, for Hopper: its time is that of reading the weights once.
+"""Gated linear unit for few rows (decode) in Gluon, for Hopper: bound by reading the weights from DRAM once.
 
     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
 
 Shape legend: M rows (1 to 128), D features in, F features out; N columns of a product, M rounded up to a power of two.
 
-A multiprocessor has one program, which owns tiles of WIDTH features, whatever width shares F evenly. One warp keeps the
-whole of the shared memory on its way: a ring of stages, each CHUNKS times 64 columns of the WIDTH rows of both weights, so
-that a row's neighbouring 128 bytes are asked for together; it runs on into the next tile while the last is finished. Four
-warps multiply: the weights are the left operand, both halves under each other, so that u and g of a feature lie in one
-thread, and x the right one, as narrow as M allows. Rows of the operands beyond WIDTH, and beyond M rounded up to whole
-blocks of x, are never loaded: what they make of old shared memory is not stored.
+Persistent, one program per SM, each with tiles of WIDTH features, a width that distributes F evenly over the SMs. A producer
+warp keeps all of shared memory in flight: a ring buffer of stages, each CHUNKS times 64 columns of the WIDTH rows of both
+weights, so that adjacent 128-byte segments of a row are requested together; it prefetches the next tile during the
+epilogue. Four consumer warps multiply with operands swapped: the weights are the A operand, value stacked on gate, so
+that u and g of a feature are in the same thread; x is the B operand, as narrow as M allows. Operand rows beyond WIDTH,
+and beyond M rounded up to whole blocks of x, are never loaded: results from stale shared memory are not stored.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _stream(
     maps, memory, ready, free, sizes, WIDTH: gl.constexpr, BLOCK_W: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_X: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring, tile after tile, as far ahead of the consumer as it is long."""
+    """Producer warp: fill the ring buffer with the operands of all tiles of this program."""
     x_map, value_map, gate_map = maps
     x_ring, w_ring = memory
     F, D = sizes
     HALF: gl.constexpr = w_ring.shape[1] // 2
     BYTES: gl.constexpr = CHUNKS * (X_ROWS + 2 * WIDTH) * 64 * 2
     slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # the ring is free at first: a wait for the round before passes
+    phase = gl.to_tensor(1)  # the ring starts empty: a wait on the phase before the first passes
     for tile in range(gl.program_id(0), gl.cdiv(F, WIDTH), gl.num_programs(0)):
         for d in range(0, D, 64 * CHUNKS):
             mbarrier.wait(free.index(slot), phase)
@@ -66,7 +66,7 @@ def _finish(
     y_ptr, bias, memory, ready, free, sizes, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply what has arrived and write y."""
+    """Consumer warpgroup: main loop and epilogue of every tile, which writes y."""
     x_ring, w_ring = memory
     b_value_ptr, b_gate_ptr, stride_b_value, stride_b_gate = bias
     M, F, D, stride_y = sizes
@@ -77,7 +77,7 @@ def _finish(
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [HALF // 8, 256 // HALF], [1, 4], [0, 1])
     steps = gl.cdiv(D, 64 * CHUNKS)
     slot = gl.to_tensor(0)
-    last = gl.to_tensor(0)  # not `slot`: what begins as another name's value is not carried through a loop
+    last = gl.to_tensor(0)  # not `slot`: a variable initialized from another one is not loop-carried
     phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), gl.cdiv(F, WIDTH), gl.num_programs(0)):
         acc = warpgroup_mma_init(gl.zeros((ROWS, N), gl.float32, BOTH))
@@ -111,7 +111,7 @@ def _finish(
 
 
 def _name(proxy: Any) -> str:
-    """The kernel's name in profiles."""
+    """Kernel name shown by profilers."""
     c = proxy.constants
     return f"_gated_linear_few_rows_{c['ACTIVATION']}_{c['WIDTH']}x{64 * c['CHUNKS']}x{c['STAGES']}_gluon"
 
@@ -122,8 +122,8 @@ def few_rows_kernel(
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_W: gl.constexpr, HALF: gl.constexpr,
     N: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_X: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Maps are TMA descriptors of blocks of 64 columns: of BLOCK_X of the X_ROWS rows of x that are read, and of BLOCK_W rows of
-    a weight."""
+    """Maps are TMA descriptors with blocks of 64 columns by BLOCK_X rows of x (of which X_ROWS are read) or BLOCK_W rows of a
+    weight."""
     x_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, N, 64], x_map.layout)
     w_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, 2 * HALF, 64], value_map.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -1,10 +1,10 @@
-"""The quick way on the host: calls of `gated_linear` and `geglu_linear` that make y alone, and the unit of such a
-`gated_mlp`, taken by `host.cpp`.
+"""Host fast path of the gated linear unit: `host.cpp` serves inference calls of `gated_linear` and `geglu_linear`, and the
+unit in those of `gated_mlp`.
 
-    done = _host.gated_linear(*arguments)       # None: not such a call, or new on a GPU; go on in Python
-    _host.remember(*arguments)                  # then
+    done = _host.gated_linear(*arguments)       # None: unsupported, or new on a GPU; continue in Python
+    _host.remember(*arguments)                  # after the first call
 
-Where it cannot be built, or is not, and for every call that is not of that kind, Python serves: slower, no different.
+If it is not built, and for every other call, Python serves: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ._problem import Halves, Spec, rows
 _NAMES = ("host.cpp", "host_call.h", "host_gpu.h", "_cpu/gate.h", "_cuda/plan.h")
 SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
-#: Given the arguments of `api.gated_linear` in order, y or None; of the extension once it is loaded.
+#: The extension's function once it is loaded: takes the arguments of `api.gated_linear` in order, returns y or None.
 gated_linear: Callable[..., Tensor | None] = host.not_loaded
-#: Given the same, whether this is a call on a GPU that could be kept and is not.
+#: Takes the same arguments; whether this is a GPU call that can be cached and is not cached yet.
 _new: Callable[..., Any] = host.not_loaded
-_with_gate = False  # whether the extension has the gate of a CPU
+_with_gate = False  # whether the extension has the CPU gate
 
 
 def recipe() -> build.Recipe:
-    """What the extension is built from."""
+    """Build recipe of the extension."""
     names = ("FEW_ROWS", "CHUNK_ROWS", "CHUNK_BYTES", "ROW_MULTIPLE")
     sizes = tuple(f"-D{name}={getattr(_chunks, name)}" for name in names)
     return "gated-host", SOURCES, build.cxx(), (*host.flags(), *sizes, f"-DONEDNN_WORTH={_onednn.WORTH}")
@@ -40,7 +40,7 @@ def recipe() -> build.Recipe:
 
 @functools.cache
 def extension() -> Any:
-    """The loaded extension, built if need be.
+    """The loaded extension, built if necessary.
 
     Raises:
         BuildError: it cannot be built here.
@@ -52,8 +52,7 @@ def extension() -> Any:
 
 
 def load(kernel: cpu.Kernel | None = None) -> None:
-    """Have calls go from Python's arguments to the kernels from now on, on a CPU to `kernel`, the gate; the extension is
-    built if need be.
+    """Enable the fast path, building the extension if necessary; for CPU calls with `kernel`, the gate.
 
     Raises:
         BuildError: it cannot be built here.
@@ -66,22 +65,22 @@ def load(kernel: cpu.Kernel | None = None) -> None:
 
 
 def unavailable(kernel: cpu.Kernel | None = None) -> str | None:
-    """Why calls go through Python, or None if they do not: on a CPU those with `kernel`, the gate; without it on a GPU.
-    Nobody is made to wait for a build of this who did not ask for it."""
+    """Why calls go through Python, or None if they do not: CPU calls with `kernel`, the gate; GPU calls without it. Does not
+    build the extension: no call waits for a build that it did not ask for."""
     if gated_linear is not host.not_loaded and (kernel is None or _with_gate):
         return None
     return _unavailable(kernel, build.loads())
 
 
 def told(kernel: cpu.Kernel | None = None) -> str:
-    """Why calls take longer on the host than they need to, in words; empty if they do not."""
+    """Explains why the host overhead of calls is higher than necessary; empty if it is not."""
     reason = unavailable(kernel)
     return f"without the quick way on the host of gated_linear, geglu_linear and gated_mlp: {reason}" if reason else ""
 
 
 @functools.cache
 def _unavailable(kernel: cpu.Kernel | None, loads: int) -> str | None:
-    """Looked for again after every library that this process has built or loaded."""
+    """Cached until this process builds or loads another library (`loads` is `build.loads()`)."""
     try:
         if not build.built(*recipe()):
             return build.why_not(recipe())
@@ -92,8 +91,8 @@ def _unavailable(kernel: cpu.Kernel | None, loads: int) -> str | None:
 
 
 def remember(*arguments: Any) -> None:
-    """Keep what has been chosen for a call that Python has just served: the next goes to the launcher of the implementation
-    that made y, or to Python at once if that has none. `arguments` as above."""
+    """Cache the implementation chosen for a call that Python has just served: the next such call goes directly to its
+    launcher, or to Python at once if it has none. `arguments` as above."""
     if not _new(*arguments):
         return
     from . import _op

@@ -1,10 +1,9 @@
-"""Autograd of the gated MLP: the gated linear unit and the projection behind it. Torch only.
+"""Autograd of the gated MLP: the gated linear unit followed by the down projection. Imports only torch.
 
     z = y W_downᵀ + b_down,   y = u · act(g)
 
-Of the forward nothing is kept but what `save` says: y is made again in the epilogue of the product that brings the
-gradient through W_down, which also turns the pre-activations into their gradient. So the backward is four products
-(five with save="input") and no elementwise kernel.
+y is not saved: the epilogue of the GEMM that propagates the gradient through W_down recomputes it, and also turns the
+pre-activations into their gradient. So the backward is four products (five with save="input") and no elementwise kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ._problem import Halves, Spec, rows
 
 
 class GatedMLP(torch.autograd.Function):
-    """z of x (..., D). Held for backward: x and the weights, and with `save="preact"` both pre-activations."""
+    """z of x (..., D). Saved for backward: x and the weights, and with `save="preact"` both pre-activations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -46,7 +45,7 @@ class GatedMLP(torch.autograd.Function):
             return *_differentiable(ctx, dz, x, (weight, weight_gate, bias, bias_gate), w_down, spec), None, None, None
         x_MD, dz_MO = rows(x), rows(dz)
         if preact is None:
-            # Its y goes at once: the next product makes another.
+            # y is dropped at once: the next product recomputes it.
             preact = _op.op_gated_linear_preact(x_MD, weight, weight_gate, bias, bias_gate, text, impl)[1]
             overwrite = type(preact) is Tensor and not torch.compiler.is_compiling()
         else:
@@ -73,7 +72,7 @@ class GatedMLP(torch.autograd.Function):
 def _differentiable(
     ctx: Any, dz: Tensor, x: Tensor, weights: tuple[Any, ...], w_down: Tensor, spec: Spec
 ) -> tuple[Tensor | None, ...]:
-    """The gradients as a function that can itself be differentiated: the formula in plain torch."""
+    """The gradients by the formula in plain torch, which can be differentiated again."""
     weight, _, bias, _ = weights
     halves = Halves.of(spec, *weights)
     with reference.exact(x):
@@ -88,7 +87,7 @@ def _differentiable(
 
 
 def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str, impl: str, save: str) -> Tensor:
-    """A validated call, recording a gradient where one is wanted."""
+    """A validated call, through autograd if needed."""
     if _autograd.needs_autograd(x, *weights, *down):
         z: Tensor = apply_function(GatedMLP, x, *weights, *down, text, impl, save)
         return z
@@ -98,8 +97,8 @@ def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str,
 
 
 def quickly(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
-    """z where the unit, called with these arguments of `gated_linear`, is made without Python (`_host.py`) and the projection
-    behind it is plain, too; None where Python has to look, or to complain."""
+    """z, if the host fast path (`_host.py`) serves the unit with these arguments of `gated_linear` and the down projection
+    is a plain one, too; None if Python has to validate or raise."""
     x, (w_down, b_down) = arguments[0], down
     given = down if b_down is not None else (w_down,)
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, *given)) or _autograd.needs_autograd(*given):

@@ -1,10 +1,10 @@
-"""Products of float32 on a CPU that is not Intel's, by oneDNN instead of MKL, which is what `torch.mm` takes on x86-64.
+"""float32 products by oneDNN on non-Intel CPUs, instead of MKL, which `torch.mm` uses on x86-64.
 
     if takes(x, weight):
         y = linear(x, weight, bias)         # x weightᵀ + bias
 
-On two cores of an AMD EPYC it takes 0.4 to 0.6 of the time of `torch.mm` (docs/notes/gated-linear-cpu.md). torch has both;
-its operator for this one is what Inductor turns linear layers with constant weights into.
+On two cores of an AMD EPYC it takes 0.4 to 0.6 of the time of `torch.mm` (docs/notes/gated-linear-cpu.md). torch ships both;
+the oneDNN operator is the one into which Inductor lowers linear layers with constant weights.
 
 Shape legend: M rows, K features in, N features out.
 """
@@ -21,15 +21,15 @@ from torch.nn import Parameter
 
 from ..._shared import build
 
-#: Multiplications from which on it pays; below, the operator's own 10 µs are what is seen.
+#: Multiplications from which it pays off; below, the operator's overhead of 10 µs dominates.
 WORTH = 1 << 20
-#: Rows from which on a transposed weight is read as fast as another.
+#: Rows from which a transposed weight is read as fast as a contiguous one.
 TRANSPOSED_ROWS = 8
 
 
 @functools.cache
 def there() -> bool:
-    """Whether this machine's processor is one for which MKL is not made, and torch has oneDNN for it."""
+    """Whether the CPU is a non-Intel x86-64 with AVX2 or AVX-512, and torch has both MKL and oneDNN."""
     return (
         sys.platform == "linux"
         and torch.backends.mkl.is_available()
@@ -49,9 +49,8 @@ def _vendor() -> str:
 
 
 def takes(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Whether oneDNN is the quicker for x weightᵀ. Rows of either that are apart have no fast kernel there. Not where somebody
-    watches what operators are called, or traces them: these are to see the product. Nor in a forked child, which has none of
-    the threads of the parent's OpenMP that oneDNN would wait for."""
+    """Whether to use oneDNN for x weightᵀ. It has no fast kernel for strided rows. Not under tracing or dispatch modes, which
+    should see the product. Nor in a forked child, which lacks the parent's OpenMP threads that oneDNN would wait for."""
     if torch.compiler.is_compiling() or not there() or build.FORKED or torch._C._len_torch_dispatch_stack() > 0:
         return False
     if any(

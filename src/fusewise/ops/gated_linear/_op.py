@@ -1,15 +1,15 @@
-"""The registered operators of the gated linear unit and their dispatch to an implementation.
+"""Registered operators of the gated linear unit and their dispatch to an implementation.
 
-Torch only. The operators take a validated call on x (M, D) and know nothing of autograd, which lies outside
-(`_autograd.py`), so that a call without gradients pays for one operator boundary:
+Imports only torch. The operators take a validated call on x (M, D) and know nothing of autograd, which wraps them
+(`_autograd.py`), so that a call without gradients crosses a single operator boundary:
 
-    gated_linear                 y alone: no kernel that fuses it allocates anything else
+    gated_linear                 y only: kernels that fuse it allocate nothing else
     gated_linear_preact(_into)   y and both pre-activations (into two given matrices)
     gated_linear_grad(_)         dy and the pre-activations -> their gradient and the bias gradient (in place)
     gated_linear_recompute_grad  dy and x -> the same, from a product that is never stored
     gated_linear_down_grad(_)    the gradient of a down projection's output -> y, and the same
 
-What is left of the backward, dx and dW from the gradient of the pre-activations, are plain matrix products.
+The rest of the backward, dx and dW from the gradient of the pre-activations, is plain matrix products.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .._register import register
 from . import reference
 from ._problem import Halves, Preact, Spec, new_preact, rows, split_preact
 
-# The weights of a call:
-#   weight, bias            both halves in one tensor as `spec` says, or the value's where there is a weight_gate
+# Schema of the weights of a call:
+#   weight, bias            both halves in one tensor according to `spec`, or the value's if there is a weight_gate
 #   weight_gate, bias_gate  the gate's
 #   spec                    `Spec.encode()`
 #   impl                    the name of an implementation, or "auto"
 _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate, str spec, str impl"
 
-# In order of preference. Each has the four functions that `reference.py` shows: forward, gradient, recompute_gradient,
-# down_gradient; they write into tensors that are given. `dpreact` may be `preact` itself; `dbias` is (2, F), value first,
-# in the dtype of the computation. One with `lacks(function, *matrices)` leaves some to another, whose name is its OTHERWISE. One with
-# `refuses` is asked whether it takes the matrices of a call.
+# In order of preference. Each has the four functions of `reference.py`: forward, gradient, recompute_gradient,
+# down_gradient; they write to given tensors. `dpreact` may be `preact` itself; `dbias` is (2, F), value first, in the
+# compute dtype. An implementation with `lacks(function, *matrices)` leaves some functions to the one named by its
+# OTHERWISE; one with `refuses` is asked whether it takes the matrices of a call.
 IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
 implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
 
 
 def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alone: bool = False) -> Any:
-    """The module that serves a call with these matrices and F = `hidden`; `alone` where y is all that is made."""
+    """The module that serves a call with these matrices and F = `hidden`; `alone`: y is the only output."""
     device_type, dtype = x.device.type, x.dtype
     by_choice = impl == "auto"
     for name in choice.able(device_type, dtype) if by_choice else (impl,):
@@ -59,7 +59,7 @@ def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alon
 
 
 def having(function: str, module: Any, x: Tensor, *others: Tensor) -> Any:
-    """The module itself, or that of the implementation which it names for what it lacks."""
+    """The module, or its OTHERWISE if it lacks the function for these matrices."""
     if not getattr(module, "lacks", _nothing)(function, x, *others):
         return module
     return choice.serving(module.OTHERWISE, x.device.type, x.dtype)
@@ -74,14 +74,14 @@ def _new_y(x: Tensor, halves: Halves) -> Tensor:
 
 
 def new_dbias(x: Tensor, hidden: int, wanted: bool) -> Tensor:
-    """The (2, F) bias gradient; without elements where it is not wanted."""
+    """Memory for the (2, F) bias gradient; empty if it is not wanted."""
     return x.new_empty((2, hidden) if wanted else (0,), dtype=compute_dtype(x))
 
 
 def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     weight, weight_gate, *biases, text, impl = weights
     spec = Spec.decode(text)
-    # An exported program may be given other strides than it was traced with.
+    # An exported program may receive other strides than it was traced with.
     x, weight, weight_gate = rows(x), rows(weight), None if weight_gate is None else rows(weight_gate)
     halves = Halves.of(spec, weight, weight_gate, *biases)
     y = _new_y(x, halves)
@@ -123,7 +123,7 @@ def _grad_(dy: Tensor, value: Tensor, gate: Tensor, text: str, impl: str, bias: 
 def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str, bias: bool) -> Tensor:
     spec = Spec.decode(text)
     dbias = new_dbias(dy, dy.shape[1], bias)
-    # Elementwise: an implementation that is asked for serves it whatever it refuses to multiply.
+    # Elementwise: a named implementation serves this even if it refuses the products.
     by_choice = impl == "auto"
     module = serving(impl, spec, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
     matrices = (dy, *split_preact(preact, spec), *split_preact(dpreact, spec))

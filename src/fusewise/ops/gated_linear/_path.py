@@ -1,5 +1,5 @@
-"""What `explain_dispatch` says of a call of the gated linear unit beyond device and dtype: the path that its tensors take
-through an implementation, or why an implementation leaves them to the next.
+"""`explain_dispatch` for the gated linear unit beyond device and dtype: the code path that the tensors of a call take in an
+implementation, or why an implementation leaves them to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cast(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def path(impl: str, arguments: dict[str, Any]) -> str:
-    """In words, from the arguments of a public function by name; empty where there is but one way."""
+    """The code path in words, from the arguments of a public function by name; empty if there is only one."""
     explain = getattr(_op.implementation(impl), "path", None)
     words: str = "" if explain is None else explain(*_matrices(arguments))
     return words
@@ -42,7 +42,7 @@ def refusal(impl: str, arguments: dict[str, Any], by_choice: bool) -> str | None
 
 
 def _matrices(arguments: dict[str, Any]) -> tuple[Tensor, Halves]:
-    if "w_down" in arguments:  # of `gated_mlp`, which knows the gate first
+    if "w_down" in arguments:  # `gated_mlp`, which takes the gate first
         both = arguments["w_up"] is None
         weight, gate = (arguments["w_gate"], None) if both else (arguments["w_up"], arguments["w_gate"])
     else:

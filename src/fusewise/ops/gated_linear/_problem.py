@@ -1,12 +1,12 @@
-"""One gated linear call, normalised: the form in which every implementation receives it.
+"""A normalized gated linear call, as every implementation receives it.
 
     y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate)
 
 Shape legend: M rows of x (all leading dimensions), D features in, F features out; `preact` holds both pre-activations,
 u = x W_valueᵀ + b_value and g = x W_gateᵀ + b_gate.
 
-`Spec` holds what is known without looking at a tensor and travels through the registered operators as a short string.
-`Halves` are the weights as two strided (F, D) views with unit stride in D, whatever the layout: nothing is repacked.
+`Spec` holds everything that is not a tensor and passes through the registered operators as a short string. `Halves` are
+the weights as two strided (F, D) views with unit stride in D, whatever the layout: nothing is repacked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"]
 Layout = Literal["stacked", "interleaved"]
 Save = Literal["preact", "input"]
 
-#: Both pre-activations, or their gradient: in one tensor as of `new_preact`, or u and g, each a matrix (M, F) of its own.
+#: Both pre-activations, or their gradient: one tensor as made by `new_preact`, or u and g as separate (M, F) matrices.
 Preact: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -34,11 +34,11 @@ class Spec:
     """Everything about a call that is not a tensor."""
 
     activation: str
-    layout: str  # "stacked", "interleaved", or "separate" where there are two weight tensors
+    layout: str  # "stacked", "interleaved", or "separate" for two weight tensors
     gate_first: bool = False  # of a stacked or interleaved weight
 
     def encode(self) -> str:
-        # Joined, not formatted: the name in a str enumeration is formatted as the enumeration's.
+        # Not an f-string: it would format a str enum as its member name.
         return "/".join((self.activation, self.layout, "gate_first" if self.gate_first else "value_first"))
 
     @staticmethod
@@ -47,11 +47,11 @@ class Spec:
 
     @property
     def fused(self) -> bool:
-        """Whether the weight is one (2F, D) matrix whose rows, halves in order, are the columns of `preact`."""
+        """Whether the weight is one (2F, D) matrix whose rows correspond to the columns of `preact`."""
         return self.layout == "stacked"
 
 
-# All there are: a table that torch.compile can trace, where it looks through a cache.
+# All specs. torch.compile can trace a dict lookup, but would trace through an lru_cache.
 _SPECS = {
     spec.encode(): spec
     for activation in ACTIVATIONS
@@ -86,8 +86,8 @@ class Halves(NamedTuple):
 
 
 def rows(x: Tensor) -> Tensor:
-    """x (..., D) as (M, D) with unit last stride: a view, or the one permitted copy (of the expanded gradient of
-    `y.sum()`, say)."""
+    """x (..., D) as (M, D) with unit last stride: a view, or a copy if that is impossible (e.g. for the expanded gradient
+    of `y.sum()`)."""
     matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
@@ -98,7 +98,7 @@ def features_out(weight: Tensor, weight_gate: Tensor | None) -> int:
 
 
 def pair(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """The first and the second (F, D) matrix of a weight in one tensor, as views. Works on a gradient of it, too."""
+    """Views of the first and the second (F, D) matrix of a single weight tensor, or of its gradient."""
     features = weight.shape[-1]
     if spec.fused:
         matrix = weight.view(-1, features)
@@ -109,7 +109,7 @@ def pair(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def bias_pair(bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """The same of a bias in one tensor."""
+    """The same for a single bias tensor."""
     if spec.fused:
         flat = bias.view(-1)
         half = flat.shape[0] // 2
@@ -119,14 +119,14 @@ def bias_pair(bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def new_preact(x: Tensor, hidden: int, spec: Spec) -> Tensor:
-    """Memory for both pre-activations of x (M, D): (M, 2F) in the order of a stacked weight's rows, so that one product
-    makes it and one consumes its gradient; else (2, M, F), value first, a matrix a product."""
+    """Memory for both pre-activations of x (M, D): (M, 2F) in the row order of a stacked weight, so that a single product
+    can write it and consume its gradient; else (2, M, F), value first, one matrix per product."""
     rows = x.shape[0]
     return x.new_empty((rows, 2 * hidden) if spec.fused else (2, rows, hidden))
 
 
 def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
-    """u and g, (M, F) each, as views of `preact`, or of a tensor shaped like it; themselves where they lie apart."""
+    """u and g, (M, F) each: views of `preact` or a tensor of its shape, or the two tensors themselves if separate."""
     if isinstance(preact, tuple):
         return preact
     if not spec.fused:
@@ -137,9 +137,9 @@ def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def stride_unit(*matrices: Tensor) -> int:
-    """Elements, up to 16 bytes, of which starts, rows and columns of all these matrices are multiples; 1 if a start is not aligned
-    to 16 bytes. Kernels are told sizes and strides in it: Triton sees only whether 16 divides a number, and of multiples of 8
-    would move an element at a time."""
+    """The number of elements, up to 16 bytes, that divides the row strides and widths of all these matrices; 1 if a start is
+    not 16-byte aligned. Kernels receive sizes and strides in this unit: Triton only specializes on divisibility by 16, and
+    would not vectorize for multiples of 8."""
     size = matrices[0].element_size()
     if any(x.data_ptr() % 16 for x in matrices):
         return 1
@@ -150,7 +150,7 @@ ALIGNED = "TMA needs matrices whose starts and rows are aligned to 16 bytes"
 
 
 def describable(x: Tensor) -> bool:
-    """Whether TMA can read or write x (rows, columns): 16-byte aligned start and rows, contiguous columns."""
+    """Whether TMA supports x (rows, columns): 16-byte aligned start and row stride, contiguous columns."""
     rows, columns = x.stride()
     return columns == 1 and rows > 0 and rows * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 

@@ -1,10 +1,10 @@
-"""Matrix products of the backward and of MLPs by the platform's library, on rows that it multiplies fast. Torch only.
+"""Matrix products of the backward and of MLPs by BLAS, with unaligned operands padded. Imports only torch.
 
-On NVIDIA's GPUs a product of 16-bit matrices of which one has rows that are no multiples of 16 bytes takes 2.5 to 6 times as
-long. With rows enough to pay for it, operands are copied to memory whose rows are, with zeros to the next multiple of eight
-columns, and as many rows where those columns are multiplied with them; a result is cropped. torch.compile does so itself.
+On NVIDIA GPUs a product of 16-bit matrices takes 2.5 to 6 times as long if a row stride is not a multiple of 16 bytes. With
+enough rows to pay for it, operands are copied to aligned rows, zero-padded to the next multiple of eight columns (and rows,
+if those are the inner dimension), and results are cropped. torch.compile does this itself.
 
-Shape legend: M rows; operands are (M, …) matrices or weights, and all columns lie side by side.
+Shape legend: M rows; operands are (M, …) matrices or weights with contiguous columns.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from . import _onednn as onednn
 from ._chunks import slices
 from ._problem import describable
 
-COLUMN_MULTIPLE = 8  # to which rows are padded: 16 bytes
-LINE = 64  # columns in a line of the cache: each row begins one, so that what TMA moves of a row touches no other
-#: From so many rows on copies pay: a product of fewer is little more than reading its weight.
+COLUMN_MULTIPLE = 8  # rows are padded to a multiple of this many columns: 16 bytes
+LINE = 64  # columns per cache line: each row starts a new one, so that TMA transfers of a row touch no other row's line
+#: Rows from which copies pay off: with fewer, the time of a product is little more than that of reading its weight.
 ROWS = 512
 DEVICES = ("cuda",)
 
-# Each has `copy_into(x, to)` on matrices.
+# Each has `copy_into(x, to)` for matrices.
 _choice = Choice("gated_linear", ("triton", "reference"))
 
 
 def pads(x_MD: Tensor) -> bool:
-    """Whether products with the rows of x are worth copies. Not in a traced graph, where the compiler decides that."""
+    """Whether padding is worthwhile for products with the rows of x. Not in a traced graph, where the compiler decides."""
     if type(x_MD) is not Tensor or x_MD.device.type not in DEVICES or torch.compiler.is_compiling():
         return False
     return x_MD.shape[0] >= ROWS and x_MD.element_size() == 2 and torch.version.hip is None
 
 
 def room(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for a matrix, each of its rows in lines of its own."""
+    """Memory for a matrix whose rows start at cache line boundaries."""
     return like.new_empty((rows, -(-columns // LINE) * LINE))[:, :columns]
 
 
 def whole_room(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for a matrix whose rows go on, as zeros, to the end of their last line: those columns are there, too."""
+    """Memory for a matrix including its padding: rows are extended by zeroed columns to the end of their last line."""
     whole = room(like, rows, -(-columns // LINE) * LINE)
     whole[:, columns:].zero_()
     return whole
 
 
 def describable_room(x: Tensor) -> Tensor:
-    """x itself where TMA can describe it, else memory of its shape in which it can."""
+    """x itself if TMA supports it, else new memory of its shape that TMA supports."""
     return x if describable(x) else room(x, *x.shape)
 
 
 def brought(x: Tensor) -> Tensor:
-    """x, or a copy of it that TMA can describe."""
+    """x, or a copy of it that TMA supports."""
     to = describable_room(x)
     return x if to is x else put(x, to)
 
@@ -67,7 +67,7 @@ def each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor 
 
 
 def padded(x: Tensor, rows: int | None = None) -> Tensor:
-    """x, or a copy of it with aligned rows and zeros to the next multiple of eight columns, and to so many rows."""
+    """x, or a copy with aligned rows, zero-padded to the next multiple of eight columns and to `rows` rows."""
     rows = x.shape[0] if rows is None else rows
     if rows == x.shape[0] and x.shape[1] % COLUMN_MULTIPLE == 0 and describable(x):
         return x
@@ -77,26 +77,26 @@ def padded(x: Tensor, rows: int | None = None) -> Tensor:
 
 
 def operand(x_MD: Tensor) -> Tensor:
-    """x, padded where products with it are worth that: for a caller that takes several."""
+    """x, padded if that is worthwhile: for a caller that multiplies it several times."""
     return padded(x_MD) if pads(x_MD) else x_MD
 
 
 def product(part_MF: Tensor, weight_FD: Tensor, total: Tensor | None = None) -> Tensor:
-    """part · weight, added to `total` if there is one. The result may have columns behind those of the weight: see `cropped`."""
+    """part · weight, added to `total` if given. The result may have more columns than the weight: see `cropped`."""
     if pads(part_MF):
         part_MF = padded(part_MF)
         weight_FD = padded(weight_FD, part_MF.shape[1])
     if onednn.takes(part_MF, weight_FD.mT):
         if total is None:
             return onednn.linear(part_MF, weight_FD.mT)
-        for rows in slices(part_MF.shape[0], total.shape[1] * total.element_size()):  # no second total
+        for rows in slices(part_MF.shape[0], total.shape[1] * total.element_size()):  # avoids a second `total`
             total[rows].add_(onednn.linear(part_MF[rows], weight_FD.mT))
         return total
     return torch.mm(part_MF, weight_FD) if total is None else total.addmm_(part_MF, weight_FD)
 
 
 def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tensor:
-    """partᵀ · x, in `to` if that is given; else the result may be larger than (F, D): see `cropped`."""
+    """partᵀ · x, written to `to` if given; else the result may be larger than (F, D): see `cropped`."""
     if pads(x_MD):
         part_MF, x_MD = padded(part_MF), padded(x_MD)
     if onednn.takes(part_MF.mT, x_MD.mT):
@@ -109,7 +109,7 @@ def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tenso
 
 
 def _transposed_in_chunks(part_MF: Tensor, x_MD: Tensor) -> Tensor:
-    """partᵀ · x by oneDNN, some rows at a time: it copies a transposed left operand."""
+    """partᵀ · x by oneDNN, in chunks of rows, since oneDNN copies a transposed left operand."""
     first, *others = slices(part_MF.shape[0], part_MF.shape[1] * part_MF.element_size())
     total = onednn.linear(part_MF[first].mT, x_MD[first].mT)
     for rows in others:
@@ -118,7 +118,7 @@ def _transposed_in_chunks(part_MF: Tensor, x_MD: Tensor) -> Tensor:
 
 
 def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`, of padded operands where they are worth it."""
+    """`functional.linear`, with padded operands if that is worthwhile."""
     if not pads(y_MF):
         return (
             onednn.linear(y_MF, weight, bias) if onednn.takes(y_MF, weight) else functional.linear(y_MF, weight, bias)
@@ -132,12 +132,12 @@ def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def cropped(made: Tensor, rows: int, columns: int) -> Tensor:
-    """The first rows and columns of a product, contiguous: itself where it has no more."""
+    """The first rows and columns of a product, contiguous; the product itself if it has no more."""
     return made if made.shape == (rows, columns) else put(made, made.new_empty((rows, columns)))
 
 
 def put(made: Tensor, to: Tensor) -> Tensor:
-    """Copy the first rows and columns of a product into `to`, and return that."""
+    """Copy the first rows and columns of a product to `to`, and return it."""
     op_copy_(made, to)
     return to
 

@@ -1,5 +1,7 @@
-"""The gated linear unit in Triton: the products' configurations, the arguments of the kernels in `_triton_kernel.py`, their launch.
-What is elementwise is in `_triton_gate.py`.
+"""`impl="triton"` of the gated linear unit: configurations, arguments and launch of the GEMM kernels in `_triton_kernel.py`.
+
+Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS, in
+chunks of rows with the gate as a separate kernel (`_chunks.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
 from ._triton_kernel import down_gradient_kernel, gated_linear_kernel
 
-SHARED = 216 << 10  # bytes of shared memory that a pipeline may take where there is most
+SHARED = 216 << 10  # bytes of shared memory available to a pipeline on the largest device
 
 
 @dataclass(frozen=True)
 class Config:
-    """The tile of one program: BLOCK_M rows, BLOCK_F columns of each half, BLOCK_D features at a time."""
+    """Tile of a program: block_m rows by block_f columns of each half, block_d features per pipeline stage."""
 
     block_m: int
     block_f: int
@@ -45,11 +47,11 @@ class Config:
 
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
-    """The configuration of the product kernels, from the shape and the device alone. `kind` is "half" for 16-bit
-    operands, else the precision of float32 products, "tf32" or "ieee", which are of few rows (see `by_library`).
+    """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands, else the
+    precision of float32 products, "tf32" or "ieee", which have few rows (see `by_library`).
 
-    Up to 64 rows it is the weight that is read: narrow tiles, so that every multiprocessor streams its share of it. Then
-    the largest tile that does not leave multiprocessors without one.
+    Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with the
+    least estimated time (see `_waves`).
     """
     if rows <= 64:
         block_m = max(16, triton.next_power_of_2(rows))
@@ -58,20 +60,20 @@ def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str,
     candidates = [Config(128, 64, 64, 8, 4), Config(64, 64, 64, 4, 4)]
     if tma:
         candidates.append(Config(128, 128, 64, 8, 4 if epilogue == "y" else 3, split=True))
-    elif epilogue in ("y", "preact"):  # the addresses of the others would spill
+    elif epilogue in ("y", "preact"):  # the other epilogues would spill registers for addresses
         candidates.append(Config(128, 128, 64, 8, 3))
     return min(candidates, key=lambda c: _waves(c, rows, hidden, processors))
 
 
 def _waves(config: Config, rows: int, hidden: int, processors: int) -> float:
-    """Time of the busiest multiprocessor in units of a multiply-add over its tiles; smaller tiles read more a product."""
+    """Estimated time of the busiest SM in multiply-adds over its tiles; smaller tiles read more per multiply-add."""
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
     reads = 1 / config.block_m + 1 / (2 * config.block_f)
     return float(triton.cdiv(tiles, processors) * config.block_m * config.block_f * (1 + 32 * reads))
 
 
 def configurations(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool) -> list[Config]:
-    """All that `fusewise tune` tries for a product kernel, the heuristic's choice first."""
+    """Search space of `fusewise tune` for a GEMM kernel, the heuristic's choice first."""
     chosen = choose(rows, hidden, kind, processors, epilogue=epilogue, tma=tma)
     if rows <= 64:
         deep = {"half": (64, 128, 256), "tf32": (32, 64, 128), "ieee": (16, 32, 64)}[kind]
@@ -109,7 +111,7 @@ def _has_tma(device: int) -> bool:
 
 
 def path(x: Tensor, halves: Halves) -> str:
-    """How a call's products move their matrices, why, and which configurations are tuned: for `explain_dispatch`."""
+    """For `explain_dispatch`: how a call's products move their matrices, why, and which configurations are tuned."""
     if by_library(x):
         return "products of float32 by the platform's library, the gate beside them some rows at a time"
     moved, hidden = _moved(x, halves), halves.value.shape[0]
@@ -132,7 +134,7 @@ def _moved(x: Tensor, halves: Halves) -> str:
 
 
 def kind(x: Tensor) -> str:
-    """How products are taken: "half" for 16-bit operands; float32 in "tf32" only where torch's own may be, else "ieee"."""
+    """Precision of products: "half" for 16-bit operands; float32 in "tf32" only if torch's settings allow it, else "ieee"."""
     if x.dtype != torch.float32:
         return "half"
     backends: Any = torch.backends  # the stubs do not know these settings
@@ -143,14 +145,14 @@ def kind(x: Tensor) -> str:
 
 
 def _programs(config: Config, rows: int, hidden: int, processors: int) -> tuple[int, tuple[int, int]]:
-    """The grid size of a product kernel, and the block that its epilogue takes at a time."""
+    """Grid size of a GEMM kernel, and the block that its epilogue processes at a time."""
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f)
     grid = min(tiles, processors) if config.block_m > 64 else tiles
     return grid, (config.block_m, config.block_f // 2 if config.split else config.block_f)
 
 
 def _matrices(tma: bool) -> Callable[[Tensor, tuple[int, int]], Any]:
-    """How a matrix is handed to a kernel that takes it in blocks: as a TMA descriptor, or as it is."""
+    """How a matrix is passed to a kernel: as a TMA descriptor with a block shape, or as a pointer."""
     return (
         (lambda t, block: TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))) if tma else lambda t, _: t
     )
@@ -160,8 +162,8 @@ def linear_arguments(
     x: Tensor, halves: Halves, config: Config, processors: int, *, epilogue: str, activation: str, tma: bool,
     y: Tensor | None, preact: tuple[Tensor, Tensor] | None, dy: Tensor | None, dbias: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `gated_linear_kernel`. Tensors that the epilogue does not use are given as x,
-    and never touched."""
+    """Grid size and all arguments of `gated_linear_kernel`. x stands in for tensors that the epilogue does not use, which
+    are never dereferenced."""
     rows, features = x.shape
     hidden = halves.value.shape[0]
     grid, out = _programs(config, rows, hidden, processors)
@@ -201,7 +203,7 @@ def _start(kernel: Any, grid: int, config: Config, arguments: dict[str, Any], de
 
 
 def product_key(epilogue: str, x: Tensor, hidden: int, tma: bool) -> Key:
-    """What a product kernel's tuned configuration is found by; x (rows, inner)."""
+    """Lookup key of a tuned configuration of a GEMM kernel; x (rows, inner)."""
     return Key(epilogue, x.dtype, f"{kind(x)}, {'tma' if tma else 'pointers'}", x.shape[0], x.shape[1], hidden)
 
 
@@ -234,24 +236,24 @@ def _linear(
 
 
 def _nothing(dbias: Tensor | None) -> None:
-    """No rows: there is nothing to compute, and no descriptor of it."""
+    """No rows: nothing to compute, and TMA has no descriptor for an empty matrix."""
     if dbias is not None:
         dbias.zero_()
 
 
 def _sums(like: Tensor, tiles: int, dbias: Tensor) -> Tensor:
-    """A row of column sums for every tile of rows."""
+    """Memory for partial column sums, a row per tile of rows."""
     return torch.empty((tiles, *dbias.shape), dtype=dbias.dtype, device=like.device)
 
 
 def by_library(x: Tensor) -> bool:
-    """Whether the platform's library takes the products of so many rows: of float32, from 65 on. Tensor cores have no
-    float32, and without them the fused kernel took 3.6 times as long on an H200."""
+    """Whether BLAS computes the products: float32 with more than 64 rows. Tensor cores do not support float32, and without
+    them the fused kernel took 3.6 times as long on an H200."""
     return x.dtype == torch.float32 and x.shape[0] > chunks.FEW_ROWS
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
-    """The implementation `impl="triton"`; this and the gradients as in `reference.py`."""
+    """`impl="triton"`: this and the gradients as in `reference.py`."""
     if by_library(x):
         return chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
     _linear(x, halves, spec, "y" if preact is None else "preact", y=y, preact=preact)
@@ -272,7 +274,7 @@ def recompute_gradient(
 
 
 def _in_chunks(y: Tensor, gradient_of: Callable[[slice, Tensor | None], None], dbias: Tensor | None) -> None:
-    """`gradient_of` chunks of the rows of a matrix like y, each with a bias gradient of its own, which are added up."""
+    """Call `gradient_of` for chunks of the rows of y, each with its own partial bias gradient, and reduce these."""
     parts = list(chunks.slices(y.shape[0], 2 * y.shape[1] * y.element_size()))
     if dbias is None:
         for chunk in parts:
@@ -302,7 +304,7 @@ def down_arguments(
     dz: Tensor, w_down: Tensor, preact: tuple[Tensor, Tensor], y: Tensor, dpreact: tuple[Tensor, Tensor], config: Config,
     processors: int, *, activation: str, tma: bool, dbias: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `down_gradient_kernel`."""
+    """Grid size and all arguments of `down_gradient_kernel`."""
     rows, outputs = dz.shape
     hidden = w_down.shape[1]
     grid, out = _programs(config, rows, hidden, processors)

@@ -1,5 +1,6 @@
-"""What is elementwise of the gated linear unit in Triton: the gate, its gradient and copies; configurations, the arguments of the
-kernels in `_triton_kernel.py`, their launch.
+"""Elementwise Triton kernels of the gated linear unit (gate, its gradient, copies): configurations, arguments and launch.
+
+The kernels are in `_triton_kernel.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ._gate_config import GateConfig, gate_space
 from ._problem import stride_unit
 from ._triton_kernel import copy_kernel, gate_gradient_kernel, gate_kernel
 
-#: How matrices are copied: 16 elements a thread on their way at once.
+#: Configuration of copies: 16 elements per thread in flight.
 COPY = GateConfig(8, 8, 512, 8)
 
 
 def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
-    """The configuration of the elementwise kernel: long columns, so that few sums are left to add up, but enough
-    programs for every multiprocessor."""
+    """Configuration of the elementwise kernel: many rows per program, so that few partial sums are left to reduce, but
+    enough programs for every SM."""
     block_f = min(256, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
     per_program = 128
@@ -31,14 +32,14 @@ def choose_gate(rows: int, hidden: int, processors: int) -> GateConfig:
 
 
 def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateConfig]:
-    """All that `fusewise tune` tries for the elementwise kernel, the heuristic's choice first."""
+    """Search space of `fusewise tune` for the elementwise kernel, the heuristic's choice first."""
     chosen = choose_gate(rows, hidden, processors)
     columns = [f for f in (128, 256, 512) if f <= max(128, triton.next_power_of_2(hidden))]
     return gate_space(chosen, columns)
 
 
 def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> None:
-    """Start so many programs of a kernel, `options` its warps and stages."""
+    """Launch `grid` programs of a kernel; `options` are num_warps and num_stages."""
     if device < 0 or device == torch.cuda.current_device():
         kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
     else:
@@ -50,7 +51,7 @@ def gate_arguments(
     dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
     dbias: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """The grid size and all arguments of `gate_gradient_kernel`."""
+    """Grid size and all arguments of `gate_gradient_kernel`."""
     rows, hidden = dy.shape
     step = stride_unit(dy, *preact, *dpreact)
     return triton.cdiv(rows, config.rows) * triton.cdiv(hidden, config.block_f), {
@@ -63,7 +64,7 @@ def gate_arguments(
 
 
 def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
-    """The gate alone, and its gradient; see `_gate.py`."""
+    """The gate on its own, and its gradient; see `_gate.py`."""
     rows, hidden = u.shape
     if rows == 0:
         return
@@ -76,7 +77,7 @@ def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
 def forward_gate_arguments(
     u: Tensor, g: Tensor, y: Tensor, config: GateConfig, activation: str
 ) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of `gate_kernel`."""
+    """Grid size and all arguments of `gate_kernel`."""
     rows, hidden = u.shape
     step = stride_unit(u, g, y)
     return triton.cdiv(rows, config.block_m) * triton.cdiv(hidden, config.block_f), {
@@ -97,13 +98,13 @@ def start_gradient(
     dy: Tensor, preact: tuple[Tensor, Tensor], dpreact: tuple[Tensor, Tensor], config: GateConfig, activation: str,
     dbias: Tensor | None,
 ) -> None:  # fmt: skip
-    """The kernel, with sums of du and dg for every `config.rows` rows in dbias, if it is wanted."""
+    """Launch the kernel, with partial sums of du and dg per `config.rows` rows in dbias if it is given."""
     grid, arguments = gate_arguments(dy, preact, dpreact, config, activation, dbias)
     launch(gate_gradient_kernel, grid, arguments, dy.get_device(), num_warps=config.num_warps)
 
 
 def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of `copy_kernel`."""
+    """Grid size and all arguments of `copy_kernel`."""
     (rows, columns), (to_rows, to_columns) = x.shape, to.shape
     step = stride_unit(x, to)
     return triton.cdiv(to_rows, COPY.block_m) * triton.cdiv(to_columns, COPY.block_f), {

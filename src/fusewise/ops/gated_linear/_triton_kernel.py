@@ -1,21 +1,20 @@
-"""The device code of the gated linear unit in Triton.
+"""Triton kernels of the gated linear unit.
 
     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
     du = dy · act(g),   dg = dy · u · act'(g)
 
-Shape legend: M rows, D features in, F features out, O features behind the down projection. Three kernels:
+Shape legend: M rows, D features in, F features out, O features out of the down projection. The main kernels:
 
-- `gated_linear_kernel`: both products of a tile side by side in float32 registers, bias and gate in the epilogue. It
-  writes y, or y and the pre-activations, or, given dy, their gradient and column sums of it for the bias.
+- `gated_linear_kernel`: GEMM with two float32 accumulators, u and g, per tile; bias and gate in the epilogue. It writes
+  y, or y and the pre-activations, or, given dy, their gradient and its column sums for the bias.
 - `gate_gradient_kernel`: the same gradient from pre-activations in memory: reads u, g, dy once, writes du, dg once.
-- `down_gradient_kernel`: dy = dz W_down a tile at a time, never stored; its epilogue reads u, g and writes y, du, dg.
+- `down_gradient_kernel`: dy = dz W_down tile by tile, never stored; its epilogue reads u, g and writes y, du, dg.
 
-Products are accumulated, and everything after them computed, in float32, rounded once where it is stored. The sums for
-the bias are one row a tile, added up afterwards: no atomics, the same bits every time. Programs walk over tiles in
-groups of GROUP_M rows of tiles, so that what they read together stays in the cache. Where TMA is set the matrices
-arrive as tensor descriptors, which load and store past no edge; else through pointers with masks. Where SPLIT is set the
-epilogue takes one half of the columns after the other, which keeps it out of spilled registers. Sizes of columns and strides
-of rows are given in units of UNIT elements (see `unit` in `_problem.py`).
+Accumulation and epilogue are in float32, rounded once when stored. Bias gradients are one row of partial sums per tile,
+reduced afterwards: no atomics, bitwise reproducible. Tiles are visited in groups of GROUP_M rows of tiles, so that
+operands shared by concurrent programs stay in L2. With TMA, matrices are tensor descriptors, which are bounds-checked in
+hardware; otherwise pointers with masks. With SPLIT, the epilogue processes one half of the columns after the other,
+which avoids register spills. Column counts and row strides are in units of UNIT elements (`stride_unit` in `_problem.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import triton.language as tl
 
 @triton.jit
 def _activate(g, ACTIVATION: tl.constexpr):
-    """act(g), and a factor of its derivative: the sigmoid, or Φ(g), where the activation has one."""
+    """act(g), and the sigmoid or Φ(g) that its derivative reuses, if the activation has one."""
     if ACTIVATION == "gelu_tanh":
         # ½ (1 + tanh z) is the sigmoid of 2z, which neither cancels nor saturates early.
         s = 1.0 / (1.0 + tl.exp(g * (-1.5957691216057308 - 0.07135481627159882 * g * g)))
@@ -40,7 +39,7 @@ def _activate(g, ACTIVATION: tl.constexpr):
         s = 1.0 / (1.0 + tl.exp(-g))
         return g * s, s
     elif ACTIVATION == "relu":
-        return tl.where(g <= 0.0, 0.0, g), g  # NaN stays
+        return tl.where(g <= 0.0, 0.0, g), g  # propagates NaN
     elif ACTIVATION == "sigmoid":
         s = 1.0 / (1.0 + tl.exp(-g))
         return s, s
@@ -70,7 +69,7 @@ def _gate_gradient(dy, u, g, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _tile(tile, tiles_m, tiles_f, GROUP_M: tl.constexpr):
-    """The tile of rows and of columns of a program's turn."""
+    """(row, column) indices of the tile-th tile, in GROUP_M order."""
     in_group = GROUP_M * tiles_f
     first = tile // in_group * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -79,7 +78,7 @@ def _tile(tile, tiles_m, tiles_f, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _load(ptr, row, column, stride, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_C: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """The block at (row, column) of a (rows, columns) matrix; zero past its edges."""
+    """Load the block at (row, column) of a (rows, columns) matrix, zero out of bounds."""
     if TMA:
         return ptr.load([row, column])
     else:
@@ -93,7 +92,7 @@ def _load(ptr, row, column, stride, rows, columns, BLOCK_R: tl.constexpr, BLOCK_
 
 @triton.jit
 def _store(ptr, row, column, stride, rows, columns, block, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Write a block, but nothing past the edges of its matrix."""
+    """Store a block, clipped to the bounds of its matrix."""
     if TMA:
         ptr.store([row, column], block.to(ptr.dtype))
     else:
@@ -115,7 +114,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _store_sums(dbias_ptr, tile_m, offs_f, F, du, dg):
-    """The column sums of a tile of du and dg, into row `tile_m` of (tiles, 2, F)."""
+    """Store the column sums of a tile of du and dg in row `tile_m` of the partial sums (tiles, 2, F)."""
     row_ptr = dbias_ptr + tile_m.to(tl.int64) * 2 * F
     tl.store(row_ptr + offs_f, tl.sum(du, 0), offs_f < F)
     tl.store(row_ptr + F + offs_f, tl.sum(dg, 0), offs_f < F)
@@ -123,7 +122,7 @@ def _store_sums(dbias_ptr, tile_m, offs_f, F, du, dg):
 
 @triton.jit
 def _halves(block, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr):
-    """The left and the right half of the columns."""
+    """The left and right halves of the columns."""
     return tl.split(tl.permute(tl.reshape(block, (BLOCK_M, 2, BLOCK_F // 2)), (0, 2, 1)))
 
 
@@ -134,7 +133,7 @@ def _epilogue(
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of both products of a tile, WIDTH columns from `column` on."""
+    """Bias, gate and stores of WIDTH columns of a tile from `column` on."""
     offs_f = column + tl.arange(0, WIDTH)
     if HAS_BIAS:
         mask_f = offs_f < F
@@ -146,7 +145,7 @@ def _epilogue(
         _store(u_ptr, row, column, stride_preact, M, F, du, BLOCK_M, WIDTH, TMA)
         _store(g_ptr, row, column, stride_preact, M, F, dg, BLOCK_M, WIDTH, TMA)
         if BIAS_GRAD:
-            inside = (row + tl.arange(0, BLOCK_M) < M)[:, None]  # a bias of ∞ makes NaN of the zeros beyond
+            inside = (row + tl.arange(0, BLOCK_M) < M)[:, None]  # an infinite bias gives NaN in the rows beyond
             _store_sums(dbias_ptr, tile_m, offs_f, F, tl.where(inside, du, 0.0), tl.where(inside, dg, 0.0))
     else:
         if EPILOGUE == "preact":
@@ -173,13 +172,13 @@ def _down_epilogue(
 
 
 def _linear_name(proxy: Any) -> str:
-    """The kernel's name in profiles: what it writes, with which gate."""
+    """Kernel name shown by profilers: epilogue, activation and tile."""
     c = proxy.constants
     return f"_gated_linear_{c['EPILOGUE']}_{c['ACTIVATION']}_{c['BLOCK_M']}x{c['BLOCK_F']}x{c['BLOCK_D']}"
 
 
 def _linear_metadata(grid: Any, kernel: Any, a: dict[str, Any]) -> dict[str, Any]:
-    """What a launch computes, for profilers."""
+    """Launch metadata for profilers: name and FLOPs."""
     return {"name": kernel.name, "flops": 4 * a["M"] * a["F"] * a["D"] * a["UNIT"] ** 2}
 
 
@@ -240,7 +239,7 @@ def gate_gradient_kernel(
     ACTIVATION: tl.constexpr, BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows and BLOCK_F columns a program, BLOCK_M rows at a time. du and dg may be u and g themselves."""
+    """A program processes ROWS rows by BLOCK_F columns, BLOCK_M rows at a time. du and dg may alias u and g."""
     F = F * UNIT
     stride_preact, stride_dy, stride_dpreact = stride_preact * UNIT, stride_dy * UNIT, stride_dpreact * UNIT
     tiles_f = tl.cdiv(F, BLOCK_F)
@@ -270,7 +269,7 @@ def gate_kernel(
     u_ptr, g_ptr, y_ptr, M, F, stride_u, stride_y,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """y = u · act(g), BLOCK_M rows and BLOCK_F columns a program."""
+    """y = u · act(g), BLOCK_M rows by BLOCK_F columns per program."""
     F, stride_u, stride_y = F * UNIT, stride_u * UNIT, stride_y * UNIT
     tiles_f = tl.cdiv(F, BLOCK_F)
     offs_m = tl.program_id(0) // tiles_f * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -288,8 +287,8 @@ def copy_kernel(
     from_ptr, to_ptr, rows, columns, to_rows, to_columns, stride, to_stride,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The first matrix into the second, as far as that goes; zeros where it goes on. Where rows are not aligned an element is
-    moved at a time, but by threads that are neighbours, and many at once."""
+    """Copy a matrix into another, cropped or padded with zeros to its size. With unaligned rows accesses are single elements,
+    but coalesced across threads, with many in flight."""
     columns, stride, to_columns, to_stride = columns * UNIT, stride * UNIT, to_columns * UNIT, to_stride * UNIT
     tiles_c = tl.cdiv(to_columns, BLOCK_C)
     row = (tl.program_id(0) // tiles_c * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
@@ -311,7 +310,7 @@ def down_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_O: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     EVEN_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """dy = dz W_down, (M, OUT) by (OUT, F); du and dg may be u and g themselves."""
+    """dy = dz W_down, (M, OUT) by (OUT, F); du and dg may alias u and g."""
     F, OUT, stride_dz, stride_w = F * UNIT, OUT * UNIT, stride_dz * UNIT, stride_w * UNIT
     stride_preact, stride_y, stride_dpreact = stride_preact * UNIT, stride_y * UNIT, stride_dpreact * UNIT
     tiles_m = tl.cdiv(M, BLOCK_M)

@@ -1,4 +1,4 @@
-"""What a call must satisfy: one check an argument, one error a mistake, nothing computed before all have passed.
+"""Validation of a gated linear call: one check per argument, one error per mistake, all before anything is computed.
 
 Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
 """
@@ -17,27 +17,27 @@ from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
 
 GATE_FIRST = "pass True where the first half is the gate"
 
-# Calls that passed validation, by everything but the values of tensors: the encoded spec. The bound is there only against
-# a leak.
+# Encoded specs of calls that passed validation, keyed by everything except the values of tensors. The bound only guards
+# against a leak.
 _VALIDATED: Memo[tuple[Any, ...], str] = Memo(4096)
 
 
 def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tuple[Any, ...]) -> str:
-    """The encoded spec of a call on x. `tensors` are weights and biases under the names that the caller knows, in the
-    order weight, weight_gate, bias, bias_gate and, for an MLP, w_down and b_down; `options` are activation, layout,
-    gate_first, save and impl."""
+    """The encoded spec of a call on x. `tensors` are weights and biases by the argument names of the caller, in the order
+    weight, weight_gate, bias, bias_gate and, for an MLP, w_down and b_down; `options` are activation, layout, gate_first,
+    save and impl."""
     key: tuple[Any, ...] | None = None
     if not (torch.compiler.is_compiling() or jit_traces()):
         try:
             key = (
                 op, (x.shape, x.dtype, x.device, x.layout),
                 *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors.values()],
-                *options, type(options[2]),  # where 1 is not True
+                *options, type(options[2]),  # the type distinguishes 1 from True
             )  # fmt: skip
             if (spec := _VALIDATED.get(key)) is not None:
                 return spec
         except (AttributeError, TypeError, RuntimeError):
-            key = None  # something is not a strided tensor or cannot be hashed: validation names it
+            key = None  # an argument is not a strided tensor or not hashable: validation reports it
     spec = _check(op, x, tensors, *options).encode()
     if key is not None:
         _VALIDATED[key] = spec
@@ -74,17 +74,7 @@ def _check(
             )
         if bias is not None:
             _check_like(op, names[2], bias, x)
-            shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
-            # Not `in`, which in a trace finds no number that is known in one tuple and a symbol in the other.
-            if not any(tuple(bias.shape) == shape for shape in shapes) or not bias.is_contiguous():
-                wanted = f"{shapes[0]}" if shapes[0] == shapes[1] else f"{shapes[0]} or {shapes[1]}"
-                fail(
-                    op,
-                    names[2],
-                    f"be contiguous, of shape {wanted}",
-                    _what(bias),
-                    "pass an entry for every row of the weight",
-                )
+            _check_entries(op, names[2], bias, ((2 * hidden,), tuple(weight.shape[:-1])), "row of the weight")
     else:
         hidden = weight.shape[0]
         if weight_gate.shape != weight.shape:
@@ -101,7 +91,7 @@ def _check(
         layout = "separate"
     if down:
         _check_down(op, names[4:], down, hidden, x)
-    # In a trace the operator says it when it runs: looking for an implementation cannot be traced.
+    # Under tracing the operator reports this when it runs: the search for an implementation cannot be traced.
     if impl != "auto" and not torch.compiler.is_compiling():
         reason = unavailable(impl, x.device.type, x.dtype)
         if reason is not None:
@@ -110,7 +100,7 @@ def _check(
 
 
 def check_features(op: str, name: str, x: Any) -> None:
-    """Whether it is a dense tensor of floating-point features."""
+    """x must be a dense tensor of floating-point features."""
     check_tensor(op, name, x)
     if x.dtype not in FLOATS:
         fail(
@@ -126,7 +116,7 @@ def check_features(op: str, name: str, x: Any) -> None:
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Whether it is a dense tensor."""
+    """`value` must be a dense tensor."""
     if not isinstance(value, Tensor):
         fail(op, name, "be a torch.Tensor", type(value).__name__, f"pass a tensor for {name}", TypeError)
     if value.is_nested:
@@ -187,8 +177,16 @@ def _check_both(op: str, name: str, weight: Tensor, layout: str) -> None:
 
 def _check_bias(op: str, name: str, bias: Any, length: int, x: Tensor) -> None:
     _check_like(op, name, bias, x)
-    if tuple(bias.shape) != (length,) or not bias.is_contiguous():
-        fail(op, name, f"be contiguous, of shape ({length},)", _what(bias), "pass an entry for every output feature")
+    _check_entries(op, name, bias, ((length,),), "output feature")
+
+
+def _check_entries(op: str, name: str, bias: Tensor, shapes: tuple[tuple[int, ...], ...], what: str) -> None:
+    # Not `in`, which under tracing does not match a number against an equal symbolic size.
+    fits = any(tuple(bias.shape) == shape for shape in shapes)
+    if not fits or not bias.is_contiguous():
+        contract = f"be contiguous, of shape {' or '.join(dict.fromkeys(map(str, shapes)))}"
+        fix = f"call {name}.contiguous()" if fits else f"pass an entry for every {what}"
+        fail(op, name, contract, f"shape {tuple(bias.shape)} and strides {bias.stride()}", fix)
 
 
 def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tensor) -> None:
@@ -197,7 +195,3 @@ def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tens
     _check_matrix(op, names[0], weight, hidden, False, "as many columns as there are gated features, F")
     if bias is not None:
         _check_bias(op, names[1], bias, weight.shape[0], x)
-
-
-def _what(x: Tensor) -> str:
-    return f"shape {tuple(x.shape)} and strides {x.stride()}"

@@ -1,4 +1,8 @@
-"""The public functions of the gated linear unit: what they compute, what they accept, one validation for all."""
+"""Public API of the gated linear unit: `gated_linear`, `geglu_linear` and `gated_mlp`.
+
+A call first tries the C++ fast path (`_host`). Otherwise it is validated here, once for all implementations, and runs
+through the registered operators (`_op`) with autograd around them (`_autograd`, `_mlp`).
+"""
 
 from __future__ import annotations
 
@@ -23,15 +27,15 @@ def geglu_linear(
     save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:
-    """Linear and GEGLU as one operation; of the weight's 2F rows, [0, F) make the value and [F, 2F) the gate.
+    """Fused linear and GEGLU; rows [0, F) of the weight compute the value, rows [F, 2F) the gate.
 
         y = (x W_valueᵀ + b_value) · gelu(x W_gateᵀ + b_gate)        Shazeer, arXiv 2002.05202
 
-    which is `x1 * F.gelu(x2, approximate=approximate)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly all other
-    libraries stack the gate first (`gelu(x1) * x2`): for their weights say `gate_first=True`.
+    which is `x1 * F.gelu(x2, approximate=approximate)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly all
+    other libraries stack the gate first (`gelu(x1) * x2`): pass `gate_first=True` for their weights.
 
-    `approximate="tanh"` and `"none"` (erf) are different functions, each exact to rounding. Everything else, the other
-    arguments, what is held for backward and the errors, is as in `gated_linear`.
+    `approximate="tanh"` and `"none"` (erf) are different functions, each exact to rounding. The other arguments, the
+    tensors saved for backward and the errors are as in `gated_linear`.
 
     Example:
         >>> x, weight, bias = torch.randn(4, 16, 64), torch.randn(256, 64), torch.randn(256)
@@ -56,50 +60,51 @@ def gated_linear(
     save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:
-    """Two linear maps and the gate between them as one operation; value first unless `gate_first` says otherwise.
+    """Two linear layers and the gate fused into one operation; the value comes first unless `gate_first` is set.
 
         y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate)
 
-    Products are accumulated, and bias and gate applied, in float32 (float64 for float64 tensors); y is rounded once. On a
-    CPU 16-bit pre-activations are rounded, too, where the BLAS hands them to the gate.
+    Accumulation, bias and gate are in float32 (float64 for float64 tensors); y is rounded once. On a CPU, 16-bit
+    pre-activations are also rounded between the BLAS and the gate.
 
     Args:
-        x: (..., D), float32, bfloat16 or float16 (float64 through the reference). Rows at one distance from each other,
-            with contiguous features, are read in place; anything else is copied once, as `F.linear` does.
+        x: (..., D), float32, bfloat16 or float16 (float64 through the reference). Rows with a constant stride and
+            contiguous features are read in place; anything else is copied once, as `F.linear` does.
         weight: both matrices in one tensor, (2F, D), (2, F, D) or (F, 2, D), or with `w_gate` the value's (F, D). Read in
             place, never repacked; the last dimension must be contiguous. dtype and device of x.
-        bias: for every row of `weight`, (2F,) or shaped as the weight without D; with `w_gate` the value's (F,); or None.
-            Contiguous.
+        bias: one entry per row of `weight`, (2F,) or the shape of the weight without D; with `w_gate` the value's (F,); or
+            None. Contiguous.
         activation: of the gate: "gelu_tanh", "gelu" (erf), "silu", "relu", "sigmoid" or "identity".
-        w_gate, b_gate: the gate's matrix (F, D) and bias (F,), where they are tensors of their own.
-        layout: how the rows of one weight tensor are ordered: "stacked", all of one half and then the other, or
-            "interleaved", in turn.
-        gate_first: the first half (or the first of each two rows) is the gate. Both say nothing where `w_gate` is given.
-        save: what is held for backward. "preact": both pre-activations, 2F elements a row beside y; the fastest.
-            "input": nothing but x and the weights; the product is computed again in the backward.
-        impl: "auto", "cuda", "gluon", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells
-            what auto takes.
+        w_gate, b_gate: the gate's matrix (F, D) and bias (F,), if they are separate tensors.
+        layout: order of the rows of a single weight tensor: "stacked" (one half after the other) or "interleaved"
+            (alternating).
+        gate_first: the first half (or the first of every two rows) is the gate. `layout` and `gate_first` are ignored if
+            `w_gate` is given.
+        save: what is saved for backward. "preact": both pre-activations, 2F elements per row in addition to y; the
+            fastest. "input": only x and the weights; the backward recomputes the product.
+        impl: "auto", "cuda", "gluon", "triton", "cpu" or "reference". A named implementation never falls back;
+            `explain_dispatch` shows what auto selects.
 
     Returns:
         y (..., F), contiguous, in the dtype of x.
 
-    Memory: without gradients y and nothing else (on a CPU a chunk of the gate's pre-activations besides: 8 MiB, or 512
-    rows if those are more; of both where oneDNN multiplies float32, which needs such a chunk in the backward, too, and
-    dW once more). Backward needs, beside the gradients that it returns, 2F elements a row
-    with `save="input"` (F where that would be 256 MiB or more), and none with `save="preact"` unless the graph is
-    retained: the gradient of the pre-activations takes their place. The bias gradient is summed in float32 in a fixed
-    order, by partial sums (2F for every 32 rows or more of a large problem): bitwise reproducible, no atomics.
-    On a GPU, in 16 bits, what has rows that are no multiples of 16 bytes is copied besides (docs/gated-linear.md).
-    float64, which plain torch computes, takes what plain torch takes.
+    Memory: without gradients only y (on a CPU also a chunk of the gate's pre-activations: 8 MiB, or 512 rows if that is
+    more; of both pre-activations where oneDNN computes float32 products, which needs such a chunk in the backward, too,
+    and a second dW). Besides the returned gradients, backward needs 2F elements per row with `save="input"` (F if that
+    would be 256 MiB or more), and nothing with `save="preact"` unless the graph is retained: the gradient of the
+    pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed order, by partial sums (2F for
+    every 32 or more rows of a large problem): bitwise reproducible, no atomics. On a GPU, 16-bit matrices whose row
+    stride is not a multiple of 16 bytes are copied (docs/gated-linear.md). float64 is computed by plain torch and needs
+    the memory that plain torch needs.
 
     Differentiable any number of times; a backward with `create_graph=True` or `is_grads_batched=True`, forward mode and
-    torch.func transforms go through the formula in plain torch (`reference.py`), so the transforms need impl "auto" or
-    "reference". Under autocast the tensors are cast to the dtype that `F.linear` has, at every call: autocast's cache of cast
-    weights is not open to others, so a weight that is used several times is cast, and held for backward, as often.
+    torch.func transforms use the formula in plain torch (`reference.py`), so transforms need impl "auto" or "reference".
+    Under autocast the tensors are cast to the dtype that `F.linear` would use, on every call: autocast's weight cache is
+    not accessible, so a weight that is used several times is cast, and saved for backward, each time.
 
     Raises:
         TypeError, ValueError: `gated_linear: <argument> must <contract>, got <value>; <one fix>`.
-        RuntimeError: the same of a named `impl` within a transform of torch.func.
+        RuntimeError: in the same form, for a named `impl` under a torch.func transform.
 
     Example:
         >>> x, gate, up = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64)
@@ -123,28 +128,28 @@ def gated_mlp(
     save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:
-    """The MLP of a transformer block, gate first: act(x W_gateᵀ) · (x W_upᵀ), and the projection down.
+    """Gated MLP of a transformer block, gate first: act(x W_gateᵀ) · (x W_upᵀ), then the down projection.
 
         z = y W_downᵀ + b_down,    y = (x W_upᵀ + b_up) · act(x W_gateᵀ + b_gate)
 
-    `gated_linear` with the down projection included, whose backward then needs no elementwise kernel: the product that
-    brings the gradient through W_down reads the pre-activations in its epilogue and writes their gradient and y again.
+    `gated_linear` followed by the down projection. Its backward needs no elementwise kernel: the GEMM that propagates the
+    gradient through W_down reads the pre-activations in its epilogue, and writes their gradient and the recomputed y.
 
     Args:
         x, activation, save, impl: as in `gated_linear`.
-        w_gate, w_up: (F, D) each, with biases b_gate and b_up (F,), both or none. Or w_up None and both in w_gate, in
+        w_gate, w_up: (F, D) each, with biases b_gate and b_up (F,), both or none. Or w_up is None and w_gate holds both in
             `layout`, the gate first unless `gate_first=False` (Phi-3's gate_up_proj), with b_gate for both.
         w_down: (O, F), with bias b_down (O,) or None.
 
     Returns:
-        z (..., O), in the dtype of x. y is rounded to that dtype between the two.
+        z (..., O), in the dtype of x. y is rounded to that dtype before the down projection.
 
-    Memory: forward y and z; held for backward the pre-activations, 2F elements a row, or nothing with `save="input"`.
-    Backward needs, beside the gradients that it returns, those 2F and y.
+    Memory: forward y and z; saved for backward the pre-activations, 2F elements per row, or nothing with `save="input"`.
+    Besides the returned gradients, backward needs those 2F elements and y.
 
     Raises:
         TypeError, ValueError: `gated_mlp: <argument> must <contract>, got <value>; <one fix>`.
-        RuntimeError: the same of a named `impl` within a transform of torch.func.
+        RuntimeError: in the same form, for a named `impl` under a torch.func transform.
 
     Example:
         >>> x, gate, up, down = torch.randn(4, 16, 64), torch.randn(128, 64), torch.randn(128, 64), torch.randn(64, 128)
@@ -175,7 +180,7 @@ def gated_mlp(
 
 
 def _gated(op: str, *arguments: Any) -> Tensor:
-    """A call with all arguments of `gated_linear` in order, through the quick way where it takes them."""
+    """A call with all arguments of `gated_linear` in order, through the host fast path if it accepts them."""
     done = None if traced() else _host.gated_linear(*arguments)
     if done is not None:
         return done

@@ -1,11 +1,11 @@
-"""The cases of the gated linear unit that tests, benchmarks, the study and the reports share, by name.
+"""Named cases of the gated linear unit, shared by tests, benchmarks, the study and the reports.
 
     cases("geglu-models")  -> list of GatedCase        case("llama-3-8b-train") -> GatedCase
     inputs = c.make_inputs("cuda", "bf16", seed=0)     gated_linear(*inputs.operands, **inputs.kwargs)
 
 Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
 `geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-batches` (some of them with
-160 to 512 rows), `geglu-shapes` (one shape, and the same with a size that no tile divides or no 16 bytes align),
+160 to 512 rows), `geglu-shapes` (one shape, and variants with a size that tiles do not divide or rows not 16-byte aligned),
 `geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, O
 behind a down projection.
 """
@@ -24,7 +24,7 @@ from ._autograd import LARGE_BYTES
 from ._chunks import chunk_bytes, rows_of, scratch_bytes
 from ._problem import Activation
 
-#: How a provider goes about it; see `GatedCase.predicted_bytes`.
+#: Memory model of a provider; see `GatedCase.predicted_bytes`.
 Form = Literal[
     "eager", "two-kernels", "fused", "fused-recompute", "chunked", "chunked-recompute", "chunked-apart", "chunked-apart-recompute"
 ]  # fmt: skip
@@ -32,9 +32,9 @@ Form = Literal[
 
 @dataclass(frozen=True)
 class GatedInputs:
-    """The tensors of one case: what is differentiated, one upstream gradient, and how the op is called on them."""
+    """The tensors of one case: operands, an upstream gradient, and the keyword arguments of the call."""
 
-    operands: tuple[Tensor, ...]  # x, weight (2F, D), then bias (2F,) where the case has one
+    operands: tuple[Tensor, ...]  # x, weight (2F, D), then bias (2F,) if the case has one
     gradients: tuple[Tensor, ...]  # dy (M, F)
     kwargs: dict[str, Any]  # keyword arguments of `gated_linear`
     w_down: Tensor | None  # (O, F), for an MLP
@@ -42,7 +42,7 @@ class GatedInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedCase:
-    """One named problem. All counts follow from the mathematics, none from an implementation."""
+    """One named case. All counts follow from the mathematics, none from an implementation."""
 
     name: str
     rows: int  # M
@@ -69,8 +69,8 @@ class GatedCase:
         return 2 * self.hidden * (self.features + self.bias)
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Bytes that must cross the memory: forward, x, weight and bias read and y written; backward, those and dy read
-        and their gradients written. What a backward keeps or makes on its way is an implementation's choice."""
+        """Minimum DRAM traffic: forward reads x, weight and bias and writes y; backward reads those and dy and writes their
+        gradients. Saved and intermediate tensors are an implementation's choice."""
         read = self.rows * self.features + self.weight_elements
         y = self.rows * self.hidden
         return by_pass("gated_cases", direction, read + y, 2 * read + y) * DTYPES[dtype].itemsize
@@ -89,15 +89,15 @@ class GatedCase:
         return (self.rows * self.features + self.weight_elements) * DTYPES[dtype].itemsize
 
     def predicted_bytes(self, direction: Pass, dtype: str, form: Form) -> int:
-        """Peak bytes beside the inputs and dy, by the memory model of each way to compute it.
+        """Peak bytes besides the inputs and dy, by the memory model of each form.
 
-        With h = M·F elements and y (h) alive throughout: "eager" makes 2h for the product, h for the activated gate and
-        h for y, and its backward another 2h beside them. "two-kernels" is a product and a fused gate (torch.compile): 2h
-        and y, and a gradient of another 2h. "fused" makes y alone; with gradients it keeps 2h, and their gradient takes
-        that place. "fused-recompute" keeps nothing but y and makes the 2h in the backward, h at a time where they are
-        large. Last come dx, dW and db, made from what is left of it. "chunked" and "chunked-recompute" are the same on a
-        CPU, where a forward that keeps nothing also needs a chunk of the gate's pre-activations, and "chunked-apart" and
-        "chunked-apart-recompute" by oneDNN, where it needs a chunk of both, and dW some memory beside (`apart_bytes`).
+        With h = M·F elements and y (h) alive throughout: "eager" allocates 2h for the product, h for the activated gate
+        and h for y, and its backward another 2h. "two-kernels" is a product and a fused gate (torch.compile): 2h and y,
+        and a gradient of another 2h. "fused" allocates only y; with gradients it saves 2h, and their gradient overwrites
+        them. "fused-recompute" saves only y and recomputes the 2h in the backward, h at a time if they are large. dx, dW
+        and db come last, while that gradient is freed. "chunked" and "chunked-recompute" are the same on a CPU, where an
+        inference forward also needs a chunk of the gate's pre-activations; "chunked-apart" and "chunked-apart-recompute"
+        are with oneDNN, which needs a chunk of both, and more memory for dW (`apart_bytes`).
         """
         itemsize = DTYPES[dtype].itemsize
         h = self.rows * self.hidden * itemsize
@@ -119,7 +119,7 @@ class GatedCase:
         return max(forward if recompute else backward, backward, last)
 
     def apart_bytes(self, dtype: str) -> int:
-        """What oneDNN needs for dW beside it: the rows that it copies, and where these are not all, dW once more."""
+        """Additional memory of oneDNN for dW: the rows that it copies, and a second dW if these are not all rows."""
         itemsize = DTYPES[dtype].itemsize
         row_bytes = 2 * self.hidden * itemsize
         again = self.weight_elements * itemsize if self.rows > rows_of(row_bytes) else 0
@@ -127,16 +127,16 @@ class GatedCase:
 
     @property
     def saved_ratio(self) -> float:
-        """Activations saved by fusing against parameters: 4·N·d / (8·d·d + 8·d) = N / (2 (d + 1)) for hidden 4d with a
-        bias. Where it is above one, fusing saves more than the weights take."""
+        """Activation memory saved by fusing, relative to the parameters: 4·N·d / (8·d·d + 8·d) = N / (2 (d + 1)) for hidden
+        4d with a bias. Above one, fusing saves more than the weights take."""
         return self.rows * self.hidden / (2 * self.hidden * (self.features + self.bias))
 
     def make_inputs(self, device: torch.device | str, dtype: str, seed: int = 0) -> GatedInputs:
-        """The case's tensors: standard normal x, bias and gradient, weights of deviation 1 / √D, so that gates are of
-        unit size.
+        """The case's tensors: standard normal x, bias and gradient, weights with standard deviation 1 / √D, so that gates
+        have unit variance.
 
-        Drawn on `device` itself by a generator seeded from `seed` and the case's name: the same tensors in every process
-        on one kind of device and version of torch.
+        Generated on `device` itself by a generator seeded from `seed` and the case's name: reproducible across processes
+        for one kind of device and torch version.
         """
         generator = torch.Generator(device).manual_seed(seed_of(self.name, seed))
 
@@ -246,7 +246,7 @@ def _shapes() -> list[GatedCase]:
         shape("features-2052", features=2052),  # rows of x and weight aligned to 8 bytes
         shape("features-2049", features=2049),  # and to 2
         shape("hidden-8191", hidden=8191),  # rows of y aligned to 2 bytes
-        shape("hidden-8200", hidden=8200),  # aligned, and no tile divides it
+        shape("hidden-8200", hidden=8200),  # aligned, but not a multiple of a tile
     ]
 
 

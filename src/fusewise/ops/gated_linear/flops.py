@@ -1,14 +1,14 @@
-"""What PyTorch's counter of floating-point operations knows of the gated linear unit.
+"""FLOP formulas of the gated linear unit for PyTorch's FlopCounterMode.
 
     from fusewise.ops.gated_linear.flops import register_flop_formulas
     register_flop_formulas()
     with torch.utils.flop_counter.FlopCounterMode() as counter: ...
 
-As for PyTorch's own operators, only products count: 4·M·D·F a forward of x (M, D) to y (M, F), which a recomputing backward
-takes once more, and 2·M·O·F for the gradient through a projection down to O features. The products for dx and dW are
-PyTorch's own and counted as such, `addmm_`, which it leaves out, included; a gate is not.
+As for PyTorch's own operators, only products count: 4·M·D·F per forward of x (M, D) to y (M, F), the same again for a
+recomputing backward, and 2·M·O·F for the gradient through a down projection to O features. The products for dx and dW
+are PyTorch's own and counted as such, including `addmm_`, which PyTorch omits; a gate is not counted.
 
-It is a call of its own since the counter's module imports Triton, which importing fusewise does not.
+Registration is explicit since the counter's module imports Triton, which importing fusewise does not.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Shape = Sequence[int]
 
 
 def register_flop_formulas() -> None:
-    """Tell `torch.utils.flop_counter` of the operators. Counters that are made from now on count them; again is nothing."""
+    """Register the operators with `torch.utils.flop_counter`, for counters created from now on. Idempotent."""
     from torch.utils import flop_counter
 
-    register: Any = flop_counter.register_flop_formula  # whose type in the stubs fits no function
+    register: Any = flop_counter.register_flop_formula  # its type in the stubs accepts no function
     for operator, formula in _FORMULAS.items():
         packet = operator._overloadpacket
         if packet not in flop_counter.flop_registry:

@@ -1,10 +1,10 @@
-// A call of `geglu_linear` or `gated_linear` that makes y alone, from Python's arguments to the kernels without Python between. On a
-// CPU to the products and the gate of `_cpu`: 3 µs of the host a call instead of 30, and with cold caches 0.1 ms instead of 0.4.
-// On a GPU to the launch of `_cuda`: `host_gpu.h`.
+// Host fast path: an inference call of `geglu_linear` or `gated_linear` goes from its arguments to the kernels without running
+// Python. On a CPU these are the products and the gate of `_cpu`: 3 µs of host overhead per call instead of 30, and with cold
+// caches 0.1 ms instead of 0.4. On a GPU it is the launch of `_cuda`: `host_gpu.h`.
 //
-// Taken are plain tensors of one dtype, one weight in layout "stacked" or two, and nobody to record a gradient or to watch
-// (`host_call.h`). Everything else is answered with None, at once and with nothing changed, and the caller goes on in Python
-// (`api.py`), the one place that raises.
+// Supported are plain tensors of one dtype, one weight in layout "stacked" or two weights, without autograd, modes or transforms
+// (`host_call.h`). Any other call returns None at once, without side effects, and the caller continues in Python (`api.py`), the
+// only place that raises.
 
 #define PY_SSIZE_T_CLEAN
 #include <ATen/Parallel.h>
@@ -19,16 +19,16 @@
 
 namespace {
 
-void (*run)(const Call*) = nullptr;  // `fusewise_gate` of gate.cpp, or null: there is none
+void (*run)(const Call*) = nullptr;  // `fusewise_gate` of gate.cpp, or null if there is none
 decltype(Call::parallel) parallel = nullptr;
-bool onednn = false;  // whether it is the one for products of float32, `_onednn.py`
+bool onednn = false;  // whether oneDNN computes float32 products, see `_onednn.py`
 
-// Rows of a tensor, or entries.
+// Rows [first, first + count) of a tensor.
 Tensor part(const Tensor& x, int64_t first, int64_t count) {
   return count == x.size(0) ? x : x.narrow(0, first, count);
 }
 
-// `takes` and `linear` of _onednn.py, for operands that are no transposed ones.
+// `takes` and `linear` of _onednn.py, for operands that are not transposed.
 bool takes(const Tensor& x, const Tensor& weight) {
   return onednn && x.scalar_type() == at::kFloat && x.is_contiguous() && weight.is_contiguous() &&
          x.numel() * weight.size(0) >= ONEDNN_WORTH && at::globalContext().userEnabledMkldnn();
@@ -54,7 +54,7 @@ void gate(const Arguments& a, const Tensor& y, const Tensor& u, const Tensor& g)
   run(&call);
 }
 
-// y (M, F) as `_cpu.forward` makes it of x (M, D), chunk for chunk.
+// y (M, F) of x (M, D), with the same chunks as `_cpu.forward`.
 void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   const int64_t rows = x.size(0), hidden = a.hidden;
   const Tensor none, &bias = a.bias == nullptr ? none : *a.bias;
@@ -94,9 +94,9 @@ void forward(const Arguments& a, const Tensor& x, const Tensor& y) {
   }
 }
 
-// y of tensors on a CPU.
+// y for tensors on a CPU.
 Tensor computed(const Arguments& a) {
-  const OthersGoOn while_this_lives;
+  const GilReleased no_gil;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t rows = a.rows();
   Tensor y = empty(*a.x, {rows, a.hidden}, {a.hidden, 1});
@@ -120,7 +120,7 @@ PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Arguments a;
   if (!a.read(given)) Py_RETURN_NONE;
   const auto recorded = [&](const auto& make) {
-    RECORD_FUNCTION("fusewise::gated_linear", (std::vector<c10::IValue>{*a.x}));  // as Python's
+    RECORD_FUNCTION("fusewise::gated_linear", (std::vector<c10::IValue>{*a.x}));  // as Python's operator shows in profiles
     return THPVariable_Wrap(make());
   };
   if (!a.on_gpu()) {
@@ -134,7 +134,7 @@ PyObject* gated_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// new(the arguments of a call): whether it is one of a GPU that can be kept and is not yet.
+// new(the arguments of a call): whether it is a GPU call that can be cached and is not cached yet.
 PyObject* is_new(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   all(count);
@@ -145,7 +145,7 @@ PyObject* is_new(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// remember(the arguments of a call, entry point, function that explains its codes, epilogue, width); all 0: it stays Python's.
+// remember(the arguments of a call, entry point, function that explains its error codes, epilogue, width); all 0: Python serves it.
 PyObject* remember(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   PyObject* arguments = nullptr;
@@ -162,7 +162,7 @@ PyObject* remember(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// on_cpu(entry point of the gate, GOMP_parallel or 0, whether products of float32 are oneDNN's).
+// on_cpu(entry point of the gate, GOMP_parallel or 0, whether oneDNN computes float32 products).
 PyObject* on_cpu(PyObject*, PyObject* given) {
   unsigned long long entry = 0, threads = 0;
   int by_onednn = 0;
@@ -186,6 +186,6 @@ PyModuleDef definition = {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject* fusewise_gated_host() {
-  pthread_atfork(nullptr, nullptr, [] { parallel = nullptr, onednn = false; });  // a child has none of the parent's OpenMP threads
+  pthread_atfork(nullptr, nullptr, [] { parallel = nullptr, onednn = false; });  // a forked child has no OpenMP threads of its parent
   return PyModule_Create(&definition);
 }

@@ -1,4 +1,4 @@
-// The arguments of a call that host.cpp takes: what is taken is checked here and is right for certain.
+// The arguments of a call that host.cpp accepts. All checks are here; an accepted call is known to be valid.
 
 #pragma once
 
@@ -15,7 +15,7 @@ bool is(PyObject* given, const char* text) {
   return PyUnicode_CheckExact(given) && PyUnicode_CompareWithASCIIString(given, text) == 0;
 }
 
-// The arguments of `gated_linear`, in its order.
+// The arguments of `gated_linear`, in order.
 enum Argument { X, WEIGHT, BIAS, ACTIVATION, W_GATE, B_GATE, LAYOUT, GATE_FIRST, SAVE, IMPL, COUNT };
 
 // Shape legend: D features in, F = `hidden` features out.
@@ -24,7 +24,7 @@ struct Arguments {
   int64_t hidden = 0, kind = 0, activation = 0;
   bool gate_first = false, by_choice = false;  // impl="auto"
 
-  bool read(PyObject* const* given) { return nobody_watches() && tensors(given) && options(given) && shapes(); }
+  bool read(PyObject* const* given) { return no_active_modes() && tensors(given) && options(given) && shapes(); }
 
   bool on_gpu() const { return !x->is_cpu(); }
   int64_t rows() const { return x->numel() / x->size(-1); }

@@ -1,7 +1,6 @@
-// A call of tensors on a GPU: from its arguments to the launch of `_cuda`, once Python has chosen the kernel for a call like it.
+// GPU calls: from the arguments to the launch of `_cuda`, once Python has selected the kernel for such a call.
 //
-// What Python's choice depends on is the key under which it is kept; tensors are held by nobody. The lock of Python's interpreter
-// is held where choices are read and written.
+// Selections are cached under a key of everything they depend on; no tensors are retained. The GIL protects the cache.
 
 #pragma once
 
@@ -16,16 +15,17 @@ namespace gpu {  // names that `_cpu/gate.h` has as well
 #include "_cuda/plan.h"
 
 struct Choice {
-  int (*run)(const Plan*, const Call*, void* stream);  // `fusewise_gated_linear` of the library for the dtype and activation; null: Python's
+  // `fusewise_gated_linear` of the library for the dtype and activation; null: Python serves the call.
+  int (*run)(const Plan*, const Call*, void* stream);
   const char* (*explain)(int);
   int64_t epilogue, width;
 };
 
 using Key = std::array<int64_t, 12>;
-std::map<Key, Choice>& choices = *new std::map<Key, Choice>;  // never destroyed: threads may outlive the exit
-constexpr size_t MOST = 4096;  // against a leak alone
+std::map<Key, Choice>& choices = *new std::map<Key, Choice>;  // never destroyed: threads may still run at exit
+constexpr size_t MOST = 4096;  // only guards against a leak
 
-// The operands as the kernels have them: matrices by address and distance of rows, in elements.
+// The operands as the kernels take them: addresses and row strides in elements.
 struct Operands {
   const char *x, *value, *gate, *value_bias, *gate_bias;
   int64_t x_stride, value_stride, gate_stride;
@@ -44,7 +44,7 @@ struct Operands {
     if (a.gate_first) std::swap(value, gate), std::swap(value_bias, gate_bias);
   }
 
-  // Whether TMA can describe them, and y: others are copied, which Python sees to.
+  // Whether TMA supports the operands and y; for others Python makes copies.
   bool describable(const Arguments& a) const {
     const auto bits = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(value) | reinterpret_cast<uintptr_t>(gate) |
                       uintptr_t(x_stride | value_stride | gate_stride | a.hidden) * 2;
@@ -57,23 +57,23 @@ struct Operands {
   }
 };
 
-// The kernel for a call, or null if Python has to be asked; `operands` are those of `a`.
+// The kernel for a call, or null if Python has to select one; `operands` are those of `a`.
 const Choice* find(const Arguments& a, const Operands& operands) {
   if (!operands.describable(a)) return nullptr;
   const auto found = choices.find(operands.key(a));
   return found == choices.end() ? nullptr : &found->second;
 }
 
-// y, which the kernel makes on the current stream of the tensors' device.
+// Launch the kernel on the current stream of the tensors' device; returns y.
 Tensor launched(const Arguments& a, const Operands& operands, const Choice& choice) {
   const int64_t rows = a.rows(), depth = a.x->size(-1), biased = a.bias != nullptr;
-  const There there(a.x->device());
+  const OnDevice on_device(a.x->device());
   std::array<int64_t, 4> sizes{}, strides{};  // as many as `dense` allows
   const auto dims = a.x->dim();
   std::copy_n(a.x->sizes().begin(), dims, sizes.begin());
   sizes[dims - 1] = a.hidden;
   for (int64_t i = dims - 1, step = 1; i >= 0; step *= sizes[i--]) strides[i] = step;
-  const OthersGoOn while_this_lives;
+  const GilReleased no_gil;
   Tensor y = empty(*a.x, {sizes.data(), size_t(dims)}, {strides.data(), size_t(dims)});
   Plan plan{rows, a.hidden, depth, operands.x_stride, operands.value_stride, operands.gate_stride, a.hidden};
   plan.value_bias_stride = plan.gate_bias_stride = biased;

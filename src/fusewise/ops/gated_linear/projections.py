@@ -1,14 +1,15 @@
-"""The gated MLP of projections that are kept in modules: fused where they are plain, called where they are not.
+"""The gated MLP of projections in modules: fused if they are plain nn.Linear modules, otherwise called as modules.
 
-A quantised, adapted, sharded or parametrised projection, one with hooks or with a forward of its own, is more than its
-weight: it is called, and of the unit only the gate is fused. So a model can be changed after it was built (PEFT,
-bitsandbytes, accelerate, tensor parallelism) and still computes what its modules say.
+A quantized, adapted, sharded or parametrized projection, or one with hooks or its own forward, is more than its weight:
+it is called, and only the gate is fused. So a model can be modified after construction (PEFT, bitsandbytes, accelerate,
+tensor parallelism) and still computes what its modules define.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -20,25 +21,27 @@ from .api import gated_linear, gated_mlp
 
 
 def is_plain(*projections: nn.Module) -> bool:
-    """Whether calling each is `F.linear` with its weight and bias and nothing else."""
+    """Whether calling each of them is equivalent to `F.linear` with its weight and bias."""
     return all(type(p) is nn.Linear and is_untouched(p) and _is_memory(p.weight) for p in projections)
 
 
 def _is_memory(weight: Tensor) -> bool:
-    """Whether it is its own values, or a DTensor, whose shards are, and no quantised or sparse form of them, which knows
-    itself what `F.linear` is (of torchao or torch.sparse)."""
+    """Whether the weight is a plain tensor or a DTensor of such, not a quantized or sparse subclass that overrides `F.linear`
+    (as in torchao or torch.sparse)."""
     kind = type(weight)
-    return not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch.distributed.tensor")
+    return weight.layout == torch.strided and (
+        not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch.distributed.tensor")
+    )
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether calling it is its class's forward: no hook, also none of all modules, and no forward of its own."""
+    """Whether calling the module runs its class's forward only: no hooks, also no global ones, and no patched forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and not _has_any_global_hook() and "forward" not in vars(module)
 
 
 def _parameters(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Its weight and bias, copied where a parametrization or load_state_dict(assign=True) gave them no contiguous rows."""
+    """Weight and bias, copied if a parametrization or load_state_dict(assign=True) left them without contiguous rows."""
     return unit_stride(linear.weight), None if linear.bias is None else unit_stride(linear.bias)
 
 
@@ -74,7 +77,7 @@ def stacked_mlp(
     x: Tensor, both: Any, down: Any, *, activation: Activation, gate_first: bool, save: Save = "preact",
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """The same where one projection, `both`, makes value and gate side by side: (..., 2F), the gate first if `gate_first`."""
+    """The same with one projection, `both`, for value and gate: (..., 2F), the gate first if `gate_first`."""
     if is_plain(both, down):
         (w_gate, b_gate), (w_down, b_down) = _parameters(both), _parameters(down)
         return gated_mlp(
@@ -88,7 +91,7 @@ def stacked_mlp(
 def stacked(
     x: Tensor, both: Any, *, activation: Activation, gate_first: bool, save: Save = "preact", impl: str = "auto"
 ) -> Tensor:
-    """value · act(gate), (..., F), of the two halves that one projection, `both`, makes of x (..., D)."""
+    """value · act(gate), (..., F), of the two halves of the output of one projection, `both`, for x (..., D)."""
     if is_plain(both):
         weight, bias = _parameters(both)
         return gated_linear(x, weight, bias, activation=activation, gate_first=gate_first, save=save, impl=impl)

@@ -1,14 +1,14 @@
-"""The specification of the gated linear unit in plain torch: differentiable, on any device, float64 if the tensors are.
+"""Reference implementation of the gated linear unit in plain torch: differentiable, on any device, in float64 for float64.
 
     y = u · act(g),    u = x W_valueᵀ + b_value,    g = x W_gateᵀ + b_gate
 
-and its gradient from dy alone:
+and its gradient for dy:
 
     du = dy · act(g)        dx = du W_value + dg W_gate      dW_value = duᵀ x     db_value = Σ_M du
     dg = dy · u · act'(g)                                    dW_gate  = dgᵀ x     db_gate  = Σ_M dg
 
-Everything in float32 (float64 for float64 tensors), rounded once at the end. Written for reading; every kernel is held
-against it. Shape legend as in `_problem.py`.
+Everything in float32 (float64 for float64 tensors), rounded once at the end. Written for readability; every kernel is
+tested against it. Shape legend as in `_problem.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._problem import Halves, Preact, Spec, split_preact
 #: act(g), by name.
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
-    # By erfc, which does not cancel for negative gates; functional.gelu may give NaN for +∞ on a CPU.
+    # erfc avoids cancellation for negative gates; functional.gelu may return NaN for +∞ on a CPU.
     "gelu": lambda g: 0.5 * g * torch.erfc(g * -math.sqrt(0.5)),
     "silu": functional.silu,
     "relu": functional.relu,
@@ -45,7 +45,7 @@ def formula(x: Tensor, halves: Halves, activation: str) -> Tensor:
 
 
 def preactivations(x: Tensor, halves: Halves) -> tuple[Tensor, Tensor]:
-    """u and g of x (..., D), in the dtype of the computation."""
+    """u and g of x (..., D), in the compute dtype."""
     to = compute_dtype(x)
 
     def linear(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,7 +76,7 @@ def derivative(g: Tensor, activation: str) -> Tensor:
 
 def gate_gradient(dy: Tensor, u: Tensor, g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """du and dg from dy; everything (M, F) in one dtype."""
-    if activation == "relu":  # a product with the derivative would make infinities NaN where the gate is closed
+    if activation == "relu":  # multiplying infinities by a derivative of zero would give NaN
         return dy * ACTIVATE["relu"](g), torch.where(g <= 0, 0.0, dy * u)
     return dy * ACTIVATE[activation](g), dy * u * derivative(g, activation)
 
@@ -93,12 +93,12 @@ def gradients(dy: Tensor, x: Tensor, halves: Halves, activation: str) -> tuple[T
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """Whether autocast is at work where x is; torch does not answer that for meta tensors."""
+    """Whether autocast is enabled for the device of x; torch cannot tell for meta tensors."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def as_autocast(x: Any, *tensors: Any) -> tuple[Any, ...]:
-    """The tensors as autocast hands them to `F.linear`: all floating ones but float64 in its dtype."""
+    """The tensors as autocast would pass them to `F.linear`: floating-point ones, except float64, cast to its dtype."""
     if not isinstance(x, Tensor) or not autocast_enabled(x):
         return x, *tensors
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -111,11 +111,11 @@ def as_autocast(x: Any, *tensors: Any) -> tuple[Any, ...]:
 
 
 def exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """No autocast: the dtypes above are meant."""
+    """Disables autocast: the computation chooses its dtypes explicitly."""
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
 
 
-# The implementation impl="reference": the functions that an operation asks of one, in `_op.py`, `_gate.py` or `_products.py`.
+# impl="reference": the functions that `_op.py`, `_gate.py` and `_products.py` require of an implementation.
 
 
 def unavailable(device_type: str) -> str | None:
@@ -137,7 +137,7 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
 
 
 def copy_into(x: Tensor, to: Tensor) -> None:
-    """x (rows, columns) into another matrix, as far as that goes, zeros where it goes on; see `_products.py`."""
+    """Copy x (rows, columns) to another matrix, cropped or zero-padded to its size; see `_products.py`."""
     rows, columns = min(x.shape[0], to.shape[0]), min(x.shape[1], to.shape[1])
     if to.shape != (rows, columns):
         to.zero_()

@@ -1,13 +1,13 @@
-"""What `fusewise tune geglu` searches: the kernels of the gated linear unit, each run through the code that serves calls.
+"""Tuning jobs of `fusewise tune geglu`: the kernels of the gated linear unit, each run through the code that serves calls.
 
     y         the forward product of an inference
-    preact    the forward product that keeps the pre-activations
+    preact    the forward product that also writes the pre-activations
     gate      the elementwise backward of save="preact"
     gradient  the recomputing backward of save="input"
-    down      the gradient behind the down projection of an MLP
+    down      the gradient through the down projection of an MLP
 
-Shape legend as in `_problem.py`. What a product is tuned for is its shape and dtype; the activation and the bias are
-those of the case, and the result is used with any.
+Shape legend as in `_problem.py`. A product is tuned for its shape and dtype, with the activation and bias of the case;
+the result is used with any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ._chunks import FEW_ROWS
 from ._problem import Halves, Spec, new_preact, split_preact
 from .cases import GatedCase, case
 
-# Calls `kernel` of a module that has the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
+# How to run each kernel of a module with the functions of `reference.py`: (module, inputs, weights, outputs, dbias, spec).
 _CALLS: dict[str, Callable[..., None]] = {
     "y": lambda m, i, w, o, b, s: m.forward(*i, w, s, *o, None),
     "preact": lambda m, i, w, o, b, s: m.forward(*i, w, s, *o),
@@ -39,22 +39,22 @@ _FUNCTIONS = {
 }  # fmt: skip
 SHAPE = "M,D,F"
 IMPLS = ("gluon", "triton")
-ROWS = 4096  # that are computed in float64 at a time
+ROWS = 4096  # rows computed in float64 at a time
 
 
 def tuned(device: torch.device) -> list[Tuned[Any]]:
-    """Those that keep results for this device."""
+    """The stores of tuning results for this device."""
     able = [i for i in IMPLS if _op.choice.unavailable(i, device.type, torch.bfloat16) is None]
     return [_op.choice.implementation(impl).TUNED for impl in able]
 
 
 def unavailable(device: torch.device) -> list[str]:
-    """Why each implementation that has configurations does not serve this device, for those that do not."""
+    """For each tunable implementation that does not serve this device, why."""
     return [r for i in IMPLS if (r := _op.choice.unavailable(i, device.type, torch.bfloat16)) is not None]
 
 
 def check(name: str | None, shape: Sequence[int] | None, dtypes: Sequence[str], kernels: Sequence[str]) -> None:
-    """ValueError for a case, shape, dtype or kernel that is none."""
+    """Raise ValueError for an unknown case, shape, dtype or kernel."""
     _case(name, shape, "")
     for kernel in kernels:
         if kernel not in KERNELS:
@@ -68,10 +68,10 @@ def jobs(
     name: str | None, shape: Sequence[int] | None, dtypes: Sequence[str], kernels: Sequence[str], device: torch.device,
     impl: str | None = None,
 ) -> Iterator[Job]:  # fmt: skip
-    """The kernels at one case, or at rows, features and hidden features given as `shape`, made one at a time.
+    """Jobs for the kernels of one case, or of a `shape` (rows, features, hidden features), created lazily.
 
-    Without `kernels`, all that have configurations; without `dtypes`, the case's own (of a shape: bf16, or fp32 on a CPU);
-    without `impl`, what a call takes, which on a CPU is Triton's interpreter.
+    Without `kernels`, all that have configurations; without `dtypes`, those of the case (for a shape: bf16, or fp32 on a
+    CPU); without `impl`, the one that serves a call, on a CPU Triton's interpreter.
 
     Raises:
         ValueError: as `check`, or the implementation cannot serve a job.
@@ -79,7 +79,7 @@ def jobs(
     check(name, shape, dtypes, kernels)
     found = _case(name, shape, device.type)
     for dtype in dtypes or found.dtypes:
-        library = dtype == "fp32" and found.rows > FEW_ROWS  # takes the products
+        library = dtype == "fp32" and found.rows > FEW_ROWS  # BLAS computes the products
         there = {"gate"} if library else {kernel for kernel in KERNELS if kernel != "down" or found.out}
         for kernel in kernels or [kernel for kernel in KERNELS if kernel in there]:
             if library and kernel != "gate":
@@ -108,7 +108,7 @@ def _case(name: str | None, shape: Sequence[int] | None, device_type: str) -> Ga
 
 
 def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: str) -> Job | str:
-    """What is to be tuned, or the implementation that has nothing to tune."""
+    """The tuning job, or the name of the implementation if it has nothing to tune."""
     made = found.make_inputs(device, dtype)
     spec = Spec(found.activation, "stacked", found.gate_first)
     x, weight, *bias = made.operands
@@ -149,7 +149,7 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
     call = _CALLS[kernel]
 
     def by_torch(to: torch.dtype, keep: torch.dtype) -> tuple[Tensor, ...]:
-        """What is right, computed by the reference in `to` and returned in `keep`, some rows at a time."""
+        """The reference result, computed in dtype `to` and returned in `keep`, in chunks of rows."""
         results = tuple(torch.empty(t.shape, dtype=keep, device=device) for t in outputs)
         total = None if dbias is None else torch.zeros_like(dbias, dtype=torch.promote_types(to, torch.float32))
         wide = _converted(weights, to)

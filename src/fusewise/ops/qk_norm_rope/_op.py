@@ -1,10 +1,10 @@
-"""The two registered operators of `qk_norm_rope`, their dispatch to an implementation, and autograd around them.
+"""The two registered operators of `qk_norm_rope`, their dispatch to an implementation, and autograd.
 
     qk_norm_rope       xs, weights -> ys
-    qk_norm_rope_grad  dys, xs, weights -> the gradients of xs, then those of the weights where they are wanted
+    qk_norm_rope_grad  dys, xs, weights -> the gradients of xs, then those of the weights if wanted
 
-`xs` are q, or q and k; there is a weight for each of them, or none. Torch only. The operators take a validated call and
-know nothing of autograd, which lies outside, so that a call without gradients pays for one operator boundary.
+`xs` are q, or q and k; there is a weight for each of them, or none. Imports only torch. The operators take a validated
+call and know nothing of autograd, which wraps them, so that a call without gradients crosses a single operator boundary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..rope._problem import Rotation
 from . import reference
 from ._problem import Norm
 
-# The arguments after the tensors that are normalised, and their weights:
+# Schema of the arguments after the tensors and their weights:
 #   cos ... spec   the rotation, as in RoPE's operators
 #   eps, weight_offset, over   see `Norm`
 #   impl           the name of an implementation, or "auto"
@@ -31,8 +31,7 @@ _COMMON = (
     "float eps, float weight_offset, str over, str impl"
 )
 
-# In order of preference. Each has the functions `forward` and `backward` that `reference.py` shows, which write into
-# tensors that are given.
+# In order of preference. Each has the functions `forward` and `backward` of `reference.py`, which write to given tensors.
 IMPLEMENTATIONS = ("triton", "reference")
 choice = Choice("qk_norm_rope", IMPLEMENTATIONS)
 unavailable, choose = choice.unavailable, choice.choose
@@ -89,7 +88,7 @@ _op_grad = register(
 
 
 class _QkNormRope(torch.autograd.Function):
-    """Held for backward: q, k and their weights, and nothing that was computed."""
+    """Saves only q, k and their weights for backward; r is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -108,7 +107,7 @@ class _QkNormRope(torch.autograd.Function):
         saved = ctx.saved_tensors
         q, k, q_weight, k_weight = unpacked(saved[:4])
         call = (*saved[4:], *ctx.rest)
-        # In a trace what is not wanted has a gradient, too.
+        # Under tracing, gradients that are not wanted are passed as well.
         given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)}
         results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
         if given:
@@ -131,7 +130,7 @@ class _QkNormRope(torch.autograd.Function):
 
 
 def _wanted(ctx: Any, i: int) -> bool:
-    """Whether a gradient of q or of its weight is wanted, or for i = 1 of k's."""
+    """Whether the gradient of q or its weight is wanted; for i = 1, of k or its weight."""
     return bool(ctx.needs_input_grad[i] or ctx.needs_input_grad[2 + i])
 
 
@@ -142,7 +141,7 @@ def _lists(
 
 
 def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, call: tuple[Any, ...]) -> Any:
-    """A validated call, recording a gradient where one is wanted: a tensor, or a pair where there is a k."""
+    """A validated call, through autograd if needed: returns a tensor, or a pair if there is a k."""
     if transforms_active():
         rotation, norm, _ = _split(call)
         ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)

@@ -1,6 +1,6 @@
-"""The normalisation of a call: what is not a tensor of it. The rotation is RoPE's own `Spec` and `Problem`.
+"""The normalization parameters of a call that are not tensors. The rotation is described by RoPE's `Spec` and `Problem`.
 
-Shape legend: B batch, T tokens, H heads, D features of a head, W features that are normalised together and have a weight
+Shape legend: B batch, T tokens, H heads, D features of a head, W features that are normalized together, with a weight
 each: D, or H · D of a token.
 """
 
@@ -24,5 +24,5 @@ class Norm(NamedTuple):
     over: str
 
     def width(self, x: Tensor, layout: str) -> int:
-        """W, the entries of the weight of x."""
+        """W, the number of weights for x."""
         return int(x.shape[-1]) if self.over == "head" else int(x.shape[-1] * x.shape[layout_dims(layout)[2]])

@@ -1,6 +1,7 @@
-"""`qk_norm_rope` in Triton: the tiles, the arguments of the kernels, and their launches.
+"""`impl="triton"` of `qk_norm_rope`: tiles, kernel arguments and launches.
 
-What a rotation needs of table, positions and order of tokens is what RoPE's own launch makes of it.
+Arguments for the table, the positions and the token order are those of RoPE's own launch (`rope._triton.arguments`).
+Bound launches are cached, so that a repeated call only passes pointers, the offset and the stream.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ._problem import Norm
 from ._triton_backward import backward_kernel, sum_kernel
 from ._triton_kernel import forward_kernel
 
-# The arguments that RoPE's kernel has, too, and under the same name.
+# Arguments shared with RoPE's kernel, under the same names.
 _OF_ROPE = (
     "cos_ptr", "sin_ptr", "positions_ptr", "offsets_ptr", "cu_seqlens_ptr", "offset",
     "stride_table_b", "stride_table_r", "stride_pos_a", "stride_pos_b", "stride_pos_t", "table_rows", "scale",
@@ -38,8 +39,7 @@ _OF_ROPE = (
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is cut: a tile for each tensor, the warps of a program, and for backward how many programs a
-    multiprocessor gets."""
+    """Launch configuration: a tile per tensor, warps per program, and for backward the programs per SM."""
 
     tiles: tuple[rope.Tile, ...]
     num_warps: int
@@ -52,15 +52,15 @@ def choose(problem: Problem, norm: Norm, backward: bool, processors: int) -> Con
     heads = tuple(operand.heads for operand in problem.operands)
     itemsize = problem.operands[0].x.element_size()
     head = triton.next_power_of_2(max(operand.head_dim for operand in problem.operands))
-    lanes = triton.cdiv(head * itemsize, 32)  # threads of a head, each with 16 bytes of both halves
-    # Backward there are as many programs as have their registers at a time, measured on an H200: fewer leave it idle, more
-    # are a second round. Loading a tile ahead is no faster then: the programs of a multiprocessor cover for each other.
+    lanes = triton.cdiv(head * itemsize, 32)  # threads per head, each with 16 bytes of either half
+    # Backward launches as many programs as fit in the register files at once, measured on an H200: fewer leave SMs idle, more
+    # need a second wave. Prefetching a tile is no faster then: the programs of an SM hide each other's latency.
     if norm.over == "head":
         programs = 5 if itemsize == 2 else 8
         tiles = rope.choose_tiles(tokens, heads, lanes, 2 * processors if backward else processors)
         return Config(tuple(tiles), rope.NUM_WARPS, programs)
-    # All heads of a token: 64 bytes of the widest tensor a thread, backward 32 since it keeps sums for the weights; of the
-    # other tensor as many tokens.
+    # All heads of a token: 64 bytes of the widest tensor per thread, 32 in backward since it also keeps sums for the weights;
+    # the other tensor has as many tokens per tile.
     blocks = [triton.next_power_of_2(max(count, 1)) for count in heads]
     num_warps = min(max(max(blocks) * lanes // (32 if backward else 64), 4), 16)
     rows = max(num_warps * (32 if backward else 64) // lanes, max(blocks))
@@ -77,8 +77,8 @@ def arguments(
     partials: tuple[Tensor, ...] = (),
     config: Config | None = None,
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
-    """The kernel for a problem, the grid size, all arguments and the launch options. Backward where there are `dys`: then
-    the problem leads from x to dx, and `partials` are where there are gradients of the weights."""
+    """The kernel for a problem, the grid size, all arguments and the launch options. With `dys` it is the backward: then
+    the problem maps x to dx, and `partials` are given if the weights need gradients."""
     backward = bool(dys)
     config = config or choose(problem, norm, backward, processors)
     _, of_rope = rope.arguments(problem, processors)
@@ -87,7 +87,7 @@ def arguments(
     outs = {"q_out": q.y, "k_out": k.y}
     reach = rope.reach_of(problem)
     if backward:
-        bare = Spec(layout=problem.spec.layout, table="inv_freq")  # their strides are all that is asked for
+        bare = Spec(layout=problem.spec.layout, table="inv_freq")  # only the strides are needed
         gradients = Problem.build(dys, dys, (problem.cos, None, None, None, None, 0, bare.encode()))
         reach = max(reach, rope.reach_of(gradients))
         dq, dk = gradients.operands[0], gradients.operands[-1]
@@ -99,7 +99,7 @@ def arguments(
     tiles = config.tiles
     half = problem.spec.pairing == "half"
     vector = math.gcd(16 // q.x.element_size(), problem.pairs, q.start, k.start) if half else 1
-    # A tensor that the call does not have is never read; another stands in for its pointer.
+    # Another tensor stands in for the pointer of an absent one, which is never dereferenced.
     bound = dict(
         q_ptr=q.x, k_ptr=k.x, q_out_ptr=outs["q_out"], k_out_ptr=outs["k_out"],
         q_weight_ptr=weights[0] if weights else problem.cos, k_weight_ptr=weights[-1] if weights else problem.cos,
@@ -114,7 +114,7 @@ def arguments(
     )  # fmt: skip
     tokens = problem.batch * problem.tokens
     options = {"num_warps": config.num_warps}
-    if backward and torch.version.hip is None:  # which has no such option
+    if backward and torch.version.hip is None:  # ROCm has no such option
         options["maxnreg"] = registers(config)
     if not backward:
         group = max(tile.block_t for tile in tiles)
@@ -137,15 +137,15 @@ def arguments(
 
 
 def registers(config: Config) -> int:
-    """The registers a thread may have for all programs of a multiprocessor to run at a time: it has 65,536, in eights a thread.
-    Left to itself the compiler takes 96 or 128 for next to nothing, and at 128 the fifth program is a second round."""
+    """Register limit per thread that keeps all programs of an SM resident: it has 65,536 registers, allocated in multiples of
+    8 per thread. Without a limit the compiler uses 96 or 128 for almost no gain, and at 128 the fifth program needs a
+    second wave."""
     return min(65536 // (32 * config.num_warps * config.programs) // 8 * 8, 255)
 
 
 def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
-    """The programs of backward for each tensor, all with as many tiles but for the last of each, and together no more than
-    the device holds at a time: one more would be a second round. Fixed by shapes and device, and so is the order in which
-    dw is added up."""
+    """Programs of the backward per tensor: all with the same number of tiles except the last of each, and together no more
+    than one wave. The split depends only on shapes and device, and so does the summation order of dw."""
     tokens = problem.batch * problem.tokens
     counts = [
         triton.cdiv(tokens, tile.block_t) * triton.cdiv(operand.heads, tile.block_h)
@@ -161,7 +161,7 @@ def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
 def forward(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> None:
-    """The implementation `impl="triton"`: write the result for every x into its y."""
+    """`impl="triton"`: write the result for every x into its y."""
     tensors = _doubled(xs, ys, weights, rotation)
     key = _key(tensors, rotation, (norm, len(xs), len(weights)))
     if (plan := _PLANS.get(key)) is not None:
@@ -201,7 +201,7 @@ def backward(
 
 
 def _new_partials(counts: Sequence[int], dweights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:
-    """A row of partial sums for every program, of each weight whose gradient is wanted."""
+    """Memory for the partial sums of each weight whose gradient is wanted, a row per program."""
     if not dweights:
         return ()
     sizes = [count * weight.numel() for count, weight in zip(counts, dweights, strict=True)]
@@ -209,7 +209,7 @@ def _new_partials(counts: Sequence[int], dweights: Sequence[Tensor], x: Tensor) 
 
 
 def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-    """That of q and that of k; one that the call does not have is never read, and another stands in for it."""
+    """The tensors of q and k; another tensor stands in for an absent one, which is never dereferenced."""
     if tensors:
         return tensors[0], tensors[-1]
     assert rotation is not None
@@ -219,16 +219,18 @@ def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor,
 def _doubled(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation
 ) -> tuple[Tensor, ...]:
-    """The tensors that the kernels take first, in their order."""
+    """The leading tensor arguments of the kernels, in order."""
     return (*_both(xs, None), *_both(ys, None), *_both(weights, rotation))
 
 
 def sum_arguments(
     partials: Sequence[Tensor], dweights: Sequence[Tensor], counts: Sequence[int]
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
-    """The launch that adds up the partial sums, as `arguments` gives the others."""
+    """The launch that reduces the partial sums, in the form of `arguments`."""
     widths = [weight.numel() for weight in dweights]
-    rows = min(max(triton.next_power_of_2(max(counts)), 16), 1024)  # at once, for one trip to memory and back
+    rows = min(
+        max(triton.next_power_of_2(max(counts)), 16), 1024
+    )  # loaded at once, to pay the memory latency only once
     block = 8 if rows > 512 else 16  # columns
     bound = {
         "q_partials_ptr": partials[0],
@@ -250,20 +252,20 @@ def _problem(xs: Sequence[Tensor], ys: Sequence[Tensor], rotation: Rotation) -> 
 
 
 class Plan:
-    """A launch that has been before: the compiled kernel bound to its grid, and the arguments that follow the pointers.
+    """A bound launch: the compiled kernel with its grid, and the arguments after the pointers.
 
-    Triton's own launch specialises and packs some eighty arguments anew at each call; what varies between calls with one
-    key are pointers, the offset and the stream.
+    Triton's launcher specializes and packs some eighty arguments on every call; between calls with the same key only
+    pointers, the offset and the stream vary.
     """
 
     def __init__(self, compiled: Any, grid: int, values: tuple[Any, ...], pointers: int) -> None:
         self.bound, self.values = compiled[(grid, 1, 1)], values[pointers:]
-        self.sin_distance = 0  # in bytes, from the table to its sine part where both are one tensor
+        self.sin_distance = 0  # bytes from cos to sin if both are in one tensor
         self.counts: tuple[int, ...] = ()
         self.then: Plan | None = None
 
     def run(self, tensors: Sequence[Tensor], rotation: Rotation | None) -> None:
-        """Launch for other tensors, and the table and positions of `rotation` if the kernel takes them."""
+        """Launch with these tensors, and the table and positions of `rotation` if the kernel takes them."""
         pointers = [x.data_ptr() for x in tensors]
         if rotation is not None:
             cos, sin, positions, offsets, cu_seqlens, offset, _ = rotation
@@ -281,12 +283,12 @@ class Plan:
 
 
 _PLANS: Memo[tuple[Any, ...] | None, Plan] = Memo(4096)
-_OF_ROTATION = 6  # table, sine part, positions, offsets, cu_seqlens, and the offset, which follow the tensors
+_OF_ROTATION = 6  # arguments after the tensors: cos, sin, positions, offsets, cu_seqlens, offset
 
 
 def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that a plan depends on; None for a call that goes the long way: vectors are compiled for pointers that are
-    multiples of 16."""
+    """Everything that a plan depends on; None if a pointer is not aligned to 16 bytes, which bound launches assume, or if
+    kernels cannot be launched directly."""
     cos, sin, positions, offsets, cu_seqlens, _, spec = rotation
     alignment = cos.data_ptr()
     for x in tensors:
@@ -322,7 +324,7 @@ def _remember(
 def _launch(
     x: Tensor, kernel: Any, grid: int, bound: dict[str, Any], options: dict[str, int]
 ) -> tuple[Any, int, tuple[Any, ...]] | None:
-    """Launch through Triton's dispatcher; returns what a `Plan` is made of, None where nothing was launched."""
+    """Launch through Triton's dispatcher; returns the arguments of a `Plan`, or None if there is none to cache."""
     if grid == 0:
         return None
     device = x.get_device()

@@ -1,12 +1,10 @@
-"""The device code of `qk_norm_rope` backward in Triton: one kernel for q and k together, and one that adds up what it left
-of the weights' gradients.
+"""Triton backward kernels of `qk_norm_rope`: one launch for q and k, and one that reduces the partial weight gradients.
 
     dz = Rᵀ dy,   g = dz (w + offset),   x̂ = x r,   dx = r (g − x̂ mean(g x̂)),   dw = Σ dz x̂
 
-Legend and tiles as in `_triton_kernel.py`. Read once from memory: dy and x, of which r is taken again; written once: dx. A
-program takes every q_programs-th tile of q, or every k_programs-th of k, and keeps its part of dw in registers, where each
-thread adds to sums of its own, until the end: a row of partial sums a program, which the other kernel adds up in a fixed
-order.
+Legend and tiles as in `_triton_kernel.py`. dy and x are read once (r is recomputed from x), dx is written once. The kernel
+is persistent: a program processes every q_programs-th tile of q, or every k_programs-th of k, and accumulates its part of
+dw in per-thread registers. At the end it stores one row of partial sums, which `sum_kernel` reduces in a fixed order.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from ._triton_parts import (
 
 @triton.jit
 def _over_rows(x, ALL: tl.constexpr):
-    """The sum over tokens, and over heads unless they have weights of their own: [1, BLOCK_H | 1, .]."""
+    """Sum over tokens, and over heads unless each head has its own weights: [1, BLOCK_H | 1, .]."""
     x = tl.sum(x, axis=0)
     if not ALL:
         x = tl.sum(x, axis=0)[None, :]
@@ -52,7 +50,8 @@ def _backward_tiles(
     share: tl.constexpr = 1 / (HEAD_DIM * HEADS if FORM.ALL and HEADS > 0 else HEAD_DIM)
     tiles = (order.tokens * order.batches + BLOCK_T - 1) // BLOCK_T * head_blocks
 
-    # Every feature of x has its partner in dy. The weights are the same for all tiles; all heads' are too many to keep.
+    # Features of x and their partners in dy. The weights are the same for all tiles and stay in registers, except those of
+    # all heads (ALL), which are too many.
     features = tl.arange(0, FORM.BLOCK_D)[None, None, :]
     own, partner, pair, rotated, second = features_of(
         START, FORM.PAIRS, FORM.BLOCK_D, FORM.INTERLEAVED_IN, FORM.INTERLEAVED_OUT, FORM.VECTOR
@@ -80,8 +79,8 @@ def _backward_tiles(
             mask = mask & (offs_h < HEADS)[None, :, None]
         mask_r = mask_n[:, None, None] if FORM.ALL else mask
 
-        # From here on g has the factor r, which saves a product: dx = g r − x (r² mean(g x r)). Tokens that are not there,
-        # of which a tile of one token has none, have NaN for cos and sin, and so do pairs: their g is taken to be 0.
+        # From here on g includes the factor r, which saves a product: dx = g r − x (r² mean(g x r)). Masked tokens (none in
+        # a tile of one token) and masked pairs have NaN for cos and sin: their g is set to 0.
         if FORM.FLAT:
             mask = mask & (features < HEAD_DIM)
             own_x = tl.load(x.ptr + x_base + features, mask, 0.0).to(tl.float32)
@@ -137,7 +136,7 @@ def _backward_tiles(
 
 
 def _name(proxy: Any) -> str:
-    """The kernel's name in profiles."""
+    """Kernel name shown by profilers."""
     c = proxy.constants
     pairing = "interleaved" if c["INTERLEAVED_IN"] else "half"
     over = "all" if c["ALL"] else "head"
@@ -145,7 +144,7 @@ def _name(proxy: Any) -> str:
 
 
 def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a launch moves, for profilers: the bytes of x and dy, read, and of dx, written."""
+    """Launch metadata for profilers: bytes of x and dy, read, and of dx, written."""
     features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
     tokens = arguments["tokens"] * arguments["batches"]
     return {"name": kernel.name, "bytes": 3 * tokens * features * arguments["q_ptr"].element_size()}
@@ -170,7 +169,7 @@ def backward_kernel(
     CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
     FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """q_out and k_out are the gradients of the outputs, laid out as they."""
+    """q_out and k_out are the gradients of the outputs."""
     order = Order(tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
     positions = Positions(
         positions_ptr, stride_pos_a, stride_pos_b, stride_pos_t, offsets_ptr, cu_seqlens_ptr, offset, tokens, sequences,
@@ -223,7 +222,7 @@ def sum_kernel(
     q_partials_ptr, k_partials_ptr, q_dw_ptr, k_dw_ptr, q_programs, k_programs,
     Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of both weights from the rows of partial sums, in a fixed order; one program BLOCK_W columns."""
+    """Reduce the rows of partial sums to the gradients of both weights in a fixed order, BLOCK_W columns per program."""
     blocks: tl.constexpr = (Q_WIDTH + BLOCK_W - 1) // BLOCK_W
     block = tl.program_id(0)
     if block < blocks:

@@ -1,10 +1,10 @@
-"""The device code of `qk_norm_rope` forward in Triton: one kernel for q and k together, one program a tile.
+"""Triton forward kernel of `qk_norm_rope`: one launch for q and k, one program per tile.
 
     r = 1 / sqrt(mean(x²) + eps),   z = x r (w + offset),   (y_a, y_b) = (z_a cos θ − z_b sin θ, z_b cos θ + z_a sin θ)
 
-Shape legend: T tokens, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H heads, all heads of its
-tokens where they are normalised together (ALL). Read once from memory: x, and the weights and table rows of a tile; written
-once: y. All arithmetic is float32, rounded once.
+Shape legend: T tokens, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H heads, with ALL all
+heads of its tokens, which are then normalized together. A program reads x and the weights and table rows of its tile once,
+and writes y once. Arithmetic is float32 with one final rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _norm_rotate_tile(
     mask_r = mask_n[:, None, None] if FORM.ALL else mask
 
     if FORM.FLAT:
-        # A feature of y is made of the one at its place and its partner in x, and of their weights.
+        # A feature of y is computed from the corresponding feature of x and its partner, and their weights.
         own, partner, pair, rotated, second = features_of(
             START, FORM.PAIRS, FORM.BLOCK_D, FORM.INTERLEAVED_OUT, FORM.INTERLEAVED_IN, FORM.VECTOR
         )
@@ -81,7 +81,7 @@ def _norm_rotate_tile(
 
 
 def _name(proxy: Any) -> str:
-    """The kernel's name in profiles: what it normalises and rotates, and how."""
+    """Kernel name shown by profilers: norm, pairing, table kind and shape."""
     c = proxy.constants
     pairing = "interleaved" if c["INTERLEAVED_IN"] else "half"
     over = "all" if c["ALL"] else "head"
@@ -89,7 +89,7 @@ def _name(proxy: Any) -> str:
 
 
 def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a launch moves, for profilers: the bytes of q and k, read and written."""
+    """Launch metadata for profilers: bytes of q and k, read and written."""
     features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
     tokens = arguments["tokens"] * arguments["batches"]
     return {"name": kernel.name, "bytes": 2 * tokens * features * arguments["q_ptr"].element_size()}
@@ -119,7 +119,7 @@ def forward_kernel(
     CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr, X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, INDEX: tl.constexpr,
     FLAT: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of q and k that rotate the same tokens are neighbours, so that they share table rows in the cache.
+    # Programs for q and k tiles of the same tokens have adjacent ids, so that they share table rows in L2.
     GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
     q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_HEADS + Q_BLOCK_H - 1) // Q_BLOCK_H)
     k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_HEADS + K_BLOCK_H - 1) // K_BLOCK_H)

@@ -1,10 +1,10 @@
-"""Device functions of `qk_norm_rope` in Triton that forward and backward share: the rows of a tile, their weights, cos and sin,
-and the features of a head in one of two forms.
+"""Triton device functions shared by the forward and backward of `qk_norm_rope`: token rows of a tile, weights, cos and sin,
+and the features of a head in one of two variants.
 
-- In pairs, where a whole head rotates: a thread holds both elements of its pairs, as in RoPE's kernel, and nothing but the
-  sums over a head is exchanged between threads.
-- Flat, where a part of it does: the features in their order, a thread with 16 bytes of them; the other element of a pair is
-  read once more, from the first-level cache. Of all features, so that no thread idles and rows have one layout.
+- Pairs, if the whole head rotates: a thread holds both elements of its pairs, as in RoPE's kernel, and only the sums over
+  a head are exchanged between threads.
+- Flat, for partial rotation: features in memory order, 16 bytes per thread; the partner element of a pair is a second load
+  that hits in L1. It covers all features of a head, so that no thread idles and there is a single register layout.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..rope._triton_kernel import batch_and_token
 
 
 class Form(NamedTuple):
-    """What is the same for q and k, and known when the kernel is compiled."""
+    """Compile-time parameters shared by q and k."""
 
     PAIRS: Any
     BLOCK_P: Any
     INTERLEAVED_IN: Any
     INTERLEAVED_OUT: Any
-    ALL: Any  # heads of a token are normalised together
+    ALL: Any  # all heads of a token are normalized together
     HAS_WEIGHT: Any
-    UNIT: Any  # of the strides
+    UNIT: Any  # strides are given in units of this many elements
     INDEX: Any
     FLAT: Any
     BLOCK_D: Any
@@ -36,7 +36,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def tokens_of(first, BLOCK_T: tl.constexpr, order):
-    """Batch entry and token of each row of a tile, and which rows there are, [BLOCK_T] each."""
+    """Batch entry, token and mask of each row of a tile, [BLOCK_T] each."""
     offs_n = first + tl.arange(0, BLOCK_T)
     batch, token = batch_and_token(offs_n, order)
     return batch, token, offs_n < order.batches * order.tokens
@@ -44,7 +44,7 @@ def tokens_of(first, BLOCK_T: tl.constexpr, order):
 
 @triton.jit
 def turn_of(batch, token, mask_n, offs_p, positions, table, POSITIONS: tl.constexpr, TABLE: tl.constexpr):
-    """cos θ and sin θ of every token and pair, [BLOCK_T, 1, BLOCK_P]; 1 and 0 past the last sequence."""
+    """cos θ and sin θ of every token and pair, [BLOCK_T, 1, BLOCK_P]; 1 and 0 for tokens past the last sequence."""
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
     cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, 1, "")
     if POSITIONS.SOURCE == "packed":
@@ -55,7 +55,7 @@ def turn_of(batch, token, mask_n, offs_p, positions, table, POSITIONS: tl.conste
 
 @triton.jit
 def load_pairs(ptr, base, mask, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both elements of the pairs of every head in float32, 0 where there is none: [BLOCK_T, BLOCK_H, BLOCK_P] each."""
+    """Load both elements of the pairs of every head as float32, 0 where masked: [BLOCK_T, BLOCK_H, BLOCK_P] each."""
     pairs = tl.arange(0, BLOCK_P)[None, None, :]
     both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
     if INTERLEAVED:
@@ -86,9 +86,9 @@ def features_of(
     START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
     INTERLEAVED_OTHER: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Of every feature of a head, paired in one way: where it lies in a head that is paired in another way, where the other
-    element of its pair does, its pair (PAIRS for none), whether it has one, and whether it is the second of it. VECTOR
-    features that are neighbours have neighbours for partners and pairs."""
+    """For every feature of a head with pairing INTERLEAVED: its index and that of its partner in a head with pairing
+    INTERLEAVED_OTHER, its pair (PAIRS for none), whether it is rotated, and whether it is the second element of its pair.
+    Partners and pairs of VECTOR consecutive features are consecutive as well."""
     features = tl.arange(0, BLOCK_D)
     place = features - START
     rotated = (place >= 0) & (place < 2 * PAIRS)
@@ -119,22 +119,22 @@ def features_of(
 
 @triton.jit
 def weights_of(offs_h, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ALL: tl.constexpr):
-    """The offset of the weights of each row, and which there are, [BLOCK_T, BLOCK_H, 1]: of the shape of a tile, so that a
-    thread reads those that it needs, though the rows of a tile may have the same."""
+    """Offset and mask of the weights of each row, [BLOCK_T, BLOCK_H, 1]. Broadcast to the shape of a tile, so that each
+    thread loads the weights that it needs, even if rows of a tile share them."""
     head = offs_h[None, :, None] + tl.zeros([BLOCK_T, 1, 1], tl.int32)
     return head * (HEAD_DIM if ALL else 0), head < HEADS
 
 
 @triton.jit
 def rounded_product(a, b):
-    """a b, rounded before it is added to another. Left to itself the compiler fuses the product of a thread that has one
-    feature of a head with the sum that another thread hands it, so that the two have sums with different last bits."""
+    """a b, rounded before it is summed. Otherwise the compiler may contract a thread's product with the partial sum shuffled
+    from another thread into an fma, so that the two threads get sums with different last bits."""
     return tl.fma(a, b, 0.0)
 
 
 @triton.jit
 def total(x, ALL: tl.constexpr):
-    """The sum over the features of a head, or of a token: [BLOCK_T, BLOCK_H | 1, 1]."""
+    """Sum over the features of a head, or of a token: [BLOCK_T, BLOCK_H | 1, 1]."""
     x = tl.sum(x, axis=2)
     if ALL:
         x = tl.sum(x, axis=1)[:, None]
@@ -143,5 +143,5 @@ def total(x, ALL: tl.constexpr):
 
 @triton.jit
 def reciprocal_rms(squares, mask, eps, SHARE: tl.constexpr):
-    """1 / sqrt(mean(x²) + eps) of each row, 1 for one that is not there: it is all zeros, and eps may be 0."""
+    """1 / sqrt(mean(x²) + eps) of each row; 1 for masked rows, which are all zeros while eps may be 0."""
     return tl.rsqrt(tl.where(mask, squares * SHARE + eps, 1.0))

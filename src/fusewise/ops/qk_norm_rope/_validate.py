@@ -1,4 +1,4 @@
-"""What a call must satisfy beyond what RoPE asks of q, k, table and positions: the weights and the normalisation.
+"""Validation of `qk_norm_rope` beyond RoPE's own (q, k, table, positions): the weights and the normalization.
 
 Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
 """
@@ -17,10 +17,10 @@ from ._op import choice
 from ._problem import OVERS, Norm
 
 OP = "qk_norm_rope"
-MAX_WIDTH = 65536  # features normalised together, which a kernel holds in one block
+MAX_WIDTH = 65536  # features normalized together, which a kernel processes as one block
 
-# Calls that passed, by everything but the values of tensors and of an int offset: the encoded spec, and the largest offset.
-# The bound is there only against a leak.
+# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec and
+# the largest valid offset. The bound only guards against a leak.
 _PASSED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 
@@ -66,7 +66,7 @@ def validated(
                     impl,
                 )
         except (AttributeError, TypeError, RuntimeError):
-            key = None  # something is not a strided tensor or cannot be hashed: validation names it
+            key = None  # an argument is not a strided tensor or not hashable: validation reports it
     call, reach = validated_as_far(OP, q, k, (*rotation, "auto"))
     weights = {"q": (q, q_weight), "k": (k, k_weight)}
     _check_norm(*norm)

@@ -1,4 +1,4 @@
-"""The public function `qk_norm_rope`: what it computes, what it accepts, and one validation for all implementations."""
+"""Public API: `qk_norm_rope`, validated once for all implementations."""
 
 from __future__ import annotations
 
@@ -45,33 +45,35 @@ def qk_norm_rope(
         z = x / sqrt(mean(x²) + eps) · (weight + weight_offset),   y = rope(z)
 
     for q and for k, each with its own weight. The mean is over all features of a head, rotated or not (`norm="head"`:
-    Qwen3, Gemma 3), or over all heads of a token (`norm="all"`: OLMo 2). Everything is computed in float32 whatever the
-    dtypes (float64 for float64 tensors) and rounded once, to the dtype of q.
+    Qwen3, Gemma 3), or over all heads of a token (`norm="all"`: OLMo 2). Everything is computed in float32 for all dtypes
+    (float64 for float64 tensors) and rounded once, to the dtype of q.
 
     Shape legend: B batch, T tokens, H heads (may differ between q and k), D head_dim, W = D or H · D weights.
 
     Args:
-        q, k: as in `rope`: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), as `layout` says; float32, bfloat16 or
-            float16 (float64 through the reference), any strides with a contiguous last dimension. k may be None.
+        q, k: as in `rope`: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), according to `layout`; float32,
+            bfloat16 or float16 (float64 through the reference), any strides with a contiguous last dimension. k may be
+            None.
         q_weight, k_weight: (D,), or (H · D,) for `norm="all"`; float32, bfloat16 or float16 whatever the dtype of q,
             contiguous. Both None: z = x / sqrt(mean(x²) + eps) · 1, without weight_offset.
         eps: at least 0.
         weight_offset: added to the weights: 1.0 for Gemma's (1 + w).
-        norm: "head" or "all": what is normalised together.
+        norm: "head" or "all": what is normalized together.
         cos, sin, cos_sin, angles, inv_freq: the table or frequencies, exactly one form; positions, offset, cu_seqlens,
             sections, sections_interleaved, context_parallel: the position of each token; pairing, rotary_dim,
-            rotary_start, scale: the rotation: all as in `rope`. Tokens past the last of `cu_seqlens` are normalised and
+            rotary_start, scale: the rotation: all as in `rope`. Tokens past the last of `cu_seqlens` are normalized but
             not rotated.
-        impl: "auto", "triton" or "reference". A named one never falls back; `explain_dispatch` tells what auto takes.
+        impl: "auto", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows what auto
+            selects.
 
     Returns:
-        y for q, or the pair for q and k if there is a k; in the physical layout (stride order) of the input, and so are the
-        gradients.
+        y for q, or the pair for q and k if k is given, in the physical layout (stride order) of the input; gradients
+        likewise.
 
-    Gradients of q, k and the weights come from one launch that reads dy and x and writes dx, and one that adds up the
-    partial sums of the weights' gradients in a fixed order: no atomics, bitwise the same from run to run. Held for
-    backward are q and k alone; the mean is taken again. Second gradients, forward mode and torch.func transforms go
-    through the formula in plain torch. Tables get no gradient.
+    Gradients of q, k and the weights take one launch that reads dy and x and writes dx, and one that reduces the partial
+    sums of the weight gradients in a fixed order: no atomics, bitwise reproducible. Only q, k and the weights are saved
+    for backward; the mean is recomputed. Higher-order gradients, forward mode and torch.func transforms use the formula
+    in plain torch. Tables get no gradient.
 
     A position without a table row makes the rotated features of its token NaN, and in backward the gradients of its heads
     and of the weights; memory outside the table is never read.

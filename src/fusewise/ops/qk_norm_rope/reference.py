@@ -1,9 +1,9 @@
-"""The specification of `qk_norm_rope` in plain torch: differentiable, on any device, in float64 if the tensors are.
+"""Reference implementation of `qk_norm_rope` in plain torch: differentiable, on any device, in float64 for float64 tensors.
 
     y = R z,   z = x̂ · (w + offset),   x̂ = x · r,   r = 1 / sqrt(mean(x²) + eps)
 
-with R the rotation of `fusewise.ops.rope.reference`. Written for reading; every kernel is held against it. Shape legend as
-in `_problem.py`.
+with R the rotation of `fusewise.ops.rope.reference`. Written for readability; every kernel is tested against it. Shape
+legend as in `_problem.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._problem import Norm
 
 
 def formula(xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm) -> list[Tensor]:
-    """y for each of one or two x; there is a weight for each of them, or none at all."""
+    """y for each of one or two x, which all have a weight, or none."""
     layout = _layout(rotation)
     zs = []
     for x, weight in _with_weights(xs, weights):
@@ -32,7 +32,7 @@ def formula(xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation,
 def gradients(
     dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """dx for each x and dw for each weight, as one differentiable composition of torch functions.
+    """dx for each x and dw for each weight, as a differentiable composition of torch functions.
 
     dz = Rᵀ dy,   g = dz · (w + offset),   dx = r · (g − x̂ mean(g x̂)),   dw = Σ dz x̂ over all rows
     """
@@ -56,7 +56,7 @@ def gradients(
 def forward(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> None:
-    """The implementation `impl="reference"`: write the result for every x into its y."""
+    """`impl="reference"`: write the result for every x into its y."""
     for y, result in zip(ys, formula(xs, weights, rotation, norm), strict=True):
         y.copy_(result)
 
@@ -77,7 +77,7 @@ def backward(
 
 
 def _layout(rotation: Rotation) -> str:
-    """The layout in an encoded spec, read from the text: torch.compile traces this and looks through caches."""
+    """The layout in an encoded spec, parsed from the text: torch.compile would trace through the cache of `Spec.decode`."""
     words = [word.removeprefix("layout=") for word in rotation[-1].split() if word.startswith("layout=")]
     return words[0] if words else "bshd"
 
@@ -91,14 +91,14 @@ def _dims(layout: str, norm: Norm) -> tuple[int, ...]:
 
 
 def _normalised(x: Tensor, layout: str, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x̂ and r in the dtype of the arithmetic."""
+    """x̂ and r in the compute dtype."""
     x = x.to(compute_dtype(x))
     r = torch.rsqrt(x.square().mean(_dims(layout, norm), keepdim=True) + norm.eps)
     return x * r, r
 
 
 def _scale(weight: Tensor, x: Tensor, layout: str, norm: Norm) -> Tensor:
-    """w + offset, shaped to be multiplied with x."""
+    """w + offset, shaped to broadcast against x."""
     scale = weight.to(compute_dtype(x)) + norm.weight_offset
     if norm.over == "head":
         return scale

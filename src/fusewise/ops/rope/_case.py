@@ -1,4 +1,4 @@
-"""One named RoPE problem: its shapes, its inputs, and the bytes and flops that the mathematics asks for.
+"""A named RoPE benchmark case: shapes, inputs, and the minimum bytes and flops by the mathematics.
 
 Shape legend: B batch, T tokens of a sequence, H heads, D head width, P rotated pairs, R table rows.
 """
@@ -18,7 +18,7 @@ from . import tables
 
 @dataclass(frozen=True)
 class RopeInputs:
-    """The tensors of one case: what is rotated, the table, positions, and one upstream gradient for each output."""
+    """The tensors of one case: q and k, the table, positions, and an upstream gradient per output."""
 
     q: Tensor
     k: Tensor | None
@@ -100,8 +100,8 @@ class RopeCase:
         return self.batch * self.seqlen * (self.heads * self.head_dim + k_width)
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Bytes that must cross the memory: q and k (or their gradients) read once and written once, features that pass
-        through included unless the case is in place; every table row in use read once in float32; position ids once."""
+        """Minimum DRAM traffic: q and k (or their gradients) read once and written once, including features that pass
+        through unless the case is in place; every used table row read once in float32; position ids read once."""
         table_rows = min(self.rows, self.batch * self.seqlen) if self.positions == "ids" else self.seqlen
         table = table_rows * self.rotated * 4  # P cosines and P sines of a row
         ids = self.batch * self.seqlen * 8 if self.positions == "ids" or self.serving else 0
@@ -116,8 +116,8 @@ class RopeCase:
         return by_pass("rope_cases", direction, 6 * pairs, 6 * pairs)
 
     def output_bytes(self, dtype: str) -> int:
-        """Memory that a call must allocate: the outputs (or the input gradients), nothing else, and nothing at all in
-        place. Nothing has to be held for backward."""
+        """Memory that a call must allocate: the outputs (or the input gradients), and nothing in place. Nothing is saved
+        for backward."""
         return 0 if self.serving else self.elements * DTYPES[dtype].itemsize
 
     def frequencies(self) -> tuple[Tensor, float]:
@@ -129,9 +129,9 @@ class RopeCase:
     def make_inputs(self, device: torch.device | str, dtype: str, seed: int = 0) -> RopeInputs:
         """The case's tensors: standard normal q, k and gradients, contiguous in the case's layout.
 
-        Drawn on `device` itself, since the large cases hold gigabytes, by a generator of that device seeded from `seed` and
-        the case's name. So they are the same tensors in every process on one kind of device and version of torch, and other
-        ones on a GPU than on a CPU. Position ids are distinct random rows of the table, drawn on the CPU.
+        Generated on `device` itself, since large cases hold gigabytes, by a generator seeded from `seed` and the case's
+        name. So they are reproducible across processes for one kind of device and torch version, but differ between GPU
+        and CPU. Position ids are distinct random rows of the table, generated on the CPU.
         """
         generator = torch.Generator(device).manual_seed(seed_of(self.name, seed))
 

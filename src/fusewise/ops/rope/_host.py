@@ -1,11 +1,11 @@
-"""The quick way on the host: repeated calls of `rope`, `rope_` and `rope_and_cache_` taken by the extension in `host.cpp`.
+"""Host fast path of RoPE: the extension in `host.cpp` replays repeated calls of `rope`, `rope_` and `rope_and_cache_`.
 
-    done = _host.rope(q, k, cos, …, impl)         # None: not such a call, go on in Python
-    _host.remember(_host.NEW, arguments, call, reach, out)      # after the first
+    done = _host.rope(q, k, cos, …, impl)                   # None: not cached, continue in Python
+    _host.remember(_host.NEW, arguments, call, reach, out)  # after the first call
 
-A repeated call runs no Python between its arguments and its launch. Once the extension is loaded it also serves the
-operators, which graphs of torch.compile call. Where it cannot be built (no compiler, no headers of
-Python), and for implementations that are not native code, every call goes through Python: slower, no different.
+A repeated call runs no Python between its arguments and its launch. Once loaded, the extension also implements the
+registered operators, which torch.compile graphs call. If it cannot be built (no compiler, no Python headers), and for
+implementations that are not native code, every call goes through Python: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", "pla
 SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 
-NEW, GIVEN, IN_PLACE, CACHED = range(4)  # where a rotation goes, `Form` of host_call.h
+NEW, GIVEN, IN_PLACE, CACHED = range(4)  # where the output goes, `Form` of host_call.h
 
-# The functions of the extension once it is loaded: given the arguments of `api.rope` (without `out` and with it) or
-# `api.rope_`, in order, what these return, or None, nothing done, where the call has not been before or is no ordinary one.
-# The last, given those of `api.rope` and then the others of `rope_and_cache_`, returns True for such a call.
+# The functions of the extension once it is loaded. They take the arguments of `api.rope` (without and with `out`) or
+# `api.rope_` in order and return the result of these, or None without side effects for a call that is not cached or not
+# supported. The last takes the arguments of `api.rope` followed by the others of `rope_and_cache_`, and returns True.
 rope: Callable[..., Any] = host.not_loaded
 rope_out: Callable[..., Any] = host.not_loaded
 rope_: Callable[..., Any] = host.not_loaded
@@ -41,13 +41,13 @@ rope_and_cache_: Callable[..., Any] = host.not_loaded
 
 
 def recipe() -> build.Recipe:
-    """What the extension is built from."""
+    """Build recipe of the extension."""
     return "rope-host", SOURCES, build.cxx(), host.flags()
 
 
 @functools.cache
 def extension() -> Any:
-    """The loaded extension, built if need be.
+    """The loaded extension, built if necessary.
 
     Raises:
         BuildError: it cannot be built here.
@@ -63,10 +63,10 @@ def extension() -> Any:
 
 
 def unavailable(device_type: str, impl: str) -> str | None:
-    """Why repeated calls with `impl` go through Python as well, or None if they do not.
+    """Why repeated calls with `impl` still go through Python, or None if they do not.
 
-    Nobody is made to wait half a minute who did not ask for it: the extension serves once it is built, by `fusewise build`
-    or by a first call with impl="cuda", which compiles more than this.
+    The build takes half a minute, so no call triggers it implicitly: the extension is used once `fusewise build` has
+    built it, or a first call with impl="cuda", which compiles more than this.
     """
     if rope is not host.not_loaded:
         return None
@@ -75,7 +75,7 @@ def unavailable(device_type: str, impl: str) -> str | None:
 
 @functools.cache
 def _unavailable(build_it: bool, loads: int) -> str | None:
-    """Looked for again after every library that this process has built or loaded, `build.loads()`."""
+    """Cached until this process builds or loads another library (`loads` is `build.loads()`)."""
     try:
         if not build_it and not build.built(*recipe()):
             return build.why_not(recipe())
@@ -86,14 +86,14 @@ def _unavailable(build_it: bool, loads: int) -> str | None:
 
 
 def served(implementation: Any, device_type: str, impl: str) -> None:
-    """Load the extension after an operator in Python was served by native code, so that it takes the next call."""
+    """Load the extension after native code served a Python operator, so that it takes the next call."""
     if hasattr(implementation, "tell"):
         unavailable(device_type, impl)
 
 
 def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> tuple[bytes, int] | None:
-    """What the extension keeps of an operator's call that Python has served, `arguments` its own and the common ones, `ys`
-    what it wrote of q and k: None if no native code did."""
+    """The packed plan of an operator call that Python has just served, for the extension's cache; None if no native code
+    served it. `arguments` are the operator's tensors and the common ones, `ys` its outputs for q and k."""
     packed: Callable[..., tuple[bytes, int]]
     call: tuple[Any, ...]
     *given, impl = arguments
@@ -113,16 +113,16 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
 
 
 def forget() -> None:
-    """Forget all calls, so that the next of each goes through Python, which may have changed."""
+    """Clear the cache, so that the next calls go through Python, where the selection may have changed."""
     if rope is not host.not_loaded:
         extension().forget()
 
 
 def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach: float, out: Any) -> None:
-    """Keep a call of RoPE that has just succeeded, if a native implementation served it.
+    """Cache a RoPE call that has just succeeded, if a native implementation served it.
 
-    `arguments` are those of the function above, `call` what `validated` made of them, `reach` the largest int offset for
-    which it did, and `out` what was returned.
+    `arguments` are those of the extension's function, `call` the result of `validated`, `reach` the largest int offset
+    for which it holds, and `out` the returned value.
     """
     if without(call[-1]):
         return
@@ -133,7 +133,7 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
     host = keeper(form, arguments, serving(impl, xs, ys, spec), impl)
     if host is None:
         return
-    # Of new tensors like xs, which gradients are, too.
+    # Strides of new tensors like xs, which include the gradients.
     dense = [
         list(y.stride() if form == NEW else torch.empty_like(x, device="meta").stride())
         for x, y in zip(xs, ys, strict=True)
@@ -145,14 +145,14 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
 
 
 def without(impl: str) -> bool:
-    """Whether a call has no quick way: by its implementation, or for being traced, also where torch.compile left the caller
-    and traces this."""
+    """Whether a call cannot use the fast path: because of its implementation, or because it is traced (also if
+    torch.compile broke the graph in the caller and traces this function)."""
     return impl in ("triton", "reference") or torch.compiler.is_compiling()
 
 
 def keeper(form: int, arguments: tuple[Any, ...], implementation: Any, impl: str) -> Any:
-    """The extension where it is to keep a call that `implementation` has just served, as native code; it is told of that.
-    None for others, and for a call that it has."""
+    """The extension, if it should cache a call that `implementation` has just served as native code (whose entry point it
+    gets); None for other implementations and for calls that are already cached."""
     tell = getattr(implementation, "tell", None)
     if tell is None or unavailable(arguments[0].device.type, impl) is not None:
         return None

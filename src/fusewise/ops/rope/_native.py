@@ -1,4 +1,4 @@
-"""A RoPE call packed for native code: `Plan` and `Call` of `plan.h`, in the same order."""
+"""Packs a RoPE call for native code: the structs `Plan` and `Call` of `plan.h`, field by field."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ _CALL = Struct("10q")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TABLES = {"cos_sin": 0, "fused": 0, "angles": 1, "inv_freq": 2}
 
-# By all that a plan depends on: the packed plan, and the distance in bytes from the table to its sine part where both
-# are one tensor.
+# Packed plans, and the byte distance from cos to sin if both are in one tensor. Keyed by everything these depend on.
 _PLANS: Memo[tuple[Any, ...], tuple[bytes, int]] = Memo(4096)
 
 
 def planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> tuple[bytes, int]:
-    """The plan, and the distance in bytes from the table to its sine part where both are one tensor. A repeated call
-    finds them."""
+    """The packed plan, and the byte distance from cos to sin if both are in one tensor; cached."""
     cos, sin, positions, offsets, cu_seqlens, _, spec = rotation
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     key = (
@@ -43,7 +41,7 @@ def planned(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) 
 
 
 def packed(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> tuple[bytes, bytes]:
-    """The plan and the call, which has the pointers and the offset."""
+    """The packed plan, and the packed call with the pointers and the offset."""
     plan, sin_distance = planned(xs, ys, rotation)
     cos, sin, positions, offsets, cu_seqlens, offset, _ = rotation
     table = cos.data_ptr()

@@ -1,8 +1,8 @@
-"""The registered operators of RoPE, their dispatch to an implementation, and autograd around them. Torch only.
+"""Registered RoPE operators, their dispatch to an implementation, and autograd. Imports only torch.
 
-Three operators for one tensor and three for a pair: out of place, into given outputs, in place; the mutation stands in
-the schema. They take a validated call (`api.py` validates) and know nothing of autograd: `autograd.Function` lies
-outside, so that the backward is an ordinary call of the same operator with the transposed spec, differentiable in turn.
+There are three operators for q alone and three for q and k: functional, `out` variant, in place (mutations are declared
+in the schema). They take a call validated by `api.py` and know nothing of autograd: an `autograd.Function` wraps them,
+so that the backward is an ordinary call of the same operator with the transposed spec, differentiable in turn.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._problem import Spec, transposed_spec
 
-# The arguments after the rotated tensors, the same in every operator: a `Rotation`, and the name of an implementation or
-# "auto".
+# Schema of the arguments after the rotated tensors, the same in every operator: a `Rotation` and the implementation name
+# or "auto".
 ROTATION = (
     "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
 )
@@ -56,7 +56,7 @@ def _rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _launch_into(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rest: tuple[Any, ...]) -> None:
-    """Launch into tensors that the caller has, and tell autograd, which does not see a write through a pointer."""
+    """Launch into existing tensors and bump their version counters: autograd does not see writes through a pointer."""
     _launch(xs, ys, rest)
     torch.autograd.graph.increment_version([y for y in ys if not y.is_inference()])
 
@@ -86,8 +86,9 @@ def _fake_rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def fake_writing(op: str, written: dict[str, int]) -> Callable[..., None]:
-    """The fake of an operator that writes to its arguments of these names, at these places. Only here does a trace of `op`
-    know which tensors share memory; with one that is read they may, since the compiler reads before it writes."""
+    """Fake implementation of an operator that mutates the arguments with these names and indices. This is the only point
+    in tracing `op` where aliasing is known. Aliasing of a written and a read tensor is fine: the compiler reads before
+    it writes."""
 
     def fake(*args: Any) -> None:
         check_apart(op, {name: args[place] for name, place in written.items()}, {})
@@ -96,13 +97,13 @@ def fake_writing(op: str, written: dict[str, int]) -> Callable[..., None]:
 
 
 def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
-    """A vmap rule for operator `name` that folds the mapped dimension of the rotated tensors into their heads: a rotation
-    is the same for every head. A mapped table or position tensor has no such fold; those run a call an entry."""
+    """vmap rule for operator `name`: fold the mapped dimension of q and k into their heads, since all heads rotate
+    alike. With a mapped table or position tensor this is not possible: one call per entry."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         op = getattr(torch.ops.fusewise, name).default
         strides: list[list[int]] = [[]] * count
-        call = args[: len(args) - count]  # without the strides, whose in_dims are lists of their own
+        call = args[: len(args) - count]  # without the stride lists, whose in_dims are lists themselves
         if any(dim is not None for dim in in_dims[count : len(call)]):
             if info.batch_size == 0:
                 ys = [
@@ -133,8 +134,8 @@ def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
     return rule
 
 
-# Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient takes
-# the strides of the tensor it belongs to, not of the gradient that came in.
+# Outputs of the functional operators keep the stride order of their input unless strides are given: a gradient gets the
+# strides of the tensor it belongs to, not those of the incoming gradient.
 _op_rope = register(
     f"rope(Tensor q, {ROTATION}, SymInt[] q_strides) -> Tensor", _rope, _fake_rope, _vmap_functional("rope", 1),
     lambda q, *rest: apply_function(_Rope, q, None, *rest, []),
@@ -158,7 +159,7 @@ _op_rope_qk_ = register(
 
 
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
-    """Rotate those of q and k that are there, recording a gradient where one is wanted; always a pair."""
+    """Rotate q and k, either of which may be None, through autograd if needed; always returns a pair."""
     if needs_autograd(q, k) and not exporting():
         if transforms_active():
             out = apply_function(_RopeTransformable, q, k, *call)
@@ -173,15 +174,15 @@ def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: 
 
 
 def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
-    """Whether autograd (reverse, forward or a functorch transform) must see a call on q and k."""
+    """Whether a call on q and k must go through autograd (reverse mode, forward mode or a functorch transform)."""
     if torch.is_grad_enabled() and ((q is not None and q.requires_grad) or (k is not None and k.requires_grad)):
         return True
     return transforms_active()
 
 
 def readable(dy: Tensor) -> Tensor:
-    """dy, or the one permitted copy: of a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`, or
-    that is zeros without memory, as torch's own formulas may give it."""
+    """dy, or a copy in the only two cases that need one: features not contiguous, as in the expanded scalar of
+    `y.sum()`, or a zero tensor without storage, which torch's own derivative formulas may produce."""
     if not torch.compiler.is_compiling() and _is_zeros(dy):
         return dy.clone()
     return unit_stride(dy)
@@ -198,7 +199,7 @@ def _readable(dy: Tensor | None) -> Tensor | None:
 
 
 def _strides(dy: Tensor | None, wanted: list[int]) -> list[int]:
-    """The strides to ask for where the gradient does not bring them: empty if it has them already."""
+    """The output strides to request: `wanted`, or [] if the gradient has them already."""
     return [] if dy is None or list(dy.stride()) == wanted else wanted
 
 
@@ -215,7 +216,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(*tensors)
     ctx.rest = offset, spec, impl
     ctx.present = q is not None, k is not None
-    # Outputs are dense in the stride order of their input: exactly the layout its gradient should have.
+    # Outputs are dense in the stride order of their input, which is the layout that its gradient should have.
     strides = [list(y.stride()) for y in outputs]
     ctx.strides = (strides[0], strides[-1])
     ctx.shapes = [y.shape for y in outputs]
@@ -238,7 +239,7 @@ def gradients(
     impl: str,
     strides: tuple[list[int], list[int]],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of q and k, differentiable in turn, from those of their rotations; each may be missing."""
+    """Gradients of q and k from those of the outputs, differentiable in turn; either may be None."""
     dq, dk = dys
     if dq is not None or dk is not None:
         call = (*tensors, offset, transposed_spec(spec), impl)
@@ -253,21 +254,22 @@ def _jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, *of_tables: Any) -> Any
     tangents = _rotate(_readable(dq), _readable(dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides)
     given = dk if dq is None else dq
     assert given is not None
-    # Forward mode knows no missing tangent of an output: it is zero.
+    # Forward mode does not accept None for an output's tangent: use zeros.
     present = [tangent for tangent, there in zip(tangents, ctx.present, strict=True) if there]
     filled = [given.new_zeros(n) if t is None else t for t, n in zip(present, ctx.shapes, strict=True)]
     return tuple(filled) if len(filled) == 2 else filled[0]
 
 
 class _Rope(torch.autograd.Function):
-    """y = R x, dx = Rᵀ dy; nothing of x is saved. The plain form: a third of the host cost of the one below."""
+    """y = R x, dx = Rᵀ dy; x is not saved. Without `setup_context` the host overhead is a third of that of
+    `_RopeTransformable`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, *call, q_strides, k_strides = inputs
         out = _forward(q, k, tuple(call), q_strides, k_strides)
         if isinstance(out, tuple):
-            # The rotation of what does not require grad does not either.
+            # The output for an input without requires_grad must not require grad either.
             ctx.mark_non_differentiable(
                 *[y for y, needed in zip(out, ctx.needs_input_grad, strict=False) if not needed]
             )
@@ -280,8 +282,8 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeTransformable(torch.autograd.Function):
-    """The same for forward mode and torch.func transforms, which need `jvp` (not traced by torch.compile) and
-    `setup_context`."""
+    """`_Rope` for forward mode and torch.func transforms, which need `setup_context` and `jvp` (not traced by
+    torch.compile)."""
 
     generate_vmap_rule = True
 
@@ -300,7 +302,7 @@ class _RopeTransformable(torch.autograd.Function):
 
 
 class _RopeInPlace(torch.autograd.Function):
-    """In place, marked dirty; the gradient that comes in is never written to."""
+    """In-place variant: inputs are marked dirty; the incoming gradient is never written to."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -320,10 +322,11 @@ class _RopeInPlace(torch.autograd.Function):
 def rotate(
     q: Tensor, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]] | None = None
 ) -> Any:
-    """Out of place: a tensor, or a pair where there is a k. `call` are the common arguments of the operators, `strides`
-    those of the outputs where they should not follow the inputs (not under a torch.func transform).
+    """Out-of-place rotation: returns a tensor, or a pair if there is a k. `call` holds the common operator arguments,
+    `strides` those of outputs that should not follow their inputs (not under a torch.func transform).
 
-    A transform that torch.compile traces sees no autograd function, and an operator as a constant: it gets the formula.
+    A transform traced by torch.compile ignores autograd functions and treats an operator as a constant: there the
+    formula in torch ops is used instead.
     """
     if torch.compiler.is_compiling() and transforms_active():
         from . import reference
@@ -334,7 +337,7 @@ def rotate(
 
 
 def rotate_into(q: Tensor, k: Tensor | None, call: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
-    """Into `out`, without autograd."""
+    """Rotate into `out`, without autograd."""
     if copies_wrongly():
         _copy(rotate(q, k, call), out)
     elif k is None:
@@ -349,18 +352,18 @@ def _copy(rotated: Any, to: tuple[Tensor, ...]) -> None:
 
 
 def _rebased_apart(q: Tensor, k: Tensor) -> bool:
-    """Autograd rebases the history of a view only for functions with one output, and makes every output of one require
-    grad."""
+    """Whether autograd needs one call per tensor: it rebases the history of a view only for single-output functions, and
+    makes every output of a function require grad."""
     return q._is_view() or k._is_view() or q.requires_grad != k.requires_grad
 
 
 def _placed_apart(q: Tensor, k: Tensor) -> bool:
-    """DTensor moves k to where q is, and would write into what it moved."""
+    """Whether DTensor needs one call per tensor: it redistributes k to the placements of q, and would write to the copy."""
     return type(q) is not Tensor and getattr(q, "placements", None) != getattr(k, "placements", None)
 
 
 def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
-    """In place, recording a gradient where one is wanted."""
+    """In-place rotation, through autograd if needed."""
     recorded = needs_autograd(q, k)
     if k is not None and (_placed_apart(q, k) or (recorded and _rebased_apart(q, k))):
         rotate_in_place(q, None, call)
@@ -381,6 +384,6 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
         apply_function(_RopeInPlace, q, k, *call)
 
 
-# `apply_function` that torch.compile does not look into: traced, a mutation inside an autograd function is missing from the
-# gradients, and nothing says so. Where a graph may break the call runs outside it; `rope_` refuses a whole graph.
+# `apply_function` behind a graph break: if torch.compile traced it, the mutation inside the autograd function would
+# silently be missing from the gradients. With fullgraph, `rope_` rejects the call.
 _untraced: Callable[..., Any] | None = None

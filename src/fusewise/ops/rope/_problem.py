@@ -1,10 +1,10 @@
-"""One RoPE call, normalised: the form in which every implementation receives it.
+"""A normalized RoPE call, as every implementation receives it.
 
 Shape legend: B batch, T tokens of a sequence, H heads, D features of a head, P rotated pairs, R table rows.
 
-`Spec` holds what is known without looking at a tensor. It travels through the registered operators as a short string,
-so that a traced graph stays readable and the operator needs few arguments. `Problem` adds the tensors as pointers with
-strides: all layouts of the contract are one shape (B, T, H, D) with other strides.
+`Spec` holds everything that is not a tensor. It passes through the registered operators as a short string, which keeps
+their schemas small and traced graphs readable. `Problem` adds the tensors with resolved strides: every supported layout
+becomes a (B, T, H, D) shape that differs only in strides.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Table = Literal["cos_sin", "fused", "angles", "inv_freq"]
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 PAIRINGS: tuple[str, ...] = get_args(Pairing)
 
-# What every operator takes after the tensors to rotate, validated:
-#   cos        the table: cos, the fused [cos | sin] cache, the angles or the inverse frequencies, as the spec says
-#   sin        the sine table where the spec says cos_sin
+# The validated arguments of every operator after the tensors to rotate:
+#   cos        the table: cos, the fused [cos | sin] cache, the angles or the inverse frequencies, according to the spec
+#   sin        the sine table if the spec's table is cos_sin
 #   positions, offsets, cu_seqlens, offset    see `Problem`
 #   spec       `Spec.encode()`
 Rotation = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, str]
 
-# What reads interleaved and writes halves has a gradient that reads halves and writes interleaved.
+# The backward of a rotation that reads interleaved pairs and writes halves reads halves and writes interleaved pairs.
 TRANSPOSED = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved": "interleaved_to_half"}
 _TRANSPOSED_WORDS = {f"pairing={there}": f"pairing={back}" for there, back in TRANSPOSED.items()}
 
@@ -55,11 +55,11 @@ class Spec:
     def encode(self) -> str:
         """The fields that differ from their defaults, as `name=value` words.
 
-        Written out: torch.compile traces this, and a look at the dataclass's own list is six guards a field.
+        Unrolled by hand: torch.compile traces this, and `dataclasses.fields` would add six guards per field.
         """
         words = []
         if self.layout != "bshd":
-            words.append("layout=" + self.layout)  # not formatted, which of a str enumeration would give its own name
+            words.append("layout=" + self.layout)  # no f-string: it would format a str enum as its member name
         if self.pairing != "half":
             words.append("pairing=" + self.pairing)
         if self.rotary_dim != 0:
@@ -104,7 +104,7 @@ class Spec:
 
 
 def _parse(default: object, text: str) -> object:
-    """A field's value from its text; the default tells the type (the one without a default value is the sections)."""
+    """Parse a field by the type of its default; the only field whose default is None is `sections`."""
     if isinstance(default, bool):
         return text == "True"
     if isinstance(default, (int, float, str)):
@@ -113,9 +113,9 @@ def _parse(default: object, text: str) -> object:
 
 
 def transposed_spec(text: str) -> str:
-    """The transpose of an encoded spec: the map that backward applies to the gradient.
+    """The encoded spec of the transposed map, which backward applies to the gradient.
 
-    On the text, since torch.compile traces this and looks through caches.
+    Works on the text: torch.compile traces this and would trace through the cache of `decode`.
     """
     flag = "inverse=True"
     words = text.split()
@@ -124,12 +124,12 @@ def transposed_spec(text: str) -> str:
 
 
 def layout_dims(layout: str) -> tuple[int | None, int, int]:
-    """The tensor dimensions of (B, T, H) in `layout`; None where the layout has no batch."""
+    """Dimension indices of (B, T, H) in `layout`; None for a layout without a batch."""
     return {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1), "thd": (None, 0, 1)}[layout]
 
 
 def same_strides(x: Tensor, y: Tensor) -> bool:
-    """Of two tensors of one shape, whether their elements lie alike: the stride of a single entry says nothing."""
+    """Whether two tensors of the same shape have the same memory layout; strides of size-1 dimensions are ignored."""
     return x.stride() == y.stride() or all(
         a == b or size <= 1 for a, b, size in zip(x.stride(), y.stride(), x.shape, strict=True)
     )
@@ -137,7 +137,7 @@ def same_strides(x: Tensor, y: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor to rotate and where its rotation goes; strides in elements, in (B, T, H) order."""
+    """A tensor to rotate and its output; strides in elements, in (B, T, H) order."""
 
     x: Tensor
     y: Tensor
@@ -152,12 +152,12 @@ class Operand:
 class Problem:
     """A call with its layout resolved: (B, T, H, D) operands, a (B | 1, R, P) table or P frequencies, positions.
 
-    `cos` and `sin` are views whose last dimension has P entries and any stride; for angles `sin` is `cos`, for
-    frequencies both are the (P,) frequencies. The row of token t of batch b is
+    `cos` and `sin` are views with P entries of any stride in the last dimension; for angles `sin` is `cos`, for
+    frequencies both are the (P,) frequencies. The table row of token t in batch entry b is
 
-    - `positions[a, b, t]`, a the axis of the pair, where there are positions,
-    - `offset + offsets[b] + t` otherwise, t counted from the start of its sequence where there are `cu_seqlens` (then
-      `offsets` has an entry a sequence), after the context-parallel chunk map.
+    - `positions[a, b, t]` if positions are given, a being the M-RoPE axis of the pair,
+    - otherwise `offset + offsets[b] + t`, after the context-parallel chunk map. With `cu_seqlens`, t counts from the
+      start of its sequence and `offsets` has one entry per sequence.
 
     A row outside [0, R) makes the rotated features NaN. Tokens past `cu_seqlens[-1]` pass through unrotated.
     """
@@ -179,9 +179,9 @@ class Problem:
 
     @staticmethod
     def build(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> Problem:
-        """Resolve the spec against tensors that have passed validation, once: an exported program may be given others."""
+        """Resolve the spec against validated tensors. Strides are checked again: an exported program may get other tensors."""
         cos, sin, positions, offsets, cu_seqlens, offset, text = rotation
-        # torch.compile looks through caches, and warns of each.
+        # torch.compile traces through lru_cache and warns about it.
         spec = Spec.decode.__wrapped__(text) if torch.compiler.is_compiling() else Spec.decode(text)
         for name, tensors in (("q and k", (*xs, *ys)), ("offset", (offsets,)), ("cu_seqlens", (cu_seqlens,))):
             for x in tensors:

@@ -1,4 +1,9 @@
-"""RoPE in Triton: the tiles, the arguments of the kernel in `_triton_kernel.py`, and its launch."""
+"""Host side of the Triton RoPE: tile sizes, kernel arguments and launch of `_triton_kernel.rope_kernel`.
+
+`choose_access` selects the kernel variant (pairs or flat) and the vector widths, `choose_tiles` and `choose_flat_tiles`
+the tile shapes, `arguments` packs the launch. `launch` caches bound launches: a repeated call only passes pointers, the
+offset and the stream.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +25,35 @@ from ._triton_kernel import rope_kernel
 
 NUM_WARPS = 4
 THREADS = 32 * NUM_WARPS
-STRIPE_BYTES = 16 * 2**20  # what a stripe of tokens reads and writes: well within the cache that holds its table rows
-STRIPE_TABLE_BYTES = 2 * 2**20  # or reads of the table, where that is longer: read again, these cost less than stripes
+# A stripe of tokens (see `_triton_kernel.batch_and_token`) covers as many tokens as the larger of two limits allows:
+STRIPE_BYTES = 16 * 2**20  # x and y traffic of a stripe; well below the L2 size, so that its table rows stay in L2
+STRIPE_TABLE_BYTES = 2 * 2**20  # table bytes read by a stripe; re-reading so few costs less than shorter stripes
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program rotates of one tensor: `rows` rows, tokens in the outer place."""
+    """The tile that one program rotates of one tensor: `block_t` tokens by `block_h` heads."""
 
     block_t: int
-    block_h: int  # heads, or features of all heads together where `flat`
+    block_h: int  # in the flat variant: flattened features instead of heads
 
 
 def choose_tiles(tokens: int, heads: tuple[int, ...], lanes: int, processors: int) -> list[Tile]:
-    """A tile for each tensor, of heads whose pairs take `lanes` threads, each with 16 bytes of both halves."""
+    """One tile per tensor for heads that occupy `lanes` threads each, a thread holding 16 bytes of either half."""
     rows = max(1, THREADS // lanes)
     blocks = [min(rows, _divisor_power_of_2(count)) for count in heads]
     return _enough([Tile(rows // block, block) for block in blocks], tokens, heads, 4 * processors)
 
 
 def _divisor_power_of_2(heads: int) -> int:
-    """The power of two for a tile of heads: the largest that divides them if that is 4 or more, else the next above
-    (up to 8): 28 heads are 7 · 4, 71 are 8 · 9 with one idle."""
+    """Heads per tile, a power of two: the largest that divides `heads` if at least 4, else the next above (up to 8):
+    28 heads are 7 · 4; 71 are 8 · 9 with one padding head."""
     divisor = heads & -heads
     return divisor if divisor >= 4 else min(8, triton.next_power_of_2(max(heads, 1)))
 
 
 def choose_flat_tiles(tokens: int, features: tuple[int, ...], itemsize: int, processors: int) -> list[Tile]:
-    """A tile for each tensor, over all features of a token, a thread with 16 bytes of them."""
+    """One tile per tensor over the flattened features of a token, 16 bytes per thread."""
     elements = THREADS * 16 // itemsize
     tiles = []
     for width in features:
@@ -58,7 +64,7 @@ def choose_flat_tiles(tokens: int, features: tuple[int, ...], itemsize: int, pro
 
 
 def _enough(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: int) -> list[Tile]:
-    """The same tiles with fewer tokens where all tensors together would not make `programs` programs."""
+    """Halve the tokens per tile until the tensors together make at least `programs` programs, enough to fill the GPU."""
 
     def count(tile: Tile, width: int) -> int:
         return int(triton.cdiv(tokens, tile.block_t) * triton.cdiv(width, tile.block_h))
@@ -71,11 +77,13 @@ def _enough(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: i
 
 @dataclass(frozen=True)
 class Access:
-    """How threads reach the elements of heads.
+    """How threads access the elements of heads.
 
-    flat: over the features of a token, a partner read from the cache, instead of by pairs; dense: those of all heads are one row.
-    unit: strides are multiples of it, and come in it: Triton knows of a stride whether 16 divides it, and heads of 72
-    features need to know of 8. vector: elements of one access; pair_vector: where it is of one half of a pair's.
+    flat: iterate over the flattened features of a token, the partner element read through L1, instead of over pairs.
+    dense: no gap between the heads, so a token is one contiguous row of features.
+    unit: strides are passed divided by it. Triton specializes a stride only on divisibility by 16, but heads of 72
+    features are divisible by 8; multiplying by a constexpr unit passes that on.
+    vector: elements per access; pair_vector: elements per access to one half of the pairs.
     """
 
     flat: bool
@@ -93,21 +101,23 @@ def choose_access(problem: Problem, *, in_place: bool, table: str) -> Access:
     unit = math.gcd(16, *(stride for operand in operands for stride in operand.x_strides + operand.y_strides))
     vector = math.gcd(16 // itemsize, unit, *(operand.head_dim for operand in operands))
     pair_vector = math.gcd(vector, problem.pairs * (1 if spec.pairing == "half" else 2), *starts)
-    # Whole heads only where that was measured to be the faster: not of 2-byte elements, nor of halves that are less aligned.
+    # Fully rotated heads use the flat variant only where it was measured to be faster: not for 2-byte elements, nor for
+    # less aligned halves.
     narrow = spec.pairing == "half" and (pair_vector, itemsize) == (2, 4)
     flat = (partial or narrow) and aligned and table == "cos_sin" and spec.sections is None and not in_place
     dense = flat and narrow and all(o.heads <= 1 or o.x_strides[2] == o.y_strides[2] == o.head_dim for o in operands)
-    if dense:  # the features of all heads are one row, whose places are aligned as tokens are
+    if dense:  # a token is one row of features: only the batch and token strides limit the alignment
         unit = math.gcd(16, *(stride for o in operands for stride in o.x_strides[:2] + o.y_strides[:2]))
         vector = math.gcd(16 // itemsize, unit)
     elif not flat and pair_vector < vector:
-        # No wider than both halves allow: a layout for the better aligned of them leaves gaps between the threads of the other.
+        # Limit the width to what both halves allow: a layout chosen for the better aligned half leaves gaps between the
+        # threads' accesses to the other.
         unit = math.gcd(unit, pair_vector)
     return Access(flat, dense, unit, vector, pair_vector)
 
 
 def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of the kernel for a problem."""
+    """Grid size and all kernel arguments for a problem."""
     spec, operands = problem.spec, problem.operands
     q, k = operands[0], operands[-1]
     in_place = all(operand.x.data_ptr() == operand.y.data_ptr() for operand in operands)  # an empty one has address 0
@@ -134,7 +144,7 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     table_unit = math.gcd(16, *problem.table_strides[:2])
     sections = spec.sections or (0, 0, 0)
     sequences = 0 if problem.cu_seqlens is None else problem.cu_seqlens.shape[0] - 1
-    # A tensor that the call does not have is never read; the table stands in for its pointer.
+    # The table stands in for the pointer of an absent tensor, which is never dereferenced.
     return triton.cdiv(all_tokens, group) * group_tiles, dict(
         q_ptr=q.x, k_ptr=k.x, q_out_ptr=q.y, k_out_ptr=k.y, cos_ptr=problem.cos, sin_ptr=problem.sin,
         positions_ptr=problem.cos if problem.positions is None else problem.positions,
@@ -174,9 +184,9 @@ def division(divisor: int) -> tuple[int, int]:
 
 
 def _stripe(batch: int, tokens: int, bytes_per_token: int, table_bytes: int | None) -> int:
-    """The tokens of a stripe: all, where they fit the cache; else the largest even share that moves STRIPE_BYTES at most, or, of
-    tokens with `table_bytes` of the table each, reads STRIPE_TABLE_BYTES of it. All again, where that makes more than twice as
-    many as uneven shares would be: short stripes are slower than none."""
+    """Tokens per stripe: all tokens if they fit in L2, else the largest equal share that moves at most STRIPE_BYTES or,
+    at `table_bytes` per token, reads at most STRIPE_TABLE_BYTES of the table. If equal shares need more than twice as
+    many stripes as unequal ones would, there are no stripes: short ones are slower than none."""
     stripes = triton.cdiv(tokens * bytes_per_token, STRIPE_BYTES)
     if table_bytes is not None:
         stripes = min(stripes, triton.cdiv(tokens * table_bytes, STRIPE_TABLE_BYTES))
@@ -205,16 +215,16 @@ def _extent(x: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
 
 
-# A launch that has run before: the compiled kernel bound to its grid, the arguments that follow the pointers, and the
-# distance in bytes from the table to its sine part where both are one tensor. Keyed by all that these depend on.
+# Bound launches: the compiled kernel with its grid, the arguments after the pointers, and the byte distance from cos to
+# sin if both are in one tensor. Keyed by everything these depend on.
 _PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
 
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
-    """The implementation `impl="triton"`: rotate every x into its y on the current stream of their device.
+    """`impl="triton"`: rotate every x into its y on the current stream of their device.
 
-    Triton's own launch specialises and packs some sixty arguments anew at each call. A repeated call finds them bound,
-    which leaves the pointers, the offset and the stream.
+    Triton's launcher specializes and packs some sixty arguments on every call. To cut that host overhead, a repeated
+    call reuses the bound launch and passes only pointers, offset and stream.
     """
     cos, sin, positions, offsets, cu_seqlens, offset, spec = rotation
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
@@ -222,7 +232,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
         q.data_ptr(), k.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), cos.data_ptr()
     )  # fmt: skip
     device = q.get_device()
-    # Vector loads are compiled for pointers that are multiples of 16; the rare others take the long way.
+    # Bound launches assume pointers aligned to 16 bytes; the rare others go through Triton's dispatcher.
     if (q_ptr | k_ptr | q_out_ptr | k_out_ptr | cos_ptr) & 15 or not launches_directly():
         problem = Problem.build(xs, ys, rotation)
         _launch_unbound(problem)
@@ -259,7 +269,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
 
 
 def _launch_unbound(problem: Problem) -> Any:
-    """Launch through Triton's dispatcher; returns the compiled kernel, or None where nothing was launched."""
+    """Launch through Triton's dispatcher. Returns the compiled kernel, or None if the grid is empty."""
     device = problem.operands[0].x.get_device()
     grid, bound = arguments(problem, processors_of(device))
     if grid == 0:

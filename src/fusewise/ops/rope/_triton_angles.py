@@ -1,4 +1,4 @@
-"""Device functions of RoPE in Triton that find cos θ and sin θ: the position of a token, its table row, or its angles."""
+"""Triton device functions that compute a token's position and load or compute its cos θ and sin θ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Positions(NamedTuple):
-    """Where the position of a token comes from: what a launch gives."""
+    """Source of token positions: runtime arguments."""
 
     ptr: Any
     stride_a: Any  # axis
@@ -24,7 +24,7 @@ class Positions(NamedTuple):
 
 
 class PositionForm(NamedTuple):
-    """Which of them a kernel is compiled for."""
+    """Source of token positions: compile-time parameters."""
 
     SOURCE: Any  # "positions", "running" or "packed"
     HAS_OFFSETS: Any
@@ -37,7 +37,7 @@ class PositionForm(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Where cos θ and sin θ come from: a table, angles, or frequencies in the place of cos."""
+    """Source of cos θ and sin θ (a table, or angles or frequencies in place of cos): runtime arguments."""
 
     cos_ptr: Any
     sin_ptr: Any
@@ -48,11 +48,11 @@ class Table(NamedTuple):
 
 
 class TableForm(NamedTuple):
-    """Which of them a kernel is compiled for."""
+    """Source of cos θ and sin θ: compile-time parameters."""
 
     KIND: Any  # "cos_sin", "angles" or "inv_freq"
     STEP: Any
-    UNIT: Any  # of the strides
+    UNIT: Any  # strides are given in units of this many elements
     PAIRS: Any
     INVERSE: Any
     INDEX: Any
@@ -60,11 +60,11 @@ class TableForm(NamedTuple):
 
 @triton.jit
 def _sincos(angle):
-    """cos and sin of a float64 angle in radians, as float32, to half a unit in the last place of 1 below 2²⁹.
+    """cos and sin of a float64 angle in radians, as float32, to within half an ulp of 1 below 2²⁹.
 
-    Reduced in float64 by quarter turns, then polynomials (Cephes) on [-π/4, π/4]. The float64 work is five operations
-    a token and pair, shared by the heads that a thread has. Conversions of float64 run at a quarter of its rate, so
-    that quarter turns are rounded and counted without one: added to 1.5 · 2⁵², they end at the last bit.
+    Range reduction by quarter turns in float64, then polynomials (Cephes) on [-π/4, π/4]. The float64 work is five
+    operations per token and pair, shared by a thread's heads. Float64 conversions run at a quarter of the float64 rate,
+    so quarter turns are rounded and counted without one: adding 1.5 · 2⁵² leaves the integer in the low mantissa bits.
     """
     quarter = angle * 0.6366197723675814
     counted = quarter + 6755399441055744.0
@@ -89,7 +89,7 @@ def _chunk_map(token, length, CP_RANK: tl.constexpr, CP_SIZE: tl.constexpr):
 
 @triton.jit
 def sequence_of(token, mask, positions, CP_SIZE: tl.constexpr):
-    """The last sequence that starts at or before the token, by bisection: bound[low] <= token < bound[high]."""
+    """The last sequence that starts at or before the token, by binary search: bound[low] <= token < bound[high]."""
     low = tl.zeros_like(token)
     high = low + positions.sequences + 1
     for _ in range(positions.search_steps):
@@ -103,8 +103,8 @@ def sequence_of(token, mask, positions, CP_SIZE: tl.constexpr):
 
 @triton.jit
 def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
-    """The table row of each token, (BLOCK_T, 1), or of each token and pair, (BLOCK_T, BLOCK_P), where pairs follow
-    several axes; and which tokens pass through, (BLOCK_T,)."""
+    """Table row of each token, (BLOCK_T, 1), or with M-RoPE sections of each token and pair, (BLOCK_T, BLOCK_P); and a
+    mask (BLOCK_T,) of tokens that pass through unrotated."""
     identity = token < 0  # none
     if FORM.SOURCE == "positions":
         index = (batch * positions.stride_b + token * positions.stride_t)[:, None]
@@ -150,8 +150,8 @@ def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
 def cos_and_sin(
     rows, batch, mask, offs_p, table, FORM: tl.constexpr, HEADS: tl.constexpr, EVICTION: tl.constexpr
 ):  # fmt: skip
-    """cos θ and sin θ in float32, (BLOCK_T, 1, BLOCK_P). From a table also (BLOCK_T, HEADS, BLOCK_P), read for each head
-    anew: a thread then has 16 bytes of its own and waits for no other."""
+    """cos θ and sin θ in float32, (BLOCK_T, 1, BLOCK_P). From a table with HEADS > 1, (BLOCK_T, HEADS, BLOCK_P): each
+    thread loads its own 16 bytes for every head and does not wait for another thread's."""
     pair_mask = (offs_p < FORM.PAIRS)[None, :]
     if FORM.KIND == "inv_freq":
         inv_freq = tl.load(table.cos_ptr + offs_p * FORM.STEP, offs_p < FORM.PAIRS, 0.0)[None, :]

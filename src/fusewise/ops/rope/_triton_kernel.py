@@ -1,12 +1,13 @@
-"""The device code of RoPE in Triton: one kernel for q and k together, forward and backward (the transposed rotation).
+"""Triton kernel of RoPE: one launch for q and k, forward and backward (the transposed rotation).
 
     (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
 
-Shape legend: T tokens, H heads, P pairs of a head, F = H · head_dim features of a token; a tile is BLOCK_T tokens by
-BLOCK_H heads (or BLOCK_F features). Read once: x, and the table rows of a tile; written once: y. One program a tile.
-All arithmetic is float32, rounded once; angles that are not in a table are reduced in float64. The kernel is bound by
-memory: a thread moves 16 bytes at a time and few registers are used, so that every multiprocessor is full of threads
-with loads under way.
+Shape legend: T tokens, H heads, P pairs of a head, F = H · head_dim features of a token. A tile is BLOCK_T tokens by
+BLOCK_H heads (or BLOCK_F features); each program processes one tile, reads x and the tile's table rows once and writes
+y once. Arithmetic is float32 with one final rounding; angles that do not come from a table are range-reduced in float64.
+
+The kernel is memory-bound: 16-byte vectorized loads and stores, and few registers per thread, so that occupancy is high
+and every SM has many loads in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ._triton_angles import PositionForm, Positions, Table, TableForm, cos_and_s
 
 
 class View(NamedTuple):
-    """A tensor of (batch, token, head, feature): its features are contiguous, its strides come in units."""
+    """A (batch, token, head, feature) tensor with contiguous features; strides are multiples of `Form.UNIT` elements."""
 
     ptr: Any
     stride_b: Any
@@ -29,7 +30,8 @@ class View(NamedTuple):
 
 
 class Order(NamedTuple):
-    """In which order tokens are taken, with what divides by batches and by stripes; see `batch_and_token`."""
+    """Traversal order of the tokens, with the magic numbers for division by batches and by stripe; see
+    `batch_and_token`."""
 
     tokens: Any
     batches: Any
@@ -41,30 +43,30 @@ class Order(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is the same for q and k, and known when the kernel is compiled."""
+    """Compile-time parameters shared by q and k."""
 
     PAIRS: Any
     BLOCK_P: Any
     INTERLEAVED_IN: Any
     INTERLEAVED_OUT: Any
     IN_PLACE: Any
-    UNIT: Any  # of the strides
-    VECTOR: Any  # this many features are contiguous and aligned,
-    PAIR_VECTOR: Any  # and so are the partners and table entries of this many
+    UNIT: Any  # strides are given in units of this many elements
+    VECTOR: Any  # contiguous, aligned features per access of x and y
+    PAIR_VECTOR: Any  # the same for the partner elements and the table entries
     INDEX: Any
-    DENSE: Any  # heads follow one another without a gap (looked at by the flat form alone)
+    DENSE: Any  # no gap between heads (used by the flat variant only)
 
 
 @triton.jit
 def quotient(n, magic, shift):
-    """n // divisor for 0 <= n < 2³¹ by a multiplication; see `_triton.division`."""
-    return (tl.umulhi((n * 2).to(tl.uint32), magic.to(tl.uint32)) >> shift).to(tl.int32)  # unsigned until it is shifted
+    """n // divisor for 0 <= n < 2³¹ by multiplication with a magic number; see `_triton.division`."""
+    return (tl.umulhi((n * 2).to(tl.uint32), magic.to(tl.uint32)) >> shift).to(tl.int32)  # the shift must be unsigned
 
 
 @triton.jit
 def batch_and_token(n, order):
-    """The place of the n-th token: a stripe of tokens, then the same tokens of the next batch entry, so that table rows
-    are used again while they are in the cache, and what is read and written stays contiguous over many tiles."""
+    """(batch, token) of the n-th token in traversal order: a stripe of tokens, then the same tokens of the next batch
+    entry. Table rows are reused while they are in L2, and accesses stay contiguous over many tiles."""
     number = quotient(n, order.stripe_magic, order.stripe_shift)
     stripe_of_batch = quotient(number, order.magic, order.shift)
     batch = number - stripe_of_batch * order.batches
@@ -73,14 +75,14 @@ def batch_and_token(n, order):
 
 @triton.jit
 def base_of(batch, token, offs_h, view, UNIT: tl.constexpr, INDEX: tl.constexpr):
-    """The offset of each head, (BLOCK_T, BLOCK_H, 1)."""
+    """Element offset of each head, (BLOCK_T, BLOCK_H, 1)."""
     of_token = batch.to(INDEX) * view.stride_b + token.to(INDEX) * view.stride_t
     return (of_token[:, None, None] + (offs_h.to(INDEX) * view.stride_h)[None, :, None]) * UNIT
 
 
 @triton.jit
 def _load_span(x_ptr, base, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Features [FIRST, FIRST + WIDTH) of every head: the largest power of two of them, and the rest."""
+    """Load features [FIRST, FIRST + WIDTH) of every head as two blocks: the largest power of two, and the remainder."""
     HEAD: tl.constexpr = triton.next_power_of_2(WIDTH + 1) // 2
     TAIL: tl.constexpr = WIDTH - HEAD if WIDTH > HEAD else 1
     offs = tl.arange(0, HEAD)[None, None, :]
@@ -102,8 +104,8 @@ def _store_span(y_ptr, base, mask, head, tail, FIRST: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def rotate(x_a, x_b, cos, sin):
-    """(x_a cos − x_b sin, x_b cos + x_a sin), rounded alike wherever it stands: the fused operation is named, so that
-    the compiler has nothing to choose and in place gives the bits of out of place."""
+    """(x_a cos − x_b sin, x_b cos + x_a sin) with an explicit fma: the compiler cannot contract it differently in
+    different variants, so in-place and out-of-place results are bitwise equal."""
     return tl.fma(x_a, cos, -(x_b * sin)), tl.fma(x_b, cos, x_a * sin)
 
 
@@ -113,8 +115,8 @@ def _rotate_pairs_tile(
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
     FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Any rotation, a thread holding both elements of its pairs: nothing is exchanged between threads, so it works in
-    place; cos and sin are read, or computed, once a token and serve all heads of the tile."""
+    """General variant: each thread holds both elements of its pairs. No data is exchanged between threads, so it also
+    works in place. cos and sin are loaded or computed once per token and shared by all heads of the tile."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -127,7 +129,7 @@ def _rotate_pairs_tile(
     if HEADS % BLOCK_H != 0:
         mask = mask & (offs_h < HEADS)[None, :, None]
 
-    # The long loads first, so that they are under way while the rows of the table are found.
+    # Issue the loads of x first: they are in flight while the table rows are being located.
     pairs = offs_p[None, None, :]
     both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
     pair_mask = mask
@@ -150,7 +152,7 @@ def _rotate_pairs_tile(
             after, after_tail = _load_span(x.ptr, x_base, mask, HEAD_DIM - REST, REST)
 
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
-    # Where pairs do not fill their lanes, those that idle would read in vain.
+    # With padding lanes (PAIRS < BLOCK_P), loading the table per head would waste the loads of the padding.
     table_heads: tl.constexpr = BLOCK_H if FORM.PAIRS == FORM.BLOCK_P else 1
     cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, table_heads, "evict_last")
 
@@ -161,7 +163,7 @@ def _rotate_pairs_tile(
         y_a = tl.where(identity[:, None, None], x_a, y_a)
         y_b = tl.where(identity[:, None, None], x_b, y_b)
     if FORM.IN_PLACE and FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
-        tl.debug_barrier()  # a head must be read whole before another thread writes into it
+        tl.debug_barrier()  # the whole head must be read before any thread writes to it
     if FORM.INTERLEAVED_OUT:
         both_y = tl.reshape(tl.join(y_a, y_b), (BLOCK_T, BLOCK_H, 2 * FORM.BLOCK_P))
         tl.store(y.ptr + y_base + START + both, both_y, both_mask)
@@ -182,9 +184,9 @@ def _rotate_flat_tile(
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
     FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """An out-of-place rotation over the features of all heads in a row, for heads of which a part rotates and some odd widths:
-    no thread idles and lines are written whole. A half pairing reads the other element of a pair,
-    f ± P, from the first-level cache. BLOCK_H counts features here.
+    """Out-of-place variant over the flattened features of all heads, for partial rotation and some odd head widths: no
+    thread idles and whole cache lines are written. For the half pairing the partner element, f ± P, is a second load
+    that hits in L1. BLOCK_H counts features here.
     """
     ALL: tl.constexpr = 2 * FORM.PAIRS == HEAD_DIM
     FEATURES: tl.constexpr = HEADS * HEAD_DIM
@@ -210,7 +212,7 @@ def _rotate_flat_tile(
     own = tl.load(x.ptr + x_base + tl.max_contiguous(tl.multiple_of(x_offs, FORM.VECTOR), FORM.VECTOR)[None, :], mask)
 
     if FORM.INTERLEAVED_IN:
-        # One table entry a pair; a thread holds both elements.
+        # One table entry per pair; a thread holds both elements of its pairs.
         half: tl.constexpr = BLOCK_H // 2
         pair = (((tile % blocks) * half + tl.arange(0, half)) % (HEAD_DIM // 2)) - START // 2
         entry = pair
@@ -255,7 +257,7 @@ def _rotate_flat_tile(
 
 
 def _name(proxy: Any) -> str:
-    """The kernel's name in profiles: what it rotates and how."""
+    """Kernel name shown by profilers: direction, pairing, table kind and shape."""
     c = proxy.constants
     direction = "bwd" if c["INVERSE"] else "fwd"
     pairing = "interleaved" if c["INTERLEAVED_IN"] else "half"
@@ -264,7 +266,7 @@ def _name(proxy: Any) -> str:
 
 
 def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a launch moves, for profilers: the bytes of q and k, read and written."""
+    """Launch metadata for profilers: bytes of q and k, read and written."""
     features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
     tokens = arguments["tokens"] * arguments["batches"]
     return {"name": kernel.name, "bytes": 2 * tokens * features * arguments["q_ptr"].element_size()}
@@ -293,7 +295,7 @@ def rope_kernel(
     X_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, VECTOR: tl.constexpr, PAIR_VECTOR: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of q and k that rotate the same tokens are neighbours, so that they share table rows in the cache.
+    # Programs for q and k tiles of the same tokens have adjacent ids, so that they share table rows in L2.
     GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
     Q_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM if FLAT else Q_HEADS
     K_WIDTH: tl.constexpr = K_HEADS * K_HEAD_DIM if FLAT else K_HEADS

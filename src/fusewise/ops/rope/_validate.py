@@ -1,4 +1,4 @@
-"""What a call must satisfy: one check an argument, one error a mistake, nothing written before all have passed.
+"""Validation of a RoPE call: one check per argument, one error per mistake, all before anything is written.
 
 Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
 """
@@ -38,15 +38,15 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-# The arguments of `rope` that make its spec and its operator call, with their defaults.
+# The arguments of `rope` that determine its spec and its operator call, with their defaults.
 DEFAULTS: dict[str, Any] = {
     "cos": None, "sin": None, "cos_sin": None, "angles": None, "inv_freq": None, "positions": None, "offset": 0,
     "cu_seqlens": None, "sections": None, "sections_interleaved": False, "context_parallel": None, "layout": "bshd",
     "pairing": "half", "rotary_dim": None, "rotary_start": 0, "scale": 1.0, "inverse": False, "impl": "auto",
 }  # fmt: skip
 
-# Calls that passed validation, by everything but the values of tensors and of an int offset: the encoded spec and the
-# largest offset. Training sees one key, serving a few hundred; the bound is there only against a leak.
+# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec and
+# the largest valid offset. Training uses one key, serving a few hundred; the bound only guards against a leak.
 _VALIDATED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 
@@ -57,7 +57,7 @@ def validated(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) ->
 
 
 def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, ...]) -> tuple[tuple[Any, ...], float]:
-    """The same, and the largest int offset for which it holds."""
+    """The same, together with the largest int offset for which it is valid."""
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = options
     offsets = offset if isinstance(offset, Tensor) else None
     spec: str | None = None
@@ -81,10 +81,10 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
             if offsets is None and spec is not None and not 0 <= offset <= max_offset:
                 spec = None
         except (AttributeError, TypeError, RuntimeError):
-            key = None  # something is no tensor, or one without strides, or cannot be hashed: validation names it
+            key = None  # an argument is not a tensor, has no strides or is not hashable: validation reports it
     if spec is None:
         sections, interleaved, context_parallel, layout, pairing, rotary_dim, start, scale, inverse, impl = rest
-        # Names written out: a look at a dictionary of the module is a guard for each of them in a compiled graph.
+        # Spelled out: zipping with DEFAULTS would add a guard per name to a compiled graph.
         arguments = {
             "cos": cos, "sin": sin, "cos_sin": cos_sin, "angles": angles, "inv_freq": inv_freq, "positions": positions,
             "offset": offset, "offset_tensor": offsets, "cu_seqlens": cu_seqlens, "sections": sections,
@@ -124,7 +124,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     if scale != 1.0 and table in ("cos_sin", "fused"):
         fail(op, "scale", "be 1.0 with a cos and sin table", scale, "scale the table itself")
     max_offset = 0.0 if a["positions"] is not None else float(MAX_POSITION)
-    if rows is not None and a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
+    if a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
         max_offset = _check_reach(op, a["offset"], tokens, rank, size, rows)
     choice.check(op, q, a["impl"])
     spec = Spec(
@@ -145,7 +145,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
 
 
 def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
-    """x must be a tensor whose memory can be read as it lies there, of one of the dtypes, on the device if one is given."""
+    """x must be a plain strided tensor of one of the dtypes, on the device if one is given."""
     if not isinstance(x, Tensor):
         fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
     if x.dtype not in dtypes:
@@ -163,7 +163,7 @@ def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], de
 def check_unit_stride(op: str, name: str, x: Tensor) -> None:
     if x.shape[-1] != 1 and x.stride(-1) != 1 and x.numel() > 0:
         got = f"strides {x.stride()}"
-        # A copy of what is written to would not have the result.
+        # Never suggest .contiguous() for an output: the result would go to the copy.
         fix = "give one that has" if name.startswith("out") else "call .contiguous()"
         fail(op, name, "have a contiguous last dimension (stride 1)", got, fix)
 
@@ -268,9 +268,7 @@ def _check_positions(op: str, q: Tensor, batch: int, tokens: int, a: dict[str, A
         axes = () if a["sections"] is None else (3,)
         shape = shape_of(positions)
         allowed = [(*axes, tokens), (*axes, batch, tokens), (*axes, 1, tokens)]
-        if not any(
-            shape == one for one in allowed
-        ):  # as `in` torch.compile would not guard lengths that it does not know
+        if not any(shape == one for one in allowed):  # not `in`: torch.compile would not guard on dynamic sizes
             fix = "pass a position for every token" + (" and axis" if axes else "")
             fail(op, "positions", f"have shape {allowed[0]} or {allowed[1]}", shape, fix)
     sequences = batch
@@ -353,11 +351,18 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     return kind, name != "cos_sin" and table.shape[-1] == 2 * pairs, table.shape[-2]
 
 
-def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int) -> float:
-    """Check that positions offset, offset + 1, ... have a row each; returns the largest offset that passes."""
+def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int | None) -> float:
+    """Check that positions offset, offset + 1, ... have a row each, or where there is no table that kernels can count so far;
+    returns the largest offset that passes."""
     if tokens == 0:
         return float(MAX_POSITION)
     span = tokens if size == 1 else tokens // 2 * (2 * size - rank)
+    if rows is None:
+        # A trace would guard every length by this.
+        if not torch.compiler.is_compiling() and offset + span > MAX_POSITION + 1:
+            contract = f"leave the {span} positions from it on below 2^31"
+            fail(op, "offset", contract, offset, "pass the first position")
+        return MAX_POSITION + 1 - span
     if offset + span > rows:
         contract = f"have a row for each of the positions up to {offset + span - 1}"
         fail(op, "the table", contract, f"{rows} rows", "build a longer table or use inv_freq")

@@ -1,4 +1,4 @@
-"""What a tensor must satisfy to be written to, beside what `_validate.py` asks of every argument."""
+"""Checks for tensors that a call writes to, in addition to those of `_validate.py` for every argument."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
 
 
 def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Check `out=` against the tensors it receives the rotation of, and the options of the call; returns a tuple of as
-    many tensors."""
+    """Check `out=` against the input tensors and the options of the call; returns it as a tuple, one tensor per input."""
     outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if len(outs) != len(xs) or not all(isinstance(y, Tensor) for y in outs):
         fix = "pass a tensor, or (q_out, k_out) with a k"
@@ -29,7 +28,7 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...
         if y.requires_grad:
             fail(op, f"out for {name}", "not require grad", "requires_grad=True", "call rope without out=")
     if torch.compiler.is_compiling():
-        return outs  # the compiler reads inputs before it writes outputs; the operator looks at what it has of memory
+        return outs  # the compiler reads inputs before it writes outputs; the operator's fake checks aliasing
     check_written(op, outs, options, ("out for q", "out for k"))
     for name, y in zip(("q", "k"), outs, strict=False):
         for x in xs:
@@ -41,8 +40,8 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...
 def check_written(
     op: str, ys: tuple[Tensor, ...], options: tuple[Any, ...], names: tuple[str, str] = ("q", "k")
 ) -> None:
-    """Tensors that are written to must be free to be, and not share memory with each other, with themselves, or with a
-    tensor among the options (in the order of DEFAULTS), which is read meanwhile."""
+    """Tensors to write to must be writable and must not overlap each other, themselves, or a tensor among the options (in
+    the order of DEFAULTS), which is read at the same time."""
     for name, y in zip(names, ys, strict=False):
         if y.is_inference() and not torch.is_inference_mode_enabled():
             fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)
@@ -55,12 +54,12 @@ def check_written(
         _APART[places] = None
 
 
-# Where tensors lay that share no memory. A step of decoding has few such sets, which come again and again.
+# Sets of addresses and layouts known not to overlap. A decode step has few such sets, and they repeat.
 _APART: Memo[tuple[Any, ...] | None, None] = Memo(4096)
 
 
 def _places(written: tuple[Tensor, ...], read: list[Tensor]) -> tuple[Any, ...] | None:
-    """All that decides whether what is written shares memory; None where a tensor has none of its own to tell by."""
+    """Everything that determines overlap with written tensors; None if a tensor has no address of its own."""
     tensors = (*written, *read)
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
         return None
@@ -69,7 +68,7 @@ def _places(written: tuple[Tensor, ...], read: list[Tensor]) -> tuple[Any, ...] 
 
 
 def check_followed(xs: tuple[Tensor, ...]) -> None:
-    """Autograd must be able to follow what `rope_` writes into xs. Torch would find out too, but after the write."""
+    """Autograd must be able to track the writes of `rope_` to xs. Torch would raise as well, but after the write."""
     if transforms_active():
         fail(
             "rope_",

@@ -1,4 +1,8 @@
-"""The public functions of RoPE: what they compute, what they accept, and one validation for all implementations."""
+"""Public RoPE API: `rope` (out of place or into `out`) and `rope_` (in place).
+
+A call first tries the C++ fast path (`_host`), which replays a call it has seen before. Otherwise it is validated here,
+once for all implementations, dispatched through the registered operators (`_op`), and remembered for the fast path.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from ._problem import Layout, Pairing
 from ._validate import validated_as_far
 from ._written import check_followed, check_out, check_written
 
-# Arguments after k are meant to be given by name, and no `*` says so: for every keyword-only parameter that is not given
-# CPython looks its default up in a dictionary, 0.3 µs for these, of a call that takes one.
+# Arguments after k are meant to be passed by keyword, but there is no `*`: CPython looks up the default of every omitted
+# keyword-only parameter in a dict, which costs 0.3 µs here, in a call that takes one µs.
 
 
 def rope(
@@ -44,56 +48,57 @@ def rope(
 
         (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ),   θ = position · inv_freq[i] or the table's entry
 
-    for each pair i = (a, b) of every head. Angles and rotation are computed in float32 whatever the dtypes (float64 for
+    for each pair i = (a, b) of every head. Angles and rotation are computed in float32 for all dtypes (float64 for
     float64 tensors), rounded once. Features outside the rotary width pass through unchanged.
 
     Shape legend: B batch, T tokens, H heads (may differ between q and k), D head_dim, P = rotary_dim / 2 pairs, R table
     rows.
 
     Args:
-        q, k: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), as `layout` says; float32, bfloat16 or float16
-            (float64 through the reference); D even, 2 to 512, and the same for both unless rotary_dim is given (the
-            shared key of DeepSeek's attention has the rotary features alone). Any strides with a contiguous last dimension; nothing is
-            copied, so views of a packed qkv tensor are welcome.
-        cos, sin: the table, half width (R, P) or (1 | B, R, P), or duplicated, 2P columns with every angle twice
-            (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which one half is read. Row r holds
-            position r. float32, bfloat16 or float16, any strides, both alike.
-        cos_sin: instead, one tensor [cos | sin] of 2P columns, the cache of the serving engines.
-        angles: instead, the angles in radians, shaped as `cos`; as precise as from frequencies, and less so from 2^31 on (NaN from
-            2^52 on with impl "cpu").
-        inv_freq: instead, the frequencies (P,); no table at all. The angle is a float64: cos and sin are right to a rounding of
-            float32 below position 2^29, and to 4e-7 at 2^31.
-        positions: int32 or int64 (T,) or (B, T) (also for layout sbhd), the table row of each token; without them
-            positions run 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).
-        offset: added to running positions: an int, or a contiguous integer tensor (B,), one a sequence.
-        cu_seqlens: int32 or int64 (sequences + 1,), contiguous, for layout thd: the bounds of packed sequences; positions restart
-            at each, `offset` may have one entry a sequence. Tokens past the last bound pass through unrotated.
-        sections: M-RoPE: how many pairs follow the t, h and w positions; `sections_interleaved` deals them out in turn
-            (t, h, w, t, h, w, ...) as Qwen3-VL does.
+        q, k: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), according to `layout`; float32, bfloat16 or
+            float16 (float64 through the reference); D even, 2 to 512, and the same for both unless rotary_dim is given
+            (the shared key of DeepSeek's attention has only the rotary features). The last dimension must be contiguous,
+            other strides are arbitrary; nothing is copied, so views of a packed qkv tensor are welcome.
+        cos, sin: the table, half width (R, P) or (1 | B, R, P), or duplicated: 2P columns with every angle twice
+            (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which only one copy is read. Row r
+            holds position r. float32, bfloat16 or float16; any strides, the same for both.
+        cos_sin: alternative to cos and sin: one tensor [cos | sin] of 2P columns, the cache format of serving engines.
+        angles: alternative: the angles in radians, shaped like `cos`; as accurate as from frequencies, less accurate
+            from 2^31 on (NaN from 2^52 on with impl "cpu").
+        inv_freq: alternative: the frequencies (P,), no table at all. Angles are computed in float64: cos and sin are
+            within one float32 rounding below position 2^29, and within 4e-7 at 2^31.
+        positions: int32 or int64 (T,) or (B, T) (also for layout sbhd), the table row of each token; by default
+            positions are 0, 1, 2, ... With `sections` the shape is (3, T) or (3, B, T).
+        offset: added to the default positions: an int, or a contiguous integer tensor (B,), one entry per sequence.
+        cu_seqlens: int32 or int64 (sequences + 1,), contiguous, for layout thd: boundaries of packed sequences.
+            Positions restart at each; `offset` may have one entry per sequence. Tokens past the last boundary pass
+            through unrotated.
+        sections: M-RoPE: how many pairs follow the t, h and w positions; with `sections_interleaved` they alternate
+            (t, h, w, t, h, w, ...) as in Qwen3-VL.
         context_parallel: (rank, size): the tokens are chunks rank and 2·size − 1 − rank of 2·size equal chunks of their
-            sequence (load-balanced causal attention). With cu_seqlens those are the bounds of the whole sequences.
-        pairing: where a and b lie: "half" (i, i + P; NeoX, Llama), "interleaved" (2i, 2i + 1; GPT-J),
+            sequence (load-balanced causal attention). cu_seqlens then holds the boundaries of the whole sequences.
+        pairing: positions of a and b in a head: "half" (i, i + P; NeoX, Llama), "interleaved" (2i, 2i + 1; GPT-J),
             "interleaved_to_half" (read interleaved, written half: DeepSeek), "half_to_interleaved" (its transpose).
-        rotary_dim: rotated features, even; None: the whole head. `rotary_start` is the first of them and counts from
-            the end if negative: `rotary_start=-rotary_dim` rotates the trailing part.
-        scale: factor of the cos and sin made from angles or frequencies (YaRN's attention scaling).
+        rotary_dim: number of rotated features, even; None: the whole head. `rotary_start` is the first of them; negative
+            values count from the end: `rotary_start=-rotary_dim` rotates the trailing part.
+        scale: factor applied to cos and sin computed from angles or frequencies (YaRN's attention scaling).
         inverse: rotate by −θ.
-        out: tensors to write to, like q and k in shape, dtype and device, that share memory with no argument; not with
-            autograd.
-        impl: "auto", "cuda", "triton", "cpu" or "reference". A named one never falls back; `explain_dispatch` tells what auto
-            takes. "cuda" compiles its kernels with nvcc at the first call; auto takes them, for calls too small to keep a
-            GPU busy, once they are there by such a call or by `fusewise build`.
+        out: output tensors with the shape, dtype and device of q and k that share no memory with any argument; not
+            supported with autograd.
+        impl: "auto", "cuda", "triton", "cpu" or "reference". A named implementation never falls back;
+            `explain_dispatch` shows what auto selects. "cuda" compiles its kernels with nvcc on the first call; auto
+            selects them for calls too small to keep a GPU busy, once they have been built by such a call or by
+            `fusewise build`.
 
     Returns:
-        The rotated q, or (q, k) if there is a k; in the physical layout (stride order) of the input, and so are the
-        gradients.
+        The rotated q, or (q, k) if k is given, in the physical layout (stride order) of the input; gradients likewise.
 
-    A position without a table row makes the rotated features of its token NaN on every implementation; memory outside
-    the table is never read. Where that can be known beforehand it is a ValueError.
+    A position without a table row makes the rotated features of its token NaN in every implementation; memory outside
+    the table is never read. If this can be detected before the launch, it is a ValueError.
 
-    Gradients are the inverse rotation by the same kernel; nothing of q or k is saved, tables get none. Differentiable
-    any number of times, also forward-mode, and under vmap. Bitwise deterministic. Native code rotates a gradient where it lies
-    if nobody else can read it any more; one that a hook, a saved tensor or anybody else has is never written to.
+    The backward is the inverse rotation by the same kernel; q and k are not saved, tables get no gradient. Differentiable
+    any number of times, also in forward mode and under vmap. Bitwise deterministic. Native code rotates a gradient in
+    place if nothing else can read it any more; one that a hook, a saved tensor or other code holds is never written to.
 
     Raises:
         TypeError, ValueError: `rope: <argument> must <contract>, got <value>; <one fix>`, before anything is written.
@@ -163,15 +168,15 @@ def rope_(
 ) -> Any:
     """`rope` in place: q and k are overwritten and returned. Arguments as in `rope`.
 
-    The mutation stands in the operator's schema and is known to autograd, so that what has saved the old values raises
-    in backward instead of using the new ones. It is refused where it could not be right: on a leaf that requires grad
-    or a view of one, on a view among several made at once (unbind, split, chunk) that requires grad, under torch.func
-    transforms and forward mode, on tensors that share memory with each other, with themselves or with the table, and with
-    gradients under torch.compile, which does not see a mutation in an autograd function (use `rope` there: the compiler
-    makes it in-place where it may).
+    The operator's schema declares the mutation and autograd tracks it: a graph that saved the old values raises in
+    backward instead of using the new ones. It is rejected where it cannot be correct: on a leaf that requires grad or a
+    view of one; on a view from a multi-output op (unbind, split, chunk) that requires grad; under torch.func transforms
+    and forward mode; on tensors that overlap each other, themselves or the table; and with gradients under
+    torch.compile, which does not see a mutation inside an autograd function (use `rope` there: the
+    compiler makes it in-place where possible).
 
-    Before torch 2.13 a graph of torch.compile gets new tensors and copies of them into q and k: its own writes through an
-    operator may go to the wrong place there.
+    Before torch 2.13 a torch.compile graph computes new tensors and copies them into q and k: in those versions its own
+    writes through a mutating operator may go to the wrong place.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `rope`, before anything is written.

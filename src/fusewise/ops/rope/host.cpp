@@ -1,14 +1,14 @@
-// A repeated call of `rope`, `rope_` or `rope_and_cache_`, from Python to the launch in a microsecond or two: what validation
-// and planning found for a call is kept here under everything that they depended on, and the next call like it goes from its
-// arguments to the kernel.
+// Host fast path: takes a repeated call of `rope`, `rope_` or `rope_and_cache_` from Python to the launch in a microsecond or
+// two. The result of validation and planning is cached under a key of everything that it depends on; a later call with the
+// same key goes from its arguments directly to the kernel.
 //
-// Python stays the one place that validates, plans and raises: whatever is not an ordinary call that has been before is
-// answered with None, at once and with nothing changed, and the caller goes on in Python (`api.py`), which calls `remember`
-// at its end. A key is made of values alone: of tensors the kind, device, sizes and strides, of options what they are equal
-// by. So nothing of the caller's is held, and equal arguments need not be the same objects.
+// Python stays the only place that validates, plans and raises: any call that is unusual or not cached returns None at once,
+// without side effects, and the caller continues in Python (`api.py`), which calls `remember` at its end. Keys contain only
+// values: dtype, device, sizes and strides of tensors, and the values of options. So the cache holds no reference to the
+// caller's objects, and equal arguments need not be the same objects.
 //
-// The kernels are reached through the addresses of their entry points and know nothing of torch; this file is compiled
-// against the torch that is there.
+// Kernels are called through the addresses of their entry points and do not depend on torch; this file is compiled against
+// the installed torch.
 
 #define PY_SSIZE_T_CLEAN
 #include <pthread.h>
@@ -21,7 +21,7 @@ namespace {
 
 // --- A repeated call -------------------------------------------------------------------------------------------------
 
-// Whether autograd can follow a write into x without what Python does for views and leaves.
+// Whether autograd can track a write to x without the checks that Python makes for views and leaves.
 bool followed(const Tensor& x) { return x.requires_grad() && !x.is_leaf() && !x.is_view(); }
 
 template <Form FORM>
@@ -42,19 +42,19 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (records) node = node_of(entry, a);
   Tensor made[2];
   run<FORM>(*entry, a, a.offset, made, [&a](const auto& launch) {
-    // A profile shows the operator that Python would have called.
+    // Profiles show the operator that Python would have called.
     constexpr const char* NAMES[][2] = {{"fusewise::rope", "fusewise::rope_qk"},
                                         {"fusewise::rope_out", "fusewise::rope_qk_out"},
                                         {"fusewise::rope_", "fusewise::rope_qk_"},
                                         {"fusewise::rope_and_cache_keep_k_", "fusewise::rope_and_cache_"}};
     RECORD_FUNCTION(NAMES[FORM][FORM == CACHED ? a.y[1] != nullptr : a.operands - 1], (std::vector<c10::IValue>{*a.x[0]}));
-    const OthersGoOn while_this_lives;
+    const GilReleased no_gil;
     launch();
   });
   for (int o = 0; records && o < a.operands; ++o) {
     if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(*a.y[o], {node, node->add_input_metadata(*a.y[o])});
     else if (a.x[o]->requires_grad()) torch::autograd::set_history(*a.y[o], node);
-    else node->add_input_metadata(torch::autograd::Node::undefined_input());  // no gradient of it comes in
+    else node->add_input_metadata(torch::autograd::Node::undefined_input());  // it receives no gradient
   }
   if (FORM == CACHED) Py_RETURN_TRUE;
   if (FORM == GIVEN)
@@ -65,14 +65,14 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// The arguments of a call in a tuple.
+// The arguments of a call, from a tuple.
 PyObject* const* items(PyObject* arguments, Form form) {
   TORCH_CHECK_TYPE(PyTuple_GET_SIZE(arguments) == Arguments::count(form), "rope: a call has ", Arguments::count(form),
                    " arguments");
   return &PyTuple_GET_ITEM(arguments, 0);
 }
 
-// new(form, arguments): whether a call can be remembered and is not yet.
+// new(form, arguments): whether a call can be cached and is not cached yet.
 PyObject* is_new(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   int form = 0;
@@ -126,16 +126,16 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// on_cuda(form, entry point, function that explains its codes): of form CACHED, or of any other for all others.
+// on_cuda(form, entry point, function that explains its error codes): for form CACHED, or for all other forms.
 PyObject* on_cuda(PyObject*, PyObject* given) {
   int form = 0;
   unsigned long long run = 0, explain = 0;
   if (!PyArg_ParseTuple(given, "iKK", &form, &run, &explain)) return nullptr;
   if (form == CACHED) {
-    if (kernels.cached == nullptr) cache.clear();  // of calls that Python has served so far
+    if (kernels.cached == nullptr) cache.clear();  // of calls that have been left to Python so far
     kernels.cached = reinterpret_cast<decltype(kernels.cached)>(run);
   } else {
-    if (kernels.cuda == nullptr) cache.clear();  // of "auto", which has not taken it so far
+    if (kernels.cuda == nullptr) cache.clear();  // of calls with "auto", which could not select CUDA so far
     kernels.cuda = reinterpret_cast<decltype(kernels.cuda)>(run);
   }
   kernels.explain = reinterpret_cast<decltype(kernels.explain)>(explain);
@@ -160,15 +160,15 @@ PyModuleDef definition = {
 
 }  // namespace
 
-// The module, made once by two functions in Python: the one that computes gradients, `_op.gradients`, and the one that plans a
-// call of an operator, `_host._planned`.
+// Returns the module, created once with two Python callbacks: `_op.gradients`, which computes gradients, and `_host._planned`,
+// which plans an operator call.
 extern "C" __attribute__((visibility("default"))) PyObject* fusewise_rope_host(PyObject* gradients, PyObject* plans) {
   static PyObject* module = nullptr;
   if (module != nullptr) return Py_NewRef(module);
   module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   differentiable = Py_NewRef(gradients), planned = Py_NewRef(plans);
-  // A forked child has none of the parent's OpenMP threads, and the lock must not be another thread's at that time.
+  // A forked child has no OpenMP threads of its parent; and no other thread may hold the lock across the fork.
   pthread_atfork([] { cache.mutex.lock(); }, [] { cache.mutex.unlock(); },
                  [] { cache.mutex.unlock(), kernels.parallel = nullptr; });
   register_operators();

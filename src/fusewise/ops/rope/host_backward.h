@@ -1,4 +1,4 @@
-// The launch of a remembered call, and autograd around it: see host.cpp.
+// Launch of a cached call, and its autograd node: see host.cpp.
 
 #pragma once
 
@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-// The entry points of the native implementations, see `_cpu/rope.cpp`, `_cuda/rope.cu` and `rope_and_cache.cu`.
+// Entry points of the native implementations: `_cpu/rope.cpp`, `_cuda/rope.cu` and `rope_and_cache.cu`.
 struct Kernels {
   void (*cpu)(const Plan*, const Call*, int64_t threads, void* parallel) = nullptr;
   void* parallel = nullptr;
@@ -38,7 +38,7 @@ void launch(const Plan& plan, const Call& call, c10::Device device) {
 
 const void* address(const Tensor* x) { return x == nullptr || !x->defined() ? nullptr : x->const_data_ptr(); }
 
-// The call without its outputs.
+// The packed call, without its outputs.
 Call call_on(const Entry& entry, const Tensors& t, int64_t offset) {
   Call call{};
   call.x[0] = address(t.x[0]), call.x[1] = t.x[1] == nullptr ? call.x[0] : address(t.x[1]);
@@ -49,19 +49,19 @@ Call call_on(const Entry& entry, const Tensors& t, int64_t offset) {
   return call;
 }
 
-// Launch a call that has been before, into new tensors or those that it has, and tell autograd of these, which does not see
-// a write through a pointer. The launch itself is handed to `within`.
+// Launch a cached call into new or existing tensors. Version counters of existing ones are bumped, as autograd does not see
+// writes through a pointer. `within` is called with the launch itself.
 template <Form FORM, class Within>
 void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], const Within& within) {
   const c10::Device device = t.x[0]->device();
-  const There there(device);
+  const OnDevice on_device(device);
   CacheCall call{call_on(entry, t, offset)};
   for (int o = 0; FORM == NEW && o < 2; ++o)
     if (t.x[o] != nullptr) t.y[o] = &(made[o] = empty(*t.x[o], t.x[o]->sizes(), entry.dense[o]));
   call.rotation.y[0] = t.y[0]->mutable_data_ptr();
   call.rotation.y[1] = t.y[1] != nullptr ? t.y[1]->mutable_data_ptr() : call.rotation.y[0];
   if constexpr (FORM == CACHED) {
-    if (t.y[1] == nullptr) call.rotation.y[1] = const_cast<void*>(call.rotation.x[1]);  // k is read alone
+    if (t.y[1] == nullptr) call.rotation.y[1] = const_cast<void*>(call.rotation.x[1]);  // k is only read
     call.v = address(t.v), call.slots = address(t.slots), call.table = address(t.block_table);
     for (int i = 0; i < 2; ++i) call.caches[i] = t.caches[i]->mutable_data_ptr();
     within([&] { check(kernels.cached(&entry.plan, &call, stream_on(device)), "rope_and_cache_"); });
@@ -74,11 +74,11 @@ void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], cons
 
 // --- Autograd --------------------------------------------------------------------------------------------------------
 
-PyObject* differentiable = nullptr;  // the gradients in Python, for what is not ordinary
+PyObject* differentiable = nullptr;  // `_op.gradients`, for gradients that native code does not handle
 
 PyObject* wrapped(const Tensor& x) { return x.defined() ? THPVariable_Wrap(x) : Py_NewRef(Py_None); }
 
-// Gradients by `_op.gradients`: it differentiates on, and has a rule for every wrapped tensor.
+// Gradients by `_op.gradients`, which supports double backward and all tensor subclasses and transforms.
 variable_list in_python(const variable_list& dys, at::ArrayRef<Tensor> tensors, int64_t offset, const std::string& spec,
                         const std::string& impl, const std::vector<int64_t>& q_strides,
                         const std::vector<int64_t>& k_strides) {
@@ -101,7 +101,7 @@ variable_list in_python(const variable_list& dys, at::ArrayRef<Tensor> tensors, 
   return dxs;
 }
 
-// The backward that compiled autograd runs, from what `RopeBackward::compiled_args` put into the context.
+// The backward for compiled autograd; `RopeBackward::compiled_args` fills its context.
 struct Rope {
   static constexpr bool is_traceable = false;
   static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& dys) {
@@ -111,8 +111,8 @@ struct Rope {
   }
 };
 
-// What the plan of a call takes for granted of a tensor. A hook on saved tensors may give back another of the same values, as one
-// that keeps them elsewhere, packed, or in fewer bits.
+// The properties of a tensor that a plan relies on. A saved-tensor hook may return a tensor with other ones, for example after
+// offloading, packing or compression.
 struct Geometry {
   at::ScalarType dtype{};
   c10::Device device{c10::DeviceType::CPU};
@@ -125,15 +125,15 @@ struct Geometry {
   }
 };
 
-// Whether one reference to x is left, in C++ or, through its Python object, there.
+// Whether there is only one reference to x, either in C++ or through its Python object.
 bool sole(const at::TensorBase& x) {
   return x.use_count() == 1 || (x.use_count() == 2 && x.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference());
 }
 
-// Whether what x holds ends with x: nobody else has x, the tensor that it is a view of, or their memory; x fills that, and it is
-// torch's own, not lent by another library, which may go on reading it. Torch adds gradients in place by the same signs. What
-// requires grad, or is of inference mode, would go on as that.
-bool ends_here(const Tensor& x) {
+// Whether x may be overwritten: nothing else references x, its view base or their storage; x covers the whole storage; and torch
+// owns it (storage borrowed from another library may still be read there). Torch's in-place gradient accumulation uses the same
+// criteria. Tensors that require grad and inference tensors are excluded, as they would stay such.
+bool exclusively_owned(const Tensor& x) {
   if (x.requires_grad() || x.is_inference()) return false;
   const c10::Storage& memory = x.storage();
   const bool view = x.is_view();
@@ -141,7 +141,7 @@ bool ends_here(const Tensor& x) {
          memory.nbytes() == static_cast<size_t>(x.numel()) * x.element_size() && memory.unsafeGetStorageImpl()->resizable();
 }
 
-// y = R x, dx = Rᵀ dy; of x nothing is saved. Torch's own node with a context serves compiled autograd alone.
+// Autograd node: y = R x, dx = Rᵀ dy; x is not saved. The base class CppNode with its context only serves compiled autograd.
 struct RopeBackward : torch::autograd::CppNode<Rope> {
   Remembered entry;
   SavedVariable saved[5];  // table, sin, positions, offsets, bounds
@@ -172,12 +172,12 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     Tensor tensors[5];
     for (int i = 0; i < 5; ++i) tensors[i] = saved[i].unpack();
     const Tensor* given = nullptr;
-    bool ordinary = nobody_watches();
+    bool ordinary = no_active_modes();
     for (size_t o = 0; o < dys.size(); ++o) {
       if (!task_should_compute_output(o)) dys[o].reset();
       const Tensor& dy = dys[o];
       if (!dy.defined()) continue;
-      // The engine has seen to this; who calls the node by itself, `y.grad_fn(dy)`, may not have.
+      // The engine guarantees this, but a direct call of the node, `y.grad_fn(dy)`, does not.
       const auto& y = input_metadata(o);
       const auto dtype = c10::typeMetaToScalarType(y.options().dtype());
       TORCH_CHECK_VALUE(y.is_same_shape(dy) && dy.scalar_type() == dtype && dy.device() == y.device(),
@@ -208,12 +208,13 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     is_variable_input_.assign(num_inputs(), true);
   }
 
-  // In place where every gradient ends here and has the strides that it is to leave with: then what does not rotate need not move.
+  // In place if every gradient is exclusively owned and already has the strides of the result: features that do not rotate then
+  // need not be copied.
   variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
-    const There there(device);
+    const OnDevice on_device(device);
     bool in_place = true;
     for (size_t o = 0; o < dys.size(); ++o)
-      in_place = in_place && (!dys[o].defined() || (dys[o].strides() == at::IntArrayRef(entry->dense[o]) && ends_here(dys[o])));
+      in_place = in_place && (!dys[o].defined() || (dys[o].strides() == at::IntArrayRef(entry->dense[o]) && exclusively_owned(dys[o])));
     Plan plan = entry->plan.rotation;
     plan.inverse ^= 1, plan.in_place = in_place;
     std::swap(plan.interleaved_in, plan.interleaved_out);
@@ -221,7 +222,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     int count = 0, from[2] = {};
     for (int o = 0; o < static_cast<int>(dys.size()); ++o) {
       if (!dys[o].defined()) continue;
-      // The one permitted copy: a gradient whose features are not contiguous, as the expanded scalar of `y.sum()`.
+      // The only copy: a gradient whose features are not contiguous, like the expanded scalar of `y.sum()`.
       sources[o] = dys[o].stride(-1) == 1 || dys[o].size(-1) == 1 ? dys[o] : dys[o].contiguous();
       dxs[o] = in_place ? dys[o] : empty(sources[o], sources[o].sizes(), entry->dense[o]);
       from[count++] = o;
@@ -246,7 +247,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
   }
 };
 
-// torch holds nodes by one smart pointer or another, depending on its version.
+// The smart pointer type that holds a node depends on the torch version.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 NodePointer node_of(Remembered entry, const Arguments& a) {

@@ -1,4 +1,4 @@
-// The arguments of a call, the key that they make, and what is kept under it: see host.cpp.
+// Arguments of a call, the cache key made from them, and the cache entry: see host.cpp.
 
 #pragma once
 
@@ -37,7 +37,7 @@ struct Key {
     for (const int64_t stride : x.strides()) add(stride);
   }
 
-  // An option: None, a bool, an int, a float, a short string, up to three ints. False: none of these.
+  // An option: None, a bool, an int, a float, a short string or a tuple of up to three ints. Returns false for anything else.
   bool add(PyObject* x) {
     if (x == Py_None || x == Py_True || x == Py_False) {
       add(x == Py_None ? 1 : x == Py_True ? 2 : 3);
@@ -49,11 +49,11 @@ struct Key {
     } else if (PyUnicode_CheckExact(x)) {
       Py_ssize_t size = 0;
       const char* text = PyUnicode_AsUTF8AndSize(x, &size);
-      if (text == nullptr) PyErr_Clear();  // not to be encoded, so none of ours: validation says so
+      if (text == nullptr) PyErr_Clear();  // not encodable, so not a valid option: validation reports it
       if (text == nullptr || size > 24) return false;
       int64_t padded[3] = {};
       std::memcpy(padded, text, size);
-      add(5);
+      add(5 + (size << 8));
       for (const int64_t word : padded) add(word);
     } else if (PyFloat_CheckExact(x)) {
       const double value = PyFloat_AS_DOUBLE(x);
@@ -71,7 +71,7 @@ struct Key {
     return true;
   }
 
-  // A text; false: too long to be kept.
+  // A string; returns false if it is too long for a key.
   bool add(const std::string& text) {
     if (text.size() > 240) return false;
     add(static_cast<int64_t>(text.size()));
@@ -92,18 +92,19 @@ struct Key {
   }
 };
 
-// Where the rotation goes; CACHED is `rope_and_cache_`. The first word of a key, with OPERATOR added in those of the operators.
+// Where the output goes: new tensors, `out`, in place; CACHED is `rope_and_cache_`. The first word of a key, plus OPERATOR in
+// keys of operator calls.
 enum Form : int64_t { NEW, GIVEN, IN_PLACE, CACHED, OPERATOR = 8 };
 
-// The arguments of `fusewise.rope`, in its order; then OUT in form GIVEN, and in form CACHED what `rope_and_cache_` has beyond.
+// The arguments of `fusewise.rope` in order; then OUT in form GIVEN, or the additional arguments of `rope_and_cache_` in CACHED.
 enum Argument {
   Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, OUT = 20,
   V = OUT, KEY_CACHE, VALUE_CACHE, SLOTS, BLOCK_TABLE, CACHE_LAYOUT, WRITE_K, ALL
 };
 
-// The tensors of a call; null where it has none.
+// The tensors of a call; null if absent.
 struct Tensors {
-  const Tensor *x[2] = {}, *y[2] = {};  // y: those of x, or of new ones, that are written to
+  const Tensor *x[2] = {}, *y[2] = {};  // y: the written tensors, either of x or new ones
   const Tensor *table = nullptr, *sin = nullptr, *positions = nullptr, *offsets = nullptr, *bounds = nullptr;
   const Tensor *v = nullptr, *caches[2] = {}, *slots = nullptr, *block_table = nullptr;
 };
@@ -115,9 +116,9 @@ struct Arguments : Tensors {
 
   static constexpr int count(Form form) { return form == CACHED ? ALL : form == GIVEN ? OUT + 1 : OUT; }
 
-  // Whether this is a call that can be remembered or recalled.
+  // Read the arguments; returns false for a call that cannot be cached.
   bool read(PyObject* const* given, Form form) {
-    if (!nobody_watches()) return false;
+    if (!no_active_modes()) return false;
     key.add(int64_t(form));
     for (int i = 0; i < count(form); ++i)
       if (!read(given[i], Argument(i), form)) return false;
@@ -136,7 +137,7 @@ struct Arguments : Tensors {
  private:
   bool read(PyObject* object, Argument i, Form form) {
     if (i >= CACHE_LAYOUT || (i >= FIRST_OPTION && i < OUT)) return key.add(object);
-    if (i == OUT && form == GIVEN) return true;  // later, when it is known how many there are
+    if (i == OUT && form == GIVEN) return true;  // read last, when the number of operands is known
     if (object == Py_None) {
       key.add(int64_t(1));
       return true;
@@ -176,7 +177,7 @@ struct Arguments : Tensors {
     }
   }
 
-  // As many tensors as there are to rotate, in a tuple; one may be by itself.
+  // `out`: a tuple with one tensor per operand, or a single tensor.
   bool read_out(PyObject* out) {
     const bool several = PyTuple_CheckExact(out);
     if (several ? PyTuple_GET_SIZE(out) != operands : operands != 1) return false;
@@ -189,8 +190,8 @@ struct Arguments : Tensors {
     return true;
   }
 
-  // Whether the call may write without asking Python: what the key has not in it must not matter. Whether tensors share
-  // memory is for Python to say, by their distance; so that is in the key where their storages meet.
+  // Whether the call may write without asking Python, which requires that nothing outside the key matters. Python rejects
+  // overlapping tensors; overlap depends on their distance, which is added to the key if their storages intersect.
   bool writable() {
     const Tensor* all[16];
     int count = 0;
@@ -213,43 +214,43 @@ struct Arguments : Tensors {
   }
 };
 
-// --- What is remembered ----------------------------------------------------------------------------------------------
+// --- The cache -------------------------------------------------------------------------------------------------------
 
 struct Entry {
   std::vector<int64_t> key;
   Form form;
-  bool native = true;  // else Python launches it: the rest is not there
-  CachePlan plan;           // but for form CACHED the rotation alone
-  int64_t sin_distance = 0;  // bytes from the table to its sine part where both are one tensor
-  int64_t most_offset = 0;   // that the validation holds for
-  // For gradients: the dimensions of q that are batch (-1: none), token and head; the strides of new tensors like q and k;
-  // and what the operators of Python take.
+  bool native = true;  // false: Python launches it, and the other fields are unset
+  CachePlan plan;           // only `rotation` is set except in form CACHED
+  int64_t sin_distance = 0;  // bytes from cos to sin if both are in one tensor
+  int64_t most_offset = 0;   // the largest offset for which validation holds
+  // For the backward: the dimensions of q that are batch (-1: none), token and head; the strides of new tensors like q and k;
+  // and arguments of the Python operators.
   int64_t dims[3];
   std::vector<int64_t> dense[2];
   std::string spec, impl;
 
   Entry(const Key& of, Form form) : key(of.words, of.words + of.count), form(form) {}
 
-  // From the bytes that Python packed.
+  // Unpack the plan that Python packed.
   void take(const char* packed, size_t size) {
     const size_t wanted = form == CACHED ? sizeof(CachePlan) : sizeof(Plan);
     TORCH_CHECK_TYPE(size == wanted, "rope: a plan has ", wanted, " bytes, got ", size);
     std::memcpy(&plan, packed, size);
   }
 
-  // Where the elements of x lie, as a plan has it.
+  // The (batch, token, head) strides of x, as stored in a plan.
   void strides(at::IntArrayRef of, int64_t (&to)[3]) const {
     for (int i = 0; i < 3; ++i) to[i] = dims[i] < 0 ? 0 : of[dims[i]];
   }
 };
 using Remembered = std::shared_ptr<const Entry>;
 
-// Training sees a few keys, serving some hundred; the bound is there only against a leak.
+// Training uses a few keys, serving some hundred; the bound only guards against a leak.
 class Cache {
  public:
   Remembered find(const Key& key) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (latest != nullptr && same(latest->key, key)) return latest;  // the layers of a model all make the same call
+    if (latest != nullptr && same(latest->key, key)) return latest;  // all layers of a model make the same call
     const auto [first, last] = entries.equal_range(key.hash());
     for (auto i = first; i != last; ++i)
       if (same(i->second->key, key)) return latest = i->second;
@@ -274,6 +275,6 @@ class Cache {
   std::unordered_multimap<size_t, Remembered> entries;
   Remembered latest;
 };
-Cache& cache = *new Cache;  // never destroyed: threads may outlive the exit
+Cache& cache = *new Cache;  // never destroyed: threads may still run at exit
 
 }  // namespace

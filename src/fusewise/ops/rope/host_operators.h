@@ -1,8 +1,8 @@
-// The operators of `_op.py` in C++, for the tensors of CPUs and GPUs: see host.cpp.
+// The operators of `_op.py` in C++ for CPU and CUDA tensors: see host.cpp.
 //
-// What reaches a kernel here has been through torch's dispatcher: tensors are plain, autograd and transforms are outside.
-// A call that has been before is launched. Any other goes on to the operator in Python, which plans and raises, and is then
-// kept, with the plan that Python makes of its tensors.
+// Calls arrive through torch's dispatcher, below autograd and transforms, so tensors are plain. A cached call is launched
+// directly. Any other call is forwarded to the Python operator, which plans and raises, and is cached afterwards with the plan
+// that Python makes.
 
 #pragma once
 
@@ -18,18 +18,18 @@ using torch::jit::Stack;
 
 PyObject* planned = nullptr;  // `_host._planned`
 
-// The arguments of an operator: its tensors, COMMON, and by form strides for each of them, tensors to write to, or nothing.
+// The arguments of an operator: its tensors, the COMMON ones, and depending on the form output strides, output tensors or nothing.
 enum Common { OP_TABLE, OP_SIN, OP_POSITIONS, OP_OFFSETS, OP_BOUNDS, OP_OFFSET, OP_SPEC, OP_IMPL, COMMON };
 
-// N: of q and k those that are rotated, in form CACHED in place. There its tensors are q, k, v, the caches, slots and block
-// table, the last two of which may be missing.
+// N: how many of q and k are written. In form CACHED the tensors are q, k, v, the two caches, slots and block table; the last two
+// may be missing.
 template <Form FORM, int N>
 struct Operands : Tensors {
   static constexpr int OWN = FORM == CACHED ? 7 : N, COUNT = OWN + COMMON + (FORM == NEW || FORM == GIVEN ? N : 0);
   const IValue* a;
   Key key;
 
-  // Whether this is a call that can be kept.
+  // Read the arguments; returns false for a call that cannot be cached.
   bool read() {
     const Tensor** const own[] = {&x[0], &x[1], &v, &caches[0], &caches[1], &slots, &block_table};
     const Tensor** const common[] = {&table, &sin, &positions, &offsets, &bounds};
@@ -76,7 +76,7 @@ PyObject* wrapped(const IValue& value) {
   return Py_NewRef(Py_None);
 }
 
-// Keep a call that Python has just served: `arguments` are its own and the common ones, `ys` what it wrote of q and k.
+// Cache a call that Python has just served: `arguments` are its tensors and the common ones, `ys` its outputs for q and k.
 void learn(const Key& key, Form form, const std::vector<IValue>& arguments, const variable_list& ys) {
   const pybind11::gil_scoped_acquire gil;
   const auto tuple = [](const auto& values) {
@@ -127,7 +127,7 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
   for (int o = 0; FORM == NEW && o < N; ++o) stack->emplace_back(std::move(made[o]));
 }
 
-// What is above: a call without a gradient to record goes on without Python, any other to the autograd function there.
+// Autograd kernel: a call that records no gradient redispatches without Python; others go to the autograd function in Python.
 void at_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   const auto wanted = [](const IValue& value) { return value.isTensor() && value.toTensor().requires_grad(); };
@@ -137,7 +137,7 @@ void at_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
     op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// Take the operators over from Python, for as long as the process lives.
+// Override the Python kernels of the operators for the lifetime of the process.
 void register_operators() {
   for (const DispatchKey key : {DispatchKey::CPU, DispatchKey::CUDA}) {
     auto& library = *new torch::Library(torch::Library::IMPL, "fusewise", key, __FILE__, __LINE__);

@@ -1,8 +1,8 @@
-"""The specification of RoPE in plain torch: differentiable, on any device, in float64 if the tensors are.
+"""Reference implementation of RoPE in plain torch: differentiable, on any device, in float64 for float64 tensors.
 
     (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ),   θ = position · inv_freq[i] or the table's entry
 
-Written for reading; every kernel is held against it. Shape legend as in `_problem.py`.
+Written for readability; every kernel is tested against it. Shape legend as in `_problem.py`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ._validate import DEFAULTS, validated
 
 
 def rope(q: Tensor, k: Tensor | None = None, **arguments: Any) -> Any:
-    """`fusewise.rope` as one differentiable composition of torch functions. Arguments as there, without out and impl."""
+    """`fusewise.rope` as a differentiable composition of torch functions. Same arguments, except out and impl."""
     *call, _ = validated("rope", q, k, tuple({**DEFAULTS, **arguments, "impl": "reference"}.values()))
     return formula(q, k, tuple(call))
 
 
 def formula(q: Tensor, k: Tensor | None, rotation: Rotation) -> Any:
-    """The rotation of q, or of both."""
+    """The rotation of q, or of q and k."""
     xs = (q,) if k is None else (q, k)
     rotated = rotate(Problem.build(xs, xs, rotation))
     return rotated[0] if k is None else tuple(rotated)
 
 
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
-    """The implementation `impl="reference"`: write the rotation of every x into its y."""
+    """`impl="reference"`: write the rotation of every x into its y."""
     problem = Problem.build(xs, ys, rotation)
     if xs[0].numel() == 0 and all(x.numel() == 0 for x in xs):
         return
@@ -39,7 +39,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
 
 
 def rotate(problem: Problem) -> list[Tensor]:
-    """The rotation of every operand, as new tensors of the operand's shape and dtype."""
+    """The rotation of every operand, as new tensors with the operand's shape and dtype."""
     compute = torch.float64 if problem.operands[0].x.dtype == torch.float64 else torch.float32
     cos_BTP, sin_BTP, padding_T = cos_and_sin(problem, compute)
     if problem.spec.inverse:
@@ -63,11 +63,11 @@ def rotate(problem: Problem) -> list[Tensor]:
 
 
 def cos_and_sin(problem: Problem, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos θ and sin θ of every token and pair, (B | 1, T, P) in `compute`, NaN for a row outside the table; and which
-    tokens lie past the last sequence, (T,), where there are sequences."""
+    """cos θ and sin θ of every token and pair, (B | 1, T, P) in `compute`, NaN for a row outside the table; and, with
+    packed sequences, a mask (T,) of the tokens past the last one."""
     rows, padding = token_rows(problem)  # (B | 1, T, P | 1), (T,) or None
     if problem.spec.table == "inv_freq":
-        # An angle is exact to 2⁻⁵³: a product in float32 is off by 0.5 rad at position 2²³.
+        # Float64 angles have a relative error of 2⁻⁵³; a float32 product is off by 0.5 rad at position 2²³.
         angles = rows.double() * problem.cos.double()
         cos, sin = angles.cos() * problem.spec.scale, angles.sin() * problem.spec.scale
     else:
@@ -122,7 +122,7 @@ def token_rows(problem: Problem) -> tuple[Tensor, Tensor | None]:
 
 
 def _chunk_map(token: Tensor, length: Any, spec: Spec) -> Tensor:
-    """Position of a local token when a sequence is cut into 2·cp_size chunks and rank r holds chunks r and
+    """Position of a local token if a sequence is split into 2·cp_size chunks and rank r holds chunks r and
     2·cp_size − 1 − r, which balances causal attention over the ranks."""
     half = length // 2
     second = token >= half
@@ -143,7 +143,7 @@ def section_axes(spec: Spec) -> Tensor:
 
 
 def to_bthd(x: Tensor, spec: Spec) -> Tensor:
-    """x of any layout seen as (B, T, H, D), no copy."""
+    """View x as (B, T, H, D), without a copy."""
     return {
         "bshd": lambda: x,
         "sbhd": lambda: x.transpose(0, 1),
@@ -169,5 +169,5 @@ def _unpair(x: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
 
 
 def _pair(a: Tensor, b: Tensor, pairs: str) -> Tensor:
-    # Neither flatten, which torch cannot map over a batch of gradients, nor cat: mapped in a trace, it makes sizes constants.
+    # Not flatten: torch cannot batch it over gradients. Not cat: under vmap in a trace it specializes sizes.
     return torch.stack((a, b), dim=-2 if pairs == "half" else -1).reshape(*a.shape[:-1], 2 * a.shape[-1])

@@ -1,4 +1,4 @@
-"""The registered operators of `rope_and_cache_` and their dispatch. Torch only; for inference, so no autograd."""
+"""Registered operators of `rope_and_cache_` and their dispatch. Imports only torch; inference only, so no autograd."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..rope._op import ROTATION, fake_writing, rotate
 from ..rope._problem import Spec
 from . import _native
 
-# In order of preference, but that on a GPU auto takes CUDA once its library is there. Each has `launch`, with the arguments of
-# `CacheProblem.build`.
+# In order of preference, except that on a GPU auto selects CUDA once its library is built. Each has `launch`, with the
+# arguments of `CacheProblem.build`.
 IMPLEMENTATIONS = ("triton", "cuda", "reference")
 choice = Choice("rope_and_cache_", IMPLEMENTATIONS)
 
@@ -27,15 +27,15 @@ _CACHES = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor? slots
 
 
 def serving(impl: str, q: Tensor, spec: str) -> Any:
-    """The module that serves a call with `impl`, which may be "auto". A named one is taken or refused."""
+    """The module that serves a call with `impl`, which may be "auto". A named one never falls back."""
     if impl == "auto" and q.device.type == "cuda" and q.dtype in KERNEL_FLOATS:
         impl = "auto" if _passes_cuda_over(Spec.decode(spec).table) else "cuda"
     return choice.serving(impl, q.device.type, q.dtype)
 
 
 def _passes_cuda_over(table: str) -> str | None:
-    """Why auto does not take CUDA for a call on a GPU, or None if it does: it is the faster at every size in the published rows but
-    the largest, where they are level, and a call costs the host a tenth."""
+    """Why auto does not select CUDA for a call on a GPU, or None if it does. In the published rows it is faster at every size
+    except the largest, where both are equal, and its host overhead is a tenth."""
     if (reason := choice.unready(build.loads())) is not None:
         return reason
     return COMPUTED_ANGLES if table in ("angles", "inv_freq") else None
@@ -59,7 +59,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor
     implementation.launch(q, k, v, key_cache, value_cache, *call, write_k)
     _host.served(implementation, q.device.type, impl)
     written = (q, k, key_cache, value_cache) if write_k else (q, key_cache, value_cache)
-    # Autograd does not see a write through a pointer.
+    # Autograd does not see writes through a pointer.
     torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
 
 
@@ -71,8 +71,8 @@ def _keeping_k(*arguments: Any) -> None:
     _run(*arguments, write_k=False)
 
 
-# Two operators, so that the schema says whether k is written to. The arguments that they share with those of rope are
-# described there; slots and block_table in `CacheProblem`.
+# Two operators, so that the schema declares whether k is mutated. The arguments shared with rope's operators are described
+# there; slots and block_table in `CacheProblem`.
 _writing = register(
     f"rope_and_cache_(Tensor(a!) q, Tensor(b!) k, {_CACHES}, {ROTATION}) -> ()", _writing_k,
     fake_writing("rope_and_cache_", {"q": 0, "k": 1, "key_cache": 3, "value_cache": 4}),
@@ -105,8 +105,8 @@ def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> Non
 def remember(
     arguments: tuple[Any, ...], tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool, reach: float
 ) -> None:
-    """Keep a call that has just succeeded, if native code served it: `arguments` those of `_host.rope_and_cache_`, the others
-    of `write`, and the largest int offset for which it was validated."""
+    """Cache a call that has just succeeded, if native code served it: the `arguments` of `_host.rope_and_cache_`, those of
+    `write`, and the largest int offset for which it is valid."""
     q, impl = tensors[0], call[-1]
     if _host.without(impl):
         return

@@ -1,4 +1,4 @@
-"""One call of `rope_and_cache_`, normalised: the rotation of `..rope._problem`, and where k and v go in their caches.
+"""A normalized call of `rope_and_cache_`: the rotation of `..rope._problem`, and the cache slots of k and v.
 
 Shape legend: B batch, T tokens of a sequence, H heads of k and v, D features of a head, N blocks of the cache, S slots of
 a block. Slot s of the cache is entry s % S of block s // S.
@@ -19,16 +19,16 @@ CACHE_LAYOUTS: tuple[str, ...] = get_args(CacheLayout)
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """The rotation of q and k in place, and the write of the rotated k and of v.
+    """Rotation of q and k in place, and the write of the rotated k and of v to the caches.
 
-    The slot of token t of batch entry b, whose position in its sequence is the row of the table that it rotates by, is
+    The position of a token in its sequence is its table row. The slot of token t of batch entry b is
 
-    - `slots[b, t]` where there are slots; none for t >= mapped,
-    - S · `block_table[sequence, position // S]` + position % S where there is a block table,
-    - S · sequence + position with neither, for 0 <= position < S: every sequence has a block.
+    - `slots[b, t]` if slots are given; none for t >= mapped,
+    - S · `block_table[sequence, position // S]` + position % S if a block table is given,
+    - S · sequence + position with neither, for 0 <= position < S: every sequence has one block.
 
-    The sequence is b, or that of the `cu_seqlens` in which t lies, or t for tokens that are a sequence each. Nothing is
-    written for a slot outside [0, N · S), and nothing for tokens past `cu_seqlens[-1]`.
+    The sequence is b, or that of the `cu_seqlens` in which t lies, or t if every token is its own sequence. Nothing is
+    written for a slot outside [0, N · S), nor for tokens past `cu_seqlens[-1]`.
     """
 
     rotation: Problem
@@ -39,8 +39,8 @@ class CacheProblem:
     value_cache: Tensor
     slots: Tensor | None
     slot_strides: tuple[int, int]  # batch, token
-    mapped: int  # tokens that have an entry in slots
-    block_table: Tensor | None  # (sequences, blocks of a sequence)
+    mapped: int  # tokens with an entry in slots
+    block_table: Tensor | None  # (sequences, blocks per sequence)
     sequence_is_token: bool
 
     @property
@@ -69,7 +69,7 @@ class CacheProblem:
         spec: str,
         write_k: bool,
     ) -> CacheProblem:
-        """Resolve tensors that have passed validation, once: an exported program may be given others."""
+        """Resolve validated tensors. Strides are checked again: an exported program may get other tensors."""
         for name, x in (("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
             if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
                 raise ValueError(

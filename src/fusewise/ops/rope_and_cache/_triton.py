@@ -1,4 +1,4 @@
-"""`rope_and_cache_` in Triton: tiles, the arguments of the kernel in `_triton_kernel.py`, and its launch."""
+"""`impl="triton"` of `rope_and_cache_`: tiles, arguments and launch of the kernel in `_triton_kernel.py`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from ._triton_kernel import rope_and_cache_kernel
 
 
 def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, Any]]:
-    """The grid size and all arguments of the kernel for a problem."""
+    """Grid size and all kernel arguments for a problem."""
     rotation = problem.rotation
     spec, (q, k) = rotation.spec, rotation.operands
     v, key_cache, value_cache = problem.v, problem.key_cache, problem.value_cache
     all_tokens, itemsize = rotation.batch * rotation.tokens, v.element_size()
     block_p = triton.next_power_of_2(rotation.pairs)
-    # The tiles of k are those of v, too.
+    # v has the same tiles as k.
     lanes = triton.cdiv(block_p * itemsize, 16)
     q_tile, k_tile, _ = choose_tiles(all_tokens, (q.heads, k.heads, k.heads), lanes, processors)
     group = max(q_tile.block_t, k_tile.block_t)
     counts = ((q_tile, q.heads), (k_tile, k.heads), (k_tile, k.heads))
     group_tiles = sum(group // tile.block_t * triton.cdiv(heads, tile.block_h) for tile, heads in counts)
 
-    # Triton knows of a stride whether 16 divides it; heads of 72 features need to know of 8. So strides come in units.
+    # Triton specializes a stride only on divisibility by 16, but heads of 72 features are divisible by 8: strides are passed
+    # divided by a common unit, which is a constexpr.
     key_strides, value_strides = (
         (cache.stride(0), cache.stride(1), cache.stride(2)) for cache in (key_cache, value_cache)
     )
@@ -43,7 +44,7 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
     sections = spec.sections or (0, 0, 0)
     sequences = 0 if rotation.cu_seqlens is None else rotation.cu_seqlens.shape[0] - 1
     slots, table = problem.slots, problem.block_table
-    # A tensor that the call does not have is never read; the table stands in for its pointer.
+    # The table stands in for the pointer of an absent tensor, which is never dereferenced.
     return triton.cdiv(all_tokens, group) * group_tiles, dict(
         q_ptr=q.x, k_ptr=k.x, v_ptr=v, key_cache_ptr=key_cache, value_cache_ptr=value_cache,
         slots_ptr=rotation.cos if slots is None else slots, block_table_ptr=rotation.cos if table is None else table,
@@ -78,16 +79,16 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
     )  # fmt: skip
 
 
-POINTERS = 12  # of the kernel's arguments, and the offset after them
+POINTERS = 12  # leading pointer arguments of the kernel, which the offset follows
 
-# A launch that has run before: the compiled kernel bound to its grid, the arguments that follow the offset, and the distance
-# in bytes from the table to its sine part where both are one tensor. Keyed by all that these depend on.
+# Bound launches: the compiled kernel with its grid, the arguments after the offset, and the byte distance from cos to sin if
+# both are in one tensor. Keyed by everything these depend on.
 _PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
 
 def launch(*call: Any) -> None:
-    """The implementation `impl="triton"`, on the current stream of the tensors' device; the arguments are those of
-    `CacheProblem.build`. A repeated call finds all but pointers and offset bound."""
+    """`impl="triton"`, on the current stream of the tensors' device; the arguments are those of `CacheProblem.build`. A
+    repeated call finds all arguments bound except pointers and offset."""
     (
         q,
         k,
@@ -111,7 +112,7 @@ def launch(*call: Any) -> None:
     bits = table
     for pointer in pointers:
         bits |= pointer
-    # Vector accesses are compiled for pointers that are multiples of 16; the rare others take the long way.
+    # Bound launches assume pointers aligned to 16 bytes; the rare others go through Triton's dispatcher.
     if bits & 15 or not launches_directly():
         _launch_unbound(CacheProblem.build(*call))
         return
@@ -144,7 +145,7 @@ def launch(*call: Any) -> None:
 
 
 def _launch_unbound(problem: CacheProblem) -> Any:
-    """Launch through Triton's dispatcher; returns the compiled kernel, or None where nothing was launched."""
+    """Launch through Triton's dispatcher. Returns the compiled kernel, or None if the grid is empty."""
     device = problem.v.get_device()
     grid, bound = arguments(problem, processors_of(device))
     if grid == 0:

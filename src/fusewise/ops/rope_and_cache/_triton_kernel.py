@@ -1,9 +1,9 @@
-"""The device code of `rope_and_cache_` in Triton: q and k rotated in place, k and v into their caches, one kernel.
+"""Triton kernel of `rope_and_cache_`: rotates q and k in place and writes k and v to the KV cache, in one launch.
 
 Shape legend: T tokens of all batch entries, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H
-heads of one of q, k and v. Read once: x, the table rows, positions and slots of a tile; written once: what the call writes.
-Arithmetic in float32, rounded once. Bound by memory, at a few tokens by the chain of position, table row and store: x and
-the slot are asked for before these.
+heads of one of q, k and v. A program reads x and the table rows, positions and slots of its tile once, and writes each
+output once. Arithmetic is float32 with one final rounding. Memory-bound; with few tokens bound by the latency of the
+dependent chain position, table row, store: the loads of x and the slot are issued before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..rope._triton_kernel import View, base_of, quotient, rotate
 
 
 class Slots(NamedTuple):
-    """Where in the cache a token goes: a slot of its own, or the block table of its sequence."""
+    """The cache slot of a token: given explicitly, or by the block table of its sequence."""
 
     ptr: Any
     stride_b: Any
@@ -26,29 +26,29 @@ class Slots(NamedTuple):
     block_table_ptr: Any
     stride_row: Any
     stride_nth: Any
-    mapped: Any  # tokens that have a slot
-    count: Any  # slots there are, or blocks
-    table_blocks: Any  # blocks in a row of the table
-    size: Any  # of a block, or of a sequence's cache
+    mapped: Any  # tokens with an entry in slots
+    count: Any  # total number of slots
+    table_blocks: Any  # blocks per row of the block table
+    size: Any  # slots per block, or per sequence
     size_magic: Any
     size_shift: Any
 
 
 class Form(NamedTuple):
-    """What is the same for q, k and v, and known when the kernel is compiled."""
+    """Compile-time parameters shared by q, k and v."""
 
     PAIRS: Any
     BLOCK_P: Any
     INTERLEAVED_IN: Any
     INTERLEAVED_OUT: Any
-    PLACES: Any  # "slots"; "table"; or "own": every sequence has one block, its own
+    PLACES: Any  # "slots", "table" (block table) or "own" (sequence i has block i)
     SEQUENCE_IS_TOKEN: Any
-    UNIT: Any  # of the strides
+    UNIT: Any  # strides are given in units of this many elements
 
 
 @triton.jit
 def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITIONS: tl.constexpr):
-    """The block of each token and the entry in it, int64 (BLOCK_T,), and which tokens have one."""
+    """Cache block and entry in it of each token, int64 (BLOCK_T,), and a mask of the tokens that have one."""
     if POSITIONS.SOURCE == "packed":
         mask = mask & (token < tl.load(positions.cu_seqlens_ptr + positions.sequences))
     if FORM.PLACES == "slots":
@@ -82,7 +82,7 @@ def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITION
 
 @triton.jit
 def _copy(x_ptr, x_base, cache_ptr, cache_base, mask, there, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Features [FIRST, FIRST + WIDTH) of every head."""
+    """Copy features [FIRST, FIRST + WIDTH) of every head to the cache."""
     offs = tl.arange(0, triton.next_power_of_2(WIDTH))[None, None, :]
     inside = offs < WIDTH
     x = tl.load(x_ptr + x_base + FIRST + offs, mask & inside)
@@ -90,7 +90,7 @@ def _copy(x_ptr, x_base, cache_ptr, cache_base, mask, there, FIRST: tl.constexpr
 
 
 def _name(proxy: Any) -> str:
-    """The kernel's name in profiles: what it rotates and where it writes."""
+    """Kernel name shown by profilers: pairing, table kind, slot source and shape."""
     c = proxy.constants
     pairing = "interleaved" if c["INTERLEAVED_IN"] else "half"
     return (
@@ -122,7 +122,7 @@ def rope_and_cache_kernel(
     SECTION_W: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, PLACES: tl.constexpr,
     SEQUENCE_IS_TOKEN: tl.constexpr, WRITE_K: tl.constexpr, UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of q, k and v of the same tokens are neighbours.
+    # Programs for q, k and v tiles of the same tokens have adjacent ids.
     GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
     q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_HEADS + Q_BLOCK_H - 1) // Q_BLOCK_H)
     k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_HEADS + K_BLOCK_H - 1) // K_BLOCK_H)
@@ -173,7 +173,7 @@ def _rows_of(
     first_token, tile, tokens, batches, token_magic, token_shift,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Batch entry, token and heads of a tile, the mask of its tokens, and that of its heads, (BLOCK_T, BLOCK_H, 1)."""
+    """Batch entry, token and heads of a tile, the mask of its tokens, and that of tokens and heads, (BLOCK_T, BLOCK_H, 1)."""
     head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -190,7 +190,7 @@ def _rotate_tile(
     IN_PLACE: tl.constexpr, CACHED: tl.constexpr,
     FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of q or k: rotated, and written in place, into the cache, or both."""
+    """Rotate a tile of q or k, and write it in place, to the cache, or both."""
     batch, token, offs_h, mask_n, mask = _rows_of(
         first_token, tile, positions.tokens, batches, token_magic, token_shift, HEADS, BLOCK_T, BLOCK_H
     )
@@ -205,7 +205,7 @@ def _rotate_tile(
         x_a = tl.load(x.ptr + x_base + START + pairs, mask & (pairs < FORM.PAIRS))
         x_b = tl.load(x.ptr + x_base + START + FORM.PAIRS + pairs, mask & (pairs < FORM.PAIRS))
 
-    # Position and slot are under way together; the row of the table has to wait for one of them.
+    # The loads of position and slot overlap; the table row depends on the position.
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
     if CACHED:
         block, entry, there = _place_of(batch, token, mask_n, slots, positions, FORM, POSITIONS)
@@ -235,7 +235,7 @@ def _rotate_tile(
 
     if IN_PLACE:
         if FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
-            tl.debug_barrier()  # a head must be read whole before another thread writes into it
+            tl.debug_barrier()  # the whole head must be read before any thread writes to it
         _store_pairs(x.ptr, x_base, y_a, y_b, mask, START, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
     if CACHED:
         _store_pairs(cache.ptr, cache_base, y_a, y_b, cached, START, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)

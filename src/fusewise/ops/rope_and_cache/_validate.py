@@ -1,4 +1,4 @@
-"""What a call of `rope_and_cache_` must satisfy: that of `rope` for q, k and the table, and here for v, the caches and where k and v go.
+"""Validation of `rope_and_cache_`: `rope`'s own for q, k and the table, and here that of v, the caches and the slots.
 
 Every message has the form `<op>: <argument> must <contract with numbers>, got <value>; <one fix>`.
 """
@@ -30,19 +30,19 @@ from ._problem import CACHE_LAYOUTS
 
 OP = "rope_and_cache_"
 MOST_SLOTS = 2**31 - 1
-# The arguments that may be tensors: those of the operation, then those of rope.
+# The arguments that may be tensors: those of this operation, then those of rope.
 NAMES = ("q", "k", "v", "key_cache", "value_cache", "slot_mapping", "block_table", *tuple(DEFAULTS)[:8])
 
 
 @dataclass(frozen=True)
 class _Passed:
-    """What passed all checks but those of addresses, and does for tensors of the same kind."""
+    """A call that passed all checks except those of addresses, valid for tensors with the same metadata."""
 
     spec: str
-    reach: float  # the largest int offset for which it holds
-    extents: list[int]  # bytes from the first to the end of the last element of every tensor of the call
-    # Tensors, by number, that share no memory at a distance, although one begins before the other ends: q, k and v that are
-    # views of one tensor. And the addresses of calls whose tensors are all apart.
+    reach: float  # the largest int offset for which it is valid
+    extents: list[int]  # bytes from the first element to the end of the last, for every tensor of the call
+    # `apart`: pairs of tensors (by index, with their distance) that do not overlap although their address ranges do, like q, k
+    # and v that are views of one tensor. `addresses`: address sets of calls known to be free of overlap.
     apart: Memo[tuple[int, int, int], None] = field(default_factory=lambda: Memo(4096))
     addresses: Memo[tuple[int, ...], None] = field(default_factory=lambda: Memo(4096))
 
@@ -62,14 +62,14 @@ def validated(
     write_k: bool,
     options: tuple[Any, ...],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], float]:
-    """Check a call, of which `options` are rope's in the order of its DEFAULTS; returns the arguments of the operators:
-    q, k and v with heads, the caches with slots before heads, slots, block_table; those in common with rope; and the
-    largest int offset for which the check holds."""
+    """Check a call; `options` are rope's in the order of its DEFAULTS. Returns the arguments of the operators (q, k and v
+    with heads, the caches with slots before heads, slots, block_table), those shared with rope, and the largest int offset
+    for which the check holds."""
     if transforms_active():
         fix = "call it outside, or use rope and write k and v yourself"
         fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
     given = (q, k, v, key_cache, value_cache, slots, block_table, *options[:8])
-    # The compiler's memory is its own, and a fake tensor has none.
+    # A fake tensor has no address, and the compiler plans its own memory.
     tracing = torch.compiler.is_compiling() or isinstance(q, torch._subclasses.FakeTensor)
     key, passed = (None, None) if tracing or jit_traces() else _remembered(given, cache_layout, write_k, options)
     offset = options[6]
@@ -110,7 +110,7 @@ def validated(
 def _remembered(
     given: tuple[Any, ...], cache_layout: Any, write_k: Any, options: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, _Passed | None]:
-    """All that the checks look at but addresses and the value of an int offset, and what has passed with it."""
+    """The key, made of everything the checks examine except addresses and the value of an int offset, and the cached result."""
     try:
         key = (
             *[
@@ -123,15 +123,15 @@ def _remembered(
         )  # fmt: skip
         return key, _PASSED.get(key)
     except (TypeError, RuntimeError):
-        return None, None  # something has no strides or cannot be hashed: the checks name it
+        return None, None  # an argument has no strides or is not hashable: the checks report it
 
 
 def _check_kinds(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, cache_layout: Any) -> None:
-    """Tensors, and caches of four dimensions."""
+    """Check that tensors are tensors, and caches have four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
         if not isinstance(x, Tensor):
             fail(OP, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
-        check_tensor(OP, name, x, (x.dtype,), None)  # of which dtype, and where, is said below
+        check_tensor(OP, name, x, (x.dtype,), None)  # dtype and device are checked later
     check_one_of(OP, "cache_layout", cache_layout, CACHE_LAYOUTS)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dim() != 4:
@@ -143,7 +143,7 @@ def _check_kinds(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, cache
 
 
 def _heads(name: str, x: Tensor, cache: Tensor, cache_name: str) -> Tensor:
-    """x as (tokens, heads, D), a view, D that of the cache."""
+    """View x as (tokens, heads, D), with the D of the cache."""
     if x.dim() != 2:
         return x
     width = cache.shape[-1]
@@ -247,7 +247,7 @@ def _check_places(
 
 
 def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
-    """No gradients, and each tensor that is written to is free to be."""
+    """No tensor requires a gradient, and each written one may be written to."""
     for name, x in named.items():
         if x.requires_grad and torch.is_grad_enabled():
             fix = "call it under torch.no_grad(), or use rope, which has a gradient, and write k and v yourself"
@@ -271,7 +271,7 @@ def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
 
 
 def _check_apart(given: tuple[Any, ...], passed: _Passed, written: set[int]) -> None:
-    """What is written to shares memory with nothing else of the call. Ranges of addresses that do not meet say so at once."""
+    """Written tensors overlap no other tensor of the call. Disjoint address ranges need no exact test."""
     addresses = tuple([x.data_ptr() if isinstance(x, Tensor) else 0 for x in given])
     if addresses in passed.addresses:
         return

@@ -1,4 +1,4 @@
-"""The public function `rope_and_cache_`: what it computes, what it accepts, and one validation for all implementations."""
+"""Public API: `rope_and_cache_`, validated once for all implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _op
 from ._problem import CacheLayout
 from ._validate import validated
 
-# Arguments after v are meant to be given by name; for why no `*` says so see `rope/api.py`.
+# Arguments after v are meant to be passed by keyword; `rope/api.py` explains why there is no `*`.
 
 
 def rope_and_cache_(
@@ -41,7 +41,7 @@ def rope_and_cache_(
     scale: float = 1.0,
     impl: str = "auto",
 ) -> None:
-    """Rotate q and k in place, and write the rotated k and v into a KV cache, in one launch. For inference.
+    """Rotate q and k in place and write the rotated k and v to a KV cache, in one launch. For inference.
 
         q, k ← rope(q, k),   key_cache[s // S, s % S] ← k of a token,   value_cache[s // S, s % S] ← v,   s its slot
 
@@ -49,36 +49,36 @@ def rope_and_cache_(
     S slots of a block.
 
     Args:
-        q, k, v: (tokens, H, D) and twice (tokens, G, D), or flattened, (tokens, H · D), the width of a head then being
-            that of the caches; with `layout` "bshd", "sbhd" or "bhsd" in four dimensions. float32, bfloat16 or float16
-            (float64 through the reference), all three alike. Any strides with a contiguous last dimension, so views of
-            a packed qkv tensor are welcome. v is read only.
+        q, k, v: (tokens, H, D) and twice (tokens, G, D), or flattened, (tokens, H · D), with the head width taken from
+            the caches; with `layout` "bshd", "sbhd" or "bhsd", four-dimensional. float32, bfloat16 or float16 (float64
+            through the reference), the same for all three. Any strides with a contiguous last dimension, so views of a
+            packed qkv tensor are welcome. v is only read.
         key_cache, value_cache: (N, S, G, D) or, with `cache_layout="hnd"`, (N, G, S, D); the dtype of k, any strides
             with a contiguous last dimension. Paged caches of vLLM and FlashInfer: the two parts of a combined tensor
             are views, `kv.unbind(0)` of (2, N, S, G, D), `kv.unbind(1)` of (N, 2, S, G, D). A contiguous cache
-            (B, tokens, G, D) is one whose block is a sequence.
+            (B, tokens, G, D) is a paged cache with one block per sequence.
         slot_mapping: int32 or int64 (tokens,), or (B, T) in four dimensions: the slot of each token. In layout thd it may
-            be shorter: tokens after its end are padding, rotated and not cached.
-        block_table: instead, int32 or int64 (sequences, blocks): a token at position p of its sequence goes into slot
-            p % S of block `block_table[sequence, p // S]`. Sequences are batch entries, in layout thd those of
-            `cu_seqlens`, and without these tokens, a sequence each (decode). With neither, sequence i has block i.
-        write_k: rotate k in place, as the engines' kernels do. False: k is left as it is, and 2 · G · D bytes a token
-            in 16 bits are not written.
+            be shorter: tokens after its end are padding, rotated but not cached.
+        block_table: alternative, int32 or int64 (sequences, blocks): a token at position p of its sequence goes to slot
+            p % S of block `block_table[sequence, p // S]`. Sequences are batch entries; in layout thd those of
+            `cu_seqlens`, or without these each token is a sequence (decode). With neither, sequence i has block i.
+        write_k: also rotate k in place, as the engines' kernels do. False: k is unchanged, which saves writing 2 · G · D
+            bytes per token in 16 bits.
         cos, sin, cos_sin, angles, inv_freq: the table, as in `rope`.
-        positions, offset, cu_seqlens, sections, sections_interleaved: the position of each token in its sequence, by
-            which it rotates and finds its slot in a block table, as in `rope`. `sections` need a slot_mapping.
-        layout, pairing, rotary_dim, rotary_start, scale: as in `rope`. What does not rotate of k is cached as it is.
-        impl: "auto", "cuda", "triton" or "reference". A named one never falls back; `explain_dispatch` tells what auto
-            takes.
+        positions, offset, cu_seqlens, sections, sections_interleaved: the position of each token in its sequence, which
+            determines its rotation and its slot in a block table, as in `rope`. `sections` require a slot_mapping.
+        layout, pairing, rotary_dim, rotary_start, scale: as in `rope`. Unrotated features of k are cached unchanged.
+        impl: "auto", "cuda", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows
+            what auto selects.
 
-    A slot outside [0, N · S), as -1, a block outside [0, N) and a position outside the block table are skipped: q and k
-    are rotated, no cache is written, and never memory outside the caches. Of tokens with the same slot one is cached, each
-    element of it from one of them; which is not defined. A position without a table row gives NaN, as in `rope`.
+    A slot outside [0, N · S), such as -1, a block outside [0, N) or a position outside the block table is skipped: q and k
+    are rotated, nothing is cached, and memory outside the caches is never written. If several tokens have the same slot,
+    each element is written by one of them; which one is undefined. A position without a table row gives NaN, as in `rope`.
 
-    Returns None. Not differentiable: an argument that requires grad is an error where gradients are recorded. Bitwise
-    deterministic but for slots that several tokens have. Works in CUDA graphs and under torch.compile, to which a combined
-    cache should be given whole, since two views of it as inputs of a graph are copied; before torch 2.13 a compiled call takes
-    caches with memory of their own.
+    Returns None. Not differentiable: an argument that requires grad is an error if gradients are recorded. Bitwise
+    deterministic except for slots shared by several tokens. Works in CUDA graphs and under torch.compile. Pass a combined
+    cache whole to a compiled function, since two views of it as graph inputs are copied; before torch 2.13 a compiled call
+    requires caches with their own memory.
 
     Raises:
         TypeError, ValueError, RuntimeError: `rope_and_cache_: <argument> must <contract>, got <value>; <one fix>`, before

@@ -1,5 +1,5 @@
-"""The specification of `rope_and_cache_` in plain torch, on any device, in float64 if the tensors are; every kernel is held
-against it."""
+"""Reference implementation of `rope_and_cache_` in plain torch, on any device, in float64 for float64 tensors; every kernel is
+tested against it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._problem import CacheProblem
 
 
 def launch(*arguments: Any) -> None:
-    """The implementation `impl="reference"`; the arguments are those of `CacheProblem.build`."""
+    """`impl="reference"`; the arguments are those of `CacheProblem.build`."""
     problem = CacheProblem.build(*arguments)
     q, k = (operand.x for operand in problem.rotation.operands)
     if q.numel() == k.numel() == problem.v.numel() == 0:
@@ -28,7 +28,7 @@ def launch(*arguments: Any) -> None:
 
 
 def token_slots(problem: CacheProblem) -> Tensor:
-    """The slot of every token, int64 (B, T); -1 for those that have none."""
+    """The slot of every token, int64 (B, T); -1 for none."""
     of, size = problem.rotation, problem.block_size
     device = problem.v.device
     token = torch.arange(of.tokens, device=device)

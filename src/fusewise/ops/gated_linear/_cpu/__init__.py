@@ -1,6 +1,6 @@
-"""The gated linear unit on a CPU: the platform's matrix product through torch, and the native gate in `gate.cpp`.
+"""`impl="cpu"` of the gated linear unit: BLAS products through torch, and the native gate in `gate.cpp`.
 
-How rows are taken in chunks is in `_chunks.py`. Threads are torch's own (`_shared/cpu.py`).
+Rows are processed in chunks (`_chunks.py`), on torch's own threads (`_shared/cpu.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .._problem import ACTIVATIONS, Halves, Preact, Spec, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.h
-_ROWS = chunks.ROW_MULTIPLE  # that a row of partial sums adds up, ROWS in gate.cpp
+_ROWS = chunks.ROW_MULTIPLE  # rows per row of partial sums, ROWS in gate.cpp
 
 
 def recipe() -> build.Recipe:
-    """What the kernel is built from."""
+    """Build recipe of the kernel."""
     sources = (*(Path(__file__).with_name(name) for name in ("gate.cpp", "gate.h")), cpu.THREADS)
     return "gate", sources, build.cxx(), build.NATIVE_FLAGS
 
@@ -43,17 +43,17 @@ def _kernel() -> cpu.Kernel:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the native kernel cannot serve tensors of this device type, or None if it can; builds it if need be."""
+    """Why the native kernel cannot serve tensors of this device type, or None if it can; builds it if necessary."""
     return cpu.unavailable(device_type, _kernel)
 
 
 def path(x: Tensor, halves: Halves) -> str:
-    """Why calls take longer on the host than they need to, in words; empty if they do not."""
+    """Explains why the host overhead of calls is higher than necessary; empty if it is not."""
     return _host.told(_kernel())
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
-    """The implementation `impl="cpu"`; these four as in `reference.py`."""
+    """`impl="cpu"`: this and the gradients as in `reference.py`."""
     chunks.forward(x, halves, spec, y, preact, lambda u, g, to: gate(u, g, to, spec.activation))
 
 
@@ -79,7 +79,7 @@ def down_gradient(
 ) -> None:
     sums = _sums(y, dbias)
     for chunk in chunks.slices(y.shape[0], y.shape[1] * y.element_size()):
-        chunks.product(dz[chunk], w_down.mT, None, y[chunk])  # dy, whose place y takes
+        chunks.product(dz[chunk], w_down.mT, None, y[chunk])  # dy, which y then overwrites
         _gate(
             chunks.part_of(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk],
             dpreact=chunks.part_of(dpreact, chunk, spec), sums=_sums_of(sums, chunk),
@@ -88,7 +88,7 @@ def down_gradient(
 
 
 def _sums(dy: Tensor, dbias: Tensor | None) -> Tensor | None:
-    """A row of column sums for every `_ROWS` rows."""
+    """Memory for partial column sums, a row per `_ROWS` rows."""
     return None if dbias is None else dbias.new_empty((-(-dy.shape[0] // _ROWS), *dbias.shape))
 
 
@@ -102,7 +102,7 @@ def _add_up(sums: Tensor | None, dbias: Tensor | None) -> None:
 
 
 def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
-    """The gate alone, and its gradient; see `_gate.py`."""
+    """The gate on its own, and its gradient; see `_gate.py`."""
     _run(u, g, activation, y=y)
 
 

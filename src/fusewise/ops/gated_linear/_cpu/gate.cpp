@@ -1,11 +1,10 @@
-// The gate of the gated linear unit on a CPU, forward and backward, over rows of pre-activations.
+// CPU kernel for the gate of the gated linear unit, forward and backward, over rows of pre-activations.
 //
 //   y = u · act(g)        du = dy · act(g),  dg = dy · u · act'(g),  and the column sums of du and dg
 //
-// Read once: u, g (and dy); written once: y, or du and dg, which may take the place of u and g. Everything is float32
-// between one conversion at each end. The loops run over short blocks of a row that stay in the first-level cache, and
-// are written so that any compiler vectorises them: no branches, no calls. The matrix products are not here: they are
-// the platform's BLAS.
+// u, g (and dy) are read once; y, or du and dg, which may overwrite u and g, are written once. Arithmetic is float32, with
+// one conversion at each end. Loops run over short blocks of a row that stay in L1, without branches or calls, so that any
+// compiler vectorizes them. The matrix products are computed by the platform's BLAS.
 
 #include <algorithm>
 #include <atomic>
@@ -18,9 +17,9 @@
 
 namespace {
 
-constexpr int64_t ROWS = 32, COLUMNS = 1024;  // of a unit of work; ROWS also of a row of sums: fixed, so that they are
+constexpr int64_t ROWS = 32, COLUMNS = 1024;  // unit of work; ROWS is also the unit of partial sums: fixed, so that they are reproducible
 constexpr int64_t BLOCK = 128;                // columns computed at a time
-constexpr int64_t THREAD_ELEMENTS = 16384;    // below this a thread is not worth waking
+constexpr int64_t THREAD_ELEMENTS = 16384;    // minimum elements that justify a thread
 
 // --- Elements ---------------------------------------------------------------------------------------------------------
 
@@ -44,8 +43,8 @@ inline float widen(Bf16 x) { return as<float>(static_cast<uint32_t>(x.bits) << 1
 
 inline float widen(Fp16 x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  // Never through a subnormal float, which costs hundreds of cycles, and is zero where those are flushed.
-  const float smallest = as<float>(113u << 23);  // 2^-14, fp16's smallest normal number
+  // Avoid subnormal floats: they cost hundreds of cycles, or are flushed to zero.
+  const float smallest = as<float>(113u << 23);  // 2^-14, the smallest normal fp16
   const uint32_t subnormal = as<uint32_t>(as<float>(magnitude + (113u << 23)) - smallest);
   const uint32_t finite = magnitude < 1u << 23 ? subnormal : magnitude + (112u << 23);
   const uint32_t special = magnitude | 0x7f800000u;  // exponent 31: infinity, NaN
@@ -62,7 +61,7 @@ inline void narrow(float x, Bf16& to) {
 inline void narrow(float x, Fp16& to) {
   const uint32_t sign = as<uint32_t>(x) >> 16 & 0x8000, bits = as<uint32_t>(x) & 0x7fffffff;
   const uint32_t normal = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
-  const uint32_t subnormal = as<uint32_t>(as<float>(bits) + 0.5f) - as<uint32_t>(0.5f);  // an ulp of ½ is fp16's smallest
+  const uint32_t subnormal = as<uint32_t>(as<float>(bits) + 0.5f) - as<uint32_t>(0.5f);  // an ulp of 0.5 is the smallest fp16
   const uint32_t finite = bits < 0x38800000 ? subnormal : normal;
   const uint32_t beyond = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
   to.bits = static_cast<uint16_t>(sign | (bits >= 0x47800000 ? beyond : finite));
@@ -70,11 +69,11 @@ inline void narrow(float x, Fp16& to) {
 
 // --- Functions --------------------------------------------------------------------------------------------------------
 
-// e^x to two units in the last place; 0 and infinity beyond their ends, NaN for NaN.
+// e^x to within two ulps; 0 and infinity beyond its range, NaN for NaN.
 inline float exponential(float x) {
   x = x > 89.0f ? 89.0f : x;
   x = x < -104.0f ? -104.0f : x;
-  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 · 2^23: the integer lands in the low bits
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 · 2^23: leaves the integer in the low mantissa bits
   const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9841270e-4f;
@@ -91,15 +90,15 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// s = 1 / (1 + e^-x), and 1 − s without the cancellation that takes its digits where s is near 1.
+// s = 1 / (1 + e^-x), and 1 − s without cancellation for s near 1.
 inline float sigmoid(float x, float& rest) {
   const float e = exponential(-x), s = 1.0f / (1.0f + e);
   rest = x > 0.0f ? e * s : 1.0f - s;
   return s;
 }
 
-// Φ(x), the normal distribution, relative to its tail: Φ(−a) = e^(−a²/2) t P(t), t = 1 / (1 + 0.35 a), with P fitted to
-// 3.2e-8 for a from 0 to 14. `density` becomes e^(−x²/2).
+// Φ(x), the normal CDF, with small relative error in the tail: Φ(−a) = e^(−a²/2) t P(t), t = 1 / (1 + 0.35 a), with P
+// fitted to 3.2e-8 for a from 0 to 14. `density` is set to e^(−x²/2).
 inline float normal(float x, float& density) {
   const float a = x < 0.0f ? -x : x;
   const float t = 1.0f / (1.0f + 0.35f * a);
@@ -148,7 +147,7 @@ inline float activate(float g, float& slope) {
     slope = s * (1.0f + g * rest);
     return g * s;
   } else if constexpr (ACTIVATION == RELU) {
-    slope = 1.0f;  // where the gate is open: see gradient_block
+    slope = 1.0f;  // for g > 0: gradient_unit handles the rest
     return g <= 0.0f ? 0.0f : g;
   } else if constexpr (ACTIVATION == SIGMOID) {
     const float s = sigmoid(g);
@@ -268,7 +267,7 @@ void run_thread(void* pointer) {
 
 }  // namespace
 
-// Forward where there is no dy, else backward.
+// Forward if there is no dy, else backward.
 extern "C" __attribute__((visibility("default"))) void fusewise_gate(const Call* call) noexcept {
   Work work{*call, (call->rows + ROWS - 1) / ROWS, (call->columns + COLUMNS - 1) / COLUMNS};
   const int64_t units = work.row_units * work.column_units;

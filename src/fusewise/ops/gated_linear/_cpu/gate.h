@@ -1,4 +1,4 @@
-// The gate's call as native code receives it: `_cpu/__init__.py` packs it, field by field in this order; so does `host.cpp`.
+// A call of the gate as native code receives it; `_cpu/__init__.py` and `host.cpp` pack the fields in this order.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Activation : int64_t { GELU_TANH, GELU, SILU, RELU, SIGMOID, IDENTITY };
 
-// Strides are those of rows, in elements; absent tensors are null.
+// Row strides in elements; absent tensors are null.
 struct Call {
   const void *u, *g, *dy;
   void *y, *du, *dg;

@@ -1,9 +1,9 @@
-"""The gated linear unit in CUDA C++, for Hopper: the products in `gated_linear.cu`, compiled on first use with the user's
+"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu`, compiled on first use with the user's
 nvcc for the dtype and the activation of a call, and their launcher.
 
-Everything of the interface is here; what `lacks` says is left to the implementation that `OTHERWISE` names.
+The interface is complete; functions for which `lacks` is true are left to the implementation named by `OTHERWISE`.
 
-The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch.
+The library does not depend on torch: it receives addresses and a stream, so one build works with every torch version.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ SOURCES = tuple(
 CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
-DEEP = 4096  # from which on a down projection's gradient is faster here
-TILES_FROM = 129  # rows from which on pre-activations are worth its tiles, and copies what TMA cannot describe
-ROWS, GATE_ROWS = 128, 32  # of a tile; the fewest of a partial sum without a product, as in plan.h
+DEEP = 4096  # depth from which the gradient of a down projection is faster here
+TILES_FROM = (
+    129  # rows from which its tiles pay off with pre-activations, and copies of matrices that TMA does not support
+)
+ROWS, GATE_ROWS = 128, 32  # rows of a tile; minimum rows of a partial sum without a product, as in plan.h
 
 _PLAN = Struct("17q")
 _CALL = Struct("12q")
 
 
 def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
-    """What the library for a dtype and an activation is built from."""
+    """Build recipe of the library for a dtype and an activation."""
     return "gated-linear-cuda", SOURCES, build.nvcc(), (*cuda.flags((CAPABILITY,), "a"), *one(dtype, activation))
 
 
 def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:
-    """What has nvcc compile the kernels for a dtype and an activation alone."""
+    """nvcc flags that compile the kernels for a single dtype and activation."""
     return f"-DFUSEWISE_BFLOAT16={dtype == torch.bfloat16:d}", f"-DFUSEWISE_ACTIVATION={activation.upper()}"
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, activation: str) -> cuda.Library | str:
-    """The library, built if need be, or why there is none."""
+    """The library, built if necessary, or why there is none."""
     try:
         library = cuda.Library(recipe(dtype, activation), "fusewise_gated_linear")
     except build.BuildError as error:
@@ -75,8 +77,8 @@ def unavailable(device_type: str) -> str | None:
 def refuses(
     hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
 ) -> str | None:
-    """Why these matrices, x first, and a y of `hidden` columns are left to another implementation, or None if they are not.
-    Builds the library of the activation if need be."""
+    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is not.
+    Builds the library for the activation if necessary."""
     rows = matrices[0].shape[0]
     if by_choice and rows < TILES_FROM:
         if not alone:
@@ -99,14 +101,14 @@ def _gluon_is_there() -> bool:
 
 
 def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
-    """Whether a function is that of OTHERWISE for these matrices."""
+    """Whether a function is left to OTHERWISE for these matrices."""
     if function == "gradient":
         return x.shape[1] % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
     return function == "down_gradient" and x.shape[1] < DEEP
 
 
 def path(x: Tensor, halves: Halves) -> str:
-    """What `explain_dispatch` says beyond."""
+    """For `explain_dispatch`: copies, functions left to OTHERWISE, and the host fast path."""
     copies = f"{ALIGNED}: others are copied" if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
     narrow = f"gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s"
     return "; ".join(filter(None, (copies, narrow, _host.told())))
@@ -118,8 +120,8 @@ def _run(
     outputs: tuple[Tensor | None, Tensor | None] = (None, None), inputs: tuple[Tensor | None, Tensor | None] = (None, None),
     dbias: Tensor | None = None, width: int = 0,
 ) -> None:  # fmt: skip
-    """Launch the product of x with an epilogue, which writes y and outputs, u and g or their gradients, and reads inputs, dy or
-    u and g. GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
+    """Launch the product of x with an epilogue that writes y and `outputs` (u and g or their gradients) and reads `inputs` (dy,
+    or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
     rows = x.shape[0]
     if rows == 0:
         if dbias is not None:
@@ -146,19 +148,19 @@ def _run(
 
 
 def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
-    """The epilogue that makes y alone, and the width of its tiles where the kernel has no width of its own."""
+    """The epilogue for y alone, and the tile width of the few-rows kernel (0 for the others)."""
     size = x.shape[0], hidden, processors_of(x.get_device())
     return (FEW, tiles.width_of_few(*size)) if x.shape[0] <= tiles.FEW_ROWS else (tiles.for_y(*size).epilogue, 0)
 
 
 def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
-    """What the quick way on the host needs for calls like one that has been served: the entry point, the function that
-    explains its codes, and what `_for_y` says."""
+    """What the host fast path needs to replay a call: the entry point, the function that explains its error codes, and the
+    result of `_for_y`."""
     return *_kernel(x.dtype, activation).addresses(), *_for_y(x, hidden)  # type: ignore[union-attr]
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:
-    """The implementation `impl="cuda"`; these as in `reference.py`."""
+    """`impl="cuda"`: this and the gradients as in `reference.py`."""
     value, gate, *bias = halves
     given = spec.activation, x, value, gate, (bias[0], bias[1]), y
     if preact is not None:

@@ -1,14 +1,15 @@
-// What `fusewise_gated_linear` of gated_linear.cu takes: sizes, strides in elements and kinds, and addresses. `_cuda/__init__.py`
-// packs both in this order. Matrices have contiguous columns, and starts and rows aligned to 16 bytes.
+// The interface of `fusewise_gated_linear` (gated_linear.cu): sizes, strides in elements and kinds; and addresses. `_cuda/__init__.py`
+// packs both in this order. Matrices are row-major with 16-byte-aligned starts and rows.
 
 #pragma once
 
 #include <cstdint>
 
-// What is made of a product. Of u and g: y; y, u and g; du and dg, from dy. Of dy: y, du and dg, from u and g. Without a product, of
-// dy in memory: du and dg, from u and g. SIDE_n: y by tiles on their side, of n rows (tiles.cuh). FEW: y of up to 160 rows (few_rows.cuh).
+// What a kernel computes. From the product of x with both weights: Y: y; PREACT: y, u and g; GRADIENT: du and dg, from dy. From the
+// product dy = dz W_down: DOWN: y, du and dg, from u and g. Without a product: GATE: du and dg, from dy, u and g. SIDE_n: y, with the
+// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 160 rows (few_rows.cuh).
 enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE, FEW };
-constexpr int GATE_ROWS = 32;  // at least, of a partial sum without a product
+constexpr int GATE_ROWS = 32;  // GATE: rows of a partial sum, at least
 
 struct Plan {
   int64_t rows, hidden, depth;

@@ -1,9 +1,10 @@
-"""Which tiles make y: those that leave least of the device idle. The kernels' sizes are in `tiles.cuh`.
+"""Selects the tiles that compute y, by wave quantization: those that leave least of the device idle. The kernels' sizes are
+in `tiles.cuh`.
 
-    for_y(160, 14336, processors=132)           -> tiles on their side, of 160 rows
+    for_y(160, 14336, processors=132)           -> sideways tiles, of 160 rows
     gluon_takes_less(512, 14336, processors=132)   whether Gluon's are better still
 
-Shape legend: M rows, F features out. The count agrees with what an H200 took (docs/notes/gated-linear-h200.md).
+Shape legend: M rows, F features out. The model agrees with measurements on an H200 (docs/notes/gated-linear-h200.md).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import NamedTuple
 
 from .._few_rows import busiest, choose_width
 
-FEW_ROWS = 160  # to which y has a kernel that streams the weights
+FEW_ROWS = 160  # up to which y is computed by the weight-streaming kernel
 Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE, FEW = range(9)  # epilogues, as in plan.h
 
 
 class Tiles(NamedTuple):
-    """Rows and features that are made at once, by two multiprocessors which share their reads, and columns of a product."""
+    """Rows and features computed at once, by a cluster of two SMs that share their loads, and columns of a product."""
 
     epilogue: int
     rows: int
@@ -26,20 +27,19 @@ class Tiles(NamedTuple):
     columns: int
 
     def cost(self, rows: int, hidden: int, at_once: int) -> tuple[int, int]:
-        """Rounds of tiles, and what they take in columns. Fewer columns take more time each, since both operands are
-        read for all: by as much as 32 more would."""
+        """Waves of tiles, and their cost in columns. Operand loads add a fixed cost per tile, equal to that of 32 columns."""
         rounds = -(-(-(-rows // self.rows) * -(-hidden // self.features)) // at_once)
         return rounds, rounds * (self.columns + 32)
 
 
 UPRIGHT = Tiles(Y, 256, 96, 192)
 SIDEWAYS = Tiles(SIDE_192, 192, 128, 192), Tiles(SIDE_160, 160, 128, 160), Tiles(SIDE_128, 128, 128, 128)
-GLUON = Tiles(Y, 128, 64, 128)  # of one multiprocessor
+GLUON = Tiles(Y, 128, 64, 128)  # computed by one SM
 
 
 @functools.lru_cache(maxsize=1024)
 def for_y(rows: int, hidden: int, processors: int) -> Tiles:
-    """Upright ones, unless others take less by more than a twentieth."""
+    """The upright tiles, unless others cost less by more than 5 %."""
     best = UPRIGHT
     for tiles in SIDEWAYS:
         if 20 * tiles.cost(rows, hidden, processors // 2)[1] < 19 * best.cost(rows, hidden, processors // 2)[1]:
@@ -49,20 +49,20 @@ def for_y(rows: int, hidden: int, processors: int) -> Tiles:
 
 @functools.lru_cache(maxsize=1024)
 def gluon_takes_less(rows: int, hidden: int, processors: int) -> bool:
-    """Beyond one round. A block that waits for no other one takes a twentieth less for the same count."""
+    """Whether Gluon's tiles cost less, beyond one wave. Blocks without a cluster are 5 % faster at the same cost."""
     rounds, ours = for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)
     return rounds > 1 and 19 * GLUON.cost(rows, hidden, processors)[1] < 20 * ours
 
 
 def columns_of_few(rows: int) -> int | None:
-    """Columns of a product where weights are streamed (`few_rows.cuh`), None where they are not."""
+    """Columns of a product in the weight-streaming kernel (`few_rows.cuh`), or None beyond its rows."""
     return next((n for n in (16, 32, 64, 128, FEW_ROWS) if rows <= n), None)
 
 
 @functools.lru_cache(maxsize=1024)
 def width_of_few(rows: int, hidden: int, processors: int) -> int:
-    """Features of a tile where weights are streamed. From 33 to 96 rows those of one group of warps, up to 64, are
-    2 % quicker for the same count."""
+    """Features of a tile in the weight-streaming kernel. From 33 to 96 rows, tiles of a single warpgroup (up to 64 features)
+    are 2 % faster at the same cost."""
     columns = columns_of_few(rows) or FEW_ROWS
     narrow, wide = (choose_width(columns, hidden, processors, widest) for widest in (64, 128))
     cost = functools.partial(busiest, columns=columns, hidden=hidden, processors=processors)

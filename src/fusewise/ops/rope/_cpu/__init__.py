@@ -1,6 +1,6 @@
-"""RoPE on a CPU: the native kernel in `rope.cpp`, compiled on first use, and its launcher.
+"""`impl="cpu"` of RoPE: the native kernel in `rope.cpp`, compiled on first use, and its launcher.
 
-Threads are as many as torch uses at the time of the call, and they are torch's own (`_shared/cpu.py`).
+It runs on torch's own threads (`_shared/cpu.py`), as many as torch uses at the time of the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCES = (*(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "
 
 
 def recipe() -> build.Recipe:
-    """What the kernel is built from."""
+    """Build recipe of the kernel."""
     return "rope", SOURCES, build.cxx(), build.NATIVE_FLAGS
 
 
@@ -33,18 +33,18 @@ def _kernel() -> cpu.Kernel:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the native kernel cannot serve tensors of this device type, or None if it can; builds it if need be."""
+    """Why the native kernel cannot serve tensors of this device type, or None if it can; builds it if necessary."""
     return cpu.unavailable(device_type, _kernel)
 
 
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
-    """The implementation `impl="cpu"`: rotate every x into its y."""
+    """Rotate every x into its y."""
     plan, call = packed(xs, ys, rotation)
     kernel = _kernel()
     kernel.run(plan, call, torch.get_num_threads(), kernel.parallel)
 
 
 def tell(host: Any) -> None:
-    """Tell the quick way on the host (`_host.py`) where the kernel is."""
+    """Register the kernel with the host fast path (`_host.py`)."""
     kernel = _kernel()
     host.on_cpu(ctypes.cast(kernel.run, ctypes.c_void_p).value, kernel.parallel)

@@ -1,4 +1,4 @@
-// Writing large outputs: past the cache where the memory is in use, in large pages where it is new.
+// Writing large outputs: non-temporal stores to memory in use, huge pages for new memory.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace {
 
-// Copy past the cache. What a large output evicts is worth more than the output, and no line is read before it is
-// written, which saves a third of the traffic.
+// Copy with non-temporal stores. The data that a large output would evict is worth more than the output, and lines are not
+// read before they are written (no write-allocate), which saves a third of the traffic.
 inline void stream(void* to, const void* from, int64_t bytes) {
   auto* y = static_cast<char*>(to);
   auto* x = static_cast<const char*>(from);
@@ -46,9 +46,8 @@ inline void stream_fence() {
 #endif
 }
 
-// Whether memory is there but was never touched, as that of a new large tensor. The system will clear each of its pages
-// at the first write: in large pages that is twice as fast, so ask for those, and into a page just cleared one writes
-// through the cache.
+// Whether memory is mapped but was never touched, as in a new large tensor. The OS zeroes each page on the first write, twice as
+// fast with huge pages, so request those; a page that was just zeroed is in cache, so regular stores are used.
 inline bool untouched(const void* y, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t HUGE_PAGE = 2 << 20;
@@ -57,7 +56,7 @@ inline bool untouched(const void* y, int64_t bytes) {
   unsigned char resident = 1;
   auto* start = reinterpret_cast<void*>(first);
   if (first >= last || mincore(start, 1, &resident) != 0 || resident & 1) return false;
-  madvise(start, last - first, MADV_HUGEPAGE);  // refused where the system has none, which does no harm
+  madvise(start, last - first, MADV_HUGEPAGE);  // fails harmlessly where huge pages are not available
   return true;
 #else
   static_cast<void>(y), static_cast<void>(bytes);

@@ -1,16 +1,15 @@
-// RoPE on a CPU: q and k in one call, forward and backward (the transposed rotation).
+// RoPE CPU kernel: q and k in one call, forward and backward (the transposed rotation).
 //
 //     (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
 //
 // Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs; a block is up to BLOCK tokens of one
-// batch entry. Threads take runs of blocks. For each block cos θ and sin θ are computed or converted once, float32 in
-// the first-level cache, and used for all heads of q and k; where they are the same for every batch entry, entries come
-// in turn so that they serve those too. x is read once, y written once, arithmetic in float32, one rounding. Every
-// result depends on its token alone, not on the number of threads or on how tokens fall into blocks, so it is bitwise
-// reproducible.
+// batch entry. Threads take runs of blocks. For each block cos θ and sin θ are computed or converted once, as float32 in
+// L1, and used for all heads of q and k; if they are the same for every batch entry, the blocks of all entries are
+// processed back to back and share them. x is read once, y written once; float32 arithmetic with one final rounding. A
+// result depends only on its token, not on the number of threads or on the blocking, so it is bitwise reproducible.
 //
-// No torch header and no OpenMP pragma: it compiles in seconds, and threads come from the runtime torch has loaded,
-// whose `GOMP_parallel` is handed in, or are started here.
+// There is no torch header and no OpenMP pragma: it compiles in seconds. Threads come from the OpenMP runtime that torch
+// has loaded, whose `GOMP_parallel` is passed in, or are started here.
 
 #include <algorithm>
 #include <atomic>
@@ -34,15 +33,15 @@ namespace {
 
 constexpr int64_t MAX_HEAD_DIM = 512, MAX_PAIRS = MAX_HEAD_DIM / 2;
 constexpr int64_t BLOCK = 32;                // tokens
-constexpr int64_t TABLE_FLOATS = 4096;       // of a block's cos or sin: 16 KiB
-constexpr int64_t RUN_BYTES = 256 << 10;     // of x that a thread takes at a time
-constexpr int64_t THREAD_BYTES = 128 << 10;  // of x for which another thread is worth waking
-constexpr int64_t AHEAD_BYTES = 8 << 10;     // of x between what is worked on and what is prefetched
-constexpr int64_t STREAM_BYTES = 32 << 20;   // of y from which on it is written past the cache
+constexpr int64_t TABLE_FLOATS = 4096;       // floats of a block's cos or sin: 16 KiB
+constexpr int64_t RUN_BYTES = 256 << 10;     // bytes of x that a thread takes at a time
+constexpr int64_t THREAD_BYTES = 128 << 10;  // bytes of x that justify another thread
+constexpr int64_t AHEAD_BYTES = 8 << 10;     // prefetch distance in bytes of x
+constexpr int64_t STREAM_BYTES = 32 << 20;   // bytes of y from which on stores are non-temporal
 
 // --- One head -------------------------------------------------------------------------------------------------------
 
-// Rotate pairs [i, i + N) of x into y: apart, or the same where the pairing is. No pair touches what another reads.
+// Rotate pairs [i, i + N) of x into y. x and y are disjoint, or the same if the pairings are: no pair then overwrites another's input.
 template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT, int N>
 inline void rotate_some(const T* x, T* y, const float* cos, const float* sin, int64_t pairs, int64_t i) {
   using E = Elements<T, N>;
@@ -73,7 +72,7 @@ inline void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t
   for (; i < pairs; ++i) rotate_some<T, IN, OUT, 1>(x, y, cos, sin, pairs, i);
 }
 
-// The same without a rotation: every element keeps its bits.
+// Change the pairing without rotating: every element keeps its bits.
 template <class T, bool IN, bool OUT>
 inline void pass(const T* x, T* y, int64_t pairs) {
   for (int64_t i = 0; i < pairs; ++i) {
@@ -82,8 +81,8 @@ inline void pass(const T* x, T* y, int64_t pairs) {
   }
 }
 
-// `count` heads a step apart, each with its own row of cos and sin or all with the same (table_step 0), or with none: then
-// they pass through. While one is worked on, the one `ahead` of it is fetched.
+// `count` heads with a constant stride, each with its own row of cos and sin or sharing one (table_step 0), or without (cos is
+// null): then they pass through. While one head is processed, the one `ahead` of it is prefetched.
 struct Heads {
   const void* x;
   void* y;
@@ -95,10 +94,11 @@ struct Heads {
 template <class T, bool INTERLEAVED_IN, bool INTERLEAVED_OUT>
 void rotate_heads(const Plan& plan, const Heads& heads, bool streamed) {
   const int64_t width = heads.width, start = heads.start, rest = start + 2 * plan.pairs;
-  // A head that is rewritten in another order is read whole before it is written.
+  // In place with a different pairing, the whole head must be read before it is written.
   const bool reordered = plan.in_place && INTERLEAVED_IN != INTERLEAVED_OUT;
   const bool prefetch_y = !streamed && !plan.in_place;
-  // Heads are streamed some at a time: a load that finds parts of its data in two stores under way would wait.
+  // Several heads are staged before they are streamed: loading data that spans two pending stores would stall (failed
+  // store-to-load forwarding).
   alignas(64) T stage[MAX_HEAD_DIM];
   const int64_t most = streamed ? MAX_HEAD_DIM / width : 1;
   int64_t staged = 0;
@@ -146,9 +146,9 @@ RotateHeads rotation_of(const Plan& plan) {
 
 // --- Angles ---------------------------------------------------------------------------------------------------------
 
-// cos and sin of `factor` times each of the angles, to half a unit in the last place of 1. The product and the reduction
-// by quarter turns are float64 (π/2 in three parts whose products are exact), the polynomials float32 on [-π/4, π/4]. An
-// angle so large that its quarter turns cannot be counted gives NaN, not a polynomial far from there.
+// cos and sin of `factor` times each of the angles, to within half an ulp of 1. The product and the range reduction by
+// quarter turns are float64 (π/2 in three parts whose products are exact), the polynomials float32 on [-π/4, π/4]. An angle
+// too large for its quarter turns to be counted gives NaN instead of a polynomial evaluated far outside its range.
 void cos_and_sin(double factor, const float* angles, float scale, int64_t pairs, float* cos, float* sin) {
   INDEPENDENT
   for (int64_t i = 0; i < pairs; ++i) {
@@ -183,11 +183,11 @@ int64_t integer(const void* data, int64_t wide, int64_t i) {
 
 // --- One thread -----------------------------------------------------------------------------------------------------
 
-// A call as its threads share it: blocks 0 … blocks − 1, of which a thread takes `run` at a time.
+// The work queue of a call: blocks 0 … blocks − 1, of which a thread takes `run` at a time.
 struct Work {
   const Plan& plan;
   const Call& call;
-  int64_t block, blocks, run;  // tokens a block; block b of batch entry e is e + b * batch
+  int64_t block, blocks, run;  // tokens per block; block b of batch entry e has index e + b * batch
   bool streamed;
   std::atomic<int64_t> next{0};
 };
@@ -238,13 +238,13 @@ class Thread {
     return (pair >= sections[0]) + (pair >= sections[0] + sections[1]);
   }
 
-  // How many of `count` tokens come before the end of the last sequence; the others pass through.
+  // How many of `count` tokens lie before the end of the last sequence; the others pass through.
   int64_t in_sequences(int64_t token, int64_t count) const {
     if (!call.bounds) return count;
     return plan.sequences == 0 ? 0 : std::clamp<int64_t>(bound(plan.sequences) - token, 0, count);
   }
 
-  // All heads of one operand in a block, in the order in which they lie in memory.
+  // Rotate all heads of one operand in a block, in memory order.
   void rotate_block(RotateHeads rotate_heads, int64_t operand, int64_t batch, int64_t token, int64_t count,
                     const float* cos) const {
     const int64_t *xs = plan.x_strides[operand], *ys = plan.y_strides[operand], heads = plan.heads[operand];
@@ -351,7 +351,7 @@ void run_thread(void* work) { Thread(*static_cast<Work*>(work)).run(); }
 
 }  // namespace
 
-// Rotate every x of the call into its y, with `most` threads, started by `parallel` (GOMP_parallel) or, where it is null, here.
+// Rotate every x of the call into its y with at most `most` threads, started by `parallel` (GOMP_parallel) or, if null, here.
 extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan* plan, const Call* call, int64_t most,
                                                                      Parallel parallel) noexcept {
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2;
@@ -361,7 +361,7 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
   const int64_t all_tokens = plan->batch * plan->tokens, bytes = all_tokens * token_bytes;
   if (bytes == 0) return;
   const int64_t threads = std::clamp<int64_t>(bytes / THREAD_BYTES, 1, std::max<int64_t>(1, most));
-  // Blocks as large as the table buffer allows and runs as long as is useful, but several for each thread.
+  // Blocks as large as the table buffer allows and runs as long as is useful, but several of them per thread.
   int64_t block = std::min(BLOCK, TABLE_FLOATS / plan->pairs);
   if (threads > 1) block = std::clamp<int64_t>(all_tokens / (8 * threads), 1, block);
   const int64_t blocks = (plan->tokens + block - 1) / block * plan->batch;
@@ -369,7 +369,7 @@ extern "C" __attribute__((visibility("default"))) void fusewise_rope(const Plan*
   if (threads > 1) run = std::max<int64_t>(1, std::min(RUN_BYTES / (block * token_bytes), blocks / (8 * threads)));
   const bool large = bytes >= STREAM_BYTES && !plan->in_place;
   bool streamed = large;
-  for (int64_t o = 0; large && o < plan->operands; ++o)  // of a tensor with gaps, not the whole
+  for (int64_t o = 0; large && o < plan->operands; ++o)  // of a tensor with gaps, only a part is examined
     streamed &= !untouched(call->y[o], features[o] * all_tokens * size);
   Work work{*plan, *call, block, blocks, run, streamed};
   in_threads(run_thread, &work, threads, parallel);

@@ -1,7 +1,7 @@
-// Vectors of float32, and how float32, bfloat16 and float16 elements become them and are rounded back.
+// float32 SIMD vectors, and the conversion of float32, bfloat16 and float16 elements to and from them.
 //
-// Written in the vector extensions that GCC and Clang share, which lower to SSE, AVX, AVX-512 or NEON; the
-// one exception is the float16 conversion of x86, which they do not reach.
+// Uses the vector extensions common to GCC and Clang, which lower to SSE, AVX, AVX-512 or NEON; the only exception is the
+// float16 conversion of x86, which needs intrinsics.
 
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-// N float32, 32-bit and 16-bit integer lanes. The compilers' vector extensions lower them to whatever the machine has.
+// Vector types with N lanes of float32, 32-bit and 16-bit integers.
 template <int N>
 struct Lanes;
 
@@ -59,7 +59,7 @@ inline void store(void* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// The elements I of x and y laid end to end. GCC before 12 has no builtin for it and finds the permutation by itself.
+// Shuffle: the elements I of the concatenation of x and y. GCC before 12 has no builtin but recognizes the permutation.
 template <int... I, class V>
 inline auto shuffled(V x, V y) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -71,7 +71,7 @@ inline auto shuffled(V x, V y) {
 #endif
 }
 
-// From N pairs in two vectors to the vectors of their first and second elements, and back.
+// Deinterleave N pairs in two vectors into the vectors of their first and second elements, and back.
 template <class V, int... I>
 inline void part(V low, V high, V& a, V& b, std::integer_sequence<int, I...>) {
   a = shuffled<2 * I...>(low, high);
@@ -101,7 +101,7 @@ inline void separate(U both, H& a, H& b, std::integer_sequence<int, I...>, std::
   b = shuffled<I + N...>(rows, rows);
 }
 
-// How N elements become float32 lanes and are rounded back, to nearest even: a row of a and a row of b, or N pairs.
+// Load N elements as float32 lanes, and round to nearest even and store them: from a row of a and a row of b, or from N pairs.
 template <class T, int N>
 struct Elements;
 
@@ -126,7 +126,7 @@ struct Bf16 {
   uint16_t bits;
 };
 
-// A pair is worked on in one 32-bit lane: it needs two operations to take apart, and halves the shuffles.
+// A pair is processed in one 32-bit lane: unpacking takes two operations, and half as many shuffles are needed.
 template <int N>
 struct Elements<Bf16, N> {
   using L = Lanes<N>;
@@ -134,7 +134,7 @@ struct Elements<Bf16, N> {
   using U = typename L::U;
   using H = typename L::H;
 
-  static U round(F v) {  // in the upper half of the lane
+  static U round(F v) {  // the result is in the upper half of the lane
     const U bits = (U)v;
     return v == v ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x00400000;
   }

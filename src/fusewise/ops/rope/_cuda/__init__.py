@@ -1,9 +1,7 @@
-"""RoPE in CUDA C++: the kernels in `rope.cu`, compiled on first use with the user's nvcc, and their launcher.
+"""`impl="cuda"` of RoPE: the kernels in `rope.cu`, compiled on first use with the user's nvcc, and their launcher.
 
-The headers serve every operation that rotates.
-
-The library knows nothing of torch: it is handed addresses and a stream, so one build serves every version of torch. It
-has machine code for the GPUs of this machine only.
+The library does not depend on torch: it receives addresses and a stream, so one build works with every torch version.
+It contains machine code only for the GPUs of this machine. The headers are shared by all operations that rotate.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ SOURCES = (*(FOLDER / name for name in ("rope.cu", "bulk.cuh", "light.cuh", "row
 
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
-    """What the library for the given compute capabilities is built from."""
+    """Build recipe of the library for the given compute capabilities."""
     return "rope-cuda", SOURCES, build.nvcc(), cuda.flags(capabilities)
 
 
@@ -39,16 +37,16 @@ def _kernel() -> cuda.Library:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds them if need be."""
+    """Why the CUDA kernels cannot serve tensors of this device type, or None if they can; builds them if necessary."""
     return cuda.unavailable(device_type, _kernel)
 
 
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
-    """The implementation `impl="cuda"`: rotate every x into its y on the current stream of their device."""
+    """Rotate every x into its y on the current stream of their device."""
     plan, call = packed(xs, ys, rotation)
     _kernel().launch(plan, call, xs[0].get_device(), "rope")
 
 
 def tell(host: Any) -> None:
-    """Tell the quick way on the host (`_host.py`) where the launcher is."""
+    """Register the launcher with the host fast path (`_host.py`)."""
     host.on_cuda(_host.NEW, *_kernel().addresses())

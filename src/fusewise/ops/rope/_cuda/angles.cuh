@@ -1,4 +1,4 @@
-// cos θ and sin θ of the pairs of a token: from its position the row of the table, or the angle itself.
+// cos θ and sin θ of a token's pairs: finds its position, then reads the table row or computes the angle.
 
 #pragma once
 
@@ -10,16 +10,16 @@
 
 namespace {
 
-// How a row of the table is read.
+// How a table row is read: vectorized by dtype, entry by entry, or as angles or frequencies.
 enum Read : int32_t { FLOATS, BFLOATS, HALVES, SCALARS, OF_ANGLES, OF_FREQUENCIES };
-// Which positions the pairs of a chunk follow: the only ones, those of one axis, or each its own axis.
+// Position axis of the pairs of a chunk: there is only one axis, one axis per chunk, or one per pair (M-RoPE).
 enum Axes : int32_t { ONE, BY_CHUNK, BY_PAIR };
 
-// What is the same for all tensors of a launch: how its blocks divide them, and what angles depend on.
+// Parameters shared by the tensors of a launch: the partition into blocks, and everything that angles depend on.
 struct Work {
-  uint32_t pairs, rotated;          // rotated: chunks of NP pairs in a head
-  uint32_t tokens, steps, q_parts;  // a block has HEADS · steps · blockDim.y heads of its tensor: a part
-  Divisor parts, stripe, batches;   // blocks of a tile, tiles of a stripe, batch entries
+  uint32_t pairs, rotated;          // rotated: chunks of NP pairs per head
+  uint32_t tokens, steps, q_parts;  // a part, the work of a block, is HEADS · steps · blockDim.y heads of one tensor
+  Divisor parts, stripe, batches;   // parts per tile, tiles per stripe, batch entries
   bool inverse, in_place, alone, wide_positions, wide_offsets, wide_bounds, sections_interleaved;
   Read read;
   Axes axes;
@@ -36,8 +36,8 @@ __device__ int64_t integer(const void* data, bool wide, int64_t i) {
   return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
 }
 
-// scale · cos and scale · sin of a float64 angle, to half a unit in the last place of 1: reduced in float64 by quarter
-// turns (π/2 in two parts), then polynomials in float32 (Cephes) on [-π/4, π/4].
+// scale · cos and scale · sin of a float64 angle, to within half an ulp of 1: range reduction by quarter turns in float64
+// (π/2 in two parts, Cody-Waite), then float32 polynomials (Cephes) on [-π/4, π/4].
 __device__ void cos_and_sin(double angle, float scale, float& cos, float& sin) {
   const double turns = rint(angle * 0.63661977236758134308);
   const float x = static_cast<float>(fma(turns, -6.123233995736766e-17, fma(turns, -1.5707963267948966, angle)));
@@ -66,7 +66,7 @@ __device__ void read_row(const Work& p, int64_t index, float (&cos)[NP], float (
   for (int i = 0; i < NP; ++i) cos[i] = to_float(c.values[i]), sin[i] = to_float(s.values[i]);
 }
 
-// One entry of a row that is not read as a vector.
+// One entry of a row that is not loaded as a vector.
 __device__ void entry(const Work& p, uint32_t batch, int64_t row, int pair, float& cos, float& sin) {
   if (p.read == OF_FREQUENCIES) {
     const float frequency = table_entry(p, p.cos, pair * p.table_strides[2]);
@@ -89,10 +89,10 @@ __device__ int axis_of(const Work& p, int pair) {
   return (pair >= p.sections[0]) + (pair >= p.sections[0] + p.sections[1]);
 }
 
-// The table row of a token whose position no tensor gives, and the sequence in which it lies; or that it passes through, being
-// past the last one.
+// The table row of a token without an explicit position, and its sequence. Sets `passes` for a token past the last sequence,
+// which passes through unrotated.
 __device__ int64_t running_row(const Work& p, uint32_t batch, uint32_t token, bool& passes, int64_t& sequence) {
-  // Entries of a single token each come as tokens of one.
+  // alone: batch entries of one token each are launched as the tokens of one entry.
   int64_t row = p.alone ? 0 : token, length = p.tokens;
   sequence = p.alone ? token : batch;
   if (p.bounds) {
@@ -151,7 +151,7 @@ __device__ void angles(const Work& p, uint32_t batch, uint32_t token, int first,
     if (p.inverse) sin[i] = -sin[i];
 }
 
-// What the angles of a call depend on, for chunks of `np` pairs. Where `alone`, batch entries of a single token each come as
+// Set all parameters that angles depend on, for chunks of `np` pairs. `alone`: batch entries of one token each are launched as the
 // tokens of one entry.
 inline void set_angles(Work& p, const Plan& plan, const Call& call, int64_t np, bool alone) {
   p.pairs = static_cast<uint32_t>(plan.pairs), p.rotated = static_cast<uint32_t>(plan.pairs / np);

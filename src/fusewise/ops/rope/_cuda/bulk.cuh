@@ -1,9 +1,10 @@
-// Large calls that copy a part of each head and would write sectors of 32 bytes in parts, on Hopper: what a token has of q or k is
-// one run of bytes, which the copy engine brings into shared memory and takes away, so that memory sees a copy and nothing else.
-// Threads touch only what rotates, in shared memory.
+// RoPE kernel for Hopper, for large calls with partial rotation that would otherwise write 32-byte sectors in parts. The heads of a
+// token are one contiguous run of bytes: TMA bulk copies (cp.async.bulk) move it to shared memory and back, so that DRAM sees
+// whole-sector copies. Threads only touch the rotated features, in shared memory.
 //
-// Shape legend: as in rope.cu. A unit, which a block has, is the heads of one token, of q or of k, or a part of them. Its threads
-// have each the same place in the halves of several heads. Many small blocks keep memory busier than a few that have a ring of units.
+// Shape legend: as in rope.cu. A block processes one unit: all heads of q or of k of one token, or a part of them. A thread
+// takes the same place in both halves of several heads. Many small blocks keep more memory traffic in flight than a few
+// persistent blocks with a ring buffer of units.
 
 #pragma once
 
@@ -15,29 +16,29 @@
 namespace {
 
 constexpr uint32_t BULK_THREADS = 64;
-constexpr int64_t BULK_LARGE = 16 << 20;  // bytes that a call moves at least
-// Bytes of a unit at most; on average at least, since a multiprocessor begins 6 million blocks a second.
+constexpr int64_t BULK_LARGE = 16 << 20;  // minimum bytes moved by a call
+// Bytes of a unit: the maximum, and the minimum average, since an SM launches only 6 million blocks per second.
 constexpr int64_t MOST_OF_UNIT = 4 << 10, FEWEST_OF_UNIT = 2560;
-constexpr uint32_t BARRIER = 128;  // bytes of shared memory before the unit's
+constexpr uint32_t BARRIER = 128;  // bytes of shared memory reserved for the mbarrier, before the unit
 
 struct BulkTensor {
   const char* x;
   char* y;
   int64_t x_strides[2], y_strides[2];  // bytes: batch, token
-  uint32_t heads, width, of_unit;      // heads; bytes of a head; heads of a unit
-  uint32_t first;                      // bytes before the first half of what rotates, or, inverse, the second
+  uint32_t heads, width, of_unit;      // heads; bytes per head; heads per unit
+  uint32_t first;                      // byte offset in a head of the first rotated half, for the inverse the second
 };
 
 struct Bulk {
   Rows rows;
-  uint32_t at_once;                 // heads that the threads turn at once
-  int32_t halves;                   // bytes from the first half of what rotates to the second
-  uint32_t of_q;                    // units of a token that are q's
-  Divisor of_token, tokens, chunk;  // units of a token, tokens of a batch entry, threads of a head
+  uint32_t at_once;                 // heads that the block rotates at once
+  int32_t halves;                   // bytes from that half to the other, negative for the inverse
+  uint32_t of_q;                    // units per token for q
+  Divisor of_token, tokens, chunk;  // units per token, tokens per batch entry, threads per head
   BulkTensor tensors[2];
 };
 
-// Accesses are of BYTES.
+// BYTES: width of an access to shared memory.
 template <class T, class TABLE, int BYTES>
 __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_constant__ Bulk p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -48,26 +49,26 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
   const BulkTensor& t = p.tensors[is_k];
   const uint32_t first = (in_token - (is_k ? p.of_q : 0)) * t.of_unit, heads = min(t.of_unit, t.heads - first);
 
-  char* const memory = shared_bytes();
-  const uint32_t barrier = shared_address(memory), unit = barrier + BARRIER, bytes = heads * t.width;
+  char* const memory = dynamic_smem();
+  const uint32_t barrier = smem_address(memory), unit = barrier + BARRIER, bytes = heads * t.width;
   const bool leads = threadIdx.x == 0;
 #if defined(__CUDA_ARCH__)
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
 #endif
   if (leads) {
-    barrier_init(barrier);
-    barriers_are_there();
-    barrier_expect(barrier, bytes);
-    run_in(t.x + batch * t.x_strides[0] + token * t.x_strides[1] + int64_t(first) * t.width, unit, bytes, barrier);
+    mbarrier_init(barrier);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(barrier, bytes);
+    bulk_load(t.x + batch * t.x_strides[0] + token * t.x_strides[1] + int64_t(first) * t.width, unit, bytes, barrier);
   }
-  const uint32_t mine = p.chunk(threadIdx.x), chunk = threadIdx.x - mine * p.chunk.d;  // head and chunk of this thread
+  const uint32_t mine = p.chunk(threadIdx.x), chunk = threadIdx.x - mine * p.chunk.d;  // this thread's first head and its chunk
   bool inside;
   const int64_t row_at = p.rows.of(batch, token, inside) + chunk * (N * sizeof(TABLE));
   Words<TABLE, N> cosines, sines;
   cosines.read(p.rows.cos + row_at), sines.read(p.rows.sin + row_at);
-  __syncthreads();  // the barrier is there
-  barrier_wait(barrier, 0);
+  __syncthreads();  // the mbarrier is initialized
+  mbarrier_wait(barrier, 0);
 
   if (mine < p.at_once)
     for (uint32_t head = mine; head < heads; head += p.at_once) {
@@ -87,19 +88,19 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
       one.set(a), other.set(b);
       one.write(place), other.write(place + p.halves);
     }
-  written_for_runs();
+  fence_proxy_async();
   __syncthreads();
   if (leads) {
-    run_out(t.y + batch * t.y_strides[0] + token * t.y_strides[1] + int64_t(first) * t.width, unit, bytes);
-    runs_have_read();
+    bulk_store(t.y + batch * t.y_strides[0] + token * t.y_strides[1] + int64_t(first) * t.width, unit, bytes);
+    bulk_store_wait_read();
   }
 #endif
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-// Whether the kernel serves a call of so many batch entries and tokens, whose halves may be read in accesses of `bytes`; and its
-// parameters if it does. `alone`: as for `set_angles`.
+// Whether this kernel supports a call whose halves allow accesses of `bytes`. If so, sets its parameters. `alone`: as for
+// `set_angles`.
 inline bool bulk(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, const Device& device, Bulk& p) {
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;
   if (device.generation != 9 || plan.in_place || plan.interleaved_in || plan.interleaved_out || bytes < 4) return false;
@@ -126,7 +127,7 @@ inline bool bulk(const Plan& plan, const Call& call, int64_t batch, int64_t toke
     t.of_unit = static_cast<uint32_t>(ceil_div(heads, parts));
     t.first = static_cast<uint32_t>((plan.start[o] + (plan.inverse ? plan.pairs : 0)) * size);
     units += ceil_div(heads, t.of_unit), run += heads * width, copied += plan.head_dim[o] - 2 * plan.pairs;
-    const int64_t accesses = (plan.head_dim[o] - 2 * plan.pairs) / access;  // of the light kernel, whose threads have two each
+    const int64_t accesses = (plan.head_dim[o] - 2 * plan.pairs) / access;  // copying accesses of the light kernel, two per thread
     in_parts |= 2 * first_of_two(plan, o, accesses, bytes) != accesses;
     if (o == 0) p.of_q = static_cast<uint32_t>(units);
   }

@@ -1,4 +1,4 @@
-// What a thread has of a head, a chunk of 2 · NP elements, and its rotation.
+// A thread's chunk of a head, 2 · NP elements, and its rotation.
 
 #pragma once
 
@@ -6,10 +6,10 @@
 
 namespace {
 
-// A chunk of one head: NP pairs, neighbours or halves apart, or 2 · NP elements to copy.
+// A chunk of one head: NP pairs, interleaved or in two halves, or 2 · NP elements to copy.
 template <class T, bool INTERLEAVED, int NP>
 struct Chunk {
-  static constexpr bool WHOLE = INTERLEAVED && NP > 1;  // one access; a single pair need not be aligned as a whole
+  static constexpr bool WHOLE = INTERLEAVED && NP > 1;  // one wide access; a single pair may not be aligned for one
   Pack<T, WHOLE ? 2 * NP : NP> first;
   Pack<T, NP> second;
   __device__ void read(const char* from, uint32_t apart, bool both) {
@@ -20,7 +20,7 @@ struct Chunk {
     first.write(to);
     if (!WHOLE && both) second.write(to + apart);
   }
-  // One access for what is copied beside pairs that change from one pairing to the other; it is aligned as neighbours are.
+  // Copied features when input and output pairing differ: one wide access, aligned like the interleaved side.
   __device__ void read_on(const char* from) {
     Pack<T, 2 * NP> whole;
     whole.read(from);
@@ -38,8 +38,8 @@ struct Chunk {
   __device__ T& element(int i) { return WHOLE || i < NP ? first.values[i % (WHOLE ? 2 * NP : NP)] : second.values[i % NP]; }
 };
 
-// The chunk as it is to be written: rotated, or as it is where it does not rotate. What passes keeps its values, in the
-// pairing of the output.
+// The output chunk: rotated, or copied if not `rotates`. With `passes` (a token past the last sequence) the values stay
+// unrotated but are reordered to the output's pairing.
 template <class T, bool IN, bool OUT, int NP>
 __device__ __forceinline__ void turn(Chunk<T, IN, NP>& from, Chunk<T, OUT, NP>& to, const float (&cos)[NP],
                                      const float (&sin)[NP], bool rotates, bool passes) {

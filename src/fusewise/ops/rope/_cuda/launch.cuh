@@ -1,4 +1,4 @@
-// What the host decides before a launch: how wide accesses may be, how many heads a thread has, and which kernel that is.
+// Host-side launch decisions: access width, heads per thread, selection of the kernel instance, and the launch itself.
 
 #pragma once
 
@@ -12,27 +12,27 @@
 
 namespace {
 
-constexpr int THREADS = 128;  // of a block, at most, where a head of 512 features has no more chunks
-constexpr int READ = 128;     // bytes that a thread reads at once where there is enough to do
+constexpr int THREADS = 128;  // maximum per block unless a head has more chunks (see most_threads)
+constexpr int READ = 128;     // bytes that a thread has in flight if the call is large enough
 
-// A head is in one block: in chunks of a single pair it may have 256.
+// A head must fit in one block: 512 features are up to 128 chunks, but 256 chunks of a single pair.
 constexpr int most_threads(int np) { return np > 1 ? THREADS : 2 * THREADS; }
 
-// Heads of which a thread then has a chunk of NP pairs. Its first instructions, as many as those for 30 bytes, serve all.
-// `of_narrow`: where accesses are of less than 8 bytes.
+// Heads per thread for READ bytes in chunks of NP pairs. They amortize a thread's prologue, which costs as many instructions as 30
+// bytes. `of_narrow`: heads per thread if accesses are narrower than 8 bytes.
 constexpr bool narrow(int64_t np, int64_t size) { return np * size < 8; }
 constexpr int heads_read(int64_t np, int64_t size, int of_narrow) { return narrow(np, size) ? of_narrow : int(READ / (2 * np * size)); }
 
-// The heads of a thread in a call of so many chunks, of which there are to be `enough` threads at least. Narrow
-// accesses are most of a thread's work, so that half as many heads are worth it, too.
+// Heads per thread in a call of so many chunks that leave at least `enough` threads. With narrow accesses half as many
+// heads are worthwhile, too, as the accesses dominate a thread's work.
 inline int64_t heads_for(int64_t np, int64_t size, int of_narrow, int64_t chunks, int64_t enough) {
   const int64_t several = heads_read(np, size, of_narrow);
   if (chunks >= several * enough) return several;
   return narrow(np, size) && several > 1 && chunks >= several / 2 * enough ? several / 2 : 1;
 }
 
-// The kernel for a dtype, a pairing, chunks of `np` pairs, and one head or several a thread, out of a family of them:
-// Family<T, INTERLEAVED_IN, INTERLEAVED_OUT, NP, HEADS>::kernel, and ::OF_NARROW, the heads of a thread where accesses are narrow.
+// Select the kernel instance for a dtype, a pairing, chunks of `np` pairs, and one or several heads per thread from a family:
+// Family<T, INTERLEAVED_IN, INTERLEAVED_OUT, NP, HEADS>::kernel, and ::OF_NARROW, the heads per thread if accesses are narrow.
 template <template <class, bool, bool, int, int> class Family, class T, bool IN, bool OUT, int NP>
 auto with_heads(int64_t heads) {
   constexpr int SEVERAL = heads_read(NP, sizeof(T), Family<T, IN, OUT, NP, 1>::OF_NARROW);
@@ -61,8 +61,8 @@ auto with_pairing(const Plan& plan, int64_t np, int64_t heads) {
 #endif
 }
 
-// `f` of an element of the dtype. All kernels take most of a minute to compile: who wants to see those of one dtype and pairing
-// defines FUSEWISE_DTYPE, FUSEWISE_IN and FUSEWISE_OUT as their T, INTERLEAVED_IN and INTERLEAVED_OUT. The library has all.
+// Call `f` with a value of the dtype. All kernels take most of a minute to compile: to inspect those of one dtype and pairing,
+// define FUSEWISE_DTYPE, FUSEWISE_IN and FUSEWISE_OUT as their T, INTERLEAVED_IN and INTERLEAVED_OUT. The library has all.
 template <class F>
 auto with_dtype(int64_t kind, F f) {
 #ifdef FUSEWISE_DTYPE
@@ -80,10 +80,10 @@ auto kernel_for(const Plan& plan, int64_t np, int64_t heads) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t SECTOR = 32;  // bytes that memory is written in
+constexpr int64_t SECTOR = 32;  // bytes of a DRAM write sector
 
-// Of `count` accesses of `bytes` that copy what does not rotate of a head, those that are the first of two of a thread: half of them,
-// and as many more as it takes for the second ones to begin with a sector, which is written in two parts otherwise.
+// Copying the unrotated features of a head takes `count` accesses of `bytes`, up to two per thread. Returns how many are a thread's
+// first: half of them, rounded up until the second ones start at a sector boundary; a sector would otherwise be written in two parts.
 inline int64_t first_of_two(const Plan& plan, int operand, int64_t count, int64_t bytes) {
   const int64_t start = plan.start[operand] > 0 ? 0 : 2 * plan.pairs * (plan.kind == FLOAT32 ? 4 : 2);
   int64_t first = ceil_div(count, 2);
@@ -91,7 +91,7 @@ inline int64_t first_of_two(const Plan& plan, int operand, int64_t count, int64_
   return first;
 }
 
-// The largest power of two, 16 at most, that divides all bits seen.
+// The largest power of two, at most 16, that divides all values seen.
 struct Alignment {
   uint64_t bits = 16;
   void see(int64_t value) { bits |= static_cast<uint64_t>(value); }
@@ -99,7 +99,7 @@ struct Alignment {
   int64_t bytes() const { return static_cast<int64_t>(bits & -bits); }
 };
 
-// Of the current device.
+// Properties of the current device: SM count and major compute capability.
 struct Device {
   int processors = 132, generation = 0;
 };
@@ -119,8 +119,8 @@ inline Device current_device() {
   return device;
 }
 
-// Launch on a stream of the current device. The blocks may take their places while the last ones of the kernel before are
-// still at work: the kernel waits for that one's end before it touches memory.
+// Launch on a stream of the current device, with programmatic dependent launch: blocks may become resident while the previous
+// kernel drains; the kernel waits for its completion (griddepcontrol.wait) before it touches memory.
 template <class Params>
 cudaError_t launched(void (*kernel)(Params), dim3 grid, dim3 block, void* stream, const Device& device, const Params& params,
                      size_t shared_memory = 0) {
@@ -133,7 +133,7 @@ cudaError_t launched(void (*kernel)(Params), dim3 grid, dim3 block, void* stream
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = device.generation >= 9 ? 1 : 0;  // older GPUs have no such launch
+  config.numAttrs = device.generation >= 9 ? 1 : 0;  // older GPUs do not support it
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -1,13 +1,13 @@
-// The calls of most models, but for a few tokens: tensors and table read by vectors, a row of the table for each token. They have
-// a kernel of their own, since it is the number of threads with an access under way that counts, and what the general kernel can
-// be asked takes registers: here there are 32, so that a multiprocessor has all the threads it can.
+// RoPE kernel for the common case, except for very few tokens: vectorized loads of tensors and table, one table row per token. It
+// is separate because throughput depends on the number of threads with a load in flight, and the options of the general kernel
+// cost registers: this one uses 32, which allows full occupancy.
 //
-// Shape legend: as in rope.cu. A thread has two accesses of 16 bytes in one head: of what rotates, the same place in its first and
-// in its second half, whichever elements pair; or of what is copied (not in place). With one access its first instructions would
-// serve too little. Where halves pair, accesses are of 8 bytes if alignment wants it and nothing is copied: copying a wide rest by
-// halves is too little again. Neighbouring threads have neighbouring accesses, then heads of q and k, then tokens. A block belongs
-// to one stripe of tokens (z) of one batch entry (y): those stripes of all entries follow each other, so that the rows of the
-// table are still in the cache.
+// Shape legend: as in rope.cu. A thread makes two 16-byte accesses in one head: to the same place in the first and in the second
+// half of the rotated features, whichever elements pair; or to features that are copied (out of place). A single access would not
+// amortize the index computation. For the half pairing accesses may be 8 bytes if alignment requires it and nothing is copied;
+// copying with 8-byte accesses would again be too little work per thread. Consecutive threads take consecutive accesses, then
+// heads of q and k, then tokens. A block belongs to one stripe of tokens (blockIdx.z) of one batch entry (blockIdx.y): the same
+// stripe of all entries runs back to back, so that its table rows stay in L2.
 
 #pragma once
 
@@ -21,31 +21,32 @@ struct LightTensor {
   const char* x;
   char* y;
   int64_t x_strides[3], y_strides[3];  // bytes: batch, token, head
-  Divisor of_head;                     // threads of a head
-  uint32_t first;                      // bytes before the first accesses that rotate
-  uint32_t start, copied, accesses;    // bytes before what rotates; chunks of a head that are copied, accesses that these take
+  Divisor of_head;                     // threads per head
+  uint32_t first;                      // byte offset of the first rotated access of the first chunk
+  uint32_t start, copied, accesses;    // bytes before the rotated features; copied chunks per head, and the accesses they take
 };
 
 struct Light {
   Rows rows;
-  uint32_t rotated;         // chunks of a head
-  uint32_t tokens, stripe;  // of a batch entry, of a stripe
-  int32_t halves;           // bytes from the first half of what rotates to the second
-  uint32_t of_q;            // threads of a token
-  Divisor of_token;
-  float turn;               // -1 for the inverse of neighbours
+  uint32_t rotated;         // rotated chunks per head
+  uint32_t tokens, stripe;  // tokens per batch entry, tokens per stripe
+  int32_t halves;           // bytes from the first half of the rotated features to the second
+  uint32_t of_q;            // threads per token for q
+  Divisor of_token;         // threads per token
+  float turn;               // sign of sin: -1 for the inverse; not used by the half pairing
   LightTensor tensors[2];
 };
 
-constexpr int LIGHT_THREADS = 2048, WARP = 32;  // threads of a multiprocessor, of a warp
+constexpr int LIGHT_THREADS = 2048, WARP = 32;  // threads per SM at full occupancy, threads per warp
 
-// What a thread has of a head in two accesses of N elements each. N pairs where either side has halves: their first elements and
-// their second ones, which are neighbours in two accesses side by side before `unzip` and after `zip`. Else N/2 pairs twice.
+// A thread's part of a head: two accesses of N elements each. If input or output has the half pairing, these are the first and the
+// second elements of N pairs; an interleaved side (two adjacent accesses) is converted by `unzip` or `zip`. Otherwise each access
+// holds N/2 interleaved pairs.
 template <class T, int N, bool IN, bool OUT>
 struct Accesses {
   Words<T, N> one, other;
   static constexpr bool NEIGHBOURS = IN && OUT, MIXED = IN != OUT;
-  static constexpr int AT_ONCE = NEIGHBOURS ? N / 2 : MIXED ? 2 : N < 4 ? N : 4;  // pairs, as many as there are registers for
+  static constexpr int AT_ONCE = NEIGHBOURS ? N / 2 : MIXED ? 2 : N < 4 ? N : 4;  // pairs unpacked at once, limited by registers
 
   __device__ __forceinline__ void read(const char* from, int32_t apart, bool both) {
     one.read(from);
@@ -55,7 +56,7 @@ struct Accesses {
     one.write(to);
     if (both) other.write(to + apart);
   }
-  // AT_ONCE pairs from the first on.
+  // Unpack the AT_ONCE pairs starting at `first`.
   __device__ __forceinline__ void get(float* a, float* b, int first) const {
     if constexpr (!NEIGHBOURS) {
       one.template get<AT_ONCE>(a, first), other.template get<AT_ONCE>(b, first);
@@ -96,12 +97,12 @@ struct Accesses {
   }
 
  private:
-  static constexpr int WORDS = N * sizeof(T) / 4;  // of an access
+  static constexpr int WORDS = N * sizeof(T) / 4;  // 32-bit words per access
   __device__ __forceinline__ uint32_t& word(int i) { return (i < WORDS ? one : other).words.values[i % WORDS]; }
   __device__ __forceinline__ uint32_t word(int i) const { return (i < WORDS ? one : other).words.values[i % WORDS]; }
 };
 
-// Accesses are of BYTES; a head has elements that are copied: COPIES.
+// BYTES: width of an access; COPIES: some features of a head are copied.
 template <class T, class TABLE, bool IN, bool OUT, int BYTES, bool COPIES>
 __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_kernel(const __grid_constant__ Light p) {
   constexpr int N = BYTES / sizeof(T);
@@ -115,13 +116,13 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   const LightTensor& t = p.tensors[is_k];
   const uint32_t in_tensor = in_token - (is_k ? p.of_q : 0), head = t.of_head(in_tensor), chunk = in_tensor - head * t.of_head.d;
 
-  // Where the chunk lies in a head, and its second access from the first.
+  // Byte offset of the chunk in a head, and the distance from its first to its second access.
   const bool rotates = !COPIES || chunk < p.rotated;
   uint32_t x_at = t.first + chunk * (MIXED && IN ? 2 : 1) * BYTES, y_at = t.first + chunk * (MIXED && OUT ? 2 : 1) * BYTES;
   int32_t x_apart = MIXED && IN ? BYTES : p.halves, y_apart = MIXED && OUT ? BYTES : p.halves;
   bool both = true;
   if (!rotates) {
-    const uint32_t copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses, then all second ones
+    const uint32_t copy = chunk - p.rotated, other = copy + t.copied;  // all first accesses precede all second ones
     uint32_t at = copy * BYTES, other_at = other * BYTES;
     both = other < t.accesses;
     if (at >= t.start) at += p.rotated * 2 * BYTES;
@@ -132,15 +133,15 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   char* const y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + head * t.y_strides[2] + y_at;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
 #endif
   Mine mine;
   mine.read(x, x_apart, both);
 
   bool inside;
   const int64_t row = p.rows.of(batch, token, inside);
-  Words<TABLE, N> cosines, sines;  // of chunks that are copied, too, so that no thread waits for another's branch
-  constexpr uint32_t ENTRIES = (NEIGHBOURS ? N / 2 : N) * sizeof(TABLE);  // of an access, in bytes
+  Words<TABLE, N> cosines, sines;  // loaded for copied chunks, too: no divergence
+  constexpr uint32_t ENTRIES = (NEIGHBOURS ? N / 2 : N) * sizeof(TABLE);  // table bytes per access
   const int64_t row_at = row + (rotates ? chunk : 0) * ENTRIES;
   if constexpr (NEIGHBOURS) {
     const uint32_t apart = p.rotated * ENTRIES;
@@ -168,19 +169,20 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
     }
     if (MIXED && OUT) mine.zip();
   }
-  if (MIXED) __syncwarp();  // in place a head, which one warp has, is read whole before another thread writes into it
+  if (MIXED) __syncwarp();  // in place: the whole head, which lies within one warp, must be read before any thread writes to it
   mine.write(y, y_apart, both);
 }
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-constexpr int64_t STRIPE = 16 << 20;  // bytes that a stripe of tokens moves: well within the cache that holds its table rows
-constexpr int64_t STRIPE_OF_TABLE = 2 << 20;  // or reads of the table, where that is longer: read again, these cost less than stripes
-constexpr int64_t MOST_BLOCKS = 65535;  // along y and z
+// A stripe of tokens is as long as the larger of two limits allows:
+constexpr int64_t STRIPE = 16 << 20;  // bytes of x and y; well below the L2 size, so that the stripe's table rows stay in L2
+constexpr int64_t STRIPE_OF_TABLE = 2 << 20;  // bytes of the table; re-reading so few costs less than shorter stripes
+constexpr int64_t MOST_BLOCKS = 65535;  // grid limit along y and z
 
-// The tokens of a stripe: all, where there is one batch entry or they fit; else the largest even share that moves STRIPE bytes or
-// reads STRIPE_OF_TABLE of the table at most. All again, where that makes more than twice as many as uneven shares would be: short
-// stripes are slower than none. `times`: of so many tokens together.
+// Tokens per stripe: all tokens if there is one batch entry or they fit; else the largest equal share that moves at most STRIPE
+// bytes or reads at most STRIPE_OF_TABLE of the table. If equal shares need more than twice as many stripes as unequal ones
+// would, there are no stripes: short ones are slower than none. `times`: the count is in groups of so many tokens.
 inline int64_t stripe_of(const Plan& plan, int64_t batch, int64_t tokens, int64_t bytes_per_token, int64_t times = 1) {
   const int64_t row = plan.table == INV_FREQ ? 0 : plan.pairs * (plan.table_kind == FLOAT32 ? 4 : 2) * (plan.table == COS_SIN ? 2 : 1);
   const int64_t stripes = std::min(ceil_div(tokens * times * bytes_per_token, STRIPE), ceil_div(tokens * times * row, STRIPE_OF_TABLE));
@@ -193,15 +195,15 @@ inline int64_t stripe_of(const Plan& plan, int64_t batch, int64_t tokens, int64_
 inline bool copies(const Light& p) { return p.tensors[0].copied + p.tensors[1].copied > 0; }
 inline bool neighbours(const Plan& plan) { return plan.interleaved_in || plan.interleaved_out; }
 
-// Whether the kernel serves a call of so many batch entries and tokens, whose tensors may be read in accesses of `bytes`; and its
-// parameters if it does, but for where the tensors lie. `alone`: as for `set_angles`.
+// Whether this kernel supports a call whose tensors allow accesses of `bytes`. If so, sets its parameters except the addresses
+// and strides of the tensors. `alone`: as for `set_angles`.
 inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, Light& p) {
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;  // elements
   if (bytes < 8 || batch > MOST_BLOCKS) return false;
   if (neighbours(plan) && (bytes < 16 || plan.pairs % access != 0)) return false;
   if (!rows_of(plan, call, plan.interleaved_in && plan.interleaved_out ? access / 2 : access, alone, p.rows)) return false;
 
-  int64_t threads = 0;  // of a token
+  int64_t threads = 0;  // per token
   p.rotated = static_cast<uint32_t>(plan.pairs / access);
   for (int o = 0; o < plan.operands; ++o) {
     LightTensor& t = p.tensors[o];
@@ -219,7 +221,7 @@ inline bool light(const Plan& plan, const Call& call, int64_t batch, int64_t tok
   threads *= p.stripe;
   if (threads > INT32_MAX - THREADS || threads < 8 * THREADS || tokens / p.stripe > MOST_BLOCKS) return false;
   p.of_token = Divisor(threads / p.stripe), p.tokens = static_cast<uint32_t>(tokens);
-  // The inverse of (a, b) is what (b, a) is turned to, which needs no other sign where halves can change places.
+  // The inverse rotation of (a, b) is the rotation of (b, a): the half pairing swaps the halves instead of negating sin.
   p.halves = static_cast<int32_t>(plan.inverse && !neighbours(plan) ? -plan.pairs * size : plan.pairs * size);
   p.turn = plan.inverse ? -1.0f : 1.0f;
   return true;

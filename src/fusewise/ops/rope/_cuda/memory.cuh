@@ -1,4 +1,4 @@
-// How the kernels read and write memory: accesses of up to 16 bytes, conversions, and division by what a launch fixes.
+// Memory accesses of up to 16 bytes, dtype conversions, and division by launch-time constants.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// n / d for n < 2³¹ by a multiplication.
+// n / d for n < 2³¹ by multiplication with a magic number.
 struct Divisor {
   uint32_t d = 1, magic = 0, shift = 0;
   Divisor() = default;
@@ -28,7 +28,7 @@ template <> struct Word<8> { using type = uint2; };
 template <> struct Word<4> { using type = uint32_t; };
 template <> struct Word<2> { using type = uint16_t; };
 
-// N consecutive elements as one access of up to 16 bytes, or several.
+// N consecutive elements, loaded and stored in one or several accesses of up to 16 bytes.
 template <class T, int N>
 struct Pack {
   static constexpr int BYTES = sizeof(T) * N < 16 ? sizeof(T) * N : 16;

@@ -1,17 +1,17 @@
-// RoPE in CUDA: q and k in one launch, forward and backward (the transposed rotation).
+// General RoPE kernel in CUDA: q and k in one launch, forward and backward (the transposed rotation).
 //
 //     (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
 //
-// Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs. A head is cut into chunks of 2 · NP
-// elements, two accesses of up to 16 bytes or one: first the chunks of NP pairs that rotate, then those that are copied
-// (not in place). Threads of a block: x a chunk, y a head, z a token; a thread has its chunk of several heads, for which
-// it finds cos θ and sin θ once, float32 in registers. Neighbouring threads have neighbouring chunks, then heads, then
-// tokens, so that whole lines are read and written, and no thread idles whatever the widths. x is read once, y written
-// once, arithmetic in float32, one rounding.
+// Shape legend: B batch, T tokens, H heads, D features of a head, P rotated pairs. A head is split into chunks of 2 · NP
+// elements, one or two accesses of up to 16 bytes: first the chunks of NP pairs that rotate, then those that are only
+// copied (out of place). threadIdx.x selects the chunk, y the head, z the token; a thread processes its chunk of several
+// heads and computes or loads cos θ and sin θ once for them, float32 in registers. Consecutive threads cover consecutive
+// chunks, then heads, then tokens: accesses coalesce to whole cache lines and no thread idles, whatever the widths. x is
+// read once, y written once; float32 arithmetic with one final rounding.
 //
-// The kernel is bound by memory: all reads of a thread are under way before the first is needed, and what is the same
-// for a block is computed once for it. At a few tokens it is bound by latency: x is asked for before the position and
-// the table row, which have to follow one another. Most calls have a kernel of their own in light.cuh.
+// The kernel is memory-bound: a thread issues all its loads before it uses the first, and block-uniform values are
+// computed once per block. With few tokens it is latency-bound: x is loaded before the position and the table row, which
+// are dependent loads. The most common calls have specialized kernels in light.cuh and bulk.cuh.
 
 #include <algorithm>
 
@@ -29,8 +29,8 @@ struct Tensor {
   char* y;
   int64_t x_strides[3], y_strides[3];  // bytes: batch, token, head
   uint32_t heads;
-  uint32_t start, copied;  // bytes before the rotated features; chunks to copy in a head
-  uint32_t packs;          // accesses that these take, where the two of a chunk are apart
+  uint32_t start, copied;  // bytes before the rotated features; chunks to copy per head
+  uint32_t packs;          // accesses that copying a head takes; an odd count leaves the last chunk with one
 };
 
 struct Params {
@@ -38,7 +38,7 @@ struct Params {
   Work work;
 };
 
-// The work of a thread on tensor `t`: a constant for the compiler, so that what a block shares stays in uniform registers.
+// One thread's work on tensor `t`. Each call site passes a fixed tensor, so that block-uniform values stay in uniform registers.
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t part, uint32_t batch, uint32_t tile) {
   constexpr uint32_t SIZE = sizeof(T), PACK = NP * SIZE;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   char* block_y = t.y + batch * t.y_strides[0] + first_token * t.y_strides[1] + first_head * t.y_strides[2];
   const int64_t x_step = blockDim.y * t.x_strides[2], y_step = blockDim.y * t.y_strides[2];
 
-  // Where the thread's chunk lies in a head, and its second access from the first.
+  // Byte offset of the thread's chunk in a head, and the distance from its first to its second access.
   const uint32_t token = first_token + threadIdx.z, chunk = threadIdx.x;
   bool rotates = chunk < p.rotated, both = true;
   const bool active = token < p.tokens && chunk < p.rotated + t.copied;
@@ -56,7 +56,8 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   uint32_t x_apart = IN ? SIZE : p.pairs * SIZE, y_apart = OUT ? SIZE : p.pairs * SIZE;
   if (!rotates) {
     const uint32_t skipped = 2 * p.pairs * SIZE, copy = chunk - p.rotated;
-    // Two accesses have all first ones, then all second ones, unless one of the sides has a single one.
+    // With two separate accesses, all first accesses precede all second ones, which coalesces; if the input or the output
+    // chunk is one wide access, the two are adjacent.
     const uint32_t one = BOTH_APART ? copy : 2 * copy, other = BOTH_APART ? copy + t.copied : 2 * copy + 1;
     uint32_t one_at = one * PACK, other_at = other * PACK;
     if (one_at >= t.start) one_at += skipped;
@@ -67,14 +68,14 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   }
   const char* x = block_x + threadIdx.z * t.x_strides[1] + threadIdx.y * t.x_strides[2] + x_at;
   char* y = block_y + threadIdx.z * t.y_strides[1] + threadIdx.y * t.y_strides[2] + y_at;
-  int heads = active ? int(t.heads - first_head - threadIdx.y) : 0;  // from this thread's first on
+  int heads = active ? int(t.heads - first_head - threadIdx.y) : 0;  // remaining, from this thread's first head on
 
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
 #endif
   Chunk<T, IN, NP> from[HEADS];
-  const bool passes_on = IN != OUT && NP > 1 && !rotates;  // what both pairings have in the same place
+  const bool passes_on = IN != OUT && NP > 1 && !rotates;  // copied features keep their place whatever the pairings
   const auto read = [&](int i) {
     if (passes_on)
       from[i].read_on(x + i * x_step);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
       for (int i = 0; i < HEADS; ++i)
         if (i * int(blockDim.y) < heads) read(i);
     }
-    if (IN != OUT && p.in_place) __syncthreads();  // a head is read whole before another thread writes into it
+    if (IN != OUT && p.in_place) __syncthreads();  // the whole head must be read before any thread writes to it
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
       if (i * int(blockDim.y) >= heads) continue;
@@ -110,8 +111,8 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   }
 }
 
-// A block has blockDim.z tokens of one batch entry, a tile, and of those a part of the heads of one tensor. Blocks that follow one
-// another have the parts of a tile, the tiles of a stripe, the same stripe of the other batch entries.
+// A block processes a tile of blockDim.z tokens of one batch entry, and of those a part of the heads of one tensor. Block order,
+// fastest first: the parts of a tile, the tiles of a stripe, the batch entries, the stripes; so table rows are reused from L2.
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 __global__ void __launch_bounds__(most_threads(NP), (HEADS > 1 ? 768 : 1024) / most_threads(NP))
     rope_kernel(const __grid_constant__ Params params) {
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(most_threads(NP), (HEADS > 1 ? 768 : 1024) / m
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-constexpr int NARROW_HEADS = 8;  // of a thread, where accesses are narrow
-// Threads of a multiprocessor, an eighth of what it holds, from which on each is better given more to do than more of them added.
+constexpr int NARROW_HEADS = 8;  // heads per thread if accesses are narrow
+// Threads per SM, an eighth of full occupancy, beyond which more work per thread pays off more than more threads.
 constexpr int ENOUGH = 256;
 
 template <class T, bool IN, bool OUT, int NP, int HEADS>
@@ -140,19 +141,19 @@ struct Rotate {
 
 }  // namespace
 
-// Rotate every x of the call into its y on the stream of the current device. Returns a cudaError_t.
+// Rotate every x of the call into its y on a stream of the current device. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* plan, const Call* call, void* stream) {
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2, pairs = plan->pairs;
   const bool halves = !plan->interleaved_in && !plan->interleaved_out;
   Params params{};
   Work& p = params.work;
 
-  // Batch entries of a single token are tokens of a single entry, which leaves more for a block.
+  // Batch entries of one token each are treated as the tokens of one entry, so that a block can take several.
   const bool alone = plan->tokens == 1 && plan->batch > 1 && plan->table_strides[0] == 0;
   const int64_t batch = alone ? 1 : plan->batch, tokens = alone ? plan->batch : plan->tokens;
   if (tokens == 0 || batch == 0) return cudaSuccess;
 
-  // Widest accesses that every address allows.
+  // The widest access that the alignment of all addresses allows.
   Alignment data;
   const int64_t extents[2] = {batch, tokens};
   for (int o = 0; o < plan->operands; ++o) {
@@ -175,7 +176,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   set_angles(p, *plan, *call, np, alone);
   p.in_place = plan->in_place;
 
-  // Threads: as many heads each as leaves enough of them.
+  // Heads per thread: as many as leave enough threads to fill the GPU.
   uint32_t chunks = 0;
   int64_t most_heads = 0, all = 0;
   for (int o = 0; o < plan->operands; ++o) {
@@ -199,7 +200,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
     return launch_light(l, *plan, batch, data.bytes(), device, stream);
   }
   const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
-  const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
+  const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // computed angles are amortized over more heads
   p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (16 * enough * unrolled), 1, 8) : 1);
   const int64_t room = std::max<int64_t>(1, THREADS / chunks);
   int64_t fewest = most_heads;
@@ -223,7 +224,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   return launched(kernel_for<Rotate>(*plan, np, unrolled), grid, block, stream, device, params);
 }
 
-// Why the kernels cannot run on the current device, as a cudaError_t.
+// A cudaError_t that tells whether the kernels can run on the current device, and if not, why.
 extern "C" __attribute__((visibility("default"))) int fusewise_rope_probe() {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, rope_kernel<float, false, false, 1, 1>);

@@ -1,4 +1,4 @@
-// One row of a table of cosines and sines for each token, read by vectors: what most calls have, and kernels that are short of registers.
+// The common case of positions: one row of a cos/sin table per token, with vectorized loads. For kernels that are short of registers.
 
 #pragma once
 
@@ -8,11 +8,11 @@ namespace {
 
 struct Rows {
   const char *positions, *cos, *sin;
-  int64_t position_strides[2], row, offset;  // bytes; bytes from a row to the next; the row of the first token
+  int64_t position_strides[2], row, offset;  // strides in bytes; row stride of the table in bytes; row of the first token
   uint32_t rows;
   bool wide_positions;
 
-  // Bytes from the first row to that of a token; or 0, and not `inside`.
+  // Byte offset of a token's row in the table; 0 and `inside` false if there is no such row.
   __device__ __forceinline__ int64_t of(uint32_t batch, uint32_t token, bool& inside) const {
     int64_t nth = token + offset;
     if (positions) {
@@ -24,9 +24,9 @@ struct Rows {
   }
 };
 
-// Whether a call has such rows, of which `entries` neighbouring ones are read at once; and which, if it has. `alone`: as for `set_angles`.
+// Whether a call has such rows and allows vector loads of `entries` consecutive entries; if so, sets `rows`. `alone`: as for `set_angles`.
 inline bool rows_of(const Plan& plan, const Call& call, int64_t entries, bool alone, Rows& rows) {
-  if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // a table without rows has none to read for those that are not there
+  if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // without rows there is no row 0 to read instead of a missing one
   Work work{};
   set_angles(work, plan, call, entries, alone);
   const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;

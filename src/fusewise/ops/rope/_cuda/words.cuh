@@ -1,5 +1,5 @@
-// Neighbouring elements in the words that memory is read in, for kernels that are short of registers: an element leaves its
-// word when it is used.
+// Consecutive elements kept packed in 32-bit words, for kernels that are short of registers: an element is unpacked when it
+// is used.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// The elements of a word and back: one of float32, two of 16 bits.
+// Convert a 32-bit word to float32 elements and back: one of float32, two of 16 bits.
 template <class T>
 __device__ __forceinline__ void unpack(uint32_t word, float* x) {
   if constexpr (std::is_same_v<T, float>) {
@@ -39,14 +39,14 @@ __device__ __forceinline__ uint32_t pack(const float* x) {
   return word;
 }
 
-// N neighbouring elements, of which M from `first` on are taken and put.
+// N consecutive elements; `get` and `set` convert M of them, starting at `first`.
 template <class T, int N>
 struct Words {
   static constexpr int EACH = 4 / sizeof(T);
   Pack<uint32_t, N / EACH> words;
   __device__ __forceinline__ void read(const char* from) { words.read(from); }
   __device__ __forceinline__ void write(char* to) const { words.write(to); }
-  // The nth half, in an access of its own.
+  // Load the nth half in a separate access.
   __device__ __forceinline__ void read_part(const char* from, int nth) {
     Pack<uint32_t, N / EACH / 2> part;
     part.read(from);

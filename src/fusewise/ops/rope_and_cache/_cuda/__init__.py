@@ -1,5 +1,5 @@
-"""`rope_and_cache_` in CUDA C++: the kernels in `rope_and_cache.cu` and `direct.cuh`, with headers of RoPE's, and their
-launcher; built and kept as RoPE's are."""
+"""`impl="cuda"` of `rope_and_cache_`: the kernels in `rope_and_cache.cu` and `direct.cuh`, which use RoPE's headers, and
+their launcher; built and cached like RoPE's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCES = (FOLDER / "rope_and_cache.cu", FOLDER / "direct.cuh", FOLDER / "../pla
 
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
-    """What the library for the given compute capabilities is built from."""
+    """Build recipe of the library for the given compute capabilities."""
     return "rope-and-cache-cuda", SOURCES, build.nvcc(), cuda.flags(capabilities)
 
 
@@ -31,16 +31,15 @@ def _kernel() -> cuda.Library:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the CUDA kernel cannot serve tensors of this device type, or None if it can; builds it if need be."""
+    """Why the CUDA kernel cannot serve tensors of this device type, or None if it can; builds it if necessary."""
     return cuda.unavailable(device_type, _kernel)
 
 
 def launch(q: Tensor, *rest: Any) -> None:
-    """The implementation `impl="cuda"`: rotate and cache on the current stream of the tensors' device; the arguments are
-    those of `CacheProblem.build`."""
+    """Rotate and cache on the current stream of the tensors' device; the arguments are those of `CacheProblem.build`."""
     _kernel().launch(*packed(q, *rest), q.get_device(), "rope_and_cache_")
 
 
 def tell(host: Any) -> None:
-    """Tell the quick way on the host (`rope/_host.py`) where the launcher is."""
+    """Register the launcher with the host fast path (`rope/_host.py`)."""
     host.on_cuda(_host.CACHED, *_kernel().addresses())

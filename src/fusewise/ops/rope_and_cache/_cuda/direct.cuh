@@ -1,11 +1,12 @@
-// The call that serving engines make: tokens in one row, each with a position and a slot of its own, heads that rotate
-// whole or one half of them, tensors and table read by vectors. It has a kernel of its own, since at a few tokens the time is
-// that of one thread's chain of instructions: what the general kernel asks on the way (are there bounds, a block table, several
-// axes) was a quarter of such a call on an H200.
+// rope_and_cache_ kernel for calls of serving engines: flat tokens with explicit positions and slots, heads that rotate fully
+// or by half, vectorized loads of tensors and table. It is separate because with few tokens the time is the latency of one
+// thread's instruction chain: the branches of the general kernel (bounds, block table, several axes) took a quarter of such a
+// call on an H200.
 //
-// Shape legend: as in rope_and_cache.cu. A head is as wide here as what rotates of one: half a head of k that does not is one,
-// and a head of v may be several. A thread has a chunk of NP pairs of HEADS neighbouring heads. Chunks come first, then the
-// heads of q, k and v, then tokens: a token's row, where q, k and v are one projection, is read from end to end.
+// Shape legend: as in rope_and_cache.cu. A head here is as wide as the rotated features: an unrotated half of a k head counts as
+// one head, and a head of v may count as several. A thread processes a chunk of NP pairs of HEADS adjacent heads. Threads cover
+// chunks first, then the heads of q, k and v, then tokens: if q, k and v are one packed projection, a token's row is read
+// contiguously.
 
 #pragma once
 
@@ -18,25 +19,25 @@ namespace {
 
 struct DirectTensor {
   char *x, *cache;                         // q has no cache
-  uint32_t token, head, first_head;        // bytes from one to the next; its first among those of all tensors
-  uint32_t block, slot, cache_head;        // of the cache, in bytes
+  uint32_t token, head, first_head;        // strides in bytes; index of the first head among those of all tensors
+  uint32_t block, slot, cache_head;        // cache strides in bytes
 };
 
-enum Moved : int { MOVED_Q, MOVED_K, MOVED_REST, MOVED_V, MOVED };  // q, k, what of k does not rotate, v
+enum Moved : int { MOVED_Q, MOVED_K, MOVED_REST, MOVED_V, MOVED };  // q, k, the unrotated half of k, v
 
 struct Direct {
   const char *positions, *slots, *cos, *sin;
-  uint32_t position, slot, row;            // bytes from one to the next
-  uint32_t rows, count, tokens, heads;     // of the table; slots of the cache; of the call, of all tensors
+  uint32_t position, slot, row;            // strides in bytes
+  uint32_t rows, count, tokens, heads;     // table rows; cache slots; tokens; heads of all tensors
   uint32_t apart;                          // bytes from the first half of a head to the second
-  Divisor of_token, of_head, of_block;     // threads of a token, of a head, slots of a block; none is 1
+  Divisor of_token, of_head, of_block;     // threads per token, threads per head, slots per cache block; none of them is 1
   bool wide_positions, wide_slots, write_k;
   DirectTensor tensors[MOVED];
 };
 
 __device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& by) { return __umulhi(n, by.magic) >> by.shift; }
 
-// An index of 32 or 64 bits in two words. One of 32 is without its sign: a negative one is past every end either way.
+// A 32- or 64-bit index in two words. A 32-bit one is not sign-extended: a negative index is out of range either way.
 struct Index {
   uint32_t low, high = 0;
   __device__ __forceinline__ Index(const char* data, bool wide) {
@@ -46,18 +47,18 @@ struct Index {
   __device__ __forceinline__ bool below(uint32_t end) const { return high == 0 && low < end; }
 };
 
-// Pairs of a chunk are rotated AT_ONCE: all of them, or so few that a multiprocessor has registers for all threads it can have.
+// AT_ONCE pairs of a chunk are rotated at a time: all of them, or few enough that registers allow full occupancy.
 template <class T, class TABLE, bool INTERLEAVED, int NP, int HEADS, int AT_ONCE>
 __global__ void __launch_bounds__(THREADS, (HEADS > 1 || AT_ONCE < NP ? 2048 : 1024) / THREADS)
     direct_rope_and_cache_kernel(const __grid_constant__ Direct p) {
-  constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;  // accesses of a head; elements of one
+  constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;  // accesses per head; elements per access
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, token = quotient(thread, p.of_token);
   if (token >= p.tokens) return;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
 #endif
-  // The first links of the chain first, for q and v, too: a branch would cost more than the access.
+  // The head of the dependency chain first, unconditionally, also for q and v: a branch would cost more than the loads.
   const Index position(p.positions + uint64_t(token) * p.position, p.wide_positions);
   const Index slot(p.slots + uint64_t(token) * p.slot, p.wide_slots);
 
@@ -84,15 +85,14 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 || AT_ONCE < NP ? 2048 : 1
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) chunks[i][part].write(to + i * uint64_t(step) + part * p.apart);
   };
-  // Nothing waits for an index before this branch: across it the compiler moves no use of one, and chunks are asked for first.
+  // No index is used before this branch. The compiler does not hoist uses across it, so the loads of the chunks are issued first.
   if (!rotates) {
     char* const cache = cache_at(slot.low);
     if (slot.below(p.count)) write(cache, t.cache_head);
     return;
   }
 
-  // The slot has come with the position: its place is found while the row of the table is under way, where there are registers
-  // for it.
+  // The slot has arrived with the position: compute the cache address while the table row is in flight, if registers allow it.
   const bool inside = position.below(p.rows), there = cached && slot.below(p.count);
   char* const cache = HEADS > 1 ? nullptr : cache_at(slot.low);
   const uint32_t row = inside ? position.low : 0, pairs_at = chunk * uint32_t(NP * sizeof(TABLE));
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 || AT_ONCE < NP ? 2048 : 1
       if (!inside) cos[j] = sin[j] = __int_as_float(0x7fffffff);
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
-      constexpr int EACH = 2 * AT_ONCE / PARTS;  // elements of an access
+      constexpr int EACH = 2 * AT_ONCE / PARTS;  // elements per access
       float from[2 * AT_ONCE], to[2 * AT_ONCE];
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) chunks[i][part].template get<EACH>(from + part * EACH, pair * 2 / PARTS);
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 || AT_ONCE < NP ? 2048 : 1
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-// Whether the kernel serves a call, whose angles come as `p` says, in chunks of `np` pairs; and its parameters if it does.
+// Whether this kernel supports a call with the angles of `p`, in chunks of `np` pairs. If so, sets its parameters.
 inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p, int64_t np, Direct& d) {
   const Plan& plan = cache.rotation;
   const Call& rotation = call.rotation;
@@ -149,7 +149,7 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
     fits = fits && bytes >= 0 && bytes <= UINT32_MAX;
     return static_cast<uint32_t>(bytes);
   };
-  // From a token to the next, where those of all batch entries are in one row.
+  // Byte stride from a token to the next, which must be the same across batch entries.
   const auto next = [&](const int64_t* strides, int64_t bytes) {
     const bool in_a_row = plan.batch == 1 || plan.tokens == 1 || strides[0] == plan.tokens * strides[1];
     fits = fits && in_a_row;
@@ -164,7 +164,7 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   d.rows = static_cast<uint32_t>(plan.rows), d.count = narrow(cache.blocks * cache.block_size);
   d.tokens = static_cast<uint32_t>(tokens), d.heads = static_cast<uint32_t>(heads);
   d.apart = narrow(plan.pairs * size), d.write_k = cache.write_k;
-  const bool alone = cache.block_size == 1;  // blocks of one slot are slots of one block
+  const bool alone = cache.block_size == 1;  // treat blocks of one slot as the slots of one block
   d.of_block = Divisor(std::max<int64_t>(1, alone ? cache.blocks : cache.block_size));
   uint32_t first = 0;
   for (int i = 0; i < MOVED; ++i) {
@@ -185,9 +185,9 @@ inline bool direct(const CachePlan& cache, const CacheCall& call, const Work& p,
   return fits;
 }
 
-// At a few tokens, when most of the device idles, chunks of half the width have half of the arithmetic in the chain. At many, when
-// all threads that it can have are busy, what counts is how many accesses of 16 bytes are under way: a thread has two of them, of one
-// head where halves pair and of two where neighbours do, and there are the more threads the fewer pairs it has at once.
+// With few tokens most of the GPU idles, and half-width chunks halve the arithmetic in the dependency chain. With many tokens the
+// GPU is full, and throughput depends on the number of 16-byte accesses in flight: a thread has two, of one head for the half
+// pairing or of two heads for the interleaved one, and occupancy is higher the fewer pairs it unpacks at once.
 template <class T, class TABLE, bool INTERLEAVED>
 cudaError_t launch_direct(Direct& d, const Plan& plan, void* stream) {
   constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP, TOGETHER = INTERLEAVED ? 2 : 1;

@@ -1,17 +1,18 @@
-// RoPE of q and k in place and the write of k and v into a cache, in one launch.
+// General CUDA kernel of rope_and_cache_: rotates q and k in place and writes k and v to the KV cache, in one launch.
 //
 //     q, k <- rope(q, k),   key_cache[s / S, s % S] <- k of a token,   value_cache[s / S, s % S] <- v,   s its slot
 //
 // Shape legend: T tokens of all batch entries, D features of a head, P rotated pairs, N blocks of the cache, S slots of a
-// block. The features that rotate are cut into chunks of NP pairs, those that are copied (v, and of k what does not rotate)
-// into chunks of 2 · NP elements. A block has a tile of tokens of one tensor, and of those a part of the heads: threads have
-// neighbouring chunks, then heads, then tokens, each its chunk of several heads, for which it finds cos θ and sin θ, and the
-// place in the cache, once. Everything is read once and written once (k twice where it is to be rotated in place, too).
+// block. Rotated features are split into chunks of NP pairs, copied features (v, and the unrotated part of k) into chunks of
+// 2 · NP elements. A thread block processes a tile of tokens of one tensor, and of those a part of the heads: consecutive
+// threads cover consecutive chunks, then heads, then tokens. A thread processes its chunk of several heads and computes
+// cos θ, sin θ and the place in the cache once for them. Everything is read once and written once (k twice if it is also
+// rotated in place).
 //
-// Bound by memory where there is much to do, by latency at a few tokens: what depends on nothing is asked for first, x, the
-// slot and the position, and only the row of the table has to wait for one of them.
+// Memory-bound for large calls, latency-bound for few tokens: independent loads (x, the slot, the position) are issued first,
+// and only the load of the table row depends on one of them.
 //
-// The call of a serving engine, with a position and a slot for every token, has a kernel of its own in direct.cuh.
+// Calls of serving engines, with a position and a slot for every token, have a specialized kernel in direct.cuh.
 
 #include <algorithm>
 
@@ -23,28 +24,28 @@
 
 namespace {
 
-// What a block moves: q, k, v, or what does not rotate of k.
+// What a thread block processes: q, k, v, or the unrotated part of k.
 enum Role : int { Q, K, V, REST, ROLES };
 
 struct Tensor {
   char* x;
-  char* cache;                           // null: it is not cached
+  char* cache;                           // null: not cached
   int64_t strides[3], cache_strides[3];  // bytes: batch, token, head; block, slot, head
-  int64_t step, cache_step;              // bytes from one head of a thread to its next
-  uint32_t heads, start, skipped;        // bytes before the rotated features, and of those where the others are copied
+  int64_t step, cache_step;              // bytes between consecutive heads of a thread
+  uint32_t heads, start, skipped;        // start: bytes before the rotated features; skipped: bytes of these in a copied head
   uint32_t packs;                        // accesses of half a chunk in a copied head
   uint32_t first_block, block_tokens;
-  Divisor chunks, side, parts;  // of a head; heads side by side in a block; parts of the heads
+  Divisor chunks, side, parts;  // chunks per head; heads side by side in a thread block; parts that the heads are split into
 };
 
-// Where tokens go.
+// Cache slots of tokens.
 struct Places {
   const void *slots, *table;
   int64_t slot_strides[2], table_strides[2];  // elements: batch, token; sequence, block
-  int64_t count, reach;                       // slots of the cache; positions that a sequence has a slot for
+  int64_t count, reach;                       // slots in the cache; positions of a sequence that have a slot
   uint32_t mapped;                            // tokens with an entry in slots
   bool wide_slots, wide_table, sequence_is_token;
-  Divisor size;  // of a block
+  Divisor size;  // slots per cache block
 };
 
 struct Params {
@@ -58,15 +59,15 @@ struct Params {
 
 // --- The slot of a token ---------------------------------------------------------------------------------------------
 
-// A token's entry in the slots, if they are given: asked for here and not looked at before `place_of`, not even for a sign, so
-// that it is under way together with the position. A negative one of 32 bits becomes one past every cache, as good as -1.
+// Loads a token's entry in slots, if given. It is not used before `place_of`, not even for sign extension, so that the load
+// overlaps with that of the position. A negative 32-bit slot becomes a large positive one, out of range like -1.
 __device__ __forceinline__ int64_t entry_of(const Places& c, uint32_t batch, uint32_t token) {
   if (!c.slots || token >= c.mapped) return -1;
   const int64_t at = batch * c.slot_strides[0] + token * c.slot_strides[1];
   return c.wide_slots ? static_cast<const int64_t*>(c.slots)[at] : static_cast<const uint32_t*>(c.slots)[at];
 }
 
-// Where a token of a batch entry goes, in bytes from the start of a cache; -1 for one that has no slot there.
+// Byte offset of a token's place in a cache; -1 for a token without a slot.
 __device__ int64_t place_of(const Params& params, const Tensor& t, uint32_t batch, uint32_t token, int64_t entry) {
   const Places& c = params.places;
   const Work& p = params.work;
@@ -88,7 +89,7 @@ __device__ int64_t place_of(const Params& params, const Tensor& t, uint32_t batc
     if (c.table) {
       const uint32_t nth = c.size(static_cast<uint32_t>(position));
       const int64_t block = integer(c.table, c.wide_table, sequence * c.table_strides[0] + nth * c.table_strides[1]);
-      if (block < 0 || block >= c.count) return -1;  // no product below exceeds 2⁶²
+      if (block < 0 || block >= c.count) return -1;  // so that no product below exceeds 2⁶²
       slot = block * c.size.d + (position - nth * c.size.d);
     }
   }
@@ -102,7 +103,7 @@ __device__ int64_t place_of(const Params& params, const Tensor& t, uint32_t batc
 template <class T, bool IN, bool OUT, int NP, int HEADS, Role ROLE>
 __device__ __forceinline__ void move(const Params& params, uint32_t block) {
   constexpr bool ROTATES = ROLE == Q || ROLE == K, CACHED = ROLE != Q;
-  // One access for a chunk that is copied, where it may be as wide.
+  // Copied chunks use one wide access if alignment allows it.
   using From = Chunk<T, ROTATES ? IN : IN || OUT, NP>;
   using To = Chunk<T, ROTATES ? OUT : IN || OUT, NP>;
   constexpr uint32_t SIZE = sizeof(T), PACK = NP * SIZE;
@@ -115,9 +116,9 @@ __device__ __forceinline__ void move(const Params& params, uint32_t block) {
   const uint32_t n = tile * t.block_tokens + row;
   const bool active = row < t.block_tokens && n < params.all_tokens;
   const uint32_t batch = params.batch_tokens(n), token = n - batch * params.batch_tokens.d;
-  int heads = active ? int(t.heads) - int(head) : 0;  // from this thread's first on
+  int heads = active ? int(t.heads) - int(head) : 0;  // remaining, from this thread's first head on
 
-  // Where the chunk lies in a head, and its second access from the first.
+  // Byte offset of the chunk in a head, and the distance from its first to its second access.
   uint32_t at, to_at, apart, to_apart;
   bool both = true;
   if (ROTATES) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void move(const Params& params, uint32_t block) {
 
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // they wait for the end of this kernel in the same way
+  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
 #endif
   From from[HEADS];
 #pragma unroll
@@ -144,7 +145,7 @@ __device__ __forceinline__ void move(const Params& params, uint32_t block) {
   const bool caches = CACHED && heads > 0;
   const int64_t entry = caches ? entry_of(params.places, batch, token) : -1;
   int64_t place = -1;
-  // Where there is much to do, others work while this thread waits, and registers are short.
+  // In large calls other threads hide the latency, and registers are short: resolve the place first.
   if (caches && HEADS > 1) place = place_of(params, t, batch, token, entry);
   float cos[NP], sin[NP];
   bool passes = false;
@@ -159,7 +160,7 @@ __device__ __forceinline__ void move(const Params& params, uint32_t block) {
       for (int i = 0; i < HEADS; ++i)
         if (i * int(t.side.d) < heads) from[i].read(x + i * t.step + at, apart, both);
     }
-    if (ROTATES && IN != OUT) __syncthreads();  // a head is read whole before another thread writes into it
+    if (ROTATES && IN != OUT) __syncthreads();  // the whole head must be read before any thread writes to it
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
       if (i * int(t.side.d) >= heads) continue;
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(most_threads(NP), (HEADS > 1 ? 768 : 1024) / m
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-constexpr int NARROW_HEADS = 1;  // of a thread, where accesses are narrow: more of them would take a minute to compile
+constexpr int NARROW_HEADS = 1;  // heads per thread if accesses are narrow: more would take a minute to compile
 
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 struct RotateAndCache {
@@ -199,7 +200,7 @@ struct RotateAndCache {
 
 }  // namespace
 
-// Rotate q and k of the call, which are its x and its y, and write k and v into the caches, on the stream of the current
+// Rotate q and k of the call in place (x and y are the same), and write k and v to the caches, on a stream of the current
 // device. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(const CachePlan* cache, const CacheCall* cache_call,
                                                                               void* stream) {
@@ -210,7 +211,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
   Params params{};
   if (all_tokens == 0) return cudaSuccess;
 
-  // The tensors, and the widest accesses that every address allows.
+  // The tensors, and the widest access that the alignment of all addresses allows.
   Alignment data;
   for (int role = Q; role < ROLES; ++role) {
     Tensor& t = params.tensors[role];
@@ -249,7 +250,9 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
     return with_dtype(plan->kind, [&](auto element) { return launch_direct<decltype(element)>(d, *plan, stream); });
 
   Places& c = params.places;
-  c.slots = cache_call->slots, c.table = cache_call->table;
+  // The kernel tells by the pointers which there are. One without elements is never read from, but must not be null.
+  c.slots = cache->has_slots && !cache_call->slots ? cache_call : cache_call->slots;
+  c.table = cache->has_table && !cache_call->table ? cache_call : cache_call->table;
   for (int i = 0; i < 2; ++i) c.slot_strides[i] = cache->slot_strides[i], c.table_strides[i] = cache->table_strides[i];
   c.count = cache->blocks * cache->block_size;
   c.reach = std::min<int64_t>(cache->block_size * (c.table ? cache->table_blocks : 1), INT32_MAX);
@@ -260,7 +263,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
   params.all_tokens = static_cast<uint32_t>(all_tokens);
   params.batch_tokens = Divisor(plan->tokens);
 
-  // Blocks: threads with a chunk of one head each, or of several where there is enough to do for all of them.
+  // Thread blocks: a thread has a chunk of one head, or of several if that leaves enough threads to fill the GPU.
   int64_t chunks[ROLES], all = 0;
   for (int role = Q; role < ROLES; ++role) {
     Tensor& t = params.tensors[role];
@@ -273,7 +276,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
   const Device device = current_device();
   const int64_t enough = int64_t(device.processors) * 2048;
   const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
-  const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // angles that are computed serve more heads
+  const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // computed angles are amortized over more heads
   p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (2 * enough * unrolled), 1, 8) : 1);
   int64_t threads = THREADS;
   while (threads > 32 && all / (unrolled * p.steps * threads) < 4 * device.processors) threads /= 2;
@@ -294,7 +297,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
   return launched(kernel_for<RotateAndCache>(*plan, np, unrolled), grid, block, stream, device, params);
 }
 
-// Why the kernels cannot run on the current device, as a cudaError_t.
+// A cudaError_t that tells whether the kernels can run on the current device, and if not, why.
 extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache_probe() {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, rope_and_cache_kernel<float, false, false, 1, 1>);
