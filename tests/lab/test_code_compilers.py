@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from fusewise.cli import cli
-from fusewise.lab import plugin
+from fusewise.lab import plugin, targets
 from fusewise.lab.code import capture
 from fusewise.lab.ledger import Ledger
 from fusewise.lab.problem import Task
@@ -122,6 +122,19 @@ def test_backward_of_a_compiled_function(asked: Callable[..., Asked]) -> None:
     assert {"forward", "backward"} <= {s["part"] for s in stages if s["stage"] == "aten"}
     assert len([s for s in stages if s["stage"] == "sass"]) == 2  # a kernel each way
     assert [(k.read, k.written) for k in ledger.kernels] == [(200, 100)]  # x and dy, dx: forward is not timed
+
+
+def test_the_backward_of_a_lookup_is_shown_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(
+        "from torch.nn.functional import embedding\ndef look(i, w): return embedding(i, w)\n"
+    )
+    target = targets.resolve(f"{tmp_path / 'look.py'}:look", ["i=i64[64] randint(0,100)", "w=fp32[100,16]"])[0]
+    case = target.case()
+    task = Task(target.name, case.name, "fp32", "bwd", "cpu", 0, target.detail(case))
+    index = capture.stages([entry("torch.compile", target.name)], task, "sm_90", tmp_path / "out")
+    (shown,) = index["providers"]
+    assert shown["status"] == "ok", shown["reason"]
+    assert [s["counts"]["REDG"] for s in shown["stages"] if s["stage"] == "sass" and "REDG" in s["counts"]] == [1]
 
 
 def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
