@@ -114,8 +114,8 @@ def best_other(provider: str, times: Mapping[str, float]) -> str | None:
 LIMITS = ("copy", "matmul", "launch")
 
 
-#: Arithmetic intensity (FLOP per byte) from which an operation may be compute-bound: every machine manages about ten in
-#: float32.
+#: Arithmetic intensity (FLOP per byte) from which an operation may be compute-bound: the ridge point of every machine is
+#: at about ten or more, even in float32.
 INTENSE = 8.0
 
 

@@ -99,8 +99,8 @@ def _lu(a: Tensor) -> int:
 
 
 def _qr(a: Tensor, q: Tensor | None) -> int:
-    """geqrf of m × n, m ≥ n: 2 m n² - 2/3 n³; orgqr of c columns of Q from k = min(m, n): 4 m c k - 2 (m + c) k² + 4/3
-    k³."""
+    """geqrf of m × n, m ≥ n: 2 m n² - 2/3 n³;
+    orgqr of c columns of Q from k = min(m, n): 4 m c k - 2 (m + c) k² + 4/3 k³."""
     *batch, m, n = a.shape
     k, c = min(m, n), 0 if q is None else q.shape[-1]
     made = 4 * m * c * k - 2 * (m + c) * k**2 + 4 * k**3 // 3 if c else 0
@@ -136,5 +136,5 @@ TRANSFORMS = {"_fft_c2c": 5.0, "_fft_r2c": 2.5, "_fft_c2r": 2.5}
 
 def of_transform(name: str, given: Tensor, made: Tensor, dims: Sequence[int]) -> int:
     """5 N log₂ n for N complex elements in transforms of length n."""
-    x = made if name == "_fft_c2r" else given  # the side with the full spectrum or signal
+    x = made if name == "_fft_c2r" else given  # the side with all elements
     return int(TRANSFORMS[name] * x.numel() * math.log2(math.prod(x.shape[dim] for dim in dims)))

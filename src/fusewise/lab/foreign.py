@@ -1,9 +1,9 @@
 """GPU timing by the profiler (CUPTI), for work on streams unknown to torch, such as XLA's, and for kernel times.
 
 Events and a held stream tell nothing about another stream, but the profiler sees every kernel of the process. Device
-time is the time in which at least one kernel ran. Event timings also include kernel launch latency, so for
-comparability it is measured as events minus profiler on the smallest kernel and added: once per call as in a sample of
-so many calls, and for each further kernel of a call as in a row of kernels.
+time is the time in which at least one kernel ran. Events also count kernel launch latency, so for comparability that is
+measured on the smallest kernel (event time minus profiler time) and added: for the first kernel of a call as in samples
+of as many calls, for its other kernels as in a row of kernels.
 """
 
 from __future__ import annotations

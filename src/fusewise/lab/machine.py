@@ -151,7 +151,7 @@ def clock_reader(device: torch.device) -> Callable[[], Clocks | None]:
     try:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception as error:  # pynvml may be absent, so its exception types cannot be named here
+    except Exception as error:  # NVML's exceptions have no base class that exists without it
         print(f"no clocks: {error}", file=sys.stderr)
         return lambda: None
 

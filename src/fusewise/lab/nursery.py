@@ -186,9 +186,7 @@ def serve(requests: socket.socket) -> str:
         if wake in readable:
             wake.recv(4096)
         for pid, status in list(workers.items()):
-            if (
-                status in readable
-            ):  # status sockets only become readable on close: the coordinator has released this worker
+            if status in readable:  # only readable once closed: the coordinator has released this worker
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 workers.pop(pid).close()

@@ -269,9 +269,8 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
     if not backward:
         return found, ""
     if run.vjp is not None:
-        upstream = run.vjp.enter(
-            tuple(g.clone() for g in problem.upstream if g is not None)
-        )  # cloned: it may overwrite them
+        # Cloned, because the backward may overwrite them.
+        upstream = run.vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))
         gradients = run.vjp.leave(run.vjp.backward(kept, upstream))
     else:
         held = len(problem.parameters)

@@ -50,7 +50,7 @@ SAMPLES = (2, 10)
 SCARCE, MUCH = 0.25, 1 / 32
 #: On a GPU, larger inputs are regenerated for the next pass, which takes milliseconds, instead of kept.
 KEPT_BYTES = 2**30
-#: Peak memory of a check over the bytes of the problem's tensors, with what other workers have prepared.
+#: Peak memory of a check over the bytes of the problem's tensors, including what other workers have prepared.
 CHECK_TAKES = 12
 #: Signs of an out-of-memory error: torch's own, and those of libraries.
 NO_MEMORY = (
@@ -161,7 +161,7 @@ class Server:
 
     def forget(self) -> None:
         """Free the problem before the next one is made. A full collection over torch and a compiler takes a quarter of
-        a second, so only if the problem is still referenced or garbage may have accumulated."""
+        a second, so it runs only if the problem is still referenced or garbage may have accumulated."""
         last = [weakref.ref(it) for it in (self.problem, self.prepared) if it is not None]
         self.problem = self.prepared = None
         gc.collect()

@@ -101,9 +101,8 @@ def traffic(lowering: Any) -> list[ledger.Kernel]:
             name = "fused_" + "_".join(sorted(set(_operators(node))))
         read = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=False).values())
         written = sum(node.get_read_write_buffer_accesses(include_reads=False, include_writes=True).values())
-        view = getattr(
-            getattr(node.node, "op_overload", None), "is_view", False
-        )  # e.g. the real view of a complex tensor
+        # A view only reinterprets memory, e.g. the real view of a complex tensor.
+        view = getattr(getattr(node.node, "op_overload", None), "is_view", False)
         if written or (read and not view):
             kernels.append(ledger.Kernel(name=str(name), read=int(read), written=int(written)))
     return kernels
@@ -258,8 +257,7 @@ def absent_gpu(target: str) -> Iterator[None]:
         for name in ("current_device", "get_device_properties"):
             stack.enter_context(mock.patch.object(CudaInterface.Worker, name, interface[name]))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", return_value=None))
-        # Patterns for attention and padded products are traced on real device tensors; without them nothing is
-        # replaced.
+        # Patterns for attention and padded products are traced on real device tensors, so none is replaced here.
         stack.enter_context(mock.patch.object(joint_graph, "lazy_init", return_value=None))
         stack.enter_context(triton_kernels.driver_for(target))
         _forget_triton()

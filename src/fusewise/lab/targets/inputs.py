@@ -187,9 +187,8 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
         raise _bad(text, "have a finite MEAN and DEVIATION >= 0 in randn", str(values), "choose others")
     if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
         raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
-    dtypes = (
-        (spec.dtype, "i64") if word == "randint" else (spec.dtype,)
-    )  # the tensor's dtype and the dtype it is drawn in
+    # The tensor's dtype, and the dtype it is drawn in.
+    dtypes = (spec.dtype, "i64") if word == "randint" else (spec.dtype,)
     if not all(_holds(d, v) for d in dtypes for v in _reached(word, numbers)):
         raise _bad(text, f"have numbers in {word} that are some of {spec.dtype}", str(values), "choose others")
     return replace(spec, fill=word, values=numbers)
