@@ -70,13 +70,8 @@ def test_what_cannot_be_built_ahead_is_told_to_who_loads_it(recipes: tuple[build
         build.library(*failing)
 
 
-@pytest.mark.parametrize(
-    ("version", "splits"),
-    [("nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\n", True),
-     ("Cuda compilation tools, release 12.8, V12.8.93\n", False), ("clang version 20.1\n", False)],
-)  # fmt: skip
-def test_kernels_are_optimised_side_by_side_where_that_was_tried(
-    version: str, splits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "compiler", lambda *_: build.Compiler(("/bin/nvcc", "-x"), version))
-    assert build.nvcc().command == ("/bin/nvcc", "-x", *["-split-compile=0"] * splits)
+def test_sources_are_compiled_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compiler", lambda *_: build.Compiler(("/bin/nvcc", "-x"), "release 13.0"))
+    assert build.nvcc().command == ("/bin/nvcc", "-x", "--threads=0")
+    monkeypatch.setattr(build, "compiler", lambda *_: build.Compiler((), "", "there is none"))
+    assert build.nvcc().command == ()

@@ -35,7 +35,7 @@ def prepared(recipe: Callable[[], build.Recipe]) -> tuple[Path, str]:
     keeping = build.Compiler((*KEEPING_WHAT_IT_SAYS, *nvcc.command), nvcc.version)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "TIMEOUT_S", 3600)  # for three builds, beside other tests
-        path = build.prepared(f"{name}-of-tests", sources, keeping, (*flags, "-Xptxas=-v", "--threads=2"))
+        path = build.prepared(f"{name}-of-tests", sources, keeping, (*flags, "-Xptxas=-v"))
     return path, (path.parent / "said").read_text()
 
 

@@ -36,8 +36,6 @@ from . import cache
 
 TIMEOUT_S = 600
 ERROR_LINES = 12
-#: The major version of nvcc from which on it is to optimise the kernels of a file side by side; older ones were not tried.
-SPLITS = 13
 
 #: C++ for this CPU alone. Arithmetic stays IEEE: no reassociation, no flushing, infinities and NaN as they are; but fused
 #: multiply-add is allowed, and neither errno nor the floating-point exception flags are kept.
@@ -115,12 +113,12 @@ def cxx() -> Compiler:
 
 
 def nvcc() -> Compiler:
-    """The user's CUDA compiler, on all cores where that is known to give the same code."""
+    """The user's CUDA compiler; compiles several sources, and one for several GPUs, in parallel.
+
+    Within a source it does not: with nvcc 13's `-split-compile`, the same source spilled registers in some builds and not in others.
+    """
     found = compiler("NVCC", "nvcc")
-    release = re.search(r"release (\d+)", found.version)
-    if release is None or int(release[1]) < SPLITS:
-        return found
-    return replace(found, command=(*found.command, "-split-compile=0"))
+    return found if found.missing else replace(found, command=(*found.command, "--threads=0"))
 
 
 #: What a library is made from, as the functions below take it: name, sources, compiler and flags.

@@ -20,6 +20,10 @@ def flags(capabilities: tuple[tuple[int, int], ...], features: str = "") -> tupl
     return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", *targets
 
 
+#: Flag for libraries that are compiled from one source per dtype.
+PARTS = "-DFUSEWISE_PARTS"
+
+
 def present() -> tuple[tuple[int, int], ...]:
     """The compute capabilities of the GPUs of this machine."""
     return tuple(sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}))

@@ -1,8 +1,9 @@
-"""The lab: every way of running an operation, proved right, measured against this machine, in one record.
+"""The benchmark lab: checks every provider of an operation for correctness, times it against this machine's limits, and
+stores everything in one record.
 
     capture (worker, timing, memory, truth)  →  record  →  analysis  →  render
 
-What a package needs to add a provider or a target of its own is here; everything else is used through `fusewise study`.
+Exports what a package needs to add a provider or a target; everything else is used through `fusewise study`.
 """
 
 from .plugin import Missing, Provider, Run, Unsupported, require

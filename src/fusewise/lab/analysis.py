@@ -1,9 +1,9 @@
-"""From raw samples to numbers and words. Pure functions: no clock, no device, no file.
+"""Statistics: from raw samples to times, ratios and verdict words. Pure functions: no clock, no device, no files.
 
-A provider's time is the median over rounds of the round's median. Two providers are compared round by round, since
-what disturbs a machine disturbs neighbours in time alike: the ratio is the median of the paired ratios, its interval a
-bootstrap over rounds. The run's A/A pair, one provider measured as if it were two, says how far from 1 a ratio comes
-out when nothing differs.
+A provider's time is the median over rounds of each round's median. Providers are compared pairwise within rounds,
+because a disturbance affects samples close in time alike: the ratio is the median of the per-round ratios, with a
+bootstrap confidence interval over rounds. Each run includes an A/A test, one provider measured as if it were two; how
+far its ratio strays from 1 is the noise floor.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import numpy as np
 
 from .record import Json, Measurement, Row
 
-#: Ratios this close to 1 may be called the same however quiet the machine: nobody chooses a kernel for less.
+#: Ratios within this of 1 may be called "same" even on a quiet machine: nobody picks a kernel over 2 %.
 SAME = 0.02
-#: And no ratio farther off than this is, however noisy.
+#: Ratios further from 1 than this are never called "same", however noisy the machine.
 NEVER_SAME = 0.10
-#: So many threads that waited for a core, on average while a provider was timed, say that something else had it.
+#: This many runnable threads waiting for a core, on average while a provider was timed, mean that something else was
+#: using the CPU.
 DISTURBED = 0.1
-#: Suffix of the second of the A/A pair.
+#: Suffix of the second provider of the A/A pair.
 TWIN = "#2"
 BOOTSTRAP_DRAWS = 2000
 CONFIDENCE = 0.95
@@ -34,7 +35,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """time(a) / time(b): the median over paired rounds and the interval it lies in."""
+    """time(a) / time(b): median over paired rounds, and its confidence interval."""
 
     value: float
     low: float
@@ -49,7 +50,7 @@ def iqr(values: Sequence[float]) -> float:
 
 
 def round_medians(measurement: Measurement) -> dict[int, float]:
-    """Median of each round's samples, by round."""
+    """Median of the samples of each round, by round number."""
     return {int(r["round"]): median(r["device_us"]) for r in measurement.rounds}
 
 
@@ -61,25 +62,26 @@ def relative_standard_error(values: Sequence[float]) -> float:
 
 
 def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None:
-    """The ratio of two providers over the rounds they share; None for fewer than three."""
+    """The ratio over the rounds that both providers have; None for fewer than three."""
     shared = sorted(a.keys() & b.keys())
     if len(shared) < 3:
         return None
     ratios = np.array([a[i] / b[i] for i in shared])
-    generator = np.random.default_rng(len(shared))  # the same samples always give the same interval
+    generator = np.random.default_rng(len(shared))  # fixed seed: the same samples always give the same interval
     draws = np.median(ratios[generator.integers(0, len(ratios), (BOOTSTRAP_DRAWS, len(ratios)))], axis=1)
     low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
 def noise_floor(same: Ratio | None) -> float | None:
-    """How far from 1 the A/A pair's interval reaches."""
+    """How far the interval of the A/A pair reaches from 1."""
     return None if same is None else max(abs(same.low - 1), abs(same.high - 1))
 
 
 def verdict(ratio: Ratio | None, noise: float | None) -> str:
-    """faster or slower: the whole interval lies beyond the noise. same: all of it within three times the noise,
-    taken as at least 2 % and at most 10 %. ambiguous: anything else, and everything where no noise floor is known."""
+    """ "faster" or "slower": the whole interval lies beyond the noise. "same": the whole interval lies within three
+    times the noise, clamped to between 2 % and 10 %. "ambiguous": anything else, and always where the noise floor is
+    unknown."""
     if ratio is None or noise is None:
         return "ambiguous"
     if ratio.high < 1 - noise:
@@ -99,7 +101,7 @@ def is_ours(provider: str) -> bool:
 
 
 def best_other(provider: str, times: Mapping[str, float]) -> str | None:
-    """The fastest provider that `provider` is to be judged by: no floor, not itself, and for ours none of ours."""
+    """The fastest provider to judge `provider` by: not a floor, not itself, and for one of ours none of ours."""
     others = {
         name: time
         for name, time in times.items()
@@ -108,20 +110,21 @@ def best_other(provider: str, times: Mapping[str, float]) -> str | None:
     return min(others, key=lambda name: others[name]) if others else None
 
 
-#: What bounds a call from below. Other floors say what one of its parts costs, as `floor-triton-launch` that of its host.
+#: Floors that bound a call from below. Others, such as `floor-triton-launch` (host overhead), measure one component.
 LIMITS = ("copy", "matmul", "launch")
 
 
-#: From so many operations a byte on products may take longer than moving the bytes: every machine does some ten in float32.
+#: Arithmetic intensity (FLOP per byte) from which an operation may be compute-bound: the ridge point of every machine is
+#: at about ten or more, even in float32.
 INTENSE = 8.0
 
 
 def limits(
     times: Mapping[str, float], known: Mapping[str, float] | None = None, intensity: float = 0.0
 ) -> tuple[str, float] | None:
-    """The limit that binds: moving the bytes, the products, or starting anything at all. Those measured beside the
-    group count; `known` ones, of this machine at another time, where the group has none of their kind. None where it cannot be
-    told, as where there are many operations a byte (`intensity`) and the products have no time."""
+    """The binding limit: memory traffic, products or launch latency. Floors measured within the group take precedence
+    over `known` limits measured earlier on this machine. None where it is undetermined, such as at high arithmetic
+    intensity (`intensity`) without a time for the products."""
     measured = {**(known or {}), **{kind: times[f"floor-{kind}"] for kind in LIMITS if f"floor-{kind}" in times}}
     if not measured or ("matmul" not in measured and intensity > INTENSE):
         return None
@@ -130,12 +133,13 @@ def limits(
 
 
 def intensity(row: Row) -> float:
-    """Operations a byte that the mathematics needs."""
+    """Arithmetic intensity of the operation itself: minimum FLOPs over minimum bytes."""
     return (row.flops_min or 0) / row.bytes_min if row.bytes_min else 0.0
 
 
 def known_limits(found: Json | None, row: Row) -> dict[str, float]:
-    """Microseconds that the bytes and products of `row` take at the rates that `fusewise limits` found."""
+    """Microseconds for the minimum bytes and FLOPs of `row`, and for a launch, at the rates measured by `fusewise
+    limits`."""
     if found is None:
         return {}
     times: dict[str, float] = {}
@@ -149,7 +153,7 @@ def known_limits(found: Json | None, row: Row) -> dict[str, float]:
 
 
 def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:
-    """Medians of what was read during the rounds; throttle reasons are united."""
+    """Medians of the readings taken during the rounds; throttle reasons are OR-ed."""
     readings = [r["clocks"] for r in rounds if r.get("clocks")]
     if not readings:
         return None
@@ -162,7 +166,7 @@ def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:
 
 
 def disturbed(row: Row) -> float | None:
-    """How many threads waited for a core while a row was timed, if that is enough to have lengthened its time."""
+    """Threads that waited for a core while the row was timed, if enough to have inflated its time."""
     waiting = (row.clocks or {}).get("waiting_threads", 0.0)
     return waiting if waiting >= DISTURBED else None
 
@@ -170,10 +174,10 @@ def disturbed(row: Row) -> float | None:
 def group_rows(
     rows: Sequence[Row], measurements: Sequence[Measurement], machine: Json | None = None
 ) -> tuple[list[Row], list[Json]]:
-    """Complete the rows of one group (op, case, dtype, pass) from its measurements, and say what was compared.
+    """Complete the rows of one group (op, case, dtype, pass) from its measurements, and list the comparisons made.
 
-    `rows` have their status and what the preparation found; those that are ok get times, shares and verdicts. `machine`
-    is what `fusewise limits` found, for the kinds of limit that the group has no floor of.
+    `rows` come with their status and the results of the preparation; those that are ok get times, shares and verdicts.
+    `machine` holds what `fusewise limits` measured, for kinds of limit that have no floor in the group.
     """
     rounds = {m.provider: round_medians(m) for m in measurements if m.rounds}
     times = {name: median(values.values()) for name, values in rounds.items()}

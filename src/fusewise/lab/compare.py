@@ -1,10 +1,10 @@
-"""Two runs, or files of published rows, side by side: what became slower, beyond the noise of both.
+"""Compares two runs, or files of published rows: what regressed beyond the noise of both.
 
-Rows meet by op, case, dtype, pass and provider. Runs are made at different times, so rounds cannot be paired: the
-interval of a ratio comes from resampling the rounds of each side by itself, or, where a file has rows without samples,
-from their interquartile ranges. The noise is the larger of the two runs' A/A pairs and the tolerance. A difference that
-the clocks or a busy machine explain is ambiguous. Relative: each time over that of the group's binding floor, measured in the same rounds,
-so that a machine that became slower as a whole is no regression.
+Rows are matched by op, case, dtype, pass and provider. The runs were made at different times, so rounds cannot be
+paired: the confidence interval of a ratio comes from resampling the rounds of each side independently or, for rows
+without samples, from their interquartile ranges. The noise is the largest of the two runs' A/A tests and the tolerance.
+A difference explained by clocks or a busy machine is "ambiguous". In relative mode each time is divided by that of its
+group's binding floor, measured in the same rounds, so that a machine that got slower overall is no regression.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .analysis import BOOTSTRAP_DRAWS, CONFIDENCE, TWIN, Ratio, is_floor
 from .record import Measurement, Record, Row
 from .render import number
 
-#: Two runs of one program differ by this much for reasons that no A/A pair sees: memory placement, temperature.
+#: Runs of the same program differ by this much for reasons that no A/A test detects: memory placement, temperature.
 TOLERANCE = 0.02
-#: SM clocks that differ by more than this between the runs are looked at.
+#: SM clocks that differ by more than this between the runs are taken into account.
 CLOCKS_DIFFER = 0.02
 REGRESSIONS = ("slower", "broken")
-#: Of a record's environment, what a user sets or another machine has; devices and versions are in the rows.
+#: The parts of a record's environment that the user sets or that identify the machine; rows have device and versions.
 ENVIRONMENT = ("cpu", "cores", "torch_threads")
 
 Key = tuple[str, str, str, str, str]
@@ -34,20 +34,20 @@ Key = tuple[str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Side:
-    """One run: its rows, and for those of a record the medians of rounds and the noise of their groups."""
+    """One run: its rows and, if read from a record, the round medians and the noise of each group."""
 
     name: str
     rows: Mapping[Key, Row]
     rounds: Mapping[Key, Mapping[int, float]]
     noise: Mapping[tuple[str, str, str, str], float]
     unit: str = "µs"
-    conditions: Mapping[str, str] = field(default_factory=dict)  # of a record: under what it was measured
+    conditions: Mapping[str, str] = field(default_factory=dict)  # from a record: the measurement conditions
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row in both runs. verdict: faster | slower | same | ambiguous | broken (it was ok) | mended (it was not) |
-    still broken."""
+    """One row in both runs. verdict: faster | slower | same | ambiguous | broken (was ok) | mended (was not ok) | still
+    broken."""
 
     op: str
     case: str
@@ -69,7 +69,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows that both runs have, and how many only one has."""
+    """The rows that both runs have, and how many only one has."""
 
     before: str
     after: str
@@ -77,10 +77,11 @@ class Comparison:
     only_before: int
     only_after: int
     notes: tuple[str, ...]
-    unit: str = "µs"  # of before_us and after_us: relative ones are multiples of a floor
+    unit: str = "µs"  # of before_us and after_us; relative times are multiples of a floor
 
     def exit_code(self, strict: bool = False) -> int:
-        """0: nothing became slower. 1: something did, or broke; if strict, or cannot be told. 2: nothing to compare."""
+        """0: nothing regressed. 1: something became slower or broke, or, if strict, is ambiguous. 2: nothing to
+        compare."""
         if not self.changes:
             return 2
         bad = {*REGRESSIONS, "ambiguous"} if strict else set(REGRESSIONS)
@@ -91,7 +92,7 @@ class Comparison:
 
 
 def read(path: Path) -> Side:
-    """A run directory, its record.json, or a .jsonl file of rows; of rows with one key the last counts."""
+    """A run directory, its record.json, or a .jsonl file of rows. The last of several rows with the same key wins."""
     if path.suffix == ".jsonl":
         return Side(str(path), {_key(row): row for row in record.read_rows(path)}, {}, {})
     return side(record.read(path), str(path))
@@ -118,7 +119,7 @@ def _measured(m: Measurement) -> Key:
 
 
 def relative(side: Side) -> Side:
-    """The run with every time over that of its group's binding floor; rows of groups without one are left out."""
+    """The run with every time divided by that of its group's binding floor; groups without one are dropped."""
     rows, rounds = {}, {}
     for key, row in side.rows.items():
         floor = (*key[:4], f"floor-{row.limit}")
@@ -134,7 +135,7 @@ def relative(side: Side) -> Side:
 
 
 def compare(before: Side, after: Side, tolerance: float = TOLERANCE) -> Comparison:
-    """Every row that both have, floors left out: they say what became of the machine, in the notes."""
+    """Compare every row that both sides have. Floors are excluded: they describe the machine and go into the notes."""
     shared = [key for key in before.rows if key in after.rows]
     changes = [_change(key, before, after, tolerance) for key in shared if not is_floor(key[-1])]
     return Comparison(
@@ -149,7 +150,7 @@ def compare(before: Side, after: Side, tolerance: float = TOLERANCE) -> Comparis
 
 
 def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | None:
-    """What became of one row; None where it was missing on both sides, or for want of an installation on one."""
+    """Compare one row; None if it is missing on either side."""
     old, new = before.rows[key], after.rows[key]
     if "missing" in (old.status, new.status):
         return None
@@ -180,7 +181,7 @@ def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | N
 
 
 def _ratio(key: Key, before: Side, after: Side, old: Row, new: Row) -> Ratio:
-    """after / before with its interval."""
+    """after / before with its confidence interval."""
     assert old.device_us is not None and new.device_us is not None
     value = new.device_us / old.device_us
     if len(before.rounds.get(key, ())) >= 3 and len(after.rounds.get(key, ())) >= 3:
@@ -192,14 +193,14 @@ def _ratio(key: Key, before: Side, after: Side, old: Row, new: Row) -> Ratio:
 
 
 def _medians(rounds: Mapping[int, float], seed: int) -> Any:
-    """Medians of resampled rounds; the same for the same values."""
+    """Medians of bootstrap samples of the rounds, deterministic for the same values."""
     generator = np.random.default_rng([seed, len(rounds)])
     samples = np.array(list(rounds.values()))
     return np.median(samples[generator.integers(0, len(samples), (BOOTSTRAP_DRAWS, len(samples)))], axis=1)
 
 
 def _notes(shared: Sequence[Key], before: Side, after: Side) -> list[str]:
-    """What else differs: the device, versions, the machine's own speed."""
+    """Other differences: device, versions, conditions, the machine's own speed."""
     found = []
     rows = [[one.rows[key] for key in shared] for one in (before, after)]
     devices, versions = [_devices(r) for r in rows], [_versions(r) for r in rows]

@@ -1,8 +1,8 @@
-"""What is counted of a function's operators while they run: the operations of its products, and how many terms its sums have.
+"""Counts, while a function runs, the FLOPs of its operators and the length of its longest sum.
 
-Another order of summation is another rounding. Who adds n terms one after another into a number of unit roundoff u is off
-by about 0.3 · √n · u of the sum (the roundings are independent; Higham and Mary, 2019, doi:10.1137/18M1226312), who adds
-them in blocks by less, and neither is wrong. So what is allowed to differ from eager code grows with √n.
+The length of the sum sets the tolerance for another order of summation. Adding n terms sequentially with unit roundoff
+u gives a relative error of about 0.3 · √n · u (independent roundings; Higham and Mary, 2019, doi:10.1137/18M1226312);
+blocked summation gives less, and neither is wrong. So the allowed difference from eager code grows with √n.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from .flops import FACTORISATIONS, TRANSFORMS, of_transform, products
 from .ledger import extent
 from .modes import Mode, Result, under
 
-#: Longer sums are counted as so long: a library adds them in blocks, or a GPU's threads a part each, and a sharp rule finds
-#: a block that is missing.
+#: Cap on the length of a sum: libraries sum in blocks and GPU threads a part each, and a tight tolerance still detects
+#: a missing block.
 MOST_TERMS = 2**16
-#: Reductions, by operator: an element of the smallest result is a sum over as many of the largest argument's.
+#: Reductions, by operator. Terms per sum: elements of the largest argument over elements of the smallest result.
 REDUCTIONS = {
     "sum", "nansum", "mean", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "trace",
     "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "_fused_rms_norm", "_fused_rms_norm_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "nll_loss_forward", "mse_loss",
 }  # fmt: skip
-#: Reductions that keep the shape: the sum runs along a dimension of the first argument; where the call names it.
+#: Shape-preserving reductions, which sum along one dimension of the first argument: the position of `dim` in the call.
 ALONG = {
     "_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2, "cumsum": 1, "logcumsumexp": 1,
 }  # fmt: skip
 
 
-#: A multiplication and an addition of complex numbers are eight of real ones, where formulas count two.
+#: A complex multiply-add is eight real FLOPs; the formulas count two.
 COMPLEX_FLOPS = 4
 
 
 class Counter(Mode):
-    """While it is entered it counts. `flops`: those of products and convolutions, factorisations and Fourier transforms. `terms`:
-    the length of the longest sum of an operator so far, 1 where nothing is summed; an operator that it does not know counts as
-    none, which makes the rule sharper and never blunter. `outside`: of memory that was there before, the bytes that an operator
-    reads at most, but for the tables of look-ups."""
+    """Counts operators while active.
+
+    `flops`: of products, convolutions, factorisations and Fourier transforms. `terms`: length of the longest sum in one
+    operator, 1 if nothing is summed. Unknown operators count as no sum, which can only tighten the tolerance.
+    `outside`: most bytes that one operator reads of each memory allocated before, look-up tables excluded.
+    """
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__(compiled)
@@ -56,7 +58,7 @@ class Counter(Mode):
         packet = getattr(func, "overloadpacket", func)
         formula = self.products.get(packet)
         if formula is None and isinstance(func, torch._ops.OpOverload) and _is_made_of_others(func):
-            with self:  # as in inference mode, which does not take them apart by itself
+            with self:  # inference mode does not decompose composite operators
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
@@ -66,7 +68,7 @@ class Counter(Mode):
             return result
         name, flops, terms = getattr(packet, "__name__", ""), 0, 1
         if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=result))  # a multiplication and an addition a term
+            flops = int(formula(*args, **kwargs, out_val=result))  # two FLOPs per term
             terms = flops // (2 * min(y.numel() for y in made if y.ndim == made[0].ndim))
         elif name in FACTORISATIONS:
             which, taken = FACTORISATIONS[name]
@@ -80,7 +82,7 @@ class Counter(Mode):
         return result
 
     def _look(self, func: Any, packet: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Take down what is read from outside, and what is made here."""
+        """Record what is read from outside memory, and what is allocated here."""
         given, made = ([x for x in some if x.layout == torch.strided and not x.is_nested] for some in (given, made))
         before = {memory(x) for x in given}
         name = getattr(packet, "__name__", "")
@@ -92,12 +94,12 @@ class Counter(Mode):
 
 
 def memory(x: Tensor) -> int:
-    """What all views of a tensor have in common."""
+    """Identity of the storage that all views of a tensor share."""
     return int(x.untyped_storage()._cdata)
 
 
 def counted(call: Callable[[], Result]) -> tuple[Result, Counter]:
-    """What the call gives, and what was counted."""
+    """The result of the call, and its counter."""
     return under(Counter, call)
 
 
@@ -108,7 +110,7 @@ def _is_made_of_others(func: torch._ops.OpOverload) -> bool:
 def _reduced(
     name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> int:
-    """The terms of what a reduction adds; 1 for other operators."""
+    """Terms per sum of a reduction; 1 for other operators."""
     if name in REDUCTIONS:
         return max(x.numel() for x in given) // min(y.numel() for y in made)
     if name in ALONG:

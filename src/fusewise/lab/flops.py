@@ -1,9 +1,9 @@
-"""The floating point operations of operators that PyTorch's own formulas (`torch.utils.flop_counter`) leave out, by leading terms.
+"""FLOP formulas, by leading terms, for operators that `torch.utils.flop_counter` leaves out.
 
-A multiplication and an addition are two. Products take what their terms take, in whatever order they are made; factorisations what
-LAPACK's take (LAPACK Working Note 41, appendix C); Fourier transforms what FFTW counts them as (fftw.org/speed). Of what is found by
-iteration, eigenvalues and singular values, nothing is known beforehand and nothing counted, nor of elementwise operations, of which
-an outer product is one.
+A multiply-add is two FLOPs. Matrix products count their multiply-adds whatever the algorithm; factorisations count as
+in LAPACK (LAPACK Working Note 41, appendix C), Fourier transforms as in FFTW (fftw.org/speed). Iterative algorithms
+(eigenvalues, singular values) have no a priori count, so they count nothing; neither do elementwise operators, which
+include outer products.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 @functools.cache
 def products() -> dict[Any, Callable[..., Any]]:
-    """The operations of operators of which each result is one sum of products, by operator, given its arguments: PyTorch's formulas,
-    those of our own operations, and what these leave out. Brings Triton with it, and so waits for the first that counts."""
+    """FLOP formulas of operators whose results are each one sum of products, by operator: PyTorch's, those of our own
+    operators, and those missing from both. A function, because the import pulls in Triton."""
     from torch.utils import flop_counter
 
     from fusewise.ops.gated_linear.flops import register_flop_formulas
@@ -31,7 +31,7 @@ def products() -> dict[Any, Callable[..., Any]]:
         attention = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}")
         known.setdefault(attention, known[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")])
     known.setdefault(
-        torch.ops.higher_order.flex_attention,  # dense: a mask says nothing here
+        torch.ops.higher_order.flex_attention,  # counted as dense, whatever the mask
         lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape),
     )
     known.setdefault(aten.dot, lambda x, y, **_: 2 * x.numel())
@@ -41,7 +41,7 @@ def products() -> dict[Any, Callable[..., Any]]:
     known.setdefault(aten.addbmm, lambda y, a, b, **_: 2 * a.numel() * b.shape[-1])
     known.setdefault(aten._trilinear, _trilinear)
     known.setdefault(aten.conv_tbc, lambda x, w, *_, out_val, **__: 2 * out_val.numel() * w.shape[:2].numel())
-    # A distance is a sum over the features, whatever is done to a difference before: as many operations as by a product.
+    # A distance sums over the features, whatever is done to each difference first: as many FLOPs as a product.
     known.setdefault(aten._euclidean_dist, lambda x, y, *_, out_val, **__: 2 * out_val.numel() * x.shape[-1])
     known.setdefault(aten._cdist_forward, lambda x, y, *_, out_val, **__: 2 * out_val.numel() * x.shape[-1])
     known.setdefault(aten._cdist_backward, lambda g, x, y, *_, **__: 2 * g.numel() * x.shape[-1])
@@ -57,21 +57,21 @@ def products() -> dict[Any, Callable[..., Any]]:
 
 
 def _of_layers(x: Tensor, weights: Sequence[Tensor]) -> int:
-    """The operations of recurrent layers that are one operator: every weight meets every step of every sequence."""
+    """Recurrent layers in one operator: every weight is applied at every step of every sequence."""
     steps = x.shape[:-1].numel()
     return 2 * steps * sum(w.numel() for w in weights if w.ndim > 1)
 
 
 def _of_attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Four projections of width E, scores and their sums: what nn.MultiheadAttention runs as one operator without gradients. Of
-    sequences that differ in length nothing is known."""
+    """Four projections of width E, the scores and the weighted sums: what nn.MultiheadAttention runs as one operator
+    without gradients. Zero for nested tensors, whose sequence lengths are unknown here."""
     if q.is_nested:
         return 0
     return 2 * q.shape[-1] * (2 * q.numel() + k.numel() + v.numel()) + 4 * q.numel() * k.shape[-2]
 
 
 def _of_encoder_layer(x: Tensor, *rest: Any, **_: Any) -> int:
-    """Attention and the two products of the network behind it."""
+    """Attention and the two products of the feed-forward network after it."""
     if x.is_nested:
         return 0
     weights: tuple[Tensor, Tensor] = (rest[13], rest[15])
@@ -79,7 +79,8 @@ def _of_encoder_layer(x: Tensor, *rest: Any, **_: Any) -> int:
 
 
 def _trilinear(x: Tensor, y: Tensor, z: Tensor, *rest: Any, **_: Any) -> int:
-    """F.bilinear's product of three: the sums over one index first, as a product of two for each of all the indices."""
+    """F.bilinear's three-factor product. The sums over one index come first, so it costs one two-factor product over
+    the full index space."""
     shapes: list[list[int]] = []
     for factor, ones in zip((x, y, z), rest[:3], strict=True):
         shape = list(factor.shape)
@@ -91,14 +92,15 @@ def _trilinear(x: Tensor, y: Tensor, z: Tensor, *rest: Any, **_: Any) -> int:
 
 
 def _lu(a: Tensor) -> int:
-    """getrf of m × n, m ≥ n: m n² - n³/3, so 2/3 n³ of a square; the same of what is wider than high."""
+    """getrf of m × n, m ≥ n: m n² - n³/3, so 2/3 n³ if square; the transpose if wider than high."""
     *batch, m, n = a.shape
     short, long = min(m, n), max(m, n)
     return math.prod(batch) * (3 * long * short**2 - short**3) // 3
 
 
 def _qr(a: Tensor, q: Tensor | None) -> int:
-    """geqrf of m × n, m ≥ n: 2 m n² - 2/3 n³; orgqr of c columns of Q from k = min(m, n): 4 m c k - 2 (m + c) k² + 4/3 k³."""
+    """geqrf of m × n, m ≥ n: 2 m n² - 2/3 n³;
+    orgqr of c columns of Q from k = min(m, n): 4 m c k - 2 (m + c) k² + 4/3 k³."""
     *batch, m, n = a.shape
     k, c = min(m, n), 0 if q is None else q.shape[-1]
     made = 4 * m * c * k - 2 * (m + c) * k**2 + 4 * k**3 // 3 if c else 0
@@ -106,12 +108,12 @@ def _qr(a: Tensor, q: Tensor | None) -> int:
 
 
 def _solved(a: Tensor, x: Tensor) -> int:
-    """getrs: two triangular systems, 2 n² for each right side; what comes out has n k numbers."""
+    """getrs: two triangular solves, 2 n² per right-hand side; the result has n k elements."""
     return 2 * a.shape[-1] * x.numel()
 
 
-#: Of factorisations, and of solving with them: which argument is the matrix, and the operations of it and of what comes out. A sum
-#: in one has as many terms as the matrix is long.
+#: Factorisations and solves with them: the position of the matrix among the arguments, and the FLOPs from it and the
+#: results. Their longest sum has as many terms as the longer side of the matrix.
 FACTORISATIONS: dict[str, tuple[int, Callable[[Tensor, Sequence[Tensor]], int]]] = {
     "linalg_lu_factor_ex": (0, lambda a, _: _lu(a)),
     "linalg_lu": (0, lambda a, _: _lu(a)),
@@ -119,20 +121,20 @@ FACTORISATIONS: dict[str, tuple[int, Callable[[Tensor, Sequence[Tensor]], int]]]
     "_linalg_slogdet": (0, lambda a, _: _lu(a)),
     "_linalg_solve_ex": (0, lambda a, made: _lu(a) + _solved(a, made[0])),
     "linalg_lu_solve": (0, lambda a, made: _solved(a, made[0])),
-    "linalg_solve_triangular": (0, lambda a, made: _solved(a, made[0]) // 2),  # trtrs: n² for each right side
+    "linalg_solve_triangular": (0, lambda a, made: _solved(a, made[0]) // 2),  # trtrs: n² per right-hand side
     "triangular_solve": (1, lambda a, made: _solved(a, made[0]) // 2),
     "linalg_inv_ex": (0, lambda a, _: 2 * a.numel() * a.shape[-1]),  # getrf and getri: 2 n³
     "linalg_cholesky_ex": (0, lambda a, _: a.numel() * a.shape[-1] // 3),  # potrf: n³/3
     "cholesky": (0, lambda a, _: a.numel() * a.shape[-1] // 3),
-    "cholesky_solve": (1, lambda a, made: _solved(a, made[0])),  # potrs: 2 n² for each right side
+    "cholesky_solve": (1, lambda a, made: _solved(a, made[0])),  # potrs: 2 n² per right-hand side
     "cholesky_inverse": (0, lambda a, _: 2 * a.numel() * a.shape[-1] // 3),  # potri: 2/3 n³
     "linalg_qr": (0, lambda a, made: _qr(a, made[0] if len(made) > 1 else None)),
 }
-#: Fourier transforms, and the operations of each number for each doubling of the length: half as many where one side is real.
+#: Fourier transforms: FLOPs per element and per doubling of the length. Half as many if one side is real.
 TRANSFORMS = {"_fft_c2c": 5.0, "_fft_r2c": 2.5, "_fft_c2r": 2.5}
 
 
 def of_transform(name: str, given: Tensor, made: Tensor, dims: Sequence[int]) -> int:
-    """5 N log₂ n of N complex numbers in transforms of length n."""
-    x = made if name == "_fft_c2r" else given  # the side that has all numbers
+    """5 N log₂ n for N complex elements in transforms of length n."""
+    x = made if name == "_fft_c2r" else given  # the side with all elements
     return int(TRANSFORMS[name] * x.numel() * math.log2(math.prod(x.shape[dim] for dim in dims)))

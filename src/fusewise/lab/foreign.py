@@ -1,9 +1,9 @@
-"""Timing on a GPU by the profiler: what works on streams that torch does not know, such as XLA's, and kernels without their starts.
+"""GPU timing by the profiler (CUPTI), for work on streams unknown to torch, such as XLA's, and for kernel times.
 
-Events and a held stream say nothing of another stream. The profiler sees every kernel of the process, whoever launched it:
-the time in which at least one kernel ran. Events count the starts of kernels, too, so these are measured, on the smallest
-kernel there is, by events less by the profiler, and added: for a call's first kernel that of a call in such a sample, for the
-others that of a kernel in a row of them.
+Events and a held stream tell nothing about another stream, but the profiler sees every kernel of the process. Device
+time is the time in which at least one kernel ran. Events also count kernel launch latency, so for comparability that is
+measured on the smallest kernel (event time minus profiler time) and added: for the first kernel of a call as in samples
+of as many calls, for its other kernels as in a row of kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .timing import CudaTimer, Turn, Work, fill_cache, no_collection
 
 Interval = tuple[int, int]
 
-#: In the name of the kernel behind `torch.cuda._sleep`.
+#: Part of the name of the kernel behind `torch.cuda._sleep`.
 MARK = "spin_kernel"
-#: Samples by which the start of a kernel is measured, and the kernels of a row.
+#: Samples for the launch latency, and kernels in a row.
 STARTS, ROW = 20, 16
 
 
@@ -36,8 +36,8 @@ def busy(intervals: Iterable[Interval]) -> int:
 
 
 class ProfiledTimer:
-    """Device time from the kernels that the profiler saw, and their starts. Calls must wait for their results. `flush_bytes` = 0
-    measures a warm cache."""
+    """Device time from profiled kernels plus launch latency. Calls must wait for their results. `flush_bytes` = 0
+    measures with a warm cache."""
 
     def __init__(self, device: torch.device, flush_bytes: int, clocks: Callable[[], dict[str, Any] | None]) -> None:
         self.device = device
@@ -59,15 +59,17 @@ class ProfiledTimer:
         return result
 
     def kernel_us(self, work: Work, samples: int) -> float:
-        """Microseconds in which kernels of a call ran, one call a sample: without what starts them and what is between them."""
+        """Kernel time of a call in microseconds, one call per sample: excludes launch latency and gaps between
+        kernels."""
         with no_collection():
             return median(busy(seen) / 1e3 for seen in self._seen(work, samples, 1))
 
     def _seen(self, work: Work, samples: int, calls: int) -> list[list[Interval]]:
-        """The kernels of each sample, of which all are in one profile: to begin and to end one takes longer than most calls do.
+        """The kernels of each sample. One profile covers all samples, because starting and stopping it takes longer
+        than most calls.
 
         Raises:
-            RuntimeError: none was seen of a sample. Nothing is faster than that.
+            RuntimeError: a sample has no kernels, so there is no time to report.
         """
         with _profile() as profile:
             for _ in range(samples):
@@ -84,13 +86,13 @@ class ProfiledTimer:
         return seen
 
     def _mark(self) -> None:
-        """Run a kernel that nothing else runs, alone, whatever the streams of the others."""
+        """Run a marker kernel, isolated by synchronisation from every other stream."""
         torch.cuda.synchronize(self.device)
         torch.cuda._sleep(1)
         torch.cuda.synchronize(self.device)
 
     def _start_us(self, calls: int) -> float:
-        """Microseconds a call that events count beyond the run of its kernel, in samples of so many."""
+        """Launch latency per kernel in microseconds, in samples of `calls`: event time minus kernel time."""
         if calls not in self.starts:
             x = torch.zeros(1, device=self.device)
             smallest = Work(lambda _: x, lambda x: x.add_(1.0))
@@ -101,18 +103,18 @@ class ProfiledTimer:
 
 
 def begin() -> None:
-    """Start the profiler, which takes a second the first time in a process."""
+    """Start the profiler once: its first start in a process takes a second."""
     with _profile():
         pass
 
 
 def _profile() -> Any:
-    # acc_events: without it torch 2.11 warns that a second cycle would clear what the first one saw.
+    # acc_events: without it torch 2.11 warns that a second cycle would clear the events of the first.
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
 def kernels(profile: Any) -> list[tuple[Interval, str]]:
-    """When everything that ran on a device started and stopped, nanoseconds, and its name; in the order of the starts."""
+    """(start, stop) in nanoseconds and name of everything that ran on a device, ordered by start."""
     events = profile.profiler.kineto_results.events()
     cuda = torch._C._autograd.DeviceType.CUDA
     found = [((e.start_ns(), e.start_ns() + e.duration_ns()), e.name()) for e in events if e.device_type() == cuda]
@@ -120,7 +122,7 @@ def kernels(profile: Any) -> list[tuple[Interval, str]]:
 
 
 def between_marks(profile: Any) -> list[list[Interval]]:
-    """What ran between the first mark and the second, the third and the fourth, and so on."""
+    """What ran between the first and second mark, the third and fourth, and so on."""
     found: list[list[Interval]] = []
     inside = False
     for interval, name in kernels(profile):

@@ -1,8 +1,8 @@
-"""After the times, a look inside: the code of every provider that was right, and what each reads and writes.
+"""After the last round: capture the code of every correct provider, its memory traffic, and profiles.
 
-The code is that of the study's first case; the ledgers are those of a few, since a ratio of traffic is the same for all
-sizes of a sweep; profiles are those of the cases that a preset names. All are made in processes of their own, after the
-last round, so that no time depends on them.
+Code is captured for the study's first case; traffic ledgers for a few cases, since the traffic ratio is the same for
+all sizes of a sweep; profiles for the cases that a preset names. Everything runs in separate processes after the last
+round, so that it cannot affect any timing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .record import Record
 
 #: Groups that get ledgers: the first of each dtype and pass, then others in order.
 LEDGER_TASKS = 6
-#: What most providers' compilers load first, two seconds of a core; it leaves CUDA alone.
+#: Preloaded in the nursery, because most compilers import it first: two seconds of a core. It does not initialise CUDA.
 MODULES = ("torch._dynamo",)
-#: A listing longer than this, characters, is cut in the record; the file beside it is whole.
+#: Longer listings (in characters) are truncated in the record; the file in `code/` is complete.
 LONGEST_TEXT = 300_000
-#: Of a profile's table the record keeps this many lines, and of a name this much.
+#: Lines of a profile's table that the record keeps, and characters of a name.
 PROFILE_ROWS, PROFILE_NAME = 15, 200
 
 
 def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[float, dict[str, float]]:
-    """Add `code`, `ledgers` and `profiles` to a record; the seconds that took, and by part. The texts are in `code/` beside
-    it, too, with their index, traces and flame graphs in `profiles/`."""
+    """Add `code`, `ledgers` and `profiles` to a record; returns the seconds taken, in total and by part. The texts with
+    their index are also written to `code/`, traces and flame graphs to `profiles/`."""
     begun = time.monotonic()
     right = {row.provider for row in found.rows if row.status == "ok" and not analysis.is_floor(row.provider)}
     entries = [entry for entry in options.providers if entry.name in right]
@@ -72,16 +72,16 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
         return answered(entry, [capture.wish(entry, first, target, folder), *traffic])
 
     with closing(Nursery(folder / "logs" / "nursery.log", modules=MODULES)) as nursery:
-        if seen:  # one after another, undisturbed, each in a process that nothing has been made to believe otherwise
+        if seen:  # sequential and undisturbed, in fresh processes that have not faked any hardware for capturing code
             for entry in entries:
                 profiles = answered(entry, [profile(entry, task) for task in seen])
                 found.profiles += [
                     profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
                 ]
-        with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # nothing is timed any more
+        with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # concurrent, since nothing is timed any more
             try:
                 answers = list(pool.map(ask, entries))
-            except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
+            except BaseException:  # Ctrl-C: unblock the threads that wait for answers
                 ended.set()
                 for worker in workers:
                     worker.kill()
@@ -97,7 +97,7 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
 
 
 def profiled(task: Task, answer: capture.Answer) -> dict[str, Any]:
-    """A profile as the record keeps it: the lines that take most."""
+    """A profile as stored in the record: the top rows only."""
     op, case, dtype, pass_ = task.key
     place = {"op": op, "case": case, "dtype": dtype, "pass": pass_, "provider": answer.provider}
     rows = [{**row, "name": row["name"][:PROFILE_NAME]} for row in answer.found["rows"][:PROFILE_ROWS]]
@@ -105,7 +105,7 @@ def profiled(task: Task, answer: capture.Answer) -> dict[str, Any]:
 
 
 def chosen(tasks: Sequence[Task]) -> list[Task]:
-    """At most LEDGER_TASKS of the tasks, in their order: one of each dtype and pass before a second of any."""
+    """At most LEDGER_TASKS tasks, in order: one of each dtype and pass before a second of any."""
     firsts = {(task.dtype, task.pass_): task for task in reversed(tasks)}
     rest = [task for task in tasks if firsts[task.dtype, task.pass_] is not task]
     kept = [*firsts.values(), *rest][:LEDGER_TASKS]

@@ -1,8 +1,8 @@
-"""The traffic ledger: which kernels a provider starts, and the bytes that each reads and writes.
+"""The traffic ledger: the kernels that a provider launches and the bytes each reads and writes.
 
-A kernel is charged each tensor that it reads once and each that it writes once, whatever caches do within it: the bytes
-that must cross the memory when the working set exceeds the cache. An element that a broadcast repeats counts once; views
-and metadata cost nothing. How a compiler's kernels become known is its own file's business (`code/`).
+Each kernel is charged once for every tensor it reads and once for every tensor it writes, whatever its caches do: this
+is the DRAM traffic when the working set exceeds the cache. Broadcast elements count once; views and metadata are free.
+The modules in `code/` find each compiler's kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .problem import span
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One kernel of a call. Bytes; `note` says what the name does not: a shape, what was fused."""
+    """One kernel of a call; sizes in bytes. `note` adds what the name omits, such as a shape or the fused operators."""
 
     name: str
     read: int
@@ -33,7 +33,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """The kernels of one provider in one group, in the order in which they run, against what the mathematics needs."""
+    """The kernels of one provider in one group, in launch order, and the bytes that the operation must move."""
 
     op: str
     case: str
@@ -42,7 +42,7 @@ class Ledger:
     provider: str
     kernels: tuple[Kernel, ...]
     bytes_min: int | None = None
-    method: str = ""  # where the bytes were read from
+    method: str = ""  # where the byte counts come from
 
     @property
     def bytes(self) -> int:
@@ -50,7 +50,7 @@ class Ledger:
 
     @property
     def excess(self) -> float | None:
-        """Bytes moved for each byte that must be; 1 is perfect."""
+        """Bytes moved over the minimum; 1 is perfect."""
         return self.bytes / self.bytes_min if self.bytes_min else None
 
     def to_json(self) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class Ledger:
 
 
 def extent(x: Tensor) -> int:
-    """Bytes of the distinct elements of x: a dimension of stride 0 counts once, and windows that overlap no more than what
-    they lie in."""
+    """Bytes of the distinct elements of x: a stride-0 dimension counts once, and overlapping windows count at most the
+    span they lie in."""
     count = math.prod(size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True))
     return min(count, span(x.shape, x.stride())) * x.element_size() if count else 0
 
 
 def merged(kernels: Sequence[Kernel]) -> list[tuple[Kernel, int]]:
-    """Kernels of the same name and bytes, and how often they occur, the first occurrence's place kept."""
+    """Identical kernels (name and bytes) with their counts, in order of first occurrence."""
     found: dict[Kernel, int] = {}
     for kernel in kernels:
         found[kernel] = found.get(kernel, 0) + 1

@@ -1,7 +1,8 @@
-"""The limits of this machine: copy, triad, products, starting anything; measured on random data, kept for the user.
+"""Measures this machine's limits (copy, triad, matrix products, launch latency) on random data, and stores them per
+user.
 
-A study measures floors of its own beside every group. What is kept here stands in where a group has none of a kind, and
-draws the roofs of the roofline. A kept file is data, read as JSON, and belongs to one device, driver and build of torch.
+A study measures its own floors within every group. Stored limits fill in for kinds of floor that a group lacks, and
+draw the roofs of the roofline plot. The file is plain JSON and valid for one device, driver and torch build.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from .timing import CpuTimer, CudaTimer, Timer, Wait, Work
 
 #: Bytes of each vector of copy and triad: many times any cache.
 VECTOR_BYTES = {"cuda": 2**30, "cpu": 2**28}
-#: Rows and columns of the products: enough to fill the device.
+#: Rows and columns of the matrix product: enough to fill the device.
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 SAMPLES = 10
-#: A dtype whose product takes longer than this, seconds, is measured once.
+#: Seconds. A dtype whose product takes longer is sampled once.
 SLOW = 0.5
 
 
 def measure(device: str) -> Json:
-    """Measure the limits of `device`: GB/s, TFLOP/s by dtype, microseconds. A minute at most."""
+    """Measure the limits of `device`: GB/s, TFLOP/s by dtype, microseconds. Takes at most a minute."""
     where = torch.device(device)
     kind = where.type
     read_clocks = machine.clock_reader(where)
@@ -44,7 +45,7 @@ def measure(device: str) -> Json:
     generator = torch.Generator(where).manual_seed(0)
     wait = Wait()
     copy, triad = _vectors(timer, where, generator)
-    clocks = read_clocks()  # while the device is still at work's temperature
+    clocks = read_clocks()  # read while the device is still under load
     if kind == "cpu" and (threads := wait.threads()) is not None:
         clocks = {"waiting_threads": threads}
     return {
@@ -60,14 +61,14 @@ def measure(device: str) -> Json:
 
 
 def _microseconds(timer: Timer, call: Callable[[], Any], calls: int = 1) -> float:
-    """Median microseconds a call after a warm-up, with a cold cache."""
+    """Median microseconds per call after a warm-up, with a cold cache."""
     work = Work(lambda i: None, lambda _: call())
     slow = min(timer.once(work) for _ in range(3)) > SLOW
     return median(timer.turn(work, 1 if slow else SAMPLES, calls).device_us)
 
 
 def _vectors(timer: Timer, device: torch.device, generator: torch.Generator) -> tuple[float, float]:
-    """GB/s read and written by `c = a` and by `c = a + s · b`."""
+    """Memory bandwidth in GB/s (reads plus writes) of `c = a` and of `c = a + s · b`."""
     words = VECTOR_BYTES[device.type] // 4
     a, b = (torch.randn(words, generator=generator, device=device) for _ in range(2))
     c = torch.zeros_like(a)
@@ -77,8 +78,8 @@ def _vectors(timer: Timer, device: torch.device, generator: torch.Generator) -> 
 
 
 def _matmul(timer: Timer, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> float:
-    """TFLOP/s of a square product, on a CPU by the quicker of torch's two libraries. Values are normal and random: products of
-    zeros draw less power and run faster."""
+    """TFLOP/s of a square product; on a CPU of the faster of torch's two libraries. Inputs are normally distributed,
+    because products of zeros draw less power and run faster."""
     n = MATMUL_SIZE[device.type]
     a, b = (torch.randn(n, n, generator=generator, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -89,7 +90,7 @@ def _matmul(timer: Timer, device: torch.device, dtype: torch.dtype, generator: t
 
 
 def _launch(timer: Timer, device: torch.device) -> float:
-    """Microseconds to start anything: as the provider `floor-launch` does it."""
+    """Launch latency in microseconds, measured as by the provider `floor-launch`."""
     x = torch.zeros(1, device=device)
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from .providers._launch import bare_launch
@@ -99,7 +100,7 @@ def _launch(timer: Timer, device: torch.device) -> float:
 
 
 def path(device: str) -> Path:
-    """Where the limits of `device` are kept: by its name, the driver, the cores in use and the build of torch.
+    """The file with the limits of `device`, keyed by its name, the driver, the cores in use and the torch build.
 
     Raises:
         cache.Refused: there is no cache folder.
@@ -112,7 +113,7 @@ def path(device: str) -> Path:
 
 
 def keep(found: Json, device: str) -> Path:
-    """Write the limits where `kept` finds them, readable by the user alone.
+    """Write the limits where `kept` finds them, readable only by the user.
 
     Raises:
         cache.Refused: the file cannot be written, or not safely.
@@ -123,8 +124,8 @@ def keep(found: Json, device: str) -> Path:
 
 
 def kept(device: str) -> Json | None:
-    """The limits measured earlier on this device; None where there are none, and for a file that others could have
-    written or that does not hold what `measure` gives."""
+    """The limits measured earlier on this device. None if there are none, or if the file could have been written by
+    others or lacks what `measure` returns."""
     try:
         found = cache.read(path(device))
     except cache.Refused:

@@ -1,4 +1,4 @@
-"""This machine: what it is, the versions on it, its caches and its clocks. Everything is read, nothing is set."""
+"""Describes this machine: hardware, package versions, cache sizes and clocks. Read-only: it changes no setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-#: Used where the size of the last-level cache cannot be read.
+#: Fallback if the size of the last-level cache cannot be read.
 UNKNOWN_CACHE_BYTES = 64 * 2**20
 DISTRIBUTIONS = ("torch", "triton", "numpy", "transformers", "jax", "nvidia-ml-py", "matplotlib")
 
@@ -22,7 +22,7 @@ Clocks = dict[str, Any]
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What the record says about where it was made."""
+    """The environment section of a record."""
     found: dict[str, Any] = {
         "device": device,
         "device_name": device_name(device),
@@ -53,12 +53,12 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["torch"] = torch.__version__  # with its build, e.g. +cu130
+    found["torch"] = torch.__version__  # includes the build, e.g. +cu130
     return found
 
 
 def default_device() -> str:
-    """The GPU, if there is one; under torchrun the one of this process's local rank."""
+    """The GPU if there is one; under torchrun that of the local rank."""
     if not torch.cuda.is_available():
         return "cpu"
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
@@ -69,7 +69,7 @@ def device_name(device: str) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Cores in this process's affinity mask."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -89,7 +89,7 @@ def memory_bytes() -> int | None:
 
 
 def cache_bytes(device: str) -> int:
-    """Size of the cache that a cold measurement has to push out: L2 of the GPU, the largest cache of the CPU."""
+    """Size of the cache that a cold-cache measurement must flush: L2 of a GPU, the largest cache of a CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     units = {"K": 2**10, "M": 2**20}
@@ -102,7 +102,7 @@ def cache_bytes(device: str) -> int:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process; None where /proc has none to read."""
+    """Resident memory of a process; None without /proc."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -110,21 +110,21 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def waited_s() -> float | None:
-    """Seconds that the threads of this process, those there are now, were ready to run and had no core; None where /proc does
-    not say."""
+    """Total seconds that the current threads of this process were runnable without a core; None if /proc does not
+    tell."""
     try:
         files = [task / "schedstat" for task in Path("/proc/self/task").iterdir()]
     except OSError:
         return None
     waited = []
     for file in files:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may exit meanwhile
             waited.append(int(file.read_text().split()[1]))
     return sum(waited) / 1e9 if waited else None
 
 
 def _load() -> float | None:
-    """Runnable processes over the last minute, before the study began."""
+    """One-minute load average, read before the study begins."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -137,20 +137,21 @@ def _nvml() -> Any | None:
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # not installed, or no driver: then there are no clocks to show
+    except Exception:  # not installed, or no driver: no clocks to report
         return None
     return nvml
 
 
 def clock_reader(device: torch.device) -> Callable[[], Clocks | None]:
-    """A function that reads clocks, power, temperature and throttle reasons of `device`; None without NVML."""
+    """A function that reads clocks, power, temperature and throttle reasons of `device`; it returns None without
+    NVML."""
     nvml = _nvml() if device.type == "cuda" else None
     if nvml is None:
         return lambda: None
     try:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception as error:  # NVML's own exceptions share no base that is there without it
+    except Exception as error:  # NVML's exceptions have no base class that exists without it
         print(f"no clocks: {error}", file=sys.stderr)
         return lambda: None
 

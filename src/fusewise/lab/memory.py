@@ -1,7 +1,7 @@
-"""Memory of one call: peak above what was there when it began, and what a forward keeps for its backward.
+"""Memory of one call: its peak above the level at its start, and what a forward keeps for its backward.
 
-On CUDA the caching allocator's own counters; on the CPU the allocation events of torch's profiler. Both see every
-tensor and no memory that a library takes behind torch's back. None where it cannot be measured, never a guess.
+Uses the counters of the caching allocator on CUDA and the allocation events of torch's profiler on a CPU. Both see
+every tensor but no memory that a library allocates outside torch. The answer is None where it cannot be measured.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .timing import Work
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes allocated by a function: at its highest point, and still at its end while its result lives."""
+    """Bytes allocated by a function: at the peak, and at its end while its result is alive."""
 
     peak: int
     kept: int
 
 
 def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Growth | None]:
-    """The function's result and how memory grew while it ran."""
+    """The function's result, and how memory grew while it ran."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -34,7 +34,7 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
         return result, Growth(peak, torch.cuda.memory_allocated(device) - before)
-    # torch.profiler.profile is this, and loads Dynamo and sympy first: a second and more of every worker's time.
+    # torch.profiler.profile wraps this, but imports Dynamo and SymPy first: more than a second in every worker process.
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
         result = function()
     kineto = getattr(profile, "kineto_results", None)
@@ -49,14 +49,14 @@ def growth(function: Callable[[], Any], device: torch.device) -> tuple[Any, Grow
 
 
 def peak_bytes(work: Work, device: torch.device) -> int | None:
-    """Highest extra memory during the timed step."""
+    """Peak memory of the timed step, above the level at its start."""
     state = work.begin(0)
     grown: Growth | None = growth(lambda: work.step(state), device)[1]
     return None if grown is None else grown.peak
 
 
 def held_bytes(forward: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device) -> int | None:
-    """What a forward keeps for its backward besides its inputs and outputs."""
+    """Bytes that a forward keeps for its backward, besides its inputs and outputs."""
     outputs, grown = growth(forward, device)
     if grown is None:
         return None

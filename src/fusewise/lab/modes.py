@@ -1,4 +1,4 @@
-"""What watches or changes the operators of a function while it runs, around whatever the function brings."""
+"""Dispatch modes that observe or change a function's operators while it runs, whatever the function contains."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Of = TypeVar("Of", bound="Mode")
 
 
 class Mode(TorchDispatchMode):
-    """A mode that operators which take functions, such as torch.cond, come to as they are. What the function compiles by itself
-    runs as it is written, unless it is to be `compiled`."""
+    """A dispatch mode that also receives higher-order operators such as torch.cond. Code that the function compiles
+    itself runs uncompiled, unless `compiled` is set."""
 
     supports_higher_order_operators = True
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compiled = compiled
-        self.functions = False  # whether an operator took one
+        self.functions = False  # whether a higher-order operator was seen
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch asks an instance
         return self.compiled
@@ -31,19 +31,19 @@ class Mode(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives."""
+        """The operator's result."""
         raise NotImplementedError
 
 
 def under(mode: Callable[[bool], Of], call: Callable[[], Result]) -> tuple[Result, Of]:
-    """What the call gives under a mode, and the mode. flex_attention cannot run but compiled: then everything is that asks for it,
-    and the mode sees less."""
+    """The result of the call under a mode, and the mode. flex_attention only runs compiled; then everything that asks
+    for compilation is compiled, and the mode sees fewer operators."""
     try:
         with mode(False) as entered:
             result = call()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a call that is at fault itself fails again
+    except Exception:  # a call with a fault of its own raises again
         _forget()
         with mode(True) as entered:
             return call(), entered
@@ -53,5 +53,6 @@ def under(mode: Callable[[bool], Of], call: Callable[[], Result]) -> tuple[Resul
 
 
 def _forget() -> None:
-    """What was not compiled is remembered as what cannot be, by functions that run no other way without a mode."""
+    """Reset Dynamo: it remembers code that ran uncompiled here as not compilable, also for later calls without a
+    mode."""
     torch._dynamo.reset()

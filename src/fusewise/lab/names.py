@@ -1,4 +1,4 @@
-"""Names: one that is not known and those that were probably meant, and one that is too long."""
+"""Names in messages: suggestions for an unknown one, and a short form of a long one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import difflib
 import zlib
 from collections.abc import Iterable
 
-#: Names that are suggested at most.
+#: Limit on suggestions.
 MOST = 3
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The fix that an error ends with: `try 'eager'` for 'egaer', `try 'fusewise-cpu' or 'fusewise-cpu-inplace'` for 'cpu',
-    `otherwise` where nothing is like it."""
+    """The fix at the end of an error: `try 'eager'` for 'egaer', `try 'fusewise-cpu' or 'fusewise-cpu-inplace'` for
+    'cpu', `otherwise` if nothing is similar."""
     every = list(dict.fromkeys(known))
     low = name.lower()
     found = difflib.get_close_matches(name, every, MOST) or [n for n in every if low and low in n.lower()][:MOST]
@@ -20,10 +20,10 @@ def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def checksum(text: str) -> int:
-    """A number of 32 bits that tells texts apart; also those that are no UTF-8, as a path may be."""
+    """A 32-bit checksum that also accepts text that is not valid UTF-8, such as a path."""
     return zlib.crc32(text.encode(errors="surrogatepass"))
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, where it is not too long, else its beginning and what tells it from others that begin alike."""
+    """The text, or if too long its beginning plus a checksum that keeps it distinct."""
     return text if len(text) <= longest else f"{text[: longest - 10]}… {checksum(text):08x}"

@@ -1,14 +1,14 @@
-"""A process that has loaded torch and forks workers, which then need not load it: two seconds of a core for each.
+"""A fork server: a process that has imported torch and forks worker processes, saving each two seconds of CPU time.
 
-It is a program of its own, so that no worker imports the user's script and nothing in it has ever computed. Its environment
-is its workers': glibc and compilers read theirs once. Only the thread that forks lives on in a child, and CUDA does not, so
-there must be no other, and no CUDA: it makes sure.
+It is a separate program, so that no worker imports the user's script and no computation has run before a fork. Its
+environment is its workers', because glibc and compilers read theirs only once. In a forked child only the forking
+thread survives, and CUDA does not work, so the server verifies that it is single-threaded and has not initialised CUDA.
 
-    coordinator → nursery   a module's name and four descriptors: standard input, output, error, a socket to answer on
-    nursery → that socket   the worker's pid and, when it has ended, its code; nobody else gets the pid until it is closed
+    coordinator → nursery   a module's name and four descriptors: stdin, stdout, stderr, a status socket
+    nursery → status socket the worker's pid and later its exit code; the pid is not reaped until the socket closes
 
-A worker ends with its standard input and the nursery with its coordinator's socket: nothing outlives a coordinator that was
-killed. Workers whose nursery was killed go on; the next ones start without it.
+A worker exits when its stdin closes, and the nursery when the coordinator's socket does, so nothing outlives a killed
+coordinator. If the nursery is killed, its workers go on and later ones start without it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from typing import IO
 
 import fusewise
 
-#: Set in workers, so that a file of the user's that starts a study when imported does not start another one there.
+#: Set in workers, so that a user's file that starts a study on import does not start another one there.
 WORKER = "FUSEWISE_WORKER"
-#: What is loaded before workers part: no provider and no compiler, whose loading belongs to a first call.
+#: Imported before forking. No provider or compiler: importing those belongs to the first call.
 MODULES = ("fusewise.lab.worker", "fusewise.lab.code.worker")
-#: The longest wait for a worker's pid, seconds: torch may come from a slow disk.
+#: Timeout for a worker's pid, in seconds: torch may load from a slow disk.
 PATIENCE = 120.0
-#: How long it may take to end of itself, seconds.
+#: Grace period for the process to exit by itself, in seconds.
 LEAVE = 1.0
-#: How often it looks for workers that have ended, besides when a signal says so, seconds: waiting for one is without end.
+#: Polling interval for ended workers, in seconds, in case SIGCHLD is missed: `wait` may have no timeout.
 LOOK_EVERY = 1.0
 
 
 class Forked:
-    """A worker from the nursery: as much of a `Popen` as `WorkerProcess` needs. OSError where none came of it."""
+    """A forked worker: the part of the `Popen` interface that `WorkerProcess` needs. OSError if it could not be
+    started."""
 
     def __init__(self, nursery: socket.socket, module: str, log: int) -> None:
         self.returncode: int | None = None
@@ -62,13 +63,14 @@ class Forked:
             self.pid = int(self.status.recv(32) or b"0")
             if not self.pid:
                 raise ConnectionResetError("the nursery has ended")
-        except BaseException:  # Ctrl-C, too: a worker that comes all the same ends with its standard input
+        except BaseException:  # also Ctrl-C: a worker that still starts exits on its closed stdin
             self.release()
             raise
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """As of `Popen`, from any number of threads; None where the nursery ended first, so that nobody knows."""
-        # How it ended is said once. After a second Ctrl-C two threads wait for it.
+        """As `Popen.wait`, from any number of threads; None if the nursery died first, since the exit code is then
+        unknown."""
+        # The exit code is sent once, and after a second Ctrl-C two threads wait for it.
         if not self.lock.acquire(timeout=-1 if timeout is None else timeout):
             raise subprocess.TimeoutExpired("worker", timeout or 0.0)
         try:
@@ -83,14 +85,14 @@ class Forked:
         return self.returncode
 
     def release(self) -> None:
-        """Close all that leads to the worker; from now on its pid may be another's."""
+        """Close everything that leads to the worker; afterwards its pid may be reused."""
         for end in (self.stdin, self.stdout, self.status):
             with contextlib.suppress(OSError):
                 end.close()
 
 
 class Nursery:
-    """Starts workers in one environment. The process comes with the first of them."""
+    """Starts workers in one environment. The server process starts with the first of them."""
 
     def __init__(
         self,
@@ -99,8 +101,9 @@ class Nursery:
         files: Sequence[int] = (),
         modules: Sequence[str] = (),
     ) -> None:
-        """`log` gets what the process itself has to say; without one there is none, and each worker starts by itself.
-        `files` are descriptors that workers have, too; `modules` what is loaded besides torch, where nothing is timed."""
+        """`log` receives the server's output; without it there is no server and each worker is a fresh process.
+        `files`: descriptors that workers inherit. `modules`: extra imports besides torch, for processes that time
+        nothing."""
         source = str(Path(fusewise.__file__).parents[1])
         paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         self.env = {**os.environ, **(env or {}), WORKER: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
@@ -112,8 +115,8 @@ class Nursery:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, module: str, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
-        """A worker that runs the module's `main`. Several threads may ask at once."""
-        # Elsewhere than on Linux the system's own libraries do not survive a fork.
+        """A worker that runs the module's `main`. Thread-safe."""
+        # Only on Linux: elsewhere the system's own libraries do not survive a fork.
         if self.log is not None and sys.platform == "linux":
             try:
                 with self.lock:
@@ -121,17 +124,17 @@ class Nursery:
                 return Forked(ours, module, log.fileno())
             except OSError:
                 self.close()
-        # No fork is safe here, or that process could not start or has died: a study is slower for it, and goes on.
+        # No safe fork, or the server could not start or has died. The study goes on, only slower.
         return self._popen([module], log, subprocess.PIPE)
 
     def close(self) -> None:
-        """End the process; workers that somebody holds on to stay."""
+        """End the server; workers whose status sockets are still open keep running."""
         if self.socket is not None:
-            self.socket.close()  # which is its sign, once it has buried those that nobody does
+            self.socket.close()  # tells the server to exit, after it has reaped the released workers
         if self.process is not None:
             try:
                 self.process.wait(timeout=LEAVE)
-            except subprocess.TimeoutExpired:  # it hangs, or has not even loaded torch
+            except subprocess.TimeoutExpired:  # hung, or still importing torch
                 self.process.kill()
                 self.process.wait()
 
@@ -150,15 +153,15 @@ class Nursery:
             stderr=log,
             pass_fds=(*self.files, *files),
             env=self.env,
-            start_new_session=True,  # a Ctrl-C is the coordinator's; its children die with it, together
+            start_new_session=True,  # Ctrl-C goes to the coordinator only, which ends its children together
         )
 
 
 def unfit() -> str:
-    """Why this process must not fork workers, if so."""
+    """Why this process must not fork workers; empty if it may."""
     import torch
 
-    # numpy's OpenBLAS ends its threads before a fork, so the first one is for that; they come again where they are needed.
+    # numpy's OpenBLAS joins its threads before a fork and restarts them on demand: the first fork serves that, too.
     child = os.fork()
     if not child:
         os._exit(torch.cuda._is_in_bad_fork())
@@ -169,13 +172,13 @@ def unfit() -> str:
 
 
 def serve(requests: socket.socket) -> str:
-    """Fork a worker for each request. Returns in workers only, each with its module."""
+    """Fork a worker per request. Returns in the workers only, with the module to run."""
     import torch
 
     wake, waker = socket.socketpair()
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # that it comes is enough
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler must exist for the wakeup descriptor to be written
     workers: dict[int, socket.socket] = {}
     ended: set[int] = set()
     while True:
@@ -183,7 +186,7 @@ def serve(requests: socket.socket) -> str:
         if wake in readable:
             wake.recv(4096)
         for pid, status in list(workers.items()):
-            if status in readable:  # nobody holds on to this one any more, and nothing else comes from there
+            if status in readable:  # only readable once closed: the coordinator has released this worker
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 workers.pop(pid).close()
@@ -194,7 +197,7 @@ def serve(requests: socket.socket) -> str:
         if requests in readable:
             module, files, _, _ = socket.recv_fds(requests, 256, 4)
             if not module:
-                os._exit(0)  # libraries have nothing to tidy up, and some say a lot when they do
+                os._exit(0)  # skip the libraries' exit handlers, which have nothing to clean up and may be noisy
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
@@ -204,29 +207,29 @@ def serve(requests: socket.socket) -> str:
                     os.dup2(file, place)
                 for own in (*files, *(end.detach() for end in (requests, wake, waker, *workers.values()))):
                     os.close(own)
-                torch.default_generator.seed()  # as Python's own does at every fork
+                torch.default_generator.seed()  # as Python's random module does after a fork
                 return module.decode()
-            os.setpgid(pid, pid)  # here, too: whoever knows the pid may kill the group
+            os.setpgid(pid, pid)  # in the parent as well: whoever learns the pid may kill the group at once
             for file in files[:3]:
-                os.close(file)  # else no end of a pipe would ever be seen
+                os.close(file)  # else the pipes never reach end of file
             workers[pid] = socket.socket(fileno=files[3])
             tell(workers[pid], pid)
 
 
 def tell(status: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # nobody there; the next look at the socket shows it
+    with contextlib.suppress(OSError):  # peer closed; the next poll of the socket notices
         status.send(str(number).encode())
 
 
 def main() -> str:
-    """The module that a worker is to run."""
+    """In a worker: the module to run."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     modules, sys.argv[1:] = sys.argv[2:], []
     for module in (*MODULES, *modules):
         importlib.import_module(module)
     if why := unfit():
         sys.exit(f"{why}: workers start without it")
-    gc.freeze()  # what is here does not change, so that the workers' collections need not touch it
+    gc.freeze()  # keeps workers' collections from touching, and thus copying, these pages
     return serve(requests)
 
 

@@ -1,4 +1,4 @@
-"""What a study is asked to do: what to measure and how long."""
+"""A resolved study request: what to measure, and for how long."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from .problem import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure and how long."""
+    """What to measure, and for how long."""
 
     op: str
     tasks: Sequence[Task]
     providers: Sequence[plugin.Entry]
-    named: bool = False  # whether the user named them
+    named: bool = False  # whether the user named the providers
     device: str
     out: Path
-    title: str = ""  # the preset or the cases, for the report
+    title: str = ""  # preset or cases, for the report
     warm: bool = False
     seed: int = 0
     min_rounds: int = 5
     max_rounds: int = 30
-    precision: float = 0.005  # rounds stop when every provider's relative standard error is below
-    group_seconds: float = 8.0  # and no later than this after the first round of a group
-    time_limit: float | None = None  # for all groups together; the smallest number of rounds is measured regardless
-    timeout: float = 300.0  # of one request to a worker
-    memory_limit: int | None = None  # resident bytes of one worker
-    twin: bool = True  # measure one provider twice
-    run: str | None = None  # its id; by default made from the time
-    profiled: Sequence[str] = ()  # cases of which the record gets every provider's profile
+    precision: float = 0.005  # stop once every provider's relative standard error is below this
+    group_seconds: float = 8.0  # or this long after a group's first round
+    time_limit: float | None = None  # seconds for all groups together; min_rounds are measured regardless
+    timeout: float = 300.0  # seconds per request to a worker
+    memory_limit: int | None = None  # resident bytes per worker
+    twin: bool = True  # run an A/A test
+    run: str | None = None  # run id; by default derived from the time
+    profiled: Sequence[str] = ()  # cases to profile with every provider
 
 
 def new_id(created: datetime.datetime) -> str:
-    """A run's id: when it began, and something that no other run has."""
+    """A unique run id: the start time plus random bits."""
     return f"{created:%Y%m%dT%H%M%S}-{random.SystemRandom().getrandbits(32):08x}"
 
 
 def request(options: Options) -> dict[str, Any]:
-    """What was asked for, as the record has it."""
+    """The request as stored in the record."""
     o = options
     return {
         "op": o.op,

@@ -1,4 +1,5 @@
-"""From what the user asked for to what the coordinator does: cases, dtypes, passes, providers and limits of time."""
+"""Resolves and validates a request: cases, dtypes, passes, providers, timeouts and memory limits for the
+coordinator."""
 
 from __future__ import annotations
 
@@ -16,23 +17,24 @@ from .names import shortened
 from .options import Options
 from .problem import DTYPES, PASSES, Pass, Task
 
-#: `--pass` and the passes that it measures.
+#: Values of `--pass` and the passes they measure.
 PASS_CHOICES: dict[str, tuple[Pass, ...]] = {
     "fwd": ("fwd",),
     "bwd": ("bwd",),
     "fwd+bwd": ("fwd+bwd",),
     "both": ("fwd", "bwd"),
 }
-#: Characters of a study's title, which may be the names of many cases.
+#: Limit on a study's title in characters; a title may list many case names.
 LONGEST_TITLE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The command line, or a caller, as it stands. None: the preset's or the machine's own."""
+    """The request as given on the command line or through the API. None means the default of the preset or the
+    machine."""
 
     target: str
-    inputs: Sequence[str] = ()  # of a user's function
+    inputs: Sequence[str] = ()  # for a user's function
     preset: str | None = None
     cases: Sequence[str] = ()
     providers: Sequence[str] | None = None
@@ -49,7 +51,7 @@ class Request:
 
 
 def options(request: Request, out: Path) -> Options:
-    """Check the request and resolve it. ValueError with a fix for anything that cannot be measured."""
+    """Validate and resolve the request. ValueError, with a fix, for anything that cannot be measured."""
     target, preset = targets.resolve(request.target, request.inputs)
     if (request.preset or preset) is not None and request.cases:
         raise ValueError("study: give --preset or --case, got both; leave one out")
@@ -80,7 +82,7 @@ def options(request: Request, out: Path) -> Options:
         extra["time_limit"] = request.time_limit
     providers = plugin.select(request.providers, target.name, where)
     memory_limit = _memory_limit(request.memory_limit)
-    lacking = target.verify(tasks, request.timeout, memory_limit)  # the last, since it takes seconds
+    lacking = target.verify(tasks, request.timeout, memory_limit)  # last, because it takes seconds
     if request.passes is None:
         tasks = [task for task in tasks if task.pass_ not in lacking]
     return Options(
@@ -101,7 +103,7 @@ def options(request: Request, out: Path) -> Options:
 
 
 def _check_numbers(request: Request) -> None:
-    """ValueError for what no clock, no record and no generator of random numbers takes: NaN and infinity, too."""
+    """ValueError for numbers that clocks, records or random generators reject, NaN and infinity among them."""
     for name, value, unit in (
         ("time_limit", request.time_limit, "seconds"),
         ("timeout", request.timeout, "seconds"),
@@ -119,17 +121,17 @@ def _check_numbers(request: Request) -> None:
 
 
 def _passes(wanted: str | None, of_case: Sequence[Pass]) -> Sequence[Pass]:
-    """The passes to measure: those the case is made for, as far as they were asked for."""
+    """The passes to measure: those of the case, restricted to those requested."""
     if wanted is None:
         return of_case
-    if wanted == "fwd+bwd":  # the sum of two passes that the case has
+    if wanted == "fwd+bwd":  # needs both passes, which a case may list separately
         return ("fwd+bwd",) if {"fwd", "bwd"} <= set(of_case) or "fwd+bwd" in of_case else ()
     return [p for p in PASSES if p in PASS_CHOICES[wanted] and p in of_case]
 
 
 def device(name: str | None, verb: str = "study") -> str:
-    """The device of a name, or this machine's own. Under torchrun `cuda` is the GPU of this process's local rank. `verb`: whose
-    the message is."""
+    """Resolve a device name; None means this machine's default, and `cuda` under torchrun the GPU of the local rank.
+    `verb` prefixes the error messages."""
     if name is None:
         return machine.default_device()
     try:
@@ -156,7 +158,7 @@ def device(name: str | None, verb: str = "study") -> str:
 
 
 def _memory_limit(gibibytes: float | None) -> int | None:
-    """Bytes of resident memory for one worker; by default four fifths of the machine's."""
+    """Limit on a worker's resident memory in bytes; by default four fifths of the machine's memory."""
     if gibibytes is not None:
         return int(gibibytes * 2**30)
     total = machine.memory_bytes()
@@ -164,7 +166,7 @@ def _memory_limit(gibibytes: float | None) -> int | None:
 
 
 def run_directory(request: Request, stamp: str) -> Path:
-    """Where a run goes when no directory is named."""
+    """The run directory: the one requested, or a new one named after the preset and `stamp`."""
     if request.out is not None:
         return request.out
     target, preset = targets.resolve(request.target, request.inputs)

@@ -1,11 +1,12 @@
-"""What a provider is: one way of running an operation, found by name, by entry point or by `module:attribute`.
+"""The provider interface, and discovery by name, entry point or `module:attribute`.
 
-A third party adds one by subclassing `Provider` and naming it in its own package metadata:
+A provider is one way of running an operation. Third parties subclass `Provider` and register it in their package
+metadata:
 
     [project.entry-points."fusewise.providers"]
     mine = "my_package.lab:MyRope"
 
-Nothing here imports a provider's libraries: that happens in the provider's own worker process.
+Nothing here imports a provider's libraries; only its own worker process does.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from .problem import Problem, as_tuple, same
 from .reason import reason
 
 ENTRY_POINTS = "fusewise.providers"
-#: Characters of a provider's name.
+#: Length limit of a provider's name in characters.
 LONGEST_NAME = 200
 
-#: Our own providers, in the order in which tables show them.
+#: Built-in providers, in display order.
 BUILT_IN = (
     "fusewise.lab.providers.floors:Copy",
     "fusewise.lab.providers.floors:MatMul",
@@ -89,7 +90,7 @@ BUILT_IN = (
 
 
 class Missing(Exception):
-    """The provider cannot run on this machine; the message says what to install or which device it wants."""
+    """The provider cannot run on this machine; the message says what to install or which device it needs."""
 
 
 class Unsupported(Exception):
@@ -98,13 +99,12 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Vjp:
-    """A backward outside of torch's autograd. Arguments are those of `Run.call`.
+    """A backward outside torch's autograd. Arguments are those of `Run.call`.
 
-    forward: arguments -> (what call returns, what is kept for backward).
-    backward: (what was kept, entered upstream gradients) -> gradients; timed.
-    both: (arguments, entered upstream gradients) -> (what call returns, gradients), in one; timed.
-    enter: upstream gradients of the outputs -> their own form.
-    leave: gradients -> torch tensors, those of the problem's floating tensors in their order.
+    forward: arguments -> (result of call, state kept for backward). backward: (kept state, entered upstream gradients)
+    -> gradients; timed. both: (arguments, entered upstream gradients) -> (result of call, gradients), in one; timed.
+    enter: upstream gradients of the outputs -> the provider's own form. leave: gradients -> torch tensors, in the order
+    of the problem's floating tensors.
     """
 
     forward: Callable[[tuple[Any, ...]], tuple[Any, Any]]
@@ -116,23 +116,23 @@ class Vjp:
 
 @dataclass(frozen=True)
 class Run:
-    """One problem made callable: `call(*enter(*own(*problem.tensors)))` is timed in `call` alone; with a backward, where
-    gradients flow through them, in `enter` and `leave` too.
+    """One problem made callable: `call(*enter(*own(*problem.tensors)))`. Only `call` is timed; with a backward also
+    `enter` and `leave`, if gradients flow through them.
 
-    own: the problem's tensors -> the tensors that a user of the provider would keep (weights in its order), of which
-        gradients are taken; as many, in the same order.
+    own: the problem's tensors -> the leaves that a user of the provider would keep (e.g. weights in its layout); same
+        number and order.
     enter: those -> the arguments of call (views and tables).
-    leave: what call returned -> the outputs in the problem's own form, for the check against float64.
+    leave: result of call -> the outputs in the problem's form, for the check against float64.
     restore: gradients of what own returned -> gradients of the problem's tensors.
-    vjp: a backward of its own, for what torch's autograd does not see.
+    vjp: a custom backward, for what torch's autograd does not see.
     in_place: call overwrites its arguments.
     backward: the outputs are differentiable with respect to the problem's tensors.
-    checked: the outputs are to be held against the truth (floors compute nothing and say False).
-    form: how it is computed, for problems with a model of their memory: for gated units eager, two-kernels, fused,
+    checked: compare the outputs with the truth (False for floors, which compute nothing).
+    form: the memory model that applies, for problems that have one; for gated units eager, two-kernels, fused,
         fused-recompute, chunked or chunked-recompute.
-    torch_memory: every tensor it makes is torch's, so that torch knows how much memory it takes.
-    arithmetic: what is known of how it rounds, told with an error that is too large.
-    foreign: on a GPU it works on streams that torch does not know, and every call waits for its results.
+    torch_memory: torch allocates every tensor, so that its allocator knows the memory used.
+    arithmetic: a known rounding behaviour, reported with an error that is too large.
+    foreign: on a GPU, it uses streams unknown to torch, and every call waits for its results.
     """
 
     call: Callable[..., Any]
@@ -151,18 +151,18 @@ class Run:
 
 
 class Provider:
-    """One way of running operations. Subclasses set the fields and write `build`."""
+    """One way of running operations. Subclasses set the fields and implement `build`."""
 
     name: ClassVar[str]
-    module: ClassVar[str] = ""  # import name that must be found for the provider to be here at all
-    packages: ClassVar[tuple[str, ...]] = ()  # distributions whose versions its rows carry
-    install: ClassVar[str] = ""  # the command or sentence that brings a missing one
+    module: ClassVar[str] = ""  # import name that must be found for the provider to be available
+    packages: ClassVar[tuple[str, ...]] = ()  # distributions whose versions the rows record
+    install: ClassVar[str] = ""  # command or sentence that says how to install it
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    ops: ClassVar[tuple[str, ...]] = ()  # targets that it is for; () for any
-    default: ClassVar[bool] = True  # measured when no providers are named; see `chosen`
+    ops: ClassVar[tuple[str, ...]] = ()  # targets it supports; () for any
+    default: ClassVar[bool] = True  # measured if no providers are named; see `chosen`
 
     def check(self, device: str) -> None:
-        """Raise Missing when the provider cannot run on `device` here. Imports nothing heavy."""
+        """Raise Missing if the provider cannot run on `device` here. Imports nothing heavy."""
         kind = device.split(":")[0]
         if kind not in self.devices:
             raise Missing(f"runs on {' and '.join(self.devices)} only, not on {kind}")
@@ -170,7 +170,7 @@ class Provider:
             raise Missing(f"{self.module} is not installed; {self.install}")
 
     def chosen(self, op: str, device: str) -> bool:
-        """Whether it is measured for a target on a device when no providers are named."""
+        """Whether it is measured for a target on a device if no providers are named."""
         return self.default and (not self.ops or op in self.ops)
 
     def build(self, problem: Problem) -> Run:
@@ -178,16 +178,17 @@ class Provider:
         raise NotImplementedError
 
     def stages(self, problem: Problem, target: str) -> Sequence[Stage]:
-        """Every text that its compiler makes of `problem` for `target` (cpu, sm_90, …), first to last; see `code/`."""
+        """Every text its compiler generates from `problem` for `target` (cpu, sm_90, …), in pipeline order; see
+        `code/`."""
         raise Unsupported("does not show its code")
 
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
-        """The kernels of one pass over `problem` on its device, with the bytes that each reads and writes; see `ledger.py`.
-        What cannot run there is told as it would run on `target`."""
+        """The kernels of one pass over `problem` on its device, with the bytes each reads and writes; see `ledger.py`.
+        If the code cannot run there, as it would run on `target`."""
         raise Unsupported("does not tell what it reads and writes")
 
     def versions(self) -> dict[str, str]:
-        """Versions of the distributions the provider stands on, those that are installed."""
+        """Versions of the provider's installed distributions."""
         found = {}
         for package in self.packages:
             try:
@@ -198,12 +199,12 @@ class Provider:
 
 
 def versions(provider: Provider) -> dict[str, str]:
-    """What a provider, perhaps another package's, says of its versions, as the texts that a record has."""
+    """The provider's versions as strings; third-party code may return anything."""
     return {str(package): str(version) for package, version in provider.versions().items()}
 
 
 def installed(module: str) -> bool:
-    """Whether a module is there to be imported; it is not, but its parents are."""
+    """Whether the module can be found, without importing it (its parents are imported)."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -248,7 +249,7 @@ class Entry:
 
 
 def known(extra: Iterable[str] = ()) -> list[Entry]:
-    """Every provider: ours, those of installed packages, and `extra` ones given as `module:attribute`."""
+    """Every provider: built-in, from installed packages, and `extra` ones given as `module:attribute`."""
     places = dict.fromkeys(BUILT_IN, "")
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         places.setdefault(point.value, point.name)
@@ -259,15 +260,15 @@ def known(extra: Iterable[str] = ()) -> list[Entry]:
         try:
             provider = load(where)
             entries.append(Entry(provider.name, where, provider))
-        except Exception as error:  # someone else's package may raise anything; it becomes a row with this reason
+        except Exception as error:  # third-party code may raise anything; it becomes the reason of a row
             entries.append(Entry(name or where, where, None, reason(error)))
     return entries
 
 
 def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
-    """The entries for `names` (a name, or `module:attribute`), or for None all that are measured for `op` by default.
+    """The entries for `names` (a name, or `module:attribute`); for None those measured by default for `op`.
 
-    A library with kernels for several operations has a provider of one name for each; the one for `op` is meant.
+    A library with kernels for several operations has several providers of the same name; the one for `op` is selected.
     """
     if names is None:
         return _apart(_measured_by_default(op, device))
@@ -299,7 +300,7 @@ def select(names: Iterable[str] | None, op: str, device: str) -> list[Entry]:
 
 
 def _measured_by_default(op: str, device: str) -> Iterator[Entry]:
-    """Those that say so, and those that can say nothing."""
+    """The entries that opt in for this target and device, and those that could not be loaded."""
     for entry in known():
         try:
             if entry.provider is None or entry.provider.chosen(op, device):
@@ -309,8 +310,8 @@ def _measured_by_default(op: str, device: str) -> Iterator[Entry]:
 
 
 def _apart(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries, but for those that have the name of one before, which come to nothing under their place's: a name is
-    what rows, samples and logs are kept under."""
+    """The entries with unique names. A duplicate gets its location as name, and an error: rows, samples and logs are
+    keyed by name."""
     found: dict[str, Entry] = {}
     for entry in entries:
         if other := found.get(entry.name):

@@ -1,8 +1,7 @@
-"""A problem: one operation on one set of tensors, remade identically in every worker from a seed.
+"""A problem: one operation on one set of tensors, recreated identically in every worker process from a seed.
 
-A target (`targets/`) subclasses `Problem` and says how its tensors are made and what the mathematics is. Everything the
-lab does with it (truth, timing, memory) is written against this class alone, and so is every compiler: `program` is the
-problem as plain PyTorch.
+A target (`targets/`) subclasses `Problem` to define the tensors and the mathematics. Correctness checks, timing and
+memory measurement use this interface only, and so do the compilers: `program` is the problem as plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PASSES: tuple[Pass, ...] = ("fwd", "bwd", "fwd+bwd")
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is told: plain JSON, enough to remake the problem."""
+    """What a worker receives: plain JSON from which it recreates the problem."""
 
     op: str
     case: str
@@ -31,7 +30,7 @@ class Task:
     pass_: Pass
     device: str
     seed: int
-    detail: Mapping[str, Any] = field(default_factory=dict)  # what a target needs beyond the case's name
+    detail: Mapping[str, Any] = field(default_factory=dict)  # whatever the target needs besides the case's name
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,7 +41,7 @@ class Task:
 
 
 def same(*arguments: Any) -> Any:
-    """The arguments as they came."""
+    """The arguments unchanged."""
     return arguments
 
 
@@ -52,17 +51,17 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether there can be a gradient of its values, real or complex."""
+    """Whether a tensor like x, real or complex, can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """What stands for the dtype where the truth is computed."""
+    """The dtype that replaces this one when the truth is computed."""
     return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
 
 
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy with the strides of `x`, holes and repeated elements included."""
+    """A copy with the strides of `x`, gaps and repeated elements included."""
     made = x.to(dtype, copy=True)
     if made.stride() == x.stride() or x.numel() == 0:
         return made
@@ -71,24 +70,24 @@ def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor that is not empty."""
+    """Elements from the first to the last in memory of a non-empty tensor."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def handed_over(outputs: Sequence[Tensor], upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Stand-ins for copies of `upstream`, which the backward of `outputs` meets in their place and nobody else holds. So it is in
-    training, where the function that made a gradient lets go of it, and its memory can be used again."""
+    """Stand-ins for copies of `upstream` that nothing else references: hooks swap in the copies during the backward of
+    `outputs`. As in training, where the function that produced a gradient releases it and its memory can be reused."""
     return tuple(None if g is None else _handed_over(y, g) for y, g in zip(outputs, upstream, strict=True))
 
 
 def _handed_over(y: Tensor, g: Tensor) -> Tensor:
     alone = [g.to(y.dtype, copy=True)]
-    if y.grad_fn is None:  # no function of its own would meet it
+    if y.grad_fn is None:  # no node whose hook could make the swap
         return alone[0]
     stand_in = alone[0].new_zeros(()).expand_as(y)
 
     def meet(incoming: Tensor) -> Tensor:
-        """Where others depend on y, too, their part has been added to the stand-in."""
+        """If other outputs depend on y, autograd has already added their part to the stand-in."""
         return alone.pop() if incoming is stand_in else incoming + alone.pop()
 
     y.register_hook(meet)
@@ -97,12 +96,12 @@ def _handed_over(y: Tensor, g: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Program:
-    """A problem as plain PyTorch, for whatever runs or compiles that: `leave(function(*enter(*problem.tensors)))`.
+    """A problem as plain PyTorch, for anything that runs or compiles it: `leave(function(*enter(*problem.tensors)))`.
 
-    function: tensors and Python numbers in, one tensor or a tuple of tensors out; closed over no tensor, so that it
-        compiles as it stands, with TorchScript too.
-    enter: the problem's tensors -> the arguments of function (views, tables: what is not the operation itself).
-    leave: what function returned -> the outputs in the problem's own form.
+    function: tensors and Python numbers in, one tensor or a tuple of tensors out; closes over no tensor, so that every
+        compiler, TorchScript included, accepts it unchanged.
+    enter: the problem's tensors -> the arguments of function. Views and tables, which are not part of the operation.
+    leave: the result of function -> the outputs in the problem's own form.
     """
 
     function: Callable[..., Any]
@@ -111,12 +110,12 @@ class Program:
 
 
 class Exportable(nn.Module):
-    """A program's function over its tensor arguments alone, for torch.export; other arguments are fixed, and of what it returns
-    there are the tensors, several in a row."""
+    """The function of a program for torch.export: only its tensor arguments are inputs, others are constants; only the
+    tensors among its results are outputs, flattened."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         super().__init__()
-        self.function = function  # a module's parameters are this module's, too
+        self.function = function  # registers a module as a submodule, with its parameters
         self.arguments = [None if isinstance(a, Tensor) else a for a in arguments]
         self.where = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
 
@@ -131,28 +130,28 @@ class Exportable(nn.Module):
 
 
 class Problem:
-    """Tensors, the mathematics on them, and the bytes and flops it needs at least."""
+    """The tensors, the mathematics on them, and the minimum bytes and FLOPs."""
 
-    #: The operation is there to overwrite some of its tensors, whoever runs it.
+    #: The operation is in-place by definition, for every provider.
     overwrites = False
-    #: Tensors, by their index, whose first dimension is of rows that know nothing of each other, as is every output's: of a
-    #: large problem the truth is computed some rows at a time.
+    #: Indices of tensors whose first dimension holds independent rows, as every output's then does. For large problems
+    #: the truth is computed some rows at a time.
     by_rows: frozenset[int] = frozenset()
-    #: A call writes to what the backward of the one before reads, so that this must have run by then.
+    #: A call overwrites what the previous call's backward reads, so that backward must run first.
     one_by_one: bool = False
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.device = torch.device(task.device)
         self.dtype = DTYPES[task.dtype]
-        #: Inputs, the floating and complex ones differentiable; a cold measurement rotates over copies of these.
+        #: Inputs; floating and complex ones are differentiable. A cold-cache measurement rotates over copies of them.
         self.tensors: tuple[Tensor, ...] = ()
-        #: Which of them want no gradient though they could have one, by their index.
+        #: Indices of differentiable tensors that need no gradient.
         self.fixed: frozenset[int] = frozenset()
-        #: One random gradient for each output, in its shape and dtype; None for an output that has none.
+        #: One random gradient per output, of its shape and dtype; None for an output without one.
         self.upstream: tuple[Tensor | None, ...] = ()
-        #: What `program`'s function holds by itself, a module's parameters, differentiated besides the tensors; and the
-        #: same in float64, as `truth` uses them.
+        #: Tensors that `program`'s function holds itself (a module's parameters), differentiated along with the inputs;
+        #: and their float64 counterparts for `truth`.
         self.parameters: tuple[Tensor, ...] = ()
         self.wide_parameters: tuple[Tensor, ...] = ()
 
@@ -162,37 +161,38 @@ class Problem:
         return self.task.op
 
     def take(self, task: Task) -> None:
-        """Go on with a task that differs in its pass at most; the tensors stay."""
+        """Switch to a task that differs at most in its pass, keeping the tensors."""
         self.task = task
 
     def held(self) -> int:
-        """Bytes of the tensors and of the outputs' gradients."""
+        """Bytes of the tensors and the output gradients."""
         return sum(x.numel() * x.element_size() for x in (*self.tensors, *self.upstream) if x is not None)
 
     def release(self) -> None:
-        """Let go of these: what is timed has its own. A provider's call may go on asking the problem for anything else."""
+        """Drop the tensors: the timed work has its own copies. A provider's call may still use the rest of the
+        problem."""
         self.tensors, self.upstream = (), ()
 
     def begin_anew(self) -> None:
-        """Undo what calls have written to what the function holds by itself."""
+        """Undo what calls have written to state that the function holds."""
 
     def left_out(self) -> list[str]:
-        """What eager code's call writes to besides its outputs, and the calls since `begin_anew` have not."""
+        """State that eager's call writes besides its outputs and the calls since `begin_anew` have not written."""
         return []
 
     def piece(self, rows: slice) -> Problem:
-        """The problem of some of the rows alone."""
+        """The problem restricted to some rows."""
         part = copy.copy(self)
         part.tensors = tuple(x[rows] if i in self.by_rows else x for i, x in enumerate(self.tensors))
         part.upstream = tuple(None if g is None else g[rows] for g in self.upstream)
         return part
 
     def program(self) -> Program:
-        """The usual eager code as a function of tensors: what compilers compile and the yardstick for errors."""
+        """The usual eager code as a function of tensors: what compilers compile, and the baseline for errors."""
         raise NotImplementedError
 
     def parameter_names(self) -> list[str]:
-        """The names of `parameters` in the function's module."""
+        """Names of `parameters` in the function's module."""
         function = self.program().function
         return [n for n, p in function.named_parameters() if p.requires_grad] if self.parameters else []  # type: ignore[attr-defined]
 
@@ -200,11 +200,11 @@ class Problem:
         return tuple(tuple(g.shape) for g in self.upstream if g is not None)
 
     def output_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those of eager code, which every provider's outputs must have."""
+        """The dtypes of eager's outputs, which every provider's outputs must have."""
         return tuple(g.dtype for g in self.upstream if g is not None)
 
     def leaves(self, gradient: bool, wide: bool = False) -> tuple[Tensor, ...]:
-        """Copies of the tensors, in float64 if `wide`; the floating and complex ones want a gradient if `gradient` says so."""
+        """Copies of the tensors, in float64 if `wide`; differentiable ones require grad if `gradient`."""
 
         def leaf(x: Tensor) -> Tensor:
             return copied(x, widened(x.dtype) if wide else x.dtype)
@@ -212,7 +212,7 @@ class Problem:
         return self.wanting(tuple(map(leaf, self.tensors)), gradient)
 
     def wanting(self, tensors: Sequence[Tensor], gradient: bool) -> tuple[Tensor, ...]:
-        """The tensors as leaves of a graph; those that are differentiated want a gradient if `gradient` says so."""
+        """The tensors as leaves of an autograd graph; those to differentiate require grad if `gradient`."""
         return tuple(
             x.detach().requires_grad_(gradient and differentiable(x) and i not in self.fixed)
             for i, x in enumerate(tensors)
@@ -221,7 +221,7 @@ class Problem:
     def gradients(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None], wide: bool = False
     ) -> tuple[Tensor, ...]:
-        """The gradients of all leaves and parameters that have one; zero where nothing depends on them."""
+        """Gradients of all leaves and parameters that require grad; zero where no output depends on them."""
         pairs = [(y, g.to(y.dtype)) for y, g in zip(outputs, upstream, strict=True) if g is not None]
         wanted = [x for x in leaves if x.requires_grad]
         wanted += self.wide_parameters if wide else self.parameters
@@ -234,41 +234,41 @@ class Problem:
         raise NotImplementedError
 
     def eager(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`program` called on `tensors`, in their own dtype."""
+        """`program` applied to `tensors` in their own dtype."""
         program = self.program()
         return program.leave(program.function(*program.enter(*tensors)))
 
     def jax(self) -> Callable[..., Any] | None:
-        """`program`'s function in jax.numpy, taking the same arguments; None where nobody wrote it. Called in a process
-        that has JAX."""
+        """The function of `program` in jax.numpy, with the same arguments; None if there is no port. Only called in a
+        process that has JAX."""
         return None
 
     def compact(self) -> Problem:
-        """The same problem for a ledger of its traffic: tables that are read through an index hold the rows in use and no
-        others, since compilers' kernels do not tell how much of a table they read."""
+        """The same problem for the traffic ledger, with indexed tables cut down to the rows in use: a compiler's
+        kernels do not show how much of a table they read."""
         return self
 
     def untouched(self) -> tuple[int, int]:
-        """Bytes of what the operation overwrites that a kernel in place need not read, and need not write."""
+        """Of the bytes that the operation overwrites, how many an in-place kernel need not read, and need not write."""
         return 0, 0
 
     def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-        """The bare matrix products that the pass needs at least, each two matrices; none for most problems."""
+        """The matrix products that the pass needs, as pairs of matrices; empty for most problems."""
         return []
 
     def memory(self, form: str) -> dict[str, Any]:
-        """What a model of the problem's memory says of a provider that computes it like `form` (see `Run.form`): plain
-        JSON for the record, such as predicted_peak_bytes and predicted_held_bytes."""
+        """Predicted memory of a provider that computes like `form` (see `Run.form`), as plain JSON for the record, e.g.
+        predicted_peak_bytes and predicted_held_bytes."""
         return {}
 
     def shape(self) -> str:
-        """The shape as people write it, e.g. `b4 s4096 h32 kv8 d128`."""
+        """The shape for display, e.g. `b4 s4096 h32 kv8 d128`."""
         raise NotImplementedError
 
     def bytes_min(self) -> int:
-        """Bytes that the pass must read and write at least, in one use of the problem."""
+        """Minimum bytes that the pass reads and writes, per call."""
         raise NotImplementedError
 
     def flops_min(self) -> int:
-        """Floating point operations the pass needs at least."""
+        """Minimum FLOPs of the pass."""
         raise NotImplementedError

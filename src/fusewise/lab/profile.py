@@ -1,7 +1,7 @@
-"""A profile of a few calls: torch.profiler's table, the trace for Perfetto, flame graphs from the stacks in it.
+"""Profiles a few calls with torch.profiler: the operator table, a trace for Perfetto, and flame graphs from its stacks.
 
-`capture` runs in a process of its own (`code/worker.py`): a profiler slows every call down and there can be one only, so
-nothing here is a time to publish. `fold` and `flame` are pure functions of the trace.
+`capture` runs in a separate process (`code/worker.py`), because a profiler slows every call and only one can be active.
+None of its times is published. `fold` and `flame` are pure functions of the trace.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from .code.stage import short
 from .plugin import Run
 from .problem import Problem
 
-#: Calls before the profile begins: compiling, and whatever else a first call does, is not in it.
+#: Keep compilation and other first-call work out of the profile.
 WARM_UP_CALLS = 3
 CALLS = 10
-#: Fewer calls where what they need at once would be more than this.
+#: Fewer calls if their inputs together would exceed this.
 MOST_BYTES = 2**30
-#: Categories of a trace's events that nest on a thread of the host.
+#: Categories of trace events that nest on a host thread.
 HOST = frozenset({"python_function", "cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
-#: The annotation around what is timed; a flame graph begins below it.
+#: The annotation around each profiled call; flame graphs start below it.
 STEP = "fusewise call"
 
-#: Frames of the profiler itself, which the annotation brings with it.
+#: Profiler frames that come with the annotation.
 _PROFILER = re.compile(r"\(torch/(autograd/profiler\.py|profiler/)")
 
 Stacks = dict[tuple[str, ...], float]
 
 
 def capture(problem: Problem, run: Run, folder: Path) -> dict[str, Any]:
-    """Profile some passes, CALLS or fewer of a large problem, and write table.txt, trace.json, flame.svg, flame.folded (and flame-device.* on a GPU).
+    """Profile CALLS passes, fewer of a large problem, and write table.txt, trace.json, flame.svg, flame.folded (and
+    flame-device.* on a GPU).
 
-    Returns {"rows": torch.profiler's table, a dict a line; "table": as text; "files": names; "calls": how many}.
+    Returns {"rows": torch.profiler's table, a dict per line; "table": as text; "files": names; "calls": how many}.
     """
     folder.mkdir(parents=True, exist_ok=True)
     before, step = passes.steps(problem, run)
@@ -53,7 +54,7 @@ def capture(problem: Problem, run: Run, folder: Path) -> dict[str, Any]:
         sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total", row_limit=-1, max_name_column_width=55
     )
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8", errors="backslashreplace")
-    # Once more for the stacks, whose frames would crowd the table and slow down what it counts.
+    # A second profile for the stacks: their frames would crowd the table and slow down what it measures.
     _profiled(problem, before, step, calls, stacks=True).export_chrome_trace(str(folder / "trace.json"))
     text = (folder / "trace.json").read_text(encoding="utf-8", errors="replace")
     (folder / "trace.json").write_text(text, encoding="utf-8")
@@ -74,8 +75,8 @@ def capture(problem: Problem, run: Run, folder: Path) -> dict[str, Any]:
 def _profiled(
     problem: Problem, before: Callable[[], Any], step: Callable[[Any], Any], calls: int, *, stacks: bool
 ) -> Any:
-    """A finished profile of `calls` steps; what they need was made before it began. With stacks its events are for export
-    only: torch 2.13 has names among them that are no UTF-8, which it cannot read itself."""
+    """A finished profile of `calls` steps, whose inputs exist beforehand. With stacks its events are for export only:
+    in torch 2.13 some names are not UTF-8, and torch itself cannot read them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if problem.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -120,8 +121,8 @@ def rows(averages: Any, on_gpu: bool) -> list[dict[str, Any]]:
 
 
 def fold(events: Sequence[Mapping[str, Any]]) -> tuple[Stacks, Stacks]:
-    """Microseconds by stack, outermost frame first, below the annotation STEP: of the host by what it did itself, of the
-    device by the kernel, under the stack that launched it."""
+    """Microseconds by stack, outermost frame first, below the annotation STEP: self time on the host, and kernel time
+    on the device under the stack that launched the kernel."""
     host: Stacks = {}
     device: Stacks = {}
     launched: dict[int, tuple[str, ...]] = {}
@@ -130,7 +131,7 @@ def fold(events: Sequence[Mapping[str, Any]]) -> tuple[Stacks, Stacks]:
         if event.get("ph") == "X" and event.get("cat") in HOST:
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     for found in threads.values():
-        open_frames: list[tuple[float, str]] = []  # end, name
+        open_frames: list[tuple[float, str]] = []  # (end, name)
         for event in sorted(found, key=lambda e: (e["ts"], -e["dur"])):
             while open_frames and open_frames[-1][0] <= event["ts"]:
                 open_frames.pop()
@@ -140,7 +141,7 @@ def fold(events: Sequence[Mapping[str, Any]]) -> tuple[Stacks, Stacks]:
             if stack is None:
                 continue
             host[stack] = host.get(stack, 0.0) + event["dur"]
-            if below:  # what a frame's parts take is not its own
+            if below:  # self time excludes children
                 host[below] = host.get(below, 0.0) - event["dur"]
             correlation = (event.get("args") or {}).get("correlation")
             if correlation is not None:
@@ -160,7 +161,7 @@ def _below_step(names: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def frame(name: str) -> str:
-    """A frame's name without folders, addresses, and what the folded form takes for itself."""
+    """A frame's name without directories, addresses and the separators of the folded format."""
     place = re.match(r"(.+\.py)\((\d+)\): (.*)", name)
     if place:
         name = f"{place[3]} ({short(place[1])}:{place[2]})"
@@ -171,7 +172,7 @@ WIDTH, ROW, CHARACTER = 1200, 17, 6.6
 
 
 def flame(stacks: Stacks, title: str) -> str:
-    """The stacks as a flame graph: an SVG that stands alone. Width is time, a row is a frame, its caller is above."""
+    """The stacks as a flame graph in a standalone SVG: width is time, and callees are drawn below their caller."""
     tree: dict[str, Any] = {"time": 0.0, "parts": {}}
     depth = 0
     for stack, us in stacks.items():

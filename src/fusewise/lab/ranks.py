@@ -1,8 +1,8 @@
-"""One study over many processes: `torchrun --nproc-per-node 8 -m fusewise study …` shares the cases out.
+"""Runs one study on many processes: `torchrun --nproc-per-node 8 -m fusewise study …` distributes the cases.
 
-Each rank studies every `size`-th task on its own device in a folder of its own, which survives and resumes like any run;
-then rank 0 gathers one record. What the ranks tell each other goes through the store that torchrun's environment names,
-as JSON: no collective library, no shared file system, nothing unpickled.
+Each rank measures every `size`-th task on its own device, in a directory of its own that survives and resumes like any
+run; rank 0 then merges the records. Ranks communicate as JSON through torchrun's store: no collectives, no shared file
+system, no pickle.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from . import record
 from .options import Options, new_id, request
 from .record import Record
 
-#: How long the ranks wait for each other at the start.
+#: Timeout for the ranks to find each other at the start.
 STARTING = datetime.timedelta(minutes=5)
 #: How long rank 0 waits for the slowest rank.
 PATIENCE = datetime.timedelta(days=7)
-#: Of a record, that are handed over at a time. A TCPStore breaks the connection at 8 MiB.
+#: Records are sent in parts of this size: a TCPStore drops the connection at 8 MiB.
 PART_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among `size`, with the store that all of them see."""
+    """This process among `size`, with the store they share."""
 
     number: int
     size: int
     store: Any
 
     def agreed(self, key: str, mine: str) -> str:
-        """Rank 0's value, in every rank."""
+        """Rank 0's value, on every rank."""
         if self.number == 0:
             self.store.set(key, mine)
         return str(self.store.get(key).decode())
 
     def share(self, options: Options) -> Options:
-        """This rank's part of a study: every `size`-th task, in a folder of its own."""
+        """This rank's share of a study: every `size`-th task, in a directory of its own."""
         if options.device.startswith("cuda"):
             self._check_alone_on(f"{options.device} of {socket.gethostname()}")
         out = Path(self.agreed("out", str(options.out.absolute())))
@@ -56,7 +56,7 @@ class Rank:
         return replace(options, out=out / f"rank-{self.number}", tasks=tasks, run=run)
 
     def _check_alone_on(self, gpu: str) -> None:
-        """Two ranks on one GPU would take turns on it, and both would call that the provider's time."""
+        """Reject two ranks on one GPU: each would time the other's work, too."""
         self.store.set(f"gpu/{self.number}", gpu)
         self.store.wait([f"gpu/{number}" for number in range(self.size)], STARTING)
         sharing = [self.store.get(f"gpu/{number}").decode() for number in range(self.size)].count(gpu)
@@ -66,7 +66,7 @@ class Rank:
             )
 
     def give(self, mine: Record | None) -> None:
-        """Hand rank 0 this rank's record, None where its study failed. In parts, since a store refuses what is large."""
+        """Send rank 0 this rank's record, None if its study failed. In parts, because the store limits the size."""
         data = b"" if mine is None else zlib.compress(record.dumps(mine.to_json()).encode())
         parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
         for i, part in enumerate(parts):
@@ -74,7 +74,7 @@ class Rank:
         self.store.set(f"record/{self.number}", str(len(parts)))
 
     def gather(self, options: Options) -> Record | None:
-        """Rank 0: the one record of all that were given. The others: None."""
+        """On rank 0 the merged record of all that were sent; None on the others."""
         if self.number != 0:
             return None
         records = []
@@ -90,7 +90,7 @@ class Rank:
 
 
 def from_environment() -> Rank | None:
-    """This process's rank where torchrun, or whoever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, started more
+    """This process's rank if torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, started more
     than one; else None."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2:
@@ -100,12 +100,12 @@ def from_environment() -> Rank | None:
 
 
 def merged(records: Sequence[Record], options: Options, complete: bool) -> Record:
-    """One record: the rows of all in the order of the tasks, and where each rank ran."""
+    """One record: all rows in task order, and where each rank ran."""
     first = records[0]
     order = {task.key: i for i, task in enumerate(options.tasks)}
 
     def sorted_by_task(parts: list[Any], key: Callable[[Any], tuple[str, str, str, str]]) -> list[Any]:
-        return sorted(parts, key=lambda part: order[key(part)])  # stable: within a task as measured
+        return sorted(parts, key=lambda part: order[key(part)])  # stable: order of measurement within a task
 
     def key_of(entry: dict[str, Any]) -> tuple[str, str, str, str]:
         return (entry["op"], entry["case"], entry["dtype"], entry["pass"])
@@ -124,7 +124,7 @@ def merged(records: Sequence[Record], options: Options, complete: bool) -> Recor
         code=first.code,
         ledgers=sorted_by_task([x for r in records for x in r.ledgers], key_of),
         profiles=first.profiles,
-        spent=max(records, key=lambda r: r.seconds or 0.0).spent,  # of the rank whose seconds these are
+        spent=max(records, key=lambda r: r.seconds or 0.0).spent,  # of the rank that took longest, like `seconds`
         limits=first.limits,
         resumed=sorted({x for r in records for x in r.resumed}),
     )

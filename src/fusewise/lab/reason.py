@@ -1,16 +1,16 @@
-"""An exception as the reason of a row: one line that tells the cause, whatever its message begins with."""
+"""Formats an exception as the reason of a row: one line with the actual cause, however the message begins."""
 
 from __future__ import annotations
 
 import re
 import traceback
 
-#: Characters of a message.
+#: Length limit of a message in characters.
 LONGEST = 600
-#: A line below the first that says what another layer raised, as TorchScript and torch.compile's backends write it, or
-#: explains the first, as Dynamo does.
+#: A later line that reports an inner exception, as TorchScript and torch.compile's backends write it, or explains the
+#: first line, as Dynamo does.
 _WITHIN = re.compile(r"([\w.]*(Error|Exception)|Explanation): \S")
-#: A line that says where it was or how to see more, instead of what went wrong.
+#: A line about location or how to get more output, not about the cause.
 _BESIDE = re.compile(r'Traceback|File "|Set TORCH|For more|See http|[\^~]+( <--- HERE)?$')
 
 
@@ -20,11 +20,10 @@ def reason(error: BaseException) -> str:
 
 
 def message(error: BaseException) -> str:
-    """The first line of what it says and, where there is more to the cause, the line that tells it and what it was raised
-    from."""
+    """The first line of the message plus, where they add to it, the line with the cause and the root exception."""
     parts = _said(error)
     root = error
-    for _ in range(20):  # an exception may be its own cause
+    for _ in range(20):  # bounded: the chain of causes may be cyclic
         root = root.__cause__ or root
     cause = _said(root)
     if root is not error and cause[0] not in " ".join(parts):
@@ -34,7 +33,7 @@ def message(error: BaseException) -> str:
 
 
 def text(error: BaseException) -> str:
-    """The whole message; none of an exception that cannot say what it is."""
+    """The whole message; empty if the exception's __str__ fails."""
     try:
         return str(error)
     except Exception:
@@ -42,8 +41,8 @@ def text(error: BaseException) -> str:
 
 
 def _said(error: BaseException) -> list[str]:
-    """The first line and, where another within the message says why, that one. Of an exception without a message the line
-    that raised it."""
+    """The first line and, if a later line states the cause, that line. Without a message, the source line that raised
+    it."""
     lines = [line.strip() for line in text(error).splitlines() if line.strip()]
     if not lines:
         frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,8 @@
-"""Records against `record.schema.json`, before anything else looks at them: whoever wrote a record may be mistaken or hostile.
+"""Validates records against `record.schema.json` before any other code reads them: a record may be malformed or
+hostile.
 
-The part of JSON Schema that the file uses, so that reading a record needs no library for it; a keyword that is not known
-here is an error of ours.
+Implements the subset of JSON Schema that the file uses, so that reading a record needs no extra dependency. An unknown
+keyword is a bug in the schema file.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
-#: Lists and objects within each other; a record of ours has a dozen. Whatever goes through one could go no deeper than
-#: Python's own limit.
+#: Nesting limit; our records have a dozen levels. Keeps recursive code below Python's recursion limit.
 DEEPEST = 64
 KINDS: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -38,18 +38,19 @@ def schema() -> Json:
 
 
 def check(value: Any, part: str = "", fix: str = "name another file", what: str = "it") -> None:
-    """ValueError where `value` does not follow the schema, or that of its `part` (row). The message names the place."""
+    """ValueError, naming the location, if `value` violates the schema or its definition `part` (row)."""
     if found := fault(value, part):
         raise ValueError(f"record: {what} must follow record.schema.json, got this fault: {found}; {fix}")
 
 
 def fault(value: Any, part: str = "") -> str:
-    """What keeps `value` from following the schema, or that of its `part`, beginning with the place; "" if nothing does."""
+    """The first violation of the schema, or of its definition `part`, prefixed by its location; "" if there is none."""
     return (_depth(value) or _fault(value, schema()["$defs"][part] if part else schema())).lstrip(".")
 
 
 def loads(text: str) -> Any:
-    """`json.loads` that raises ValueError for whatever is no JSON: NaN and Infinity, too, and nesting beyond all use."""
+    """`json.loads` that raises ValueError for everything that is not JSON, NaN and Infinity included, and for excessive
+    nesting."""
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
@@ -61,7 +62,7 @@ def loads(text: str) -> Any:
 
 
 def _depth(value: Any) -> str:
-    """That the value is nested too deeply; "" if it is not."""
+    """The violation if the value is nested too deeply; "" if it is not."""
     layer = [value]
     for _ in range(DEEPEST):
         layer = [
@@ -76,7 +77,7 @@ def _depth(value: Any) -> str:
 
 
 def _fault(value: Any, rules: Json) -> str:
-    """What is wrong with the value, beginning with where; "" if nothing is."""
+    """The first violation, prefixed by its location; "" if there is none."""
     for keyword, rule in rules.items():
         found = "" if keyword in SILENT else _BY_KEYWORD[keyword](value, rule, rules)
         if found:
@@ -94,13 +95,13 @@ def _short(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    """A key that whoever made the record chose, as a terminal may be given it."""
+    """An untrusted key, made safe for a terminal."""
     return key if re.fullmatch(r"[\w-]{1,60}", key) else _short(key)
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether the value is of a kind. No number is a bool, and each is finite, which JSON's 1e999 is not in Python; how
-    large it may be says the schema's range."""
+    """Whether the value has the JSON type. Numbers exclude bools and must be finite, unlike Python's reading of 1e999;
+    their range is the schema's business."""
     if kind in ("number", "integer"):
         return isinstance(value, KINDS[kind]) and not isinstance(value, bool) and -math.inf < value < math.inf  # type: ignore[operator]
     return isinstance(value, KINDS[kind])

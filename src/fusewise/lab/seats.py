@@ -1,6 +1,6 @@
-"""The providers' seats in a study: a process for each, started when needed and again after a failure, and its replies.
+"""One seat per provider in a study: its worker process, started on demand and restarted after a failure.
 
-Whatever a provider does, a reply comes: what it said, or the reason why it said nothing.
+Whatever a provider does, every request gets a reply: the worker's, or one with the reason why there is none.
 """
 
 from __future__ import annotations
@@ -22,59 +22,59 @@ from .problem import Task
 from .process import WorkerFailed, WorkerProcess
 from .reason import reason
 
-#: The provider whose process runs no code but torch's and the problem's own.
+#: The provider whose process runs no code but torch's and the problem's.
 EAGER = "fusewise.lab.providers.pytorch:Eager"
-#: After this many failures in a row a provider is not started again, if it has run nothing yet, or each cost the whole time limit.
-#: One that crashes with some problems loses those alone.
+#: After this many consecutive failures a provider is not restarted, if it has never run a problem or each one timed
+#: out. One that crashes on some problems loses only those.
 FAILURES_TO_GIVE_UP = 3
-#: glibc keeps what is freed instead of giving it back to the system. Otherwise every call on a CPU would touch the fresh
-#: pages of its outputs first, which costs as much again as copying the same bytes, or more, and is not the kernel's doing.
+#: Make glibc keep freed memory. Otherwise every CPU call would page-fault on its fresh outputs, which costs at least as
+#: much again as copying the same bytes and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-#: Folders of their own for the compilers' caches, by the variable that says where.
+#: Private compiler cache directories, by environment variable.
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FUSEWISE_CACHE_DIR": "fusewise",
     "XDG_CACHE_HOME": "others",
 }
-#: Of a GPU's memory, what one worker may take; the workers share the card.
+#: Share of the GPU's memory that one worker may allocate; all workers share the GPU.
 DEVICE_SHARE = 0.5
-#: The provider measured twice is the first of these that runs the problem, else the first that does.
+#: Preference for the A/A test: the first of these that runs the problem, else any provider that does.
 TWINS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu", "torch.compile", "eager")
 
 
 @dataclass
 class Seat:
-    """A provider's place in the study: its worker, started when needed and again after a failure."""
+    """A provider's seat in the study: its worker, started on demand and restarted after a failure."""
 
     entry: plugin.Entry
     name: str
     missing: str = ""
     worker: WorkerProcess | None = None
     greeted: bool = False
-    profiling: bool = False  # its worker has started the profiler
-    failures: int = 0  # in a row
-    runs: bool = False  # it has run a problem
-    gone: str = ""  # why it is not started any more
+    profiling: bool = False  # the worker has started the profiler
+    failures: int = 0  # consecutive
+    runs: bool = False  # has run a problem at least once
+    gone: str = ""  # why it is not restarted
     versions: dict[str, str] = field(default_factory=dict)
 
 
 class Seats:
-    """The seats of one study, and what their workers share: caches, truths, what empties the machine's own cache."""
+    """The seats of one study and what their workers share: compiler caches, truths, the cache-flush buffer."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.all = [self._seat(entry) for entry in options.providers]
         self.twin: Seat | None = None
         self.flush_bytes = 0 if options.warm else 2 * machine.cache_bytes(options.device)
-        self.flush_file: int | None = None  # what flushes a CPU's cache, for all workers, since they take turns
+        self.flush_file: int | None = None  # the flush buffer of all CPU workers, which take turns
         self.nursery = Nursery(None)
-        self.busy: list[Mapping[str, float]] = []  # what the workers were busy with since this was last cleared
+        self.busy: list[Mapping[str, float]] = []  # parts of the workers' time since last cleared
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Workers may be started within, and are stopped behind it."""
-        # Compilers start with empty caches, so that a first call means what it says whoever measured before.
+        """Workers can be started inside the context and are stopped on exit."""
+        # Empty compiler caches, so that the first-call time does not depend on earlier runs.
         self.caches = Path(tempfile.mkdtemp(prefix="fusewise-study-"))
         self.truths.mkdir()
         try:
@@ -89,7 +89,7 @@ class Seats:
             yield
         finally:
             seats = [*self.all, *([self.twin] if self.twin else [])]
-            for seat in seats:  # all before the first is waited for: on a GPU each takes a moment to end
+            for seat in seats:  # kill all before waiting for any: on a GPU each takes a moment to exit
                 if seat.worker is not None:
                     seat.worker.kill()
             for seat in seats:
@@ -101,11 +101,11 @@ class Seats:
 
     @property
     def truths(self) -> Path:
-        """What is right of the group at hand; see truths.py."""
+        """Cached float64 results of the current group; see truths.py."""
         return self.caches / "truths"
 
     def forget_truths(self) -> None:
-        """Those of the group before."""
+        """Delete those of the previous group."""
         for folder_of_task in self.truths.iterdir():
             shutil.rmtree(folder_of_task, ignore_errors=True)
 
@@ -116,12 +116,12 @@ class Seats:
                 entry.provider.check(self.options.device)
             except plugin.Missing as error:
                 seat.missing = str(error)
-            except Exception as error:  # someone else's package may raise anything; it becomes its rows' reason
+            except Exception as error:  # third-party code may raise anything; it becomes the reason of its rows
                 seat.gone = reason(error)
         return seat
 
     def seat_twin(self, replies: Mapping[str, Mapping[str, Any]]) -> Seat | None:
-        """The second of the A/A pair, of a provider that runs this problem; kept as long as that one does."""
+        """The second seat of the A/A test, for a provider that runs this problem; reused while that one does."""
         able = [s for s in self.all if replies[s.name]["ok"] and not analysis.is_floor(s.name)]
         if not self.options.twin or not able:
             return None
@@ -134,7 +134,7 @@ class Seats:
         return self.twin
 
     def start(self, seat: Seat) -> None:
-        """Begin a seat's worker, if it may have one; it loads while others do."""
+        """Start the seat's worker if it may have one, without waiting for it to load."""
         if seat.entry.provider is None or seat.missing or seat.gone or seat.worker is not None:
             return
         options = self.options
@@ -166,7 +166,7 @@ class Seats:
             seat.worker = None
 
     def failure(self, seat: Seat, reason: str, hung: bool = False) -> dict[str, Any]:
-        """A worker is gone: count it, and say so."""
+        """Record that the worker is gone, and build the reply."""
         seat.worker = None
         seat.failures += 1
         if seat.failures >= FAILURES_TO_GIVE_UP and (hung or not seat.runs):
@@ -174,7 +174,7 @@ class Seats:
         return {"ok": False, "status": "failed", "reason": reason}
 
     def prepare(self, seat: Seat, task: Task, do: str = "prepare") -> dict[str, Any]:
-        """The worker's reply to the task, or a reply in its place. `do`: "load" has it make the inputs and no more."""
+        """The worker's reply to the task, or a substitute. `do`: "load" only creates the inputs."""
         if seat.entry.provider is None:
             return {"ok": False, "status": "failed", "reason": f"could not be loaded: {seat.entry.problem}"}
         if seat.missing:
@@ -211,17 +211,17 @@ class Seats:
             return self.failure(seat, str(error), error.hung)
 
     def side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
-        """The replies of seats to a task, `count` of them at a time, four at most."""
+        """Replies of the seats to a task, from up to `count` workers concurrently, four at most."""
         return self.together(count, seats, lambda seat: self.prepare(seat, task, do))
 
     def together(
         self, count: int, seats: Sequence[Seat], asked: Callable[[Seat], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """What the seats answer, `count` of them at a time, four at most."""
+        """Results of `asked` for the seats, up to `count` concurrently, four at most."""
         with ThreadPoolExecutor(max(1, min(4, count))) as pool:
             try:
                 return dict(pool.map(lambda seat: (seat.name, asked(seat)), seats))
-            except BaseException:  # Ctrl-C: the threads wait for answers that nobody wants any more
+            except BaseException:  # Ctrl-C: unblock the threads that wait for answers
                 for seat in self.all:
                     if seat.worker is not None:
                         seat.worker.kill()

@@ -1,7 +1,7 @@
-"""Where a study's time goes: what measuring and compiling take, and what the harness takes for itself.
+"""Where a study's time goes: measuring, compiling, and the overhead of the harness.
 
-Seconds on the wall, by part. Workers tell how long each part of a preparation took; where several prepare side by side
-their parts are scaled to the time that passed, so that the parts always add up to the study's own seconds.
+Wall-clock seconds by part. Workers report the parts of each preparation; where several prepare concurrently, their
+parts are scaled to the elapsed time, so that the parts always add up to the study's duration.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-#: The parts, with what belongs to each. `rest` is what no other part claims: rows, files, messages between processes.
+#: The parts and what each includes. `rest` is the remainder.
 PARTS = {
     "starting": "starting processes: Python, torch and the providers' libraries are loaded",
     "inputs": "making the problems' tensors",
@@ -20,7 +20,7 @@ PARTS = {
     "code": "code, traffic and profiles, made after the last round by the compilers themselves",
     "rest": "rows, files, messages between processes",
 }
-#: What is not measuring and not compiling.
+#: Harness overhead: neither measuring nor compiling.
 OWN = ("starting", "inputs", "truth", "rest")
 
 
@@ -32,7 +32,7 @@ class Parts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the time of the block, however it ends."""
+        """Add the duration of the block, also when it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -45,8 +45,8 @@ class Parts:
 
 
 def scaled(parts: Sequence[Mapping[str, float]], wall: float) -> dict[str, float]:
-    """The parts of several workers as shares of the time that passed while they worked: as they are where they fit into
-    it, since then they came one after another, and in proportion where they overlapped."""
+    """The parts of several workers scaled to the elapsed time: proportionally where they overlapped, unchanged if their
+    sum fits, since then they ran one after another."""
     total = Parts()
     for mine in parts:
         total.add(mine)
@@ -56,12 +56,12 @@ def scaled(parts: Sequence[Mapping[str, float]], wall: float) -> dict[str, float
 
 
 def completed(parts: Mapping[str, float], wall: float) -> dict[str, float]:
-    """Every part, in their order, adding up to `wall`: what is missing is the rest."""
+    """All parts in order, adding up to `wall`: the difference is the rest."""
     known = {name: parts.get(name, 0.0) for name in PARTS if name != "rest"}
     return {**known, "rest": max(0.0, wall - sum(known.values()))}
 
 
 def own_share(spent: Mapping[str, float]) -> float | None:
-    """The harness's own share of all seconds; None for a study that took none."""
+    """Harness overhead as a share of all seconds; None for a study that took none."""
     whole = sum(spent.values())
     return sum(spent.get(name, 0.0) for name in OWN) / whole if whole else None

@@ -1,8 +1,8 @@
-"""Timing one provider: cold cache, device time apart from host time, nothing of the harness inside.
+"""Times one provider: cold cache by default, device time separate from host time, no harness overhead inside.
 
-A *turn* is a few *samples*; a sample is one or more calls, each on its own copy of the inputs, after the cache was
-filled with something else. On CUDA the stream is held by a spinning kernel until every call of the turn is queued, so
-that events measure the device and never a host that was late; what two events are apart by themselves is taken off.
+A *turn* is one provider's share of a round: a few *samples*. A sample is one or more calls, each on its own copy of the
+inputs, after a cache flush. On CUDA a spinning kernel holds the stream until every call of the turn is queued, so that
+CUDA events measure the device and not a late host. The time between two back-to-back events is subtracted.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ import torch
 
 from . import machine
 
-#: Calls queued behind one hold. The driver's queue takes about a thousand launches; eager code launches a dozen a call.
+#: Calls queued behind one spin kernel. The launch queue holds about a thousand kernels; eager code launches a dozen per
+#: call.
 CALLS_PER_HOLD = 32
-#: Pairs of events with nothing between them, whose median is taken off.
+#: Empty event pairs; their median is the event overhead that is subtracted.
 PAIRS = 16
-#: The least that is left of a sample, such as one of calls that start no kernel: CUDA's own figure for what events resolve.
+#: Lower bound of a sample, reached for instance by calls that launch no kernel: the resolution that CUDA documents for
+#: events.
 RESOLUTION_US = 0.5
-#: Calls in the unsynchronised loop that measures the host: fewer, but no fewer than the other, once they took as long as that.
+#: Calls in the unsynchronised loop that measures host overhead. It stops early, after at least FEWEST_HOST_CALLS, once
+#: HOST_SECONDS have passed.
 HOST_CALLS, FEWEST_HOST_CALLS, HOST_SECONDS = 20, 5, 0.02
-#: Spin cycles a second, at least: no current card runs faster than this.
+#: Upper bound of the spin kernel's clock: no current GPU runs faster.
 CYCLES_PER_SECOND = 2_000_000_000
-#: The longest hold. A device takes about a thousand launches before the host must wait; what needs more of them than that
-#: cannot be held by any sleep, however long.
+#: The longest hold. After about a thousand queued launches the host blocks, so work that launches more cannot be held,
+#: however long the spin.
 MAX_HOLD_S = 0.05
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed: `step(begin(i))`, of which `begin` (inputs; the forward before a backward) is not timed."""
+    """What is timed: `step(begin(i))`. `begin` (inputs; the forward before a backward) is outside the timed region."""
 
     begin: Callable[[int], Any]
     step: Callable[[Any], Any]
@@ -47,15 +50,15 @@ class Work:
 
 @dataclass
 class Turn:
-    """Raw measurements of one turn, microseconds a call."""
+    """Raw measurements of one turn, microseconds per call."""
 
     device_us: list[float]
     host_us: float | None = None
-    held: bool | None = None  # CUDA: every sample was queued before the first began
-    clocks: dict[str, Any] | None = None  # on a CPU: how many threads waited for a core, on average
+    held: bool | None = None  # CUDA: every sample was queued before the first one started
+    clocks: dict[str, Any] | None = None  # on a CPU: average number of threads that waited for a core
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"device_us": [round(t, 3) for t in self.device_us]}  # whole nanoseconds
+        return asdict(self) | {"device_us": [round(t, 3) for t in self.device_us]}  # nanosecond resolution
 
 
 class Timer(Protocol):
@@ -68,7 +71,7 @@ class Timer(Protocol):
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector would land in some provider's time."""
+    """Keep Python's garbage collector from running inside some provider's sample."""
     gc.collect()
     gc.disable()
     try:
@@ -78,8 +81,11 @@ def no_collection() -> Iterator[None]:
 
 
 class CpuTimer:
-    """Wall time of the call. `flush_bytes` = 0 measures a warm cache. `shared`: a file of so many bytes in memory, for
-    processes that take turns: memory of each one's own would be touched, and held, as often as there are processes."""
+    """Wall time of the call. `flush_bytes` = 0 measures with a warm cache.
+
+    `shared` is the descriptor of an in-memory file of `flush_bytes`, for worker processes that take turns: with private
+    flush buffers each process would allocate and touch its own.
+    """
 
     def __init__(self, flush_bytes: int, shared: int | None = None) -> None:
         if not flush_bytes:
@@ -102,7 +108,7 @@ class CpuTimer:
             for _ in range(samples):
                 wait = Wait()
                 states = [work.begin(i) for i in range(calls)]
-                results = []  # kept until the clock stops: freeing memory is not the provider's work
+                results = []  # kept until the clock stops: deallocation is not the provider's work
                 if self.flush is not None:
                     self.flush.add_(1.0)
                 start = time.perf_counter_ns()
@@ -112,13 +118,14 @@ class CpuTimer:
                 times.append((stop - start) / 1e3 / calls)
                 del states, results
                 waiting.append(wait.threads())
-        # The median, as of times: the first sample's threads may be woken on one core, and wait until they are spread.
+        # The median, as for times: in the first sample the threads may all wake on one core and wait until they are
+        # spread.
         known = [threads for threads in waiting if threads is not None]
         return Turn(times, clocks={"waiting_threads": median(known)} if known else None)
 
 
 class Wait:
-    """How many threads of this process wait for a core, on average from here on, because something else has it."""
+    """Average number of threads of this process that are runnable but have no core, since construction."""
 
     def __init__(self) -> None:
         self.waited, self.begun = machine.waited_s(), time.perf_counter_ns()
@@ -127,23 +134,23 @@ class Wait:
         passed, waited = (time.perf_counter_ns() - self.begun) / 1e9, machine.waited_s()
         if self.waited is None or waited is None or passed <= 0:
             return None
-        return round(max(0.0, waited - self.waited) / passed, 3)  # a thread that ended takes its time along
+        return round(max(0.0, waited - self.waited) / passed, 3)  # a thread that exits takes its waiting time with it
 
 
 def fill_cache(buffer: torch.Tensor) -> None:
-    """Drive out of a GPU's cache what is in it, by a read of the buffer, which is larger. Lines that a write leaves there are
-    written back in the time of the call that drives them out: 8 µs of one that reads 100 MB on an H200."""
+    """Flush the GPU's cache by reading a buffer larger than it. Reading, because a write leaves dirty lines whose
+    write-back lands in the timed call: 8 µs of one that reads 100 MB on an H200."""
     torch.amax(buffer, dim=0)
 
 
 class CudaTimer:
-    """Events around queued calls, and the host's time a call in a loop that does not wait."""
+    """CUDA events around queued calls, and host time per call from an unsynchronised loop."""
 
     def __init__(self, device: torch.device, flush_bytes: int, clocks: Callable[[], dict[str, Any] | None]) -> None:
         self.device = device
         self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
         self.clocks = clocks
-        self.queued: Work | None = None  # the work last timed, and the host's seconds to queue one sample of it
+        self.queued: Work | None = None  # the work last timed; queue_s: host seconds to queue one sample of it
         self.queue_s = math.inf
         self.holdable = True
 
@@ -169,13 +176,13 @@ class CudaTimer:
 
     @cached_property
     def pair_us(self) -> float:
-        """What two events are apart with nothing between them, in the same order of things."""
+        """Time between two events with nothing in between, measured in the same sequence of operations as a sample."""
         turn = Turn([], held=True)
         apart = self._hold(Work(lambda i: None, lambda _: None), PAIRS, 1, turn)
-        return median(apart) if turn.held else 0.0  # or it would be the host's time between them
+        return median(apart) if turn.held else 0.0  # without a hold it would be the host's time between the two records
 
     def _hold(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
-        """The microseconds of `samples`, queued behind a spinning kernel, longer each time until the host is ahead."""
+        """Microseconds of each of `samples`, queued behind a spin kernel that is lengthened until the host is ahead."""
         if self.queued is not work:
             self.queued, self.queue_s, self.holdable = work, math.inf, True
         known = self.queue_s if math.isfinite(self.queue_s) else 0.0
@@ -201,10 +208,10 @@ class CudaTimer:
                 del states, results
             held = not events[0][0].query()
             took = time.perf_counter() - begun
-            self.queue_s = min(self.queue_s, took / samples)  # a full queue makes the host wait: not its own time
+            self.queue_s = min(self.queue_s, took / samples)  # the least, since a full queue blocks the host
             result.clocks = self.clocks() or result.clocks
             torch.cuda.synchronize(self.device)
-            if held or (attempt > 0 and self.queue_s * samples > MAX_HOLD_S):  # as long as which no hold lasts
+            if held or (attempt > 0 and self.queue_s * samples > MAX_HOLD_S):  # no hold lasts that long
                 break
             seconds = min(2 * max(seconds, took), MAX_HOLD_S)
         if not held:
@@ -212,7 +219,7 @@ class CudaTimer:
         return [start.elapsed_time(stop) * 1e3 for start, stop in events]
 
     def _host(self, work: Work) -> float:
-        """Median microseconds that one call keeps the host, with nothing to wait for."""
+        """Median host time of one call in microseconds, without waiting for the device."""
         times = []
         torch.cuda.synchronize(self.device)
         for i in range(HOST_CALLS):
@@ -220,7 +227,7 @@ class CudaTimer:
             start = time.perf_counter_ns()
             work.step(state)
             times.append((time.perf_counter_ns() - start) / 1e3)
-            del state  # or it would be there beside the next, which no sample has
+            del state  # else it would still be allocated during the next call, unlike in a sample
             if len(times) >= FEWEST_HOST_CALLS and sum(times) > HOST_SECONDS * 1e6:
                 break
         torch.cuda.synchronize(self.device)
@@ -232,7 +239,7 @@ def _event() -> torch.cuda.Event:
 
 
 def calls_per_sample(bytes_min: int, device: str) -> int:
-    """Calls that one sample averages: enough for the clock's resolution, the same for every provider of a problem."""
+    """Calls averaged by one sample: enough for the clock's resolution, and the same for every provider of a problem."""
     mebibytes = bytes_min / 2**20
     if device.startswith("cuda"):
         return 16 if mebibytes <= 8 else 4 if mebibytes <= 64 else 1

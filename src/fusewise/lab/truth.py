@@ -1,15 +1,15 @@
-"""Truth before time: errors against float64, and the rule that decides.
+"""Correctness before timing: errors against float64, and the tolerance rule.
 
-The reference is computed in float64 from the same rounded inputs. A provider may be at most twice as far from it as
-eager code of the same dtype, plus what one rounding to that dtype and another order of summation cost:
+The reference runs in float64 on the same rounded inputs. A provider's error may be twice that of eager code in the same
+dtype, plus one rounding to that dtype and the effect of another order of summation:
 
-    error ≤ 2 · error(eager) + u(dtype) + √(n - 1) · u(sums)        in the max norm and in the root mean square
+    error ≤ 2 · error(eager) + u(dtype) + √(n - 1) · u(sums)        in both the max norm and the RMS norm
 
-where u is half of eps, sums are float32 (float64 in float64), and n is the length of the longest of eager code (`counting.py`).
-Eager's error counts as LOOSEST at most: eager code that is far off is no yardstick, and is wrong itself. Integers and bools have no
-rounding: they are those of float64 or not, and of a provider no more than twice as many are not as of eager code, and what chance
-adds to that. (Flash-attention's
-tests use the factor 2; the band lets an exactly rounded result pass where eager is exact by luck.)
+u is half of eps; sums are float32 (float64 in float64); n is the number of terms of eager's longest sum
+(`counting.py`). The factor 2 is that of flash-attention's tests; the other terms let an exactly rounded result pass
+where eager happens to be exact. Eager's error counts as LOOSEST at most: beyond that eager itself is wrong and no
+baseline for others. Integers and bools either equal those of float64 or not: a provider may have twice as many
+mismatches as eager, plus a margin for chance.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .plugin import Run
 from .problem import Problem, differentiable, handed_over
 from .truths import MOST_BYTES, Truths
 
-#: Elements compared at a time: on a CPU so few that a float64 copy stays in the cache and torch starts no threads for them,
-#: which wait for each other where other processes work, too; on a GPU enough of them.
+#: Elements compared per chunk. On a CPU few enough that the float64 copy stays in cache and torch starts no threads,
+#: which would wait for each other beside other processes; on a GPU enough to fill it.
 CHUNK = {"cpu": 2**15, "cuda": 2**26}
-#: Bytes of the float64 results that are computed at a time where all of them are more than MOST_BYTES and their rows are
-#: independent. Temporaries are a few times as many.
+#: Bytes of float64 results computed at a time, where the total exceeds MOST_BYTES and rows are independent. Temporaries
+#: take a few times as much.
 PIECE_BYTES = 2**28
-#: Below this share of the largest true value of all tensors a tensor's own are what float64 leaves of zero.
+#: A tensor whose largest value is below this share of the largest over all tensors is zero up to float64 rounding.
 NOTHING = 2**-40
-#: The largest error of eager code that others may be judged by.
+#: Cap on eager's error in the tolerance rule.
 LOOSEST = 0.1
-#: Why eager code may be off by more.
+#: Explains a large error of eager code.
 ANOTHER = (
     "the same code gives something else in float64, as where a value overflows, follows from the dtype or is random"
 )
@@ -44,8 +44,8 @@ ANOTHER = (
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest and root-mean-square error, each relative to the same norm of the truth. inf: not finite where the truth is,
-    or otherwise than the truth where that is not. Of integers and bools how many are others, of how many."""
+    """Max and RMS error, each relative to the same norm of the truth; inf where finiteness differs from the truth's or
+    non-finite values differ. For integers and bools, how many differ (`others`) out of how many (`whole`)."""
 
     max: float
     rms: float
@@ -54,13 +54,13 @@ class Errors:
 
     @property
     def worst(self) -> float:
-        """The largest error, or the share of integers that are others."""
+        """The largest error, or the share of differing integers if that is larger."""
         return max(self.max, self.others / self.whole if self.whole else 0.0)
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What others are held against: eager code's errors, and the terms of its longest sum."""
+    """The baseline for all providers: eager's errors and the number of terms of its longest sum."""
 
     errors: Errors
     terms: int = 1
@@ -68,7 +68,7 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found. `reason` is empty when the provider is right."""
+    """The result of the check. `reason` is empty when the provider is correct."""
 
     errors: Errors
     eager: Errors
@@ -76,16 +76,16 @@ class Verdict:
 
 
 class Deviation:
-    """What tensors are off by, held against the truth as that comes: whole, or some rows at a time."""
+    """Accumulates the error of tensors against the truth, which may arrive whole or some rows at a time."""
 
     def __init__(self) -> None:
-        # by the tensor's number: of error and truth the largest and the sum of the squares; how many elements
+        # per tensor: max |error|, max |truth|, sum of squared errors, sum of squared truths, element count
         self.norms: dict[int, list[float]] = {}
-        self.others = self.whole = 0  # of integers and bools
-        self.wrong = False  # not finite where the truth is, or otherwise than the truth where that is not
+        self.others = self.whole = 0  # integers and bools
+        self.wrong = False  # finiteness, or a non-finite value, differs from the truth's
 
     def add(self, number: int, result: Tensor, truth: Tensor) -> None:
-        """Hold a tensor, or some rows of it, against the truth."""
+        """Compare a tensor, or some of its rows, with the truth."""
         if truth.numel() == 0 or self.wrong:
             return
         if result.is_complex() != truth.is_complex():
@@ -100,7 +100,7 @@ class Deviation:
         for found, true in zip(result.flatten().split(chunk), truth.flatten().split(chunk), strict=True):
             found, true = found.double(), true.double()
             peaks = _peaks(found - true, true)
-            if not all(map(math.isfinite, peaks)):  # NaN and infinity pass through every one of them
+            if not all(map(math.isfinite, peaks)):  # NaN and infinity propagate through all four
                 finite = true.isfinite()
                 alike = equal(found.where(~finite, 0.0), true.where(~finite, 0.0))
                 peaks = _peaks((found - true).where(finite, 0.0), true.where(finite, 0.0))
@@ -112,8 +112,8 @@ class Deviation:
         norms[4] += truth.numel()
 
     def errors(self) -> Errors:
-        """The worst over all tensors. One that is zero but for float64's own rounding, such as the gradient of a bias before a
-        normalization, is held against the largest value of all."""
+        """The worst over all tensors. A tensor that is zero up to float64 rounding, such as the gradient of a bias
+        before a normalization, is scaled by the largest value over all tensors instead of its own."""
         if self.wrong:
             return Errors(math.inf, math.inf)
         worst_max = worst_rms = 0.0
@@ -136,30 +136,30 @@ def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
 
 
 def _peaks(difference: Tensor, true: Tensor) -> list[float]:
-    """Largest value of each, and root of the squares of each."""
-    ends = (*difference.aminmax(), *true.aminmax())  # one pass each and no copy of absolute values
+    """Max |difference|, max |true|, and the 2-norm of each."""
+    ends = (*difference.aminmax(), *true.aminmax())  # one pass each, without a copy of absolute values
     low, high, low_true, high_true, *norms = torch.stack((*ends, difference.norm(), true.norm())).tolist()
     return [max(-low, high), max(-low_true, high_true), *norms]
 
 
 def parts(x: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, everything else as it is."""
+    """Complex tensors as real ones with a trailing dimension of two; others unchanged."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """The same values, NaN being equal to NaN."""
+    """Elementwise equality, with NaN equal to NaN."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def band(dtype: torch.dtype, terms: int = 1) -> float:
-    """The relative error of one rounding to `dtype`, and of a sum of so many terms."""
+    """Relative error of one rounding to `dtype` plus that of a sum of `terms` terms."""
     sums = dtype if dtype == torch.float64 else torch.float32
     return (torch.finfo(dtype).eps + math.sqrt(terms - 1) * torch.finfo(sums).eps) / 2
 
 
 def allowed(eager: float, dtype: torch.dtype, terms: int = 1) -> float:
-    """The largest error that is right where eager code's is `eager` and its longest sum has so many terms."""
+    """The largest tolerated error, given eager's error and the number of terms of its longest sum."""
     return 2 * min(eager, LOOSEST) + band(dtype, terms)
 
 
@@ -170,15 +170,16 @@ def within(found: Errors, yardstick: Yardstick, dtype: torch.dtype) -> bool:
 
 
 def most_others(eager: Errors) -> float:
-    """So many integers may be others where so many are of eager code: twice, and three standard deviations of such a count."""
+    """How many integers may differ, given eager's count: twice as many, plus three standard deviations of such a
+    count."""
     count = min(eager.others, LOOSEST * eager.whole)
     return 2 * count + 3 * math.sqrt(count)
 
 
 def results(problem: Problem, wide: bool) -> list[Tensor]:
-    """What the task's pass gives, outputs before gradients: the truth in float64 if `wide`, else eager code's."""
+    """Results of the task's pass, outputs before gradients: the truth in float64 if `wide`, else eager's."""
     backward = problem.task.pass_ != "fwd"
-    problem.begin_anew()  # what a result depends on is the same for all, however often they are called
+    problem.begin_anew()  # reset state, so that results do not depend on the number of calls
     leaves = problem.leaves(backward, wide)
     outputs = problem.truth(leaves) if wide else problem.eager(leaves)
     found = [y.detach() for y in outputs] if problem.task.pass_ != "bwd" else []
@@ -186,14 +187,14 @@ def results(problem: Problem, wide: bool) -> list[Tensor]:
 
 
 def eagers(problem: Problem) -> tuple[list[Tensor], int]:
-    """Eager code's results, and the terms of its longest sum."""
-    # Counted in a run of its own: while operators are watched, autograd takes other formulas for some.
+    """Eager's results, and the number of terms of its longest sum."""
+    # Counted in a separate run: under a dispatch mode autograd selects other formulas for some operators.
     terms = counted(lambda: results(problem, False))[1].terms
     return results(problem, False), terms
 
 
 def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor], Yardstick]:
-    """The float64 results of the task's pass, and what others are held against; those that are kept, if there are."""
+    """The float64 results of the task's pass and the baseline for providers, from the cache (`kept`) if it has them."""
     if kept is not None and (known := kept.found(problem.task)) is not None:
         largest, root, others, whole, terms = known[1]
         return known[0], Yardstick(Errors(largest, root, int(others), int(whole)), int(terms))
@@ -206,7 +207,8 @@ def expected(problem: Problem, kept: Truths | None = None) -> tuple[list[Tensor]
 
 
 def pieces(problem: Problem) -> list[slice]:
-    """The rows of which the truth is computed at a time; none where it is computed as a whole, as all that is kept is."""
+    """Row slices for which the truth is computed piecewise; none where it is computed whole, as everything cached
+    is."""
     outputs = [math.prod(shape) for shape in problem.output_shapes()] if problem.task.pass_ != "bwd" else []
     gradients = {i: x.numel() for i, x in enumerate(problem.tensors)} if problem.task.pass_ != "fwd" else {}
     if not problem.by_rows or 8 * (sum(outputs) + sum(gradients.values())) <= MOST_BYTES:
@@ -218,8 +220,8 @@ def pieces(problem: Problem) -> list[slice]:
 
 
 def hold(problem: Problem, rows: Sequence[slice], *found: Sequence[Tensor]) -> list[Errors]:
-    """The errors of several lists of results against the truth, of which there are never more than some rows, and the sums
-    over them that are the gradients of what all rows share."""
+    """Errors of several lists of results against the truth, computed for some rows at a time. Gradients of what all
+    rows share are summed over the pieces."""
     deviations = [Deviation() for _ in found]
     outputs = len(problem.output_shapes()) if problem.task.pass_ != "bwd" else 0
     wanted = (i for i, x in enumerate(problem.wanting(problem.tensors, True)) if x.requires_grad)
@@ -232,7 +234,7 @@ def hold(problem: Problem, rows: Sequence[slice], *found: Sequence[Tensor]) -> l
                 continue
             for deviation, tensor in zip(deviations, tensors, strict=True):
                 deviation.add(number, tensor[some], true)
-        del true  # or a gradient would be there beside the next piece
+        del true  # else a gradient would stay allocated beside the next piece
     for number, true in sums.items():
         for deviation, result in zip(deviations, found, strict=True):
             deviation.add(number, result[number], true)
@@ -240,18 +242,18 @@ def hold(problem: Problem, rows: Sequence[slice], *found: Sequence[Tensor]) -> l
 
 
 def poison(problem: Problem) -> None:
-    """Leave NaN in memory that an output is likely to be given, so that an element left unwritten shows."""
+    """Fill memory that the allocator is likely to reuse for outputs with NaN, so that unwritten elements show."""
     for shape in problem.output_shapes():
         torch.full(shape, math.nan, device=problem.device, dtype=problem.dtype)
 
 
 def own_leaves(problem: Problem, run: Run, gradient: bool) -> tuple[Tensor, ...]:
-    """Copies of the problem's tensors as the provider keeps them; the floating ones want a gradient if so said."""
+    """The provider's own copies of the problem's tensors; floating ones require grad if `gradient`."""
     return problem.wanting(run.own(*problem.leaves(False)), gradient)
 
 
 def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[list[Tensor], str]:
-    """What the provider makes of the leaves in the task's pass, or why its results cannot be the right ones."""
+    """The provider's results for the task's pass, or why they cannot be correct."""
     backward = problem.task.pass_ != "fwd"
     arguments = run.enter(*leaves)
     poison(problem)
@@ -267,7 +269,8 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
     if not backward:
         return found, ""
     if run.vjp is not None:
-        upstream = run.vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))  # it may overwrite them
+        # Cloned, because the backward may overwrite them.
+        upstream = run.vjp.enter(tuple(g.clone() for g in problem.upstream if g is not None))
         gradients = run.vjp.leave(run.vjp.backward(kept, upstream))
     else:
         held = len(problem.parameters)
@@ -279,7 +282,7 @@ def found_by(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> tuple[li
 
 
 def odd_outputs(problem: Problem, outputs: Sequence[Tensor]) -> str:
-    """Why outputs are not those of eager code whatever their values; empty where they may be."""
+    """Why outputs differ from eager's in shape or dtype; empty if they do not."""
     shapes = tuple(tuple(y.shape) for y in outputs)
     if shapes != problem.output_shapes():
         return f"outputs have shapes {shapes}, {problem.output_shapes()} is right"
@@ -291,7 +294,7 @@ def odd_outputs(problem: Problem, outputs: Sequence[Tensor]) -> str:
 
 
 def odd_gradients(problem: Problem, gradients: Sequence[Tensor]) -> str:
-    """Why gradients are not of the inputs and parameters whatever their values; empty where they may be."""
+    """Why gradients differ in dtype from their inputs or parameters; empty if they do not."""
     inputs = [x for x in problem.wanting(problem.tensors, True) if x.requires_grad]
     wanted = (*inputs, *problem.parameters)
     for number, (g, x) in enumerate(zip(gradients, wanted, strict=True)):
@@ -311,16 +314,16 @@ def _plain(dtype: torch.dtype) -> str:
 
 
 def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
-    """Hold one provider against the truth in the task's pass."""
+    """Check one provider against the truth in the task's pass."""
     rows = pieces(problem)
-    if rows:  # eager code's results wait for the truth, which comes last and never as a whole
+    if rows:  # eager's results wait for the truth, which comes last and piece by piece
         by_eager, terms = eagers(problem)
     else:
         truths, yardstick = expected(problem, kept)
     leaves = own_leaves(problem, run, problem.task.pass_ != "fwd" and run.vjp is None)
     problem.begin_anew()
     found, odd = found_by(problem, run, leaves)
-    given = own_leaves(problem, run, False)  # only now, so that they are not there beside what the call needs
+    given = own_leaves(problem, run, False)  # only now, so that they take no memory during the call
     changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
     del leaves, given
     if rows:

@@ -1,8 +1,9 @@
-"""The float64 results of a group, computed once for all providers of a study on a CPU, where they take as long as much else.
+"""Cache of float64 results, computed once per group and shared by all worker processes of a study. Only on a CPU, where
+computing them takes a large share of the time.
 
-One folder a task: `meta.json` with shapes and what `truth.py` knows of eager code's results, and the numbers as they are in
-memory. Eager code's own process writes it, none that has run anybody else's code; all others read it, or compute for
-themselves where there is none.
+One folder per task: `meta.json` with shapes and eager's errors, and one raw array per tensor. Only eager's worker
+writes, because it runs no third-party code. The other workers read, and compute the results themselves if they are
+absent.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch import Tensor
 
 from .problem import Task
 
-#: Bytes of a task's results; of larger ones every provider computes its own.
+#: Size limit of a task's results; beyond it every provider computes its own.
 MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Truths:
-    """Where they are, and whether this process may add to them."""
+    """Where the cache is, and whether this process may add to it."""
 
     folder: Path
     keeps: bool = False
@@ -39,7 +40,7 @@ class Truths:
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def found(self, task: Task) -> tuple[list[Tensor], tuple[float, ...]] | None:
-        """The results and what is known of eager code's, if they are kept."""
+        """The cached results and eager's errors, if present."""
         place = self._place(task)
         try:
             meta = json.loads((place / "meta.json").read_text(encoding="utf-8"))
@@ -48,7 +49,7 @@ class Truths:
         tensors = []
         for number, shape in enumerate(meta["shapes"]):
             if math.prod(shape):
-                # copied on write, so that nobody changes them for another
+                # copy-on-write, so that no caller changes the cached values
                 array = np.memmap(place / str(number), dtype=np.float64, mode="c", shape=tuple(shape))
                 tensors.append(torch.from_numpy(array))
             else:
@@ -56,7 +57,8 @@ class Truths:
         return tensors, tuple(meta["eager"])
 
     def keep(self, task: Task, tensors: Sequence[Tensor], eager: tuple[float, ...]) -> None:
-        """Keep what was computed, all of it or nothing; not what is no float64 on a CPU, too large or not finite."""
+        """Write the results, atomically. Skips anything not float64 on a CPU, too large, or with non-finite errors of
+        eager."""
         size = sum(x.numel() * x.element_size() for x in tensors)
         plain = all(x.device.type == "cpu" and x.dtype == torch.float64 for x in tensors)
         if not self.keeps or not plain or size > MOST_BYTES or not all(map(math.isfinite, eager)):
@@ -69,5 +71,5 @@ class Truths:
             meta = {"shapes": [list(x.shape) for x in tensors], "eager": list(eager)}
             (made / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
             os.rename(made, self._place(task))
-        except OSError:  # a full disk, or someone was first: the results are computed again where they are needed
+        except OSError:  # disk full, or another process was first: the results are recomputed where needed
             shutil.rmtree(made, ignore_errors=True)

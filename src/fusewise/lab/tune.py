@@ -1,12 +1,12 @@
-"""`fusewise tune`: the best configuration of each kernel on this machine, kept for the calls to come.
+"""`fusewise tune`: finds the best configuration of each kernel on this machine and stores it for later calls.
 
-For every kernel at every shape: the candidates of its configuration space are held against float64 first, by the rule of
-`truth.py`, and one that is wrong or fails is reported and dropped. The rest are timed in rounds, in random order, the
-heuristic's choice twice in each (the A/A pair, which gives the noise floor), until a winner is clear, the rounds are
-used up or the time is. What surely loses is dropped on the way. The winner is kept if it is faster than the heuristic's
-choice beyond the noise, else the heuristic's choice is: a result never costs anything.
+For every kernel and shape, each candidate of the configuration space is first checked against float64 by the rule of
+`truth.py`; wrong and failing ones are reported and dropped. The rest are timed in interleaved rounds in random order,
+with the heuristic's choice twice per round (an A/A test for the noise floor), until there is a clear winner or the
+rounds or the time run out. Clear losers are dropped early. The winner is stored only if it beats the heuristic's choice
+beyond the noise, otherwise that choice is: tuning never causes a regression.
 
-An operation joins by a module with `jobs` (see `ops/gated_linear/tuning.py`) and a line in OPERATIONS.
+To add an operation, write a module with `jobs` (see `ops/gated_linear/tuning.py`) and add it to OPERATIONS.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ OPERATIONS: dict[str, Any] = {"geglu": gated_linear}
 MIN_ROUNDS = 5
 MAX_ROUNDS = 40
 SAMPLES = 3
-#: A candidate leaves the race when it is slower than the leader by at least this share, with confidence.
+#: A candidate is dropped when it is slower than the leader by at least this share, with confidence.
 LOSES = 0.005
-#: And at once if its first turn takes this many times the fastest one's.
+#: A candidate is dropped at once if its first turn takes this many times the fastest one's.
 FAR = 1.5
-#: Candidates that are told of, of those that went wrong in a kernel; all are in the JSON.
+#: Wrong or failed candidates listed per kernel in the text output; the JSON has all.
 TOLD = 4
 
 
 @dataclass(eq=False)
 class Candidate:
-    """One configuration and what became of it: "ok", "dropped" as too slow, "wrong", "failed", "not reached"."""
+    """One configuration and its outcome: "ok", "dropped" (too slow), "wrong", "failed" or "not reached"."""
 
     config: Any
     status: str = "not reached"
@@ -71,7 +71,7 @@ class Candidate:
 
 @dataclass
 class Result:
-    """The search of one kernel at one shape. `ratio` is the heuristic's time over the best's, in paired rounds."""
+    """The search for one kernel at one shape. `ratio` is the heuristic's time over the best's, in paired rounds."""
 
     key: Key
     impl: str
@@ -91,7 +91,7 @@ class Result:
 
     @property
     def gap(self) -> float | None:
-        """By how much the heuristic's choice is slower than the best; None where either has no time."""
+        """How much slower the heuristic's choice is than the best; None if either has no time."""
         if self.best is self.heuristic:
             return 0.0
         return None if self.ratio is None else max(0.0, self.ratio.value - 1)
@@ -119,11 +119,11 @@ class Result:
 
 
 class Unable(Exception):
-    """Nothing can be searched here, or nothing that was tried is right; the message says why."""
+    """Nothing can be tuned here, or no candidate is correct; the message says why."""
 
 
 def target(name: str) -> str:
-    """The name of an operation that can be tuned; ValueError for any other."""
+    """Validate the name of a tunable operation; ValueError for any other."""
     if name not in OPERATIONS:
         raise ValueError(f"tune: target must be one of {', '.join(OPERATIONS)}, got {name!r}; try `tune geglu`")
     return name
@@ -133,10 +133,10 @@ def jobs(
     name: str, cases: Sequence[str], preset: str | None, shapes: Sequence[Sequence[int]], dtypes: Sequence[str],
     kernels: Sequence[str], device: str, impl: str | None,
 ) -> Iterator[Job]:  # fmt: skip
-    """The jobs of a command line, all of it checked before the first is made.
+    """The jobs of a command line. Everything is validated before the first job is created.
 
     Raises:
-        ValueError: a name or a shape that there is not.
+        ValueError: an unknown name or an invalid shape.
         Unable: no implementation with configurations serves this device.
     """
     operation, known = OPERATIONS[target(name)], targets.find(name)
@@ -157,10 +157,10 @@ def jobs(
 
 
 def tune(jobs: Iterator[Job], time_limit: float, seed: int, told: Callable[[str], None]) -> Iterator[Result]:
-    """Search each job and keep its result. `time_limit` seconds a kernel; `told` gets a line of progress.
+    """Tune each job and store its result. `time_limit`: seconds per kernel; `told` receives lines of progress.
 
     Raises:
-        Unable: no candidate of a kernel is right, or no implementation has configurations for it.
+        Unable: no candidate of a kernel is correct, or no implementation has configurations for it.
         cache.Refused: the result cannot be written.
     """
     for job in jobs:
@@ -172,7 +172,7 @@ def tune(jobs: Iterator[Job], time_limit: float, seed: int, told: Callable[[str]
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             found = Found(winner, heuristic or winner, result.rounds, now)
             result.file = str(job.tuned.keep(_index(job.device), result.key, result.winner.config, found))
-        del job  # and its tensors, before the next one's
+        del job  # free its tensors before the next job's are made
         yield result
 
 
@@ -198,19 +198,19 @@ def search(job: Job, timer: Timer, time_limit: float, seed: int, told: Callable[
 
 
 def _key(job: Job) -> Key:
-    """What a launch looks its configuration up by: asked of a launch."""
+    """The key by which a launch looks up its configuration, captured from a launch."""
     watch = Watch()
     try:
         with job.tuned.using(watch):
             job.run()
-    except Exception as error:  # the heuristic's own choice may be what does not run
+    except Exception as error:  # the heuristic's own choice may fail to run
         if not watch.keys:
             raise Unable(f"tune: a call must launch a kernel, got {error!r}") from error
     return watch.keys[0]
 
 
 def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
-    """Hold each candidate against float64. The first is always tried, the rest until half of the time is gone."""
+    """Check candidates against float64: always the first, the others until half of the time is used."""
     truths = job.truths()
     terms = counted(job.plain)[1].terms
     yardstick, dtype = truth.Yardstick(truth.errors(job.plain(), truths), terms), job.outputs[0].dtype
@@ -223,7 +223,7 @@ def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
             with job.tuned.using(candidate.config):
                 job.run()
             found = truth.errors(job.outputs, truths)
-        except Exception as error:  # whatever a compiler or a driver raises costs the candidate alone
+        except Exception as error:  # any compiler or driver error only disqualifies the candidate
             candidate.status, candidate.reason = "failed", reason(error)
             continue
         if truth.within(found, yardstick, dtype):
@@ -240,12 +240,12 @@ def race(
     late: Callable[[], bool],
     seed: int,
 ) -> tuple[dict[int, float], int, str]:
-    """Time candidates in rounds until a winner is clear; the heuristic's second times, the number of rounds, and what
-    ended it. The heuristic's choice never leaves the race, wherever it comes in."""
+    """Time candidates in rounds until there is a clear winner. Returns the second timings of the heuristic's choice,
+    the number of rounds, and why it stopped. The heuristic's choice is never dropped for its time."""
     order = random.Random(seed)
     running = list(candidates)
     twin: dict[int, float] = {}
-    # The first turn finds caches and clocks as compiling left them: it tells only what is far off.
+    # Caches and clocks are still unsettled after compilation, so the first turn only rules out what is far off.
     first = {candidate: measure(candidate) for candidate in running}
     for candidate in running:
         if candidate is not heuristic and first[candidate] > FAR * min(first.values()):
@@ -278,8 +278,8 @@ def _time(candidate: Candidate) -> float:
 
 
 def _decided(leader: Candidate, heuristic: Candidate, twin: dict[int, float]) -> bool:
-    """Whether the leader is known to be faster than the heuristic's choice, or not to be."""
-    if not heuristic.rounds:  # it is not right
+    """Whether the comparison of the leader with the heuristic's choice is settled, either way."""
+    if not heuristic.rounds:  # the heuristic's choice is wrong or failed
         return True
     noise = noise_floor(paired_ratio(twin, heuristic.rounds))
     return verdict(paired_ratio(leader.rounds, heuristic.rounds), noise) != "ambiguous"
@@ -288,8 +288,8 @@ def _decided(leader: Candidate, heuristic: Candidate, twin: dict[int, float]) ->
 def judge(
     key: Key, impl: str, candidates: list[Candidate], twin: dict[int, float], rounds: int, stopped: str
 ) -> Result:
-    """The best is the fastest that ran to the end. It is the winner if it is faster than the heuristic's choice beyond the
-    noise, or if the heuristic's choice is not right; else the heuristic's choice is."""
+    """The best is the fastest candidate that was never dropped. It wins if it beats the heuristic's choice beyond the
+    noise, or if that choice is not correct; otherwise the heuristic's choice wins."""
     heuristic = candidates[0]
     best = min((c for c in candidates if c.status == "ok"), key=_time)
     if heuristic.status != "ok":
@@ -302,14 +302,14 @@ def judge(
 
 
 class _Device(CudaTimer):
-    """Nobody asks how long a candidate keeps the host."""
+    """Skips the host-overhead loop, which tuning does not need."""
 
     def _host(self, work: Work) -> float:
         return 0.0
 
 
 def timer(device: torch.device) -> Timer:
-    """Cold caches, as a kernel between others finds them."""
+    """Cold caches, as a kernel inside a model finds them."""
     flush = 2 * machine.cache_bytes(str(device))
     return _Device(device, flush, lambda: None) if device.type == "cuda" else CpuTimer(flush)
 
@@ -319,7 +319,7 @@ def _index(device: torch.device) -> int:
 
 
 def kept_results(target: str, device: str) -> list[Json]:
-    """What is kept for this device and in use: a file an implementation, with its entries."""
+    """The stored results in use on this device: per implementation its file and entries."""
     where = torch.device(device)
     found = []
     for tuned in OPERATIONS[target].tuned(where):
@@ -336,7 +336,7 @@ def kept_results(target: str, device: str) -> list[Json]:
 
 
 def kept_lines(found: list[Json], device: str) -> list[str]:
-    """The same in words."""
+    """The stored results as text."""
     said = []
     for file in found:
         said.append(f"{file['impl']}: {len(file['entries'])} results in {file['file']}")
@@ -346,7 +346,7 @@ def kept_lines(found: list[Json], device: str) -> list[str]:
 
 
 def lines(result: Result) -> list[str]:
-    """A result in words."""
+    """One result as text."""
     gap = result.gap
     said = (
         "is the best"

@@ -1,7 +1,8 @@
-"""What a record says in words: what bounds an operation, how near the providers come, and whether a kernel is worth it.
+"""Turns a record into verdicts: what bounds each operation, how far each provider is from that bound, and whether a
+hand-written kernel is worth it.
 
-Pure functions of a record. The rules, in the order in which they are tried, are in docs/report.md; each threshold is a
-constant here. Where the data do not carry a statement the answer is "cannot tell", with what is missing.
+Pure functions of a record. docs/report.md lists the rules in the order they are tried; every threshold is a constant
+below. Where the data do not support a statement, the verdict is "cannot tell" plus what is missing.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from .record import Json, Record, Row
 from .render import groups, number, percent, size
 from .truth import allowed
 
-#: A provider this near the limit leaves nothing that is worth a kernel.
+#: Share of the limit from which a hand-written kernel is no longer worth it.
 ENOUGH = 0.9
-#: A product that takes up to so many times a copy of the problem's bytes waits for them: as of few rows, whose weights are all it reads.
+#: A product that takes up to this many times the copy of the problem's bytes is waiting for memory: with few rows, the
+#: weights are nearly all the traffic.
 WAITS = 1.25
-#: And one this far below the limit says that the limit was none: a floor in other caches, or on a busier machine.
+#: A provider this many times faster than the limit disproves the limit: the floor ran from another cache level or on a
+#: busier machine.
 BEYOND = 1.5
-#: Bytes beyond this many times the minimum are a cause.
+#: Traffic beyond this many times the minimum is reported as a cause.
 EXCESS = 1.1
-#: A share of the time from which launches, or a clock below the others', are a cause.
+#: Launches are a cause from this share of the time, and so is a clock this much below the other providers'.
 NOTICEABLE = 0.1
-#: A compiler whose error is at most so many times what is allowed may be as quick once it is right: a finer approximation of
-#: tanh costs little more. Its time is missed.
+#: A compiler whose error is at most this many times the allowed one may be just as fast once fixed (a more accurate
+#: tanh costs little), so its missing time leaves the verdict open.
 NEARLY = 10.0
-#: Shorter than this, microseconds, events and kernels are measured together.
+#: Microseconds. Below this, event overhead is not separable from the kernel.
 MEASUREMENT_FLOOR = 5.0
-#: Providers that take the user's own code, and ours in plain torch: what there is without a hand-written kernel.
+#: Providers without a hand-written kernel: those that compile or run the user's own code, and our plain-torch
+#: reference.
 COMPILERS = ("eager", "torchscript", "torch.compile", "thunder", "jax", "xla", "tvm", "fusewise-reference")
 
 Bound = Literal["memory", "compute", "launch", "cannot tell"]
@@ -48,39 +52,39 @@ DOING: dict[Bound, str] = {
 
 @dataclass(frozen=True)
 class Gap:
-    """How far one right provider is from the minimum, and why."""
+    """How far one correct provider is from the minimum, and why."""
 
     provider: str
-    row: str  # the id of its row
+    row: str  # row id
     time_us: float
-    factor: float | None  # time over the minimum
+    factor: float | None  # time / minimum
     causes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one group."""
+    """The verdict on one group (op, case, dtype, pass)."""
 
     key: tuple[str, str, str, str]
     bound: Bound
     minimum_us: float | None
     gaps: tuple[Gap, ...]  # fastest first
-    saved_bytes: int | None  # what eager moves beyond the minimum: all that fusing can save
-    left: float | None  # share of the best compiler's time that is above the minimum
+    saved_bytes: int | None  # eager's traffic beyond the minimum: the most that fusion can save
+    left: float | None  # share of the best compiler's time above the minimum
     worth: Worth
-    kernel: str | None  # a hand-written one that is worth it
+    kernel: str | None  # the hand-written kernel that is worth it
     why: str
 
 
 def to_json(verdict: Verdict) -> Json:
-    """The verdict as plain JSON, with its sentences."""
+    """The verdict as plain JSON, including its sentences."""
     plain = asdict(verdict)
     op, case, dtype, pass_ = plain.pop("key")
     return {"op": op, "case": case, "dtype": dtype, "pass": pass_, **plain, "sentences": sentences(verdict)}
 
 
 def verdicts(record: Record) -> list[Verdict]:
-    """One verdict a group, in the order measured."""
+    """One verdict per group, in the order measured."""
     return [_verdict(key, rows, record) for key, rows in groups(record).items()]
 
 
@@ -97,7 +101,7 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     worth, kernel, why = _worth(key, timed, missed, bound, minimum, record)
     best = next((r for r in timed if is_compiler(r.provider)), None)
     if best is not None and minimum is not None and minimum / _time(best) > BEYOND:
-        bound, minimum = "cannot tell", None  # the reason is said; nothing is to be measured by such a floor
+        bound, minimum = "cannot tell", None  # `why` reports it; a disproved floor must not be used below
     ledgers = {entry["provider"]: entry for entry in record.ledgers if _belongs(entry, key)}
     launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
     gaps = []
@@ -120,7 +124,7 @@ def _bound(limited: Row | None, rows: Sequence[Row]) -> Bound:
 
 
 def _nearly_right(row: Row) -> bool:
-    """Whether it is wrong, but by little."""
+    """Whether the result is wrong by a small factor only."""
     if row.status != "wrong" or row.dtype not in DTYPES or row.error is None or row.error_eager is None:
         return False
     return row.error <= NEARLY * allowed(row.error_eager, DTYPES[row.dtype])
@@ -136,7 +140,7 @@ def _belongs(entry: Json, key: tuple[str, str, str, str]) -> bool:
 
 
 def moved(ledger: Json) -> int:
-    """Bytes that all kernels of a ledger read and write."""
+    """Bytes read and written by all kernels of a ledger."""
     return sum((kernel["read"] or 0) + (kernel["written"] or 0) for kernel in ledger["kernels"])
 
 
@@ -147,7 +151,7 @@ def _saved(eager: Json | None, bytes_min: int | None) -> int | None:
 def _causes(
     row: Row, factor: float | None, ledger: Json | None, launch: float | None, timed: Sequence[Row], record: Record
 ) -> list[str]:
-    """Everything in the record that makes this provider slower than the minimum, or its time less certain."""
+    """Everything in the record that makes this provider slower than the minimum or its time less certain."""
     causes = []
     if ledger is not None and row.bytes_min:
         ratio, count = moved(ledger) / row.bytes_min, len(ledger["kernels"])
@@ -177,13 +181,13 @@ def _causes(
 
 
 def _of_row(stage: Json, row: Row) -> bool:
-    """Stages may be of one group, or of the provider as such."""
+    """Stages belong to one group or, without group fields, to all groups of the provider."""
     mine: Mapping[str, Any] = {"op": row.op, "case": row.case, "dtype": row.dtype, "pass": row.pass_}
     return all(stage.get(name, value) == value for name, value in mine.items())
 
 
 def _count(stage: Json, word: str) -> float:
-    """The sum of the counts whose name has `word` in it."""
+    """Sum of the counts whose name contains `word`."""
     found = (v for name, v in stage.get("counts", {}).items() if word in name)
     return sum(v for v in found if isinstance(v, (int, float)))
 
@@ -196,8 +200,8 @@ def _worth(
     minimum: float | None,
     record: Record,
 ) -> tuple[Worth, str | None, str]:
-    """Is a hand-written kernel worth it here, which one, and why. The first rule that applies decides. `missed`: compilers
-    without a time that are wrong by little."""
+    """Whether a hand-written kernel is worth it, which one, and why. The first matching rule decides. `missed`:
+    compilers without a time because they are slightly wrong."""
     if not timed:
         return "cannot tell", None, "no provider was right and has a time"
     if minimum is None:
@@ -261,7 +265,7 @@ def _worth(
 
 
 def _against(row: Row, other: Row, noise: float, record: Record) -> tuple[Ratio | None, str]:
-    """The ratio of two providers of one group from the raw samples, and the word for it."""
+    """Paired ratio of two providers of one group from the raw samples, and the word for it."""
     rounds = {m.provider: analysis.round_medians(m) for m in record.measurements if m.key == row.key and m.rounds}
     if row.provider not in rounds or other.provider not in rounds:
         return None, "ambiguous"
@@ -282,7 +286,7 @@ WORTH_WORDS: dict[Worth, str] = {
 
 
 def sentences(verdict: Verdict) -> list[str]:
-    """The verdict on one group as a reader wants it, a thought a sentence."""
+    """The verdict on one group in prose, one statement per sentence."""
     said = [f"It is {DOING[verdict.bound]}."]
     if verdict.minimum_us is not None:
         said.append(f"It takes {number(verdict.minimum_us)} µs at least.")

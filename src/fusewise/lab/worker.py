@@ -1,11 +1,11 @@
-"""A provider's own process: one provider, many problems in turn, one JSON line a request and one a reply.
+"""A worker process: serves one provider for many problems, with one JSON line per request and per reply.
 
     coordinator → worker   {"id": 3, "do": "prepare", "task": {...}}
     worker → coordinator   {"id": 3, "ok": true, ...}       or {"id": 3, "ok": false, "status": ..., "reason": ...}
 
-The channels are the process's original standard input and output; before any provider is imported, file descriptor 0 is
-pointed at nothing and 1 at standard error, so that nobody reads a request and whatever a library prints ends in the worker's log. Started by
-`process.WorkerProcess`: forked by `nursery.py`, or as `python -m fusewise.lab.worker`.
+The protocol uses the original stdin and stdout. Before any provider is imported, file descriptor 0 is redirected to
+/dev/null and 1 to stderr, so that no library consumes a request and everything printed ends in the worker's log.
+`process.WorkerProcess` starts workers, either forked by `nursery.py` or as `python -m fusewise.lab.worker`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from .truths import Truths
 if TYPE_CHECKING:
     from .foreign import ProfiledTimer
 
-#: Calls between the check and the first timed one.
+#: Calls between the correctness check and the first timed call.
 WARM_UP_CALLS = 4
-#: But no longer than this, for large problems.
+#: Time limit of the warm-up, for large problems.
 WARM_UP_SECONDS = 0.3
-#: A turn is at most this long for a provider, as far as the number of samples can help it.
+#: Target length of a turn; sets the number of samples within SAMPLES.
 TURN_SECONDS = 0.15
 SAMPLES = (2, 10)
-#: Below this share of a GPU's memory that is free, nobody keeps what only its own turns need; and nobody ever more of that
-#: than this share, so that eight of them leave three quarters to the one whose turn it is.
+#: Below this share of free GPU memory every worker gives back the memory that only its own turns need. A worker never
+#: keeps more than MUCH of the total, so that eight of them leave three quarters to the one being timed.
 SCARCE, MUCH = 0.25, 1 / 32
-#: Tensors of more bytes than this are made again for the next pass where they are on a GPU, which takes milliseconds.
+#: On a GPU, larger inputs are regenerated for the next pass, which takes milliseconds, instead of kept.
 KEPT_BYTES = 2**30
-#: A check takes up to so many times the bytes of the problem's tensors, and what the others have prepared is there, too.
+#: Peak memory of a check over the bytes of the problem's tensors, including what other workers have prepared.
 CHECK_TAKES = 12
-#: What an error says that memory ran out: torch's own, and what else passes it on.
+#: Signs of an out-of-memory error: torch's own, and those of libraries.
 NO_MEMORY = (
     "OutOfMemoryError",
     "CUDA out of memory",
@@ -60,11 +60,11 @@ NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "RESOURCE_EXHAUSTED",
 )
-#: What a record has of an error that is larger.
+#: Larger errors are recorded as this.
 LARGEST_ERROR = 1e30
-#: Calls that the profiler watches for the time of a call's kernels.
+#: Profiled calls for the kernel time.
 KERNEL_SAMPLES = 5
-#: A sample longer than this is one of a turn's own.
+#: A longer sample makes up a turn of its own.
 LONG_SAMPLE_SECONDS = 1.0
 
 Reply = dict[str, Any]
@@ -72,7 +72,7 @@ Reply = dict[str, Any]
 
 @dataclass
 class Prepared:
-    """A problem that passed the check, ready to be warmed up and timed in rounds."""
+    """A problem that passed the check, ready for warm-up and timed rounds."""
 
     work: Work
     calls: int
@@ -80,7 +80,7 @@ class Prepared:
 
 
 class Server:
-    """Answers requests for one provider on one device."""
+    """Serves requests for one provider on one device."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Server:
         provider.check(device)
         self.problem: Problem | None = None
         self.prepared: Prepared | None = None
-        self.spent = spent.Parts()  # of the preparation at hand
-        self.shared = False  # the memory that a turn needs, since the last one
-        self.unseen = 0  # bytes of the problems since all of the process was last looked through for what nobody needs
+        self.spent = spent.Parts()  # of the current preparation
+        self.shared = False  # whether the memory of a turn was given back after the last one
+        self.unseen = 0  # bytes of problems since the last full garbage collection
         self.flush_bytes = flush_bytes
         self.timer: Timer = (
             CudaTimer(self.device, flush_bytes, machine.clock_reader(self.device))
@@ -109,9 +109,9 @@ class Server:
         )
 
     def answer(self, request: dict[str, Any]) -> Reply:
-        """Do what is asked, and keep no more than what comes next needs."""
+        """Execute the request, then keep only what the next one needs."""
         reply = self.attempt(request)
-        # Only now are the frames gone through which an error came, and the tensors that they held.
+        # Only here are the error's frames, and the tensors they reference, gone.
         if reply["status"] == "failed":
             if not reply["leaving"]:
                 self.unseen = KEPT_BYTES
@@ -121,7 +121,7 @@ class Server:
         return reply
 
     def attempt(self, request: dict[str, Any]) -> Reply:
-        """Do what is asked; whatever goes wrong in the provider becomes a status and a reason."""
+        """Execute the request; any error of the provider becomes a status and a reason."""
         try:
             if request["do"] == "load":
                 self.spent = spent.Parts()
@@ -143,25 +143,25 @@ class Server:
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
-        except Exception as error:  # providers raise anything; the row says what
+        except Exception as error:  # providers raise anything; the row reports it
             crowded = any(sign in f"{type(error).__name__}: {text(error)}" for sign in NO_MEMORY)
             if not crowded:
                 traceback.print_exc()
             said = f"out of memory: {message(error)}" if crowded else reason(error)
-            # After an error of the device every later call in this process fails, too.
+            # After a device error every later call in this process fails too.
             leaving = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
         return {"ok": False, "status": "failed", "reason": said, "crowded": crowded, "leaving": leaving}
 
     @cached_property
     def profiled(self) -> ProfiledTimer:
-        """The timer of what runs on streams that torch does not know, and of kernels alone."""
+        """Timer for work on streams unknown to torch, and for kernel times."""
         from .foreign import ProfiledTimer
 
         return ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
 
     def forget(self) -> None:
-        """Free the problem before the next one is made. To look through all of torch and a compiler takes a quarter of a second:
-        only where something still holds the problem, or tensors that nobody can see may have come to much."""
+        """Free the problem before the next one is made. A full collection over torch and a compiler takes a quarter of
+        a second, so it runs only if the problem is still referenced or garbage may have accumulated."""
         last = [weakref.ref(it) for it in (self.problem, self.prepared) if it is not None]
         self.problem = self.prepared = None
         gc.collect()
@@ -172,38 +172,38 @@ class Server:
         self.give_back()
 
     def spare(self) -> None:
-        """Give back what no turn needs: on a GPU the workers of a study share its memory, and all are there all the time."""
+        """Release what no turn needs: the workers of a study share the GPU's memory and all stay alive."""
         if self.device.type == "cuda" and self.problem is not None and self.problem.held() > KEPT_BYTES:
             self.problem.release()
             self.problem = None
             gc.collect()
         self.give_back()
         if self.prepared is not None:
-            gc.freeze()  # the collection before each turn looks at what came since, not at all of torch
+            gc.freeze()  # the collection before each turn then skips everything that exists now
 
     def give_back(self) -> None:
-        """What the allocator keeps goes to the other providers. It comes again in calls that are not timed."""
+        """Return the allocator's cached memory to the other providers. Untimed calls allocate it again."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def neighbours(self, problem: Problem) -> Reply:
-        """How many workers may prepare the problem side by side, by the memory that they share."""
+        """How many workers may prepare the problem concurrently without exhausting the device memory they share."""
         if self.device.type != "cuda":
             return {}
         total = torch.cuda.mem_get_info(self.device)[1]
         return {"at_once": max(1, total // (CHECK_TAKES * max(1, problem.held())))}
 
     def load(self, task: Task) -> Problem:
-        """The task's problem, the tensors of the last one kept if only the pass differs."""
+        """The task's problem; keeps the last one's tensors if only the pass differs."""
         used = self.prepared is not None or self.problem is not None
         self.prepared = None
         with self.spent.part("inputs"):
-            last, self.problem = self.problem, None  # should it have no such pass
+            last, self.problem = self.problem, None  # None in case the problem has no such pass
             if last is not None and (last.task.key[:3], last.task.seed) == (task.key[:3], task.seed):
                 last.take(task)
                 self.problem = last
                 return last
-            if used:  # in a new process there is nothing to be found, and all of torch to look through
+            if used:  # pointless in a new process, and a full collection is slow
                 del last
                 self.forget()
             self.problem = targets.problem_for(task)
@@ -211,10 +211,10 @@ class Server:
             return self.problem
 
     def prepare(self, task: Task) -> Reply:
-        """First call, truth, memory. A warm-up and rounds may follow when the reply's status is ok."""
+        """First call, correctness check, memory. Warm-up and rounds may follow if the reply's status is ok."""
         problem = self.load(task)
         start = time.perf_counter()
-        problem.begin_anew()  # an exporter takes what the function holds as it finds it
+        problem.begin_anew()  # an exporter captures the function's state as it is now
         with self.spent.part("compiling"):
             run = self.provider.build(problem)
             if task.pass_ != "fwd" and run.checked and not run.backward:
@@ -226,7 +226,7 @@ class Server:
         reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
         reply |= {"versions": plugin.versions(self.provider), "shape": problem.shape(), "calls_per_sample": calls}
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
-        del work  # its copies of the tensors are made again, beside none of what the check takes
+        del work  # its tensor copies are made again after the check, to limit the check's peak
         if run.checked:
             with self.spent.part("truth"):
                 verdict = truth.check(problem, run, self.truths)
@@ -239,7 +239,7 @@ class Server:
             if verdict.reason:
                 return reply | {"ok": False, "status": "wrong", "reason": verdict.reason}
         with self.spent.part("measuring"):
-            self.give_back()  # what the check took, or a part of it would be the copies' and the rest stay with them
+            self.give_back()  # else the copies would land in blocks of the check and keep their rest reserved
             work = make_work(problem, run, calls)
             reply |= self.measure_memory(problem, run, work) | problem.memory(run.form)
         timer = self.profiled if run.foreign and self.device.type == "cuda" else self.timer
@@ -248,8 +248,8 @@ class Server:
         return reply | {"prepare_s": time.perf_counter() - start}
 
     def warm(self) -> Reply:
-        """Some calls that are not counted, how long one takes, and of how many samples a turn should be by that. It is
-        asked for when nobody else is at work."""
+        """Warm up and estimate: untimed calls, the time of one, and from it the number of samples per turn. Called
+        while no other worker runs."""
         prepared = self._ready()
         seconds, begun = math.inf, time.perf_counter()
         for _ in range(WARM_UP_CALLS):
@@ -274,26 +274,26 @@ class Server:
     def round(self, samples: int) -> Reply:
         prepared = self._ready()
         if self.shared:
-            prepared.timer.once(prepared.work)  # to have its memory again before anything is timed
+            prepared.timer.once(prepared.work)  # allocate again before anything is timed
         turn: Turn = prepared.timer.turn(prepared.work, samples, prepared.calls)
         self.share_memory()
         return {"ok": True, "status": "ok"} | turn.to_json()
 
     def kernels(self) -> Reply:
-        """What the kernels of a call take by themselves; null with a reason where the profiler cannot say."""
+        """Kernel time of a call; null with a reason if the profiler cannot tell."""
         prepared = self._ready()
         try:
             if self.shared:
                 prepared.timer.once(prepared.work)
             found: Reply = {"kernel_us": round(self.profiled.kernel_us(prepared.work, KERNEL_SAMPLES), 3)}
-        except Exception as error:  # what was timed stays timed
+        except Exception as error:  # the timings stay valid
             traceback.print_exc()
             found = {"kernel_us": None, "kernel_us_reason": reason(error)}
         self.share_memory()
         return {"ok": True, "status": "ok"} | found
 
     def share_memory(self) -> None:
-        """Give what the allocator keeps for the next turn back, where it is much or little is left for the others' turns."""
+        """Return the allocator's cached memory for the others' turns if it is large or free memory is scarce."""
         self.shared = False
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
@@ -313,7 +313,8 @@ class Server:
 
 
 def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
-    """The pass to be timed, over `copies` sets of the problem's tensors so that each call finds its own cold."""
+    """The pass to time, rotating over `copies` sets of the problem's tensors so that each call finds its inputs
+    cold."""
     backward = problem.task.pass_ != "fwd" and run.checked
 
     sets = [truth.own_leaves(problem, run, backward and run.vjp is None) for _ in range(copies)]
@@ -333,7 +334,7 @@ def make_work(problem: Problem, run: plugin.Run, copies: int) -> Work:
     def forward(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run.leave(call(*run.enter(*xs)))
 
-    given = problem.upstream  # the problem lets go of its own
+    given = problem.upstream  # the problem drops its own reference
 
     if problem.task.pass_ == "bwd":
 
@@ -355,7 +356,7 @@ def _finite(value: float) -> float | None:
 
 
 def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
-    """Load the provider named in `start`, then answer until the requests end."""
+    """Load the provider named in `start`, then answer requests until they end."""
 
     def send(reply: Reply) -> None:
         replies.write(json.dumps(reply, allow_nan=False) + "\n")
@@ -383,19 +384,19 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:
-    """Talk over the process's own pipes; `serve` answers."""
+    """Talk over the process's original stdin and stdout; `serve` answers."""
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # A worker ends by SIGKILL: what Python keeps back until a block is full would never reach the log.
+    # Workers end by SIGKILL, which loses whatever a block buffer holds; line buffering gets it into the log.
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:
         for line in requests:
             lines.put(line)
-        os._exit(0)  # the coordinator is gone, however busy the provider may be
+        os._exit(0)  # the coordinator is gone: exit even if the provider is busy
 
     threading.Thread(target=listen, daemon=True).start()
     start = json.loads(lines.get())

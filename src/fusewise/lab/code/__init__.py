@@ -1,8 +1,9 @@
-"""What every compiler makes of a problem: its texts stage by stage, with counts and with the lines they come from.
+"""What every compiler makes of a problem: its intermediate representations stage by stage, with counts and source
+locations.
 
-One file a compiler: each has `stages(...)`, which a provider calls in its `stages` method. `worker` runs one provider in
-a process of its own, `capture` asks all of them and writes the texts with their index. No GPU is needed: kernels for one
-are compiled for `target` all the same.
+One module per compiler, each with `stages(...)` for the provider's `stages` method. `worker` runs one provider in its
+own process; `capture` queries all of them and writes the texts with an index. No GPU is needed: GPU kernels are
+cross-compiled for `target`.
 """
 
 from .stage import Stage as Stage

@@ -1,7 +1,7 @@
-"""ATen: the operators that a call dispatches, one by one, and the bytes that each reads and writes.
+"""ATen: the operators that a call dispatches, and the bytes that each reads and writes.
 
-This is what eager PyTorch runs, and TorchScript where it fuses nothing. fusewise's own operators are looked into: what
-they start in turn is what counts.
+This is what eager PyTorch executes, and TorchScript where it fuses nothing. fusewise's own operators are expanded into
+the operators they dispatch in turn.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .stage import Stage, foreign, short
 
 #: Operators that overwrite their first argument without reading it.
 OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "set_", "bernoulli_", "random_", "exponential_"}
-#: Operators that read of their first argument no more than they return.
+#: Operators that read no more of their first argument than they return.
 LOOK_UP = {"index", "index_select", "gather", "embedding", "take"}
-#: Operators that take of their first argument its shape and dtype, and read none of it.
+#: Operators that use only the shape and dtype of their first argument.
 ALIKE = {
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
-#: Operators that write in place where an index says so, and those of them that add to what is there.
+#: Operators that write in place at given indices; ADDING: those that also read what is there.
 INDEXED = {
     "index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "scatter_reduce_", "index_copy_", "index_add_", "index_fill_",
 }  # fmt: skip
 ADDING = {"scatter_add_", "scatter_reduce_", "index_add_"}
-#: Operators that touch no element: they reserve memory, or change what a tensor says of itself.
+#: Operators that touch no element: they allocate, or change only metadata.
 RESERVE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
     "detach_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_",
@@ -44,7 +44,7 @@ SHORT_DTYPES = {
 
 
 def brief(x: Any) -> str:
-    """An argument as it is written in a list of operators: `bf16[4, 8]`, a number, a list of them."""
+    """An argument as shown in a list of operators: `bf16[4, 8]`, a number, a list of them."""
     if isinstance(x, Tensor):
         return f"{SHORT_DTYPES.get(x.dtype, str(x.dtype))}{list(x.shape)}"
     if isinstance(x, (list, tuple)):
@@ -53,19 +53,19 @@ def brief(x: Any) -> str:
 
 
 class Operators(Mode):
-    """Keeps the operators that run while it is entered, and charges each with its bytes."""
+    """Records the operators that run while it is active, and charges each with its bytes."""
 
     def __init__(self, within: str = "", used: Mapping[int, int] | None = None, compiled: bool = False) -> None:
         super().__init__(compiled)
-        self.within = within  # a namespace of operators to look into
-        self.used = used or {}  # address of a tensor -> the bytes of it that a call can need at most
+        self.within = within  # namespace of operators to expand
+        self.used = used or {}  # tensor address -> most bytes of it that a call can need
         self.kernels: list[ledger.Kernel] = []
         self.text: list[str] = []
         self.lines: dict[int, str] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.within and func.namespace == self.within:
-            with self:  # its kernel, called directly: through the dispatcher it would come back here
+            with self:  # call its kernel directly: the dispatcher would lead back here
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         result = func(*args, **kwargs)
         self.text.append(f"{brief_result(result)} = {func}({', '.join(map(brief, (*args, *kwargs.values())))})")
@@ -76,8 +76,8 @@ class Operators(Mode):
         return result
 
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> ledger.Kernel | None:
-        """The bytes of one operator; None for a view, or one that only reserves memory."""
-        if not isinstance(func, torch._ops.OpOverload):  # of functions and tensors
+        """Bytes of one operator; None for a view or a pure allocation."""
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator has no schema
             given, made = (
                 [x for x in pytree.tree_leaves(some) if isinstance(x, Tensor)] for some in ((args, kwargs), result)
             )
@@ -105,7 +105,7 @@ class Operators(Mode):
             read_bytes -= max(0, self._bytes(inputs[:1]) - written_bytes)
         if name in ALIKE:
             read_bytes = 0
-        if name in INDEXED:  # what no index names stays where it is
+        if name in INDEXED:  # only the indexed elements are touched
             read_bytes -= self._bytes(mutated)
             written_bytes = min(written_bytes, _named(name, actual) * mutated[0].element_size())
             adds = name in ADDING or (name in ("index_put_", "_index_put_impl_") and len(actual) > 3 and actual[3])
@@ -119,14 +119,14 @@ class Operators(Mode):
         return sum(min(ledger.extent(x), self.used.get(_address(x), 2**63)) for x in distinct.values())
 
     def stage(self, part: str = "") -> Stage:
-        """The operators as a text, an operator a line."""
+        """The operators as text, one per line."""
         text = "".join(f"{line}\n" for line in self.text)
         counts = {"operators": len(self.text), "kernels": len(self.kernels)}
         return Stage(stage="aten", language="python", part=part, text=text, lines=self.lines, counts=counts)
 
 
 def _named(name: str, arguments: Sequence[Any]) -> int:
-    """Elements that an operator of INDEXED writes to."""
+    """Elements that an operator of INDEXED writes."""
     if "index_put" in name:
         return int(torch.ops.aten.index.Tensor(*arguments[:2]).numel())
     whole, dim, index = arguments[:3]
@@ -149,7 +149,7 @@ def _address(x: Tensor) -> int:
 
 
 def _place() -> str | None:
-    """The innermost line on the stack that is no library's and not the lab's own machinery."""
+    """The innermost stack frame that belongs neither to a library nor to the lab's own code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = short(frame.f_code.co_filename)

@@ -1,8 +1,8 @@
-"""The coordinator's end: asks every provider for its code, one process each, and keeps the texts with their index.
+"""The coordinator: asks every provider for its code, in one process each, and writes the texts with an index.
 
 OUT/index.json                       kind, target, the case, versions, providers with their stages in order
-OUT/<provider>/NN-stage-part.suffix  the texts: nothing in them depends on the machine, the folder or the hour, as far
-                                     as the compilers allow it, so `diff -r` of two folders shows what changed
+OUT/<provider>/NN-stage-part.suffix  the texts, independent of machine, directory and time as far as the compilers
+                                     allow it, so that `diff -r` of two directories shows what changed
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..spent import Parts
 KIND = "fusewise.code"
 SCHEMA_VERSION = 1
 TIMEOUT_S = 300.0
-#: A text's file, by `worker.write`.
+#: File name of a text, as written by `worker.write`.
 TEXT = re.compile(r"\d\d+-")
-#: Why a provider without the method has no answer.
+#: The reason for a provider that does not implement the method.
 SILENT = {"stages": "does not show its code", "traffic": "does not tell what it reads and writes"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a provider said: `found` is its reply, empty where it has none, with the reason."""
+    """A provider's answer: `found` is its reply, or empty with the reason."""
 
     provider: str
     status: str  # ok | missing | failed
@@ -54,9 +54,8 @@ def ask(
     started: Callable[[WorkerProcess], None] = lambda _: None,
     spent: Callable[[dict[str, float]], None] = lambda _: None,
 ) -> list[Answer]:
-    """Put requests to one provider in a process of its own. One that dies is started again for the next request.
-    `started` is told of each process, for whoever may have to end it from another thread; `spent`, at the end, of the
-    seconds by part."""
+    """Send requests to one provider in its own process. If the process dies, the next request gets a new one. `started`
+    receives each process, so that another thread can kill it; `spent`, at the end, the seconds by part."""
 
     versions: dict[str, str] = {}
 
@@ -112,7 +111,7 @@ def _memory_limit() -> int | None:
 
 
 def default_target(device: str) -> str:
-    """The GPU at hand, else Hopper."""
+    """The local GPU, else Hopper."""
     if device.startswith("cuda"):
         import torch
 
@@ -122,7 +121,7 @@ def default_target(device: str) -> str:
 
 
 def new_index(task: Task, target: str) -> dict[str, Any]:
-    """The index of a folder before any provider is in it."""
+    """An index without providers."""
     return {
         "kind": KIND,
         "schema": SCHEMA_VERSION,
@@ -161,13 +160,13 @@ def clear(out: Path) -> None:
 
 
 def wish(entry: plugin.Entry, task: Task, target: str, out: Path) -> dict[str, Any]:
-    """The request for one provider's stages, with their files below `out`."""
+    """The request for one provider's stages, with files below `out`."""
     folder = out / file_name(entry.name)
     return {"do": "stages", "task": task.to_json(), "target": target, "folder": str(folder)}
 
 
 def indexed(answer: Answer) -> dict[str, Any]:
-    """A provider's part of the index."""
+    """A provider's entry in the index."""
     return {
         "provider": answer.provider,
         "status": answer.status,
@@ -185,7 +184,7 @@ def stages(
     told: Callable[[str], None] = lambda _: None,
     timeout: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Write every stage of every provider below `out`; returns the index, which is in `out/index.json`, too."""
+    """Write every stage of every provider below `out`; returns the index, which is also written to `out/index.json`."""
     out.mkdir(parents=True, exist_ok=True)
     clear(out)
     index = new_index(task, target)
@@ -200,7 +199,7 @@ def stages(
 
 
 def for_record(index: dict[str, Any], out: Path) -> list[dict[str, Any]]:
-    """The stages of an index with their texts, as a study's record keeps them under `code`."""
+    """The stages of an index with their texts, in the form of a record's `code`."""
     return [
         {**stage, "text": (out / stage["file"]).read_text(encoding="utf-8")}
         for provider in index["providers"]
@@ -215,7 +214,7 @@ def ledgers(
     logs: Path,
     timeout: float = TIMEOUT_S,
 ) -> tuple[list[Ledger], list[Answer]]:
-    """The ledgers of every provider for every task, and the answers of those that have none."""
+    """The ledgers of every provider for every task, and the answers without one."""
     found: list[Ledger] = []
     without: list[Answer] = []
     with closing(Nursery(logs / "nursery.log")) as nursery:

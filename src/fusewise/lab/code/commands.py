@@ -1,4 +1,4 @@
-"""What `fusewise code` and `fusewise profile` do, for the command line and for callers."""
+"""Implements `fusewise code` and `fusewise profile`, for the command line and the Python API."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from . import capture
 
 
 def the_task(request: plan.Request) -> tuple[Task, list[plugin.Entry]]:
-    """The one problem that a request is about, its first where it names several, and the providers: floors, which have
-    nothing to show, only where they are named."""
+    """The one problem of a request (the first if it names several) and the providers. Floors have no code, so they are
+    left out unless named."""
     options = plan.options(request, Path())
     wanted = [e for e in options.providers if request.providers is not None or not analysis.is_floor(e.name)]
     return options.tasks[0], wanted
@@ -35,8 +35,8 @@ def code(
     timeout: float = capture.TIMEOUT_S,
     told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The index of every stage, each with its text; `stage` keeps those of that name, ValueError where nobody has it. The
-    files stay where `out` says."""
+    """The index of every stage, each with its text. `stage` selects those of that name; ValueError if no provider has
+    it. The files are kept if `out` is given."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         where = out or Path(folder)
         index = capture.stages(entries, task, target or capture.default_target(task.device), where, told, timeout)
@@ -58,7 +58,7 @@ def code(
 
 
 def listing(index: dict[str, Any]) -> str:
-    """A line a stage: provider, file or stage, length, and what was counted in it."""
+    """One line per stage: provider, file or stage, length and counts."""
     lines = []
     for provider in index["providers"]:
         state = provider["status"] + (f": {provider['reason']}" if provider["reason"] else "")
@@ -73,7 +73,7 @@ def listing(index: dict[str, Any]) -> str:
 
 
 def texts(index: dict[str, Any]) -> str:
-    """Every stage's text below a line that names it."""
+    """Every stage's text under a header line."""
     parts = []
     for provider in index["providers"]:
         if not provider["stages"]:
@@ -89,7 +89,7 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
     out.mkdir(parents=True, exist_ok=True)
     target = capture.default_target(task.device)
     log = out / "log.txt"
-    # The profile comes first, in a process that nothing has been made to believe otherwise.
+    # Separate processes: capturing traffic may fake devices, which must not affect the profile.
     look = {"do": "profile", "task": task.to_json(), "folder": str(out.resolve())}
     count = {"do": "traffic", "task": task.to_json(), "target": target}
     with closing(Nursery(log)) as nursery:
@@ -102,7 +102,7 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
     return {**found, "ledger": traffic.found.get("ledger"), "ledger_reason": traffic.reason}
 
 
-#: Of code that is run outside of torch.
+#: Shown for code that runs outside torch.
 NO_ROWS = (
     "torch's profiler saw no operator and no kernel: what runs outside of torch it cannot see; flame.svg has its Python"
 )

@@ -1,4 +1,4 @@
-"""Machine code as text, and what can be counted in it: registers, spills, widths of loads, tensor-core instructions."""
+"""Disassembles machine code and counts what matters in it: registers, spills, load widths, tensor-core instructions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .stage import Stage
 
 TIMEOUT_S = 120
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
-#: Tensor-core instructions: warp group (Hopper), warp (since Volta), and their integer and 8-bit kin.
+#: Tensor-core instructions: per warp group (Hopper), per warp (since Volta), and their integer and 8-bit variants.
 TENSOR_CORES = ("HGMMA", "QGMMA", "IGMMA", "BGMMA", "HMMA", "IMMA", "DMMA", "QMMA", "OMMA", "UTCHMMA", "UTCQMMA")
-#: Loads and stores of global and shared memory, counted by bits a thread: `LDG.128`.
+#: Loads and stores of global and shared memory, counted by bits per thread: `LDG.128`.
 SIZED = ("LDG", "STG", "LDS", "STS", "LD", "ST", "LDGSTS")
-#: Counted by name: copies by TMA, matrix loads from shared memory, atomics, special functions, barriers.
+#: Counted by name: TMA copies, matrix loads from shared memory, atomics, special functions, barriers.
 NAMED = (
     "UTMALDG", "UTMASTG", "UBLKCP", "LDSM", "STSM", "RED", "REDG", "ATOM", "ATOMG", "ATOMS", "MUFU", "BAR", "SYNCS",
 )  # fmt: skip
 
 
 class NoDisassembler(RuntimeError):
-    """A tool is not installed; the message says which and what brings it."""
+    """A tool is not installed; the message says which, and where it comes from."""
 
 
 def tool(name: str) -> str:
-    """The path of `cuobjdump` or `nvdisasm`: Triton's own, else the one on the PATH."""
+    """The path of `cuobjdump` or `nvdisasm`: the one bundled with Triton, else from PATH."""
     try:
         import triton
 
@@ -50,13 +50,13 @@ def _run(*command: str) -> str:
 
 
 def sass(cubin: bytes, part: str, target: str) -> Stage:
-    """The machine code of a GPU binary, its lines mapped to the source, its instructions and resources counted."""
+    """The SASS of a cubin, mapped to source lines, with instruction and resource counts."""
     (stage,) = functions(cubin, target, {"": part})
     return stage
 
 
 def functions(cubin: bytes, target: str, parts: Mapping[str, str]) -> list[Stage]:
-    """The machine code of some functions of a binary: name in it (empty: all) -> how to call it."""
+    """The SASS of some functions of a cubin. `parts`: function name (empty: all) -> display name."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -76,7 +76,7 @@ def functions(cubin: bytes, target: str, parts: Mapping[str, str]) -> list[Stage
 
 
 def ptx(text: str, target: str, parts: Mapping[str, str]) -> list[Stage]:
-    """Some kernels of a PTX module, each with the module's head: name in it -> how to call it."""
+    """Some kernels of a PTX module, each with the module's header. `parts`: kernel name -> display name."""
     head = text[: text.index("\n", text.index(".address_size")) + 1]
     files = "".join(line + "\n" for line in text.splitlines() if re.match(r"\s*\.file\s", line))
     found = []
@@ -91,7 +91,7 @@ def ptx(text: str, target: str, parts: Mapping[str, str]) -> list[Stage]:
 
 
 def names(cubin: bytes) -> list[str]:
-    """The names of a binary's kernels."""
+    """Names of a cubin's kernels."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -99,7 +99,7 @@ def names(cubin: bytes) -> list[str]:
 
 
 def resources(usage: str) -> dict[str, int]:
-    """What `cuobjdump -res-usage` says of its kernels, the largest of each where there are several."""
+    """Resource usage from `cuobjdump -res-usage`: the maximum over its kernels."""
     names = {"REG": "registers", "STACK": "stack_bytes", "SHARED": "shared_bytes", "LOCAL": "local_bytes"}
     found: dict[str, int] = {}
     for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage):
@@ -108,7 +108,7 @@ def resources(usage: str) -> dict[str, int]:
 
 
 def count_sass(text: str) -> dict[str, int]:
-    """Instructions of a SASS listing by what matters for speed. Spills are loads and stores of a thread's own memory."""
+    """Performance-relevant instructions of a SASS listing. Spills are loads and stores of local memory."""
     counts: Counter[str] = Counter(instructions=0, spill_loads=0, spill_stores=0)
     for opcode in _SASS.findall(text):
         name, *modifiers = opcode.split(".")
@@ -135,15 +135,15 @@ def _bits(modifiers: list[str]) -> int:
 
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 _INSTRUCTION = re.compile(r"^\s*[0-9a-f]+:\s+(?:(?:lock|rep|repz|repnz|bnd|notrack)\s+)*(\S+)\s*(.*)$")
-#: What the compiler's start-up files put into every library.
+#: What the C runtime's start-up files add to every library.
 _RUNTIME = re.compile(
     r"^(_init|_fini|\.plt.*|.*@plt|deregister_tm_clones|register_tm_clones|__do_global_dtors_aux|frame_dummy|_start)$"
 )
 
 
 def library(path: Path, other_than: str = "", only: str = "", part: str = "") -> Stage:
-    """The machine code of a shared library: its own functions, without those whose name matches `other_than`, and with
-    `only` those that match it."""
+    """The machine code of a shared library: its own functions, restricted to names that match `only` and not
+    `other_than`."""
     objdump = shutil.which("objdump")
     if objdump is None:
         raise NoDisassembler("objdump is not installed; it comes with binutils")
@@ -163,12 +163,13 @@ def library(path: Path, other_than: str = "", only: str = "", part: str = "") ->
 
 
 def count_assembler(text: str) -> dict[str, int]:
-    """The same of assembler source: instructions stand behind a tab, directives begin with a dot."""
+    """`count_assembly` for assembler source, where instructions follow a tab and directives start with a dot."""
     return count_assembly(re.sub(r"^\t(?=[a-z])", "0:\t", text, flags=re.MULTILINE))
 
 
 def count_assembly(text: str) -> dict[str, int]:
-    """Instructions of an objdump listing: all, calls, fused multiply-adds, and vector ones by width of register."""
+    """Instructions of an objdump listing: all, calls, fused multiply-adds, and vector instructions by register
+    width."""
     counts: Counter[str] = Counter(instructions=0, fma=0, calls=0)
     for line in text.splitlines():
         if not (match := _INSTRUCTION.match(line)):

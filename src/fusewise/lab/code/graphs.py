@@ -1,4 +1,4 @@
-"""torch.compile before its backend: the graph that Dynamo takes from the bytecode, and the ATen graphs of autograd."""
+"""torch.compile above its backend: Dynamo's FX graph and bytecode, and AOTAutograd's ATen graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .stage import Stage, short, tidy
 
 
 def stages(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: Callable[..., Any]) -> list[Stage]:
-    """`fx`, `dynamo-bytecode` and `aten` of `function`. `call(compiled)` gives what runs the pass with it."""
+    """`fx`, `dynamo-bytecode` and `aten` of `function`. `call(compiled)` returns a callable that runs the pass with
+    it."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.convert_frame import register_bytecode_hook
@@ -52,7 +53,7 @@ def stages(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: Ca
 
 
 def readable(module: Any, stage: str, part: str = "") -> Stage:
-    """A graph as Python, with the types and shapes of its values, its lines mapped by the comments that FX writes."""
+    """An FX graph as Python with types and shapes; its lines are mapped by the comments that FX writes."""
     text = module.print_readable(print_output=False, include_stride=False, include_device=False).strip() + "\n"
     nodes = [node for node in module.graph.nodes if node.op.startswith("call")]
     return Stage(
@@ -65,7 +66,8 @@ _COMMENT = re.compile(r"^\s*#\s*(?:File: )?([^:]+\.py):(\d+)(?: in |:)")
 
 
 def comments(text: str) -> dict[int, str]:
-    """Lines after a comment `# File: path:line in function` belong to that place, up to an empty line or another one."""
+    """Lines after a comment `# File: path:line in function` map to that location, until an empty line or another
+    comment."""
     lines: dict[int, str] = {}
     here = None
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,8 +1,8 @@
-"""Inductor, torch.compile's backend: the kernels it generates, and what each of them reads and writes.
+"""Inductor, torch.compile's backend: the kernels it generates, and what each reads and writes.
 
-For the device at hand it is asked to compile as usual. For a GPU that is not there it is handed the same graphs on
-tensors without memory, and believes in the device that `absent_gpu` describes: its Triton code is the shape of the real
-one, without what tuning on the device would choose. The texts are taken before they are built.
+For the local device it compiles as usual. For an absent GPU it compiles the same graphs on fake tensors, with the
+device that `absent_gpu` fakes: the resulting Triton code matches that on a real device, except for choices that
+autotuning would make. Texts are captured before they are built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .. import ledger
 from . import disassembly, triton_kernels
 from .stage import Stage, short, tidy
 
-#: What Inductor asks of a GPU. Multiprocessors and caches are those of an H200; the rest is true of every GPU since Volta.
+#: Device properties that Inductor queries. Multiprocessor count and caches are those of an H200; the rest holds for
+#: every GPU since Volta.
 ABSENT: dict[str, Any] = {
     "name": "absent", "multi_processor_count": 132, "total_memory": 140 * 2**30, "warp_size": 32, "gcnArchName": "",
     "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
@@ -40,12 +41,12 @@ class Generated:
     code: str
     backward: bool
     kernels: list[ledger.Kernel]
-    places: dict[str, str] = field(default_factory=dict)  # node of the graph -> file:line that it comes from
+    places: dict[str, str] = field(default_factory=dict)  # graph node -> source file:line
 
 
 @dataclass
 class Graph:
-    """An ATen graph and what it was traced with."""
+    """An ATen graph and the inputs it was traced with."""
 
     module: Any
     inputs: list[Any]
@@ -54,7 +55,7 @@ class Graph:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Generated]]:
-    """Every graph that Inductor generates code for while this is entered. The code is not built: the graphs themselves run
+    """Collects every graph for which Inductor generates code while active. The code is not built; the graph itself runs
     in its place, operator by operator."""
     from functorch.compile import make_boxed_func
     from torch._inductor.codecache import PyCodeCache
@@ -80,7 +81,7 @@ def watched() -> Iterator[list[Generated]]:
 
 
 def places(lowering: Any) -> dict[str, str]:
-    """Where each node of a graph comes from: the last frame of the stack trace that Dynamo gave it."""
+    """The source location of each graph node: the last frame of the stack trace from Dynamo."""
     found = {}
     for node in lowering.graph.nodes:
         frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
@@ -90,8 +91,8 @@ def places(lowering: Any) -> dict[str, str]:
 
 
 def traffic(lowering: Any) -> list[ledger.Kernel]:
-    """The scheduled kernels of a graph with the bytes of the buffers that they read and write, as the scheduler has them:
-    a buffer counts once a kernel, and no more of it than the kernel's loop can touch."""
+    """The scheduled kernels of a graph, with the scheduler's own figures for bytes: each buffer counts once per kernel,
+    and only the part that the kernel's loop can touch."""
     kernels = []
     for node in lowering.scheduler.nodes:
         if node.is_extern() or not hasattr(node, "get_nodes"):
@@ -100,7 +101,8 @@ def traffic(lowering: Any) -> list[ledger.Kernel]:
             name = "fused_" + "_".join(sorted(set(_operators(node))))
         read = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=False).values())
         written = sum(node.get_read_write_buffer_accesses(include_reads=False, include_writes=True).values())
-        view = getattr(getattr(node.node, "op_overload", None), "is_view", False)  # as of complex numbers their parts
+        # A view only reinterprets memory, e.g. the real view of a complex tensor.
+        view = getattr(getattr(node.node, "op_overload", None), "is_view", False)
         if written or (read and not view):
             kernels.append(ledger.Kernel(name=str(name), read=int(read), written=int(written)))
     return kernels
@@ -116,7 +118,7 @@ def _operators(node: Any) -> Iterator[str]:
 
 
 def stages(generated: Sequence[Generated], target: str, device_code: str = "") -> list[Stage]:
-    """`triton` or `cpp` for each kernel, below it what Triton makes of it for `device_code`, and the `wrapper`."""
+    """`triton` or `cpp` for each kernel, followed by Triton's stages for `device_code`, and the `wrapper`."""
     found = []
     for graph in generated:
         suffix = " backward" if graph.backward else ""
@@ -140,7 +142,7 @@ def stages(generated: Sequence[Generated], target: str, device_code: str = "") -
 
 
 def assembly(name: str, text: str) -> list[Stage]:
-    """The machine code of a C++ kernel, built as Inductor builds it; nothing where there is no objdump to read it."""
+    """The machine code of a C++ kernel, built as Inductor builds it; nothing without objdump."""
     from torch._inductor.codecache import CppCodeCache
 
     if shutil.which("objdump") is None:
@@ -150,7 +152,7 @@ def assembly(name: str, text: str) -> list[Stage]:
 
 
 def _through(lines: Mapping[int, str], generated: Mapping[int, str]) -> dict[int, str]:
-    """Lines that come from a generated file, by where that file's lines come from."""
+    """Compose mappings: lines that map to a generated file are mapped on to its source."""
     found = {}
     for line, place in lines.items():
         path, _, number = place.rpartition(":")
@@ -166,7 +168,7 @@ _KERNEL = re.compile(
 
 
 def split(code: str) -> tuple[list[tuple[str, str, str]], str]:
-    """Inductor's output as its kernels (name, language, text), each below its comment, and the code that calls them."""
+    """Split Inductor's output into kernels (name, language, text), each below its comment, and the wrapper code."""
     kernels = []
 
     def take(match: re.Match[str]) -> str:
@@ -177,14 +179,14 @@ def split(code: str) -> tuple[list[tuple[str, str, str]], str]:
         return f"# {match['name']}: a kernel, shown by itself\n"
 
     wrapper = _KERNEL.sub(take, code)
-    end = wrapper.find("\ndef get_args(")  # what follows times the code
+    end = wrapper.find("\ndef get_args(")  # benchmark code follows
     end = end if end >= 0 else wrapper.find("\ndef benchmark_compiled_module(")
     return kernels, (wrapper if end < 0 else wrapper[:end]).rstrip() + "\n"
 
 
 def _lines(text: str, places: dict[str, str]) -> dict[int, str]:
-    """The comment of a kernel names the nodes of the graph that it computes; where they all come from one line, so does
-    the kernel, and in the code that calls it what follows the comment."""
+    """Line mapping from a kernel's comment, which names the graph nodes it computes. If all come from one line, so does
+    the kernel; in the wrapper, what follows the comment."""
     lines = {}
     of_kernel = set()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -211,7 +213,7 @@ def compiled(name: str, text: str, target: str) -> Any:
         meta = tuner.triton_meta
         signature = dict(meta["signature"])
         constants = {**meta.get("constants", {}), **config.kwargs}
-        # Options of the backend that Inductor counts among the constants are none of the kernel's.
+        # Inductor lists backend options among the constants; the kernel does not take them.
         constants = {key: value for key, value in constants.items() if key in tuner.fn.arg_names}
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(tuner.fn, signature, constants, meta["configs"][0])
@@ -222,7 +224,8 @@ def compiled(name: str, text: str, target: str) -> Any:
 
 @contextlib.contextmanager
 def absent_gpu(target: str) -> Iterator[None]:
-    """torch, Inductor and Triton believe in a CUDA device of `target`. For a process of its own: nothing may run on it."""
+    """Make torch, Inductor and Triton believe in a CUDA device of `target`. Only for a dedicated process: nothing can
+    run on the device."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.fx_passes import joint_graph
     from torch._subclasses import fake_tensor
@@ -254,7 +257,7 @@ def absent_gpu(target: str) -> Iterator[None]:
         for name in ("current_device", "get_device_properties"):
             stack.enter_context(mock.patch.object(CudaInterface.Worker, name, interface[name]))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", return_value=None))
-        # Patterns for attention and padded products are made on real tensors of the device; without them nothing is replaced.
+        # Patterns for attention and padded products are traced on real device tensors, so none is replaced here.
         stack.enter_context(mock.patch.object(joint_graph, "lazy_init", return_value=None))
         # `~`, of which torch makes embedding's backward, asks for the device's guard, and a build without CUDA has none.
         stack.enter_context(mock.patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x)))
@@ -265,7 +268,7 @@ def absent_gpu(target: str) -> Iterator[None]:
 
 
 def _forget_triton() -> None:
-    """torch asks once whether Triton has a device, and keeps the answer."""
+    """torch caches whether Triton has a device."""
     from torch.utils import _triton
 
     for value in vars(_triton).values():
@@ -274,8 +277,8 @@ def _forget_triton() -> None:
 
 
 def lowered(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: Callable[..., Any]) -> list[Graph]:
-    """The ATen graphs that Inductor starts from: decomposed, and forward parted from backward. `call(compiled)` gives
-    what runs the pass with it."""
+    """The ATen graphs that enter Inductor, decomposed and partitioned into forward and backward. `call(compiled)`
+    returns a callable that runs the pass with it."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -301,14 +304,14 @@ def lowered(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: C
 
 
 def cross_compiled(graphs: Sequence[Graph], target: str) -> list[Generated]:
-    """What Inductor generates for `target` from graphs that were taken on another device."""
+    """What Inductor generates for `target` from graphs traced on another device."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._subclasses import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     found = []
     for graph in graphs:
-        for node in graph.module.graph.nodes:  # a graph taken on a CPU makes its new tensors there
+        for node in graph.module.graph.nodes:  # a graph traced on a CPU creates new tensors there
             if getattr(node.kwargs.get("device"), "type", "") == "cpu":
                 node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
         graph.module.recompile()
@@ -327,5 +330,5 @@ def cross_compiled(graphs: Sequence[Graph], target: str) -> list[Generated]:
 
 
 def _on_gpu(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, like `x` but on a GPU."""
+    """A fake CUDA tensor like `x`."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")

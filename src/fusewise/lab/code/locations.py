@@ -1,8 +1,7 @@
-"""Which source line each line of a stage comes from, read from what the compilers write beside it.
+"""Extracts the source line of each line of a stage from the debug information that compilers emit.
 
-Every function takes a text and gives it without its debug information, for reading, and {line of what is left, from 1:
-"file:line"}. Where a line was inlined through several
-functions it is the innermost one that is not the compiler's own.
+Every function takes a text and returns it without debug information, for reading, plus {line of the result, from 1:
+"file:line"}. For inlined code this is the innermost location outside the compiler's own files.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ Place = tuple[str, int]
 
 
 def _chosen(chain: Sequence[Place]) -> str | None:
-    """Of a chain of inlined places, innermost first, the one to show."""
+    """The location to show from an inlining chain, innermost first."""
     own = [place for place in chain if not foreign(short(place[0]))] or chain
     return f"{short(own[0][0])}:{own[0][1]}" if own and own[0][1] > 0 else None
 
 
 def collected(found: Iterable[tuple[int, Sequence[Place]]]) -> Lines:
-    """Lines with their chains of places -> lines with the one to show."""
+    """Map lines to the location to show from their inlining chains."""
     return {line: place for line, chain in found if (place := _chosen(chain)) is not None}
 
 
 def mlir(text: str) -> tuple[str, Lines]:
-    """MLIR printed with debug information, without it; and it: `loc(#loc3)` ends a line, `#loc3 = loc(…)` explains."""
+    """MLIR without its locations, and those: `loc(#loc3)` ends a line, `#loc3 = loc(…)` defines it."""
     texts = text.splitlines()
     aliases = {m[1]: m[2] for line in texts if (m := re.match(r"(#loc\d*) = loc\((.*)\)$", line.strip()))}
 
@@ -62,7 +61,8 @@ def mlir(text: str) -> tuple[str, Lines]:
 
 
 def llvm(text: str) -> tuple[str, Lines]:
-    """LLVM IR without its debug information; and that: `!dbg !12` and the `!DILocation` with its scope, its file, and what it is inlined at."""
+    """LLVM IR without its debug information, and the locations: `!dbg !12` refers to a `!DILocation` with scope, file
+    and inlinedAt."""
     nodes = {
         m[1]: m[2] for line in text.splitlines() if (m := re.match(r"(!\d+) = (?:distinct )?!(DI\w+\(.*\))", line))
     }
@@ -99,7 +99,8 @@ def llvm(text: str) -> tuple[str, Lines]:
 
 
 def ptx(text: str) -> tuple[str, Lines]:
-    """PTX without its debug information; and that: `.loc file line column` holds up to the next, `.file` names files."""
+    """PTX without its debug information, and the locations: `.loc file line column` holds until the next, `.file` names
+    files."""
     files: dict[str, str] = {}
     for match in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
         files[match[1]] = os.path.join(match[2], match[3]) if match[3] else match[2]
@@ -125,8 +126,8 @@ def ptx(text: str) -> tuple[str, Lines]:
 
 
 def sass(listing: str, function: str = "") -> tuple[str, Lines]:
-    """What `nvdisasm -c -gi` writes, without its comments on lines; and those comments as locations. Of several functions
-    that whose name is given."""
+    """The output of `nvdisasm -c -gi` without its line comments, and those as locations; only of `function` if
+    given."""
     kept: list[str] = []
     found: list[tuple[int, Sequence[Place]]] = []
     here: list[Place] = []

@@ -1,4 +1,4 @@
-"""fusewise's own implementations: what each call starts, and its code from source to machine instructions."""
+"""fusewise's own implementations: what each call launches, and its code from source to machine instructions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLDERS = {
     "rope": "rope", "geglu": "gated_linear", "gated_mlp": "gated_linear", "qk_norm_rope": "qk_norm_rope",
     "rope_and_cache": "rope_and_cache",
 }  # fmt: skip
-#: How native code calls a type in the names of its functions.
+#: Names of the dtypes in the mangled names of native functions.
 _KINDS = {"fp32": "float", "bf16": "Bf16", "fp16": "Fp16"}
 
 
@@ -51,7 +51,7 @@ def stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
 
 
 def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
-    """The kernels that `impl` starts for a problem, and the operators of torch around them."""
+    """The kernels that `impl` launches for a problem, and the torch operators around them."""
     seen = aten.Operators(within="fusewise", used=used(problem))
     before, step = passes.steps(problem, run)
     with contextlib.ExitStack() as stack:
@@ -69,15 +69,15 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
         elif impl != "reference":
             raise Unsupported(f"impl {impl!r} does not tell what it reads and writes")
         state = before()
-        seen.kernels.clear()  # a forward before a timed backward
+        seen.kernels.clear()  # drop the forward before a timed backward
         with seen:
             step(state)
     return [_in_place(problem, kernel) for kernel in seen.kernels] if run.in_place else seen.kernels
 
 
 def _in_place(problem: Problem, kernel: Kernel) -> Kernel:
-    """The kernel that overwrites all that a problem's outputs are, without what it need not touch in place, such as the
-    features that pass through a rotation."""
+    """A kernel that overwrites as many bytes as all outputs have, minus what it need not touch in place, such as
+    features that pass through the rotation."""
     outputs = sum(math.prod(shape) for shape in problem.output_shapes()) * problem.dtype.itemsize
     if kernel.written != outputs:
         return kernel
@@ -86,8 +86,8 @@ def _in_place(problem: Problem, kernel: Kernel) -> Kernel:
 
 
 def used(problem: Problem) -> Mapping[int, int]:
-    """Address of a tensor -> the bytes of it that a call can need at most, where that is not all of it: of RoPE's table
-    the rows of the positions that occur."""
+    """Tensor address -> most bytes of it that a call can need, if not all: only the rows of RoPE's table whose
+    positions occur."""
     if FOLDERS[problem.op] == "gated_linear":
         return {}
     inputs, case = problem.inputs, problem.case  # type: ignore[attr-defined]
@@ -103,12 +103,12 @@ def _module(problem: Problem, impl: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _serving_any_device(problem: Problem, impl: str) -> Iterator[None]:
-    """The implementation takes tensors of any device: they are not touched while launches are recorded."""
+    """Make the implementation accept tensors of any device: they are not touched while launches are recorded."""
     module = _module(problem, impl)
     with contextlib.ExitStack() as stack:
         for question in sorted({"unavailable", "refuses"} & set(vars(module))):
             stack.enter_context(mock.patch.object(module, question, return_value=None))
-        if hasattr(module, "_PLANS"):  # launches that have run before would pass by Triton's dispatcher
+        if hasattr(module, "_PLANS"):  # cached launches would bypass Triton's JITFunction.run
             stack.enter_context(mock.patch.object(module, "_PLANS", _Forgetful()))
         _choose_anew(problem)
         yield
@@ -116,14 +116,14 @@ def _serving_any_device(problem: Problem, impl: str) -> Iterator[None]:
 
 
 class _Forgetful(dict[Any, Any]):
-    """Keeps nothing."""
+    """A dict that stores nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         return None
 
 
 def _choose_anew(problem: Problem) -> None:
-    """Forget which implementation serves which tensors."""
+    """Clear the cached choice of implementation per kind of tensors."""
     operation = importlib.import_module(f"fusewise.ops.{FOLDERS[problem.op]}._op")
     for choice in vars(operation).values():
         if isinstance(choice, Choice):
@@ -160,16 +160,16 @@ def cpu_stages(problem: Problem, run: Run) -> list[Stage]:
 
 
 def cuda_stages(problem: Problem, target: str) -> list[Stage]:
-    """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing or activation, compiled by
-    the user's nvcc."""
+    """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing or activation,
+    compiled by the user's nvcc."""
     module = _module(problem, "cuda")
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
-        # All kernels take five times as long, and the code of one does not depend on another.
+        # Compile only this instance: all take five times as long, and each is independent of the others.
         if FOLDERS[problem.op] == "gated_linear":
             capability = "{}{}".format(*module.CAPABILITY)
             if triton_kernels.capability(target) != int(capability):
                 raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
-            arch = f"sm_{capability}a"  # with the instructions of that generation alone
+            arch = f"sm_{capability}a"  # includes architecture-specific instructions
             only = module.one(problem.dtype, problem.case.activation)  # type: ignore[attr-defined]
         else:
             arch = f"sm_{triton_kernels.capability(target)}"
@@ -184,7 +184,7 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
 
 
 def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:
-    """`source` compiled by the user's nvcc, as the kernels are and with their lines."""
+    """Compile `source` with the user's nvcc and the flags of the kernels, plus line information."""
     flags = ("-std=c++17", "-O3", "-lineinfo", f"-arch={arch}", kind, "-o", str(result))
     try:
         command = (*build.nvcc().needed(), *flags, *more, str(source))
@@ -197,7 +197,7 @@ def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:
 
 
 def _instance(problem: Problem) -> tuple[str, bool, bool]:
-    """Of the kernels the type of an element, and whether pairs are neighbours where they are read and where written."""
+    """The kernels' element type, and whether pairs are interleaved where they are read and where they are written."""
     case = problem.case  # type: ignore[attr-defined]
     pairing = getattr(case, "rope", case).pairing
     dtype = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}[problem.task.dtype]
@@ -205,9 +205,10 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 
 
 def _cuda_part(problem: Problem, name: str) -> str:
-    """A short name of a kernel `rope…<type, in, out, vector, heads>`, `direct_rope…<type, table, interleaved, vector, heads, at
-    once>`, `light_rope…<type, table, in, out, bytes, copies>`, `bulk_rope…<type, table, bytes>`, `gated_linear_kernel<…, epilogue, …>`,
-    `few_rows_kernel<…, columns, slabs, …>` or `gate_gradient_kernel<…>` if it is for this problem, else nothing."""
+    """A short name of a kernel if it serves this problem, else empty. Kernels: `rope…<type, in, out, vector, heads>`,
+    `direct_rope…<type, table, interleaved, vector, heads, at once>`, `light_rope…<type, table, in, out, bytes,
+    copies>`, `bulk_rope…<type, table, bytes>`, `gated_linear_kernel<…, epilogue, …>`, `few_rows_kernel<…, columns,
+    slabs, …>`, `gate_gradient_kernel<…>`."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
             return "gate_gradient_kernel"
@@ -223,13 +224,13 @@ def _cuda_part(problem: Problem, name: str) -> str:
     case = getattr(case, "rope", case)
     tables = (table.dtype for key in ("cos", "cos_sin") if (table := inputs.kwargs.get(key)) is not None)
     kind = "f" if dtype == "float" else f"{len(dtype)}{dtype}"
-    table = "f" if any(dtype.itemsize == 4 for dtype in tables) else r"S\w?_"  # of the tensors' own dtype otherwise
+    table = "f" if any(dtype.itemsize == 4 for dtype in tables) else r"S\w?_"  # float32, else the tensors' own dtype
     widest = _widest(problem)
     if found := re.search(rf"\d(rope(?:_and_cache)?_kernel)I{kind}Lb{of:d}ELb{to:d}ELi{widest}ELi(\d+)E", name):
         return f"{found[1]} {widest} wide, {found[2]} heads"
     if found := re.search(rf"\ddirect_rope_and_cache_kernelI{kind}{table}Lb{of:d}ELi(\d+)ELi(\d+)ELi(\d+)E", name):
         wide, heads, at_once = map(int, found.groups())
-        if wide not in {widest, max(widest // 2, 2)}:  # the latter at a few tokens
+        if wide not in {widest, max(widest // 2, 2)}:  # half as wide for a few tokens
             return ""
         return f"direct_rope_and_cache_kernel {wide} wide, {heads} heads, {at_once} at once"
     if found := re.search(rf"\dlight_rope_kernelI{kind}{table}Lb{of:d}ELb{to:d}ELi(\d+)ELb(\d)E", name):
@@ -245,8 +246,8 @@ def _cuda_part(problem: Problem, name: str) -> str:
 
 
 def _widest(problem: Problem) -> int:
-    """Pairs of which a thread reads one element each at once: those of 16 bytes, or what the widths and strides of q and k leave
-    of them, as `launch.cuh` has it."""
+    """Pairs per thread and vector access: 16 bytes, or less if the widths and strides of q and k require it, as in
+    `launch.cuh`."""
     case, xs = problem.case, problem.inputs.operands  # type: ignore[attr-defined]
     rotated, size = getattr(case, "rope", case).rotated, problem.dtype.itemsize
     _, of, to = _instance(problem)
@@ -258,7 +259,7 @@ def _widest(problem: Problem) -> int:
 
 
 def _file(path: Path, language: str) -> Stage:
-    """A source file as it stands."""
+    """A source file, unchanged."""
     text = path.read_text(encoding="utf-8")
     name = short(str(path))
     lines = {number: f"{name}:{number}" for number in range(1, len(text.splitlines()) + 1)}
@@ -267,8 +268,8 @@ def _file(path: Path, language: str) -> Stage:
 
 @contextlib.contextmanager
 def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> Iterator[None]:
-    """Native kernels are called past PyTorch's dispatcher; their launch functions tell what they are given. `here`: they
-    run, too."""
+    """Record the arguments of native launch functions, which are called outside PyTorch's dispatcher. `here`: also run
+    them."""
     module = _module(problem, impl)
     name = "_run" if FOLDERS[problem.op] == "gated_linear" else "launch"
     launch = getattr(module, name)
@@ -300,7 +301,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(module, name, record))
-        stack.enter_context(host.through_python())  # the quick way goes past the launch function
+        stack.enter_context(host.through_python())  # the fast path bypasses the launch function
         yield
 
 

@@ -1,4 +1,4 @@
-"""Python itself: the source of a function and of what it calls, and the bytecode that the interpreter runs."""
+"""Python: the source of a function and of what it calls, and its bytecode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .stage import Stage, foreign, short, tidy
 
 
 def functions(function: Callable[..., Any]) -> list[FunctionType]:
-    """The Python functions that `function` is made of, itself first: those it names that are no library's own."""
+    """The Python functions that `function` consists of, itself first: those it refers to, except library functions."""
     found: list[FunctionType] = []
     waiting: list[Any] = [function]
     while waiting:
@@ -30,7 +30,7 @@ def functions(function: Callable[..., Any]) -> list[FunctionType]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What a function can call: globals, attributes of modules that it names, and what it is closed over."""
+    """What a function can call: globals, attributes of modules it names, and closure variables."""
     names = function.__code__.co_names
     for name in names:
         value = function.__globals__.get(name)
@@ -49,13 +49,13 @@ def stages(function: Callable[..., Any]) -> list[Stage]:
 
 
 def source(parts: list[FunctionType]) -> Stage:
-    """The text of the functions, as it stands in their files."""
+    """The source text of the functions."""
     kept: list[str] = []
     lines: dict[int, str] = {}
     for function in parts:
         try:
             text, first = inspect.getsourcelines(function)
-        except (OSError, TypeError):  # made by a program, without a file
+        except (OSError, TypeError):  # generated, without a file
             continue
         path = short(function.__code__.co_filename)
         if kept:

@@ -1,4 +1,4 @@
-"""What PyTorch's own ways show: eager, TorchScript, torch.compile."""
+"""The stages and traffic of PyTorch's own execution modes: eager, TorchScript, torch.compile."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ def operators(problem: Problem, run: Run, **options: Any) -> aten.Operators:
 
 
 def eager_stages(problem: Problem, run: Run) -> list[Stage]:
-    """`source`, `bytecode`, and the operators that it comes down to (`aten`)."""
+    """`source`, `bytecode` and the dispatched operators (`aten`)."""
     return [*python.stages(problem.program().function), operators(problem, run).stage()]
 
 
 def script_stages(problem: Problem, run: Run) -> list[Stage]:
-    """`source`; the graph of the scripted function; and the one that ran, after its types and shapes had been seen."""
+    """`source`; the graph of the scripted function; and the graph executed after profiling types and shapes."""
     jit: Any = torch.jit
     scripted: Any = run.call
     parts = python.functions(problem.program().function)
     found = [python.source(parts)]
-    if hasattr(scripted, "inlined_graph"):  # not where a traced graph is called with fewer arguments than the function
+    if hasattr(scripted, "inlined_graph"):  # absent if a traced graph is called with fewer arguments than the function
         found.append(_script_graph(str(scripted.inlined_graph), "torchscript"))
     passes.once(problem, run)
-    passes.once(problem, run)  # the second call is the first that the profile of the first has optimised
+    passes.once(problem, run)  # the profiling executor optimises on the second call
     return [*found, _script_graph(str(jit.last_executed_optimized_graph()), "torchscript-optimised")]
 
 
 def script_traffic(problem: Problem, run: Run) -> list[Kernel]:
-    """The operators that the optimised graph dispatches, and the kernels that the fuser made, by the types that it wrote
-    beside them."""
+    """The operators that the optimised graph dispatches, and the fuser's kernels with the tensor types it annotates."""
     passes.once(problem, run)
     passes.once(problem, run)
     kernels = operators(problem, run).kernels
@@ -68,7 +67,7 @@ def _typed(values: Any) -> int:
 
 
 def _script_graph(text: str, stage: str) -> Stage:
-    """A TorchScript graph; it writes the source line of each node behind it."""
+    """A TorchScript graph; each node carries its source line as a comment."""
     lines = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if place := re.search(r"# (\S+\.py):(\d+):\d+", line):
@@ -78,8 +77,8 @@ def _script_graph(text: str, stage: str) -> Stage:
 
 
 def compile_stages(problem: Problem, run: Run, target: str, options: Mapping[str, Any]) -> list[Stage]:
-    """`source`, `bytecode`, Dynamo's and autograd's graphs, Inductor's kernels for the device at hand, and for `target`
-    where that is another one. `options`: of torch.compile."""
+    """`source`, `bytecode`, Dynamo's and AOTAutograd's graphs, and Inductor's kernels for the local device and, if
+    different, for `target`. `options`: of torch.compile."""
     function = problem.program().function
     call = passes.runner(problem, run)
     found = [*python.stages(function), *graphs.stages(call, function)]
@@ -93,7 +92,7 @@ def compile_stages(problem: Problem, run: Run, target: str, options: Mapping[str
 
 
 def compile_traffic(problem: Problem, run: Run, options: Mapping[str, Any]) -> list[Kernel]:
-    """The kernels that Inductor schedules for the device at hand."""
+    """The kernels that Inductor schedules for the local device."""
     with inductor.watched() as generated:
         _compiled(passes.runner(problem, run), problem.program().function, options)
     return kernels_of_pass(problem, generated)

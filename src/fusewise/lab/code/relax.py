@@ -1,4 +1,4 @@
-"""Apache TVM: Relax as torch.export gives it, TIR after its pipeline, and the code for a CPU or, without one, for a GPU."""
+"""Apache TVM: Relax as imported from torch.export, TIR after its pipeline, and the generated CPU or GPU code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _imported(problem: Problem) -> tuple[Any, Any, Any]:
         raise Unsupported("its default pipeline has no backward")
     tvm, relax = require("tvm", provider.INSTALL), require("tvm.relax", provider.INSTALL)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch.export's, which TVM's importer calls
+        warnings.simplefilter("ignore", FutureWarning)  # raised in torch.export, which TVM's importer calls
         return tvm, relax, provider.lowered(problem, relax)
 
 
@@ -55,14 +55,14 @@ def _compiled(module: Any, target: str, tvm: Any, relax: Any) -> list[Stage]:
 
 
 def traffic(problem: Problem, target: str) -> list[Kernel]:
-    """The primitive functions that the scheduled program calls on the device at hand, with the tensors of each."""
+    """The primitive functions that the scheduled program calls on the local device, with the bytes of each."""
     tvm, relax, module = _imported(problem)
     where = "cpu" if problem.device.type == "cpu" else target
     return calls(schedule(module, tvm_target(tvm, where), relax), relax)
 
 
 def tvm_target(tvm: Any, target: str) -> Any:
-    """`target` as TVM writes it: this CPU, or a GPU of that capability with an H200's limits."""
+    """`target` as a TVM target: this CPU, or a GPU of that compute capability with an H200's limits."""
     if target == "cpu":
         return tvm.target.Target({"kind": "llvm", "mcpu": tvm.target.codegen.llvm_get_system_cpu()})
     return tvm.target.Target(
@@ -74,7 +74,7 @@ def tvm_target(tvm: Any, target: str) -> Any:
 
 
 def schedule(module: Any, target: Any, relax: Any) -> Any:
-    """Relax's standard pipeline, and on a GPU the default schedules, as the provider has them."""
+    """Relax's standard pipeline, and on a GPU the default schedules, as in the provider."""
     from ..providers import relax as provider
 
     with target:
@@ -92,13 +92,13 @@ def _script(module: Any) -> str:
 
 
 def _imports(module: Any) -> list[Any]:
-    """A compiled module's parts, and theirs."""
+    """A compiled module's imports, recursively."""
     return [part for child in module.imports for part in (child, *_imports(child))]
 
 
 def calls(module: Any, relax: Any) -> list[Kernel]:
-    """The calls in a module's main function: of primitive functions, and of what a library computes, with their tensors."""
-    # Compiling begins with this pass: what is a view is no call then.
+    """The calls in a module's main function, of primitive and library functions, with the bytes of their tensors."""
+    # Compilation starts with this pass too; it turns calls that only reshape into views.
     module = relax.transform.RewriteDataflowReshape()(module)
     bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
     return [_kernel(b.value, _bytes(b.var.ty, relax), relax) for b in bindings if _moves(b.value, relax)]
@@ -110,7 +110,7 @@ def _moves(value: Any, relax: Any) -> bool:
 
 def _kernel(call: Any, written: int, relax: Any) -> Kernel:
     callee, arguments = call.op, list(call.args)
-    if getattr(callee, "name", "").startswith("relax.call_"):  # its first argument is what it calls
+    if getattr(callee, "name", "").startswith("relax.call_"):  # the callee is its first argument
         callee = arguments.pop(0)
     operands = [
         a for argument in arguments for a in (argument.fields if isinstance(argument, relax.Tuple) else [argument])
@@ -120,13 +120,13 @@ def _kernel(call: Any, written: int, relax: Any) -> Kernel:
 
 
 def _named(callee: Any) -> str:
-    """The name of a function of the module, of one elsewhere, or of an operator."""
+    """The name of a function of the module, an external function, or an operator."""
     found = next(filter(None, (getattr(callee, key, "") for key in ("name_hint", "global_symbol", "name"))))
     return str(found).removeprefix("relax.")
 
 
 def _bytes(kind: Any, relax: Any) -> int:
-    """Those of a tensor, or of all in a tuple, by its type; of anything else none."""
+    """Bytes of a tensor type, or of all in a tuple type; 0 for anything else."""
     if isinstance(kind, relax.TensorType):
         return math.prod(int(size) for size in kind.shape.values) * _itemsize(str(kind.dtype))
     return sum(_bytes(field, relax) for field in getattr(kind, "fields", ()))

@@ -1,4 +1,4 @@
-"""A stage: one text that a compiler writes on the way from Python to machine code, and where its lines come from."""
+"""A stage: one text that a compiler emits between Python and machine code, with source locations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: A language of a stage and the suffix of its file.
+#: Languages of stages and their file suffixes.
 SUFFIXES = {
     "asm": ".s",
     "bytecode": ".txt",
@@ -30,12 +30,10 @@ SUFFIXES = {
 class Stage:
     """One text of one compiler.
 
-    stage: its name, the same for every compiler that has it (`bytecode`, `aten`, `triton`, `ptx`, …).
-    part: which piece, where a stage has several (a kernel's name, `forward` or `backward`).
-    language: a key of SUFFIXES.
-    target: what the text is made for: `cpu`, `sm_90`, or empty where it is made for all.
-    lines: line of the text, from 1 → `file:line` of the source that it comes from.
-    counts: what was counted in it: registers, load widths, tensor-core instructions, …
+    stage: its name, shared by all compilers that have it (`bytecode`, `aten`, `triton`, `ptx`, …). part: which piece,
+    if a stage has several (a kernel's name, `forward` or `backward`). language: a key of SUFFIXES. target: what the
+    text was compiled for: `cpu`, `sm_90`, or empty if independent of it. lines: line of the text, from 1 → `file:line`
+    of its source. counts: registers, load widths, tensor-core instructions, …
     """
 
     stage: str
@@ -53,7 +51,7 @@ class Stage:
             )
 
     def entry(self, provider: str, order: int) -> dict[str, Any]:
-        """The stage as a record and an index have it."""
+        """The stage as stored in records and indexes."""
         return {
             "provider": provider,
             "stage": self.stage,
@@ -68,15 +66,15 @@ class Stage:
 
 @functools.cache
 def _roots() -> tuple[str, ...]:
-    """The folders that paths are shortened by: where modules are found, and where we are. The longest first."""
+    """Prefixes to strip from paths: the import path and the working directory, longest first."""
     folders = {str(Path(p).resolve()) for p in sys.path if p} | {str(p) for p in sys.path if p} | {os.getcwd()}
     return tuple(sorted((f for f in folders if len(f) > 1), key=len, reverse=True))
 
 
 def short(path: str) -> str:
-    """`path` from the folder where Python finds it: the same on every machine."""
-    # Our own first: Triton finds what another checkout of the same source compiled, with the paths of that one, and it may
-    # lie below one of the folders.
+    """`path` relative to where Python finds it: the same on every machine."""
+    # Our own operators first: Triton's cache may hold kernels compiled from another checkout, with its paths, and that
+    # checkout may lie below one of the roots.
     _, ours, rest = path.rpartition(os.sep + os.path.join("fusewise", "ops") + os.sep)
     if ours:
         return ours[1:] + rest
@@ -87,7 +85,7 @@ def short(path: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """`text` with short paths and without addresses and unique ids, so that two runs can be compared line by line."""
+    """`text` with short paths and without addresses and unique ids, so that two runs can be diffed."""
     for root in _roots():
         text = text.replace(root + os.sep, "")
     text = re.sub(r" at 0x[0-9a-f]{6,}", "", text)
@@ -95,7 +93,7 @@ def tidy(text: str) -> str:
 
 
 def foreign(path: str) -> bool:
-    """Whether a short path is a compiler's own file or the lab's, not one of the code that was compiled."""
+    """Whether a short path belongs to a compiler or the lab itself rather than to the compiled code."""
     parts = Path(path).parts
     if parts[:2] == ("fusewise", "lab"):
         return "targets" not in parts

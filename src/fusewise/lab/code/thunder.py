@@ -1,4 +1,4 @@
-"""Lightning Thunder: a trace after every one of its passes, and the traffic of the last."""
+"""Lightning Thunder: the trace after each of its passes, and the traffic of the last one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..problem import Problem
 from . import graphs, inductor, passes, python
 from .stage import Stage, tidy
 
-#: Symbols that make another view of a tensor, or no tensor at all.
+#: Symbols that return a view, or no tensor at all.
 VIEWS = {
     "view", "reshape", "permute", "transpose", "t", "mT", "expand", "unsqueeze", "squeeze", "flatten", "unflatten",
     "getitem", "__getitem__", "select", "slice", "narrow", "chunk", "split", "unbind", "broadcast_in_dim", "expand_as", "detach",
@@ -22,7 +22,7 @@ VIEWS = {
 
 
 def stages(problem: Problem, run: Run) -> list[Stage]:
-    """`source`; the traces of the forward and, with gradients, of the backward; what Inductor makes of their regions."""
+    """`source`; the traces of the forward and, with gradients, of the backward; Inductor's code for their regions."""
     import thunder
 
     with inductor.watched() as generated:
@@ -34,13 +34,13 @@ def stages(problem: Problem, run: Run) -> list[Stage]:
     ):
         for number, trace in enumerate(traces):
             stage = _trace(trace, number, part)
-            if stage.text != found[-1].text:  # a pass that changed nothing
+            if stage.text != found[-1].text:  # skip passes that changed nothing
                 found.append(stage)
     return [*found, *inductor.stages(generated, problem.device.type)]
 
 
 def _trace(trace: Any, number: int, part: str) -> Stage:
-    """A trace as Python; above its operations it writes the lines that they come from."""
+    """A trace as Python; comments above its operations give their source lines."""
     provenance = trace.get_provenance()
     name = getattr(provenance, "pss", "") if provenance is not None else "as traced"
     name = re.sub(r"\s*\(took .*?\)", "", name).strip() or f"pass {number}"
@@ -52,8 +52,8 @@ def _trace(trace: Any, number: int, part: str) -> Stage:
 
 
 def traffic(problem: Problem, run: Run) -> list[Kernel]:
-    """The operations of the final traces; for a region that torch.compile compiled, the kernels that Inductor made of it;
-    a region of another executor is one kernel."""
+    """The operations of the final traces. A region compiled by torch.compile counts as Inductor's kernels; a region of
+    another executor as one kernel."""
     import thunder
 
     with inductor.watched() as generated:
@@ -65,7 +65,7 @@ def traffic(problem: Problem, run: Run) -> list[Kernel]:
     found: list[Kernel] = []
     held: dict[str, int] = {}
     for pass_, steps in traces.items():
-        for symbol in steps[-1].bound_symbols if steps else ():  # a gradient that is the one given has no trace
+        for symbol in steps[-1].bound_symbols if steps else ():  # no trace if the gradient is the one passed in
             kernel = _kernel(symbol, held)
             if kernel is None:
                 continue
@@ -80,7 +80,8 @@ def _counts(symbol: Any) -> bool:
 
 
 def _kernel(symbol: Any, held: dict[str, int]) -> Kernel | None:
-    """A bound symbol's tensors; None for what moves nothing. `held`: bytes of the views so far, which may repeat elements."""
+    """The bytes of a bound symbol's tensors; None if it moves nothing. `held`: bytes behind the views so far, which may
+    repeat elements."""
     inputs, outputs = _tensors(symbol.flat_args), _tensors(symbol.flat_outs)
     known = {proxy.name for proxy in inputs}
     outputs = [proxy for proxy in outputs if proxy.name not in known]
@@ -94,14 +95,14 @@ def _kernel(symbol: Any, held: dict[str, int]) -> Kernel | None:
 
 
 def _is_view(symbol: Any) -> bool:
-    """Whether it makes another view; `to` does where the dtype is the tensor's own."""
+    """Whether it only makes a view; `to` does if the dtype stays the same."""
     while symbol.sym.name == "to" and len(symbol.subsymbols) == 1:
         (symbol,) = symbol.subsymbols
     return symbol.sym.name in VIEWS
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
-    """The tensors among the values, each once."""
+    """The distinct tensors among the values."""
     proxies = {v.name: v for v in values if hasattr(v, "shape") and hasattr(v, "dtype") and hasattr(v, "name")}
     return list(proxies.values())
 

@@ -1,7 +1,7 @@
-"""Triton kernels without a GPU: what a call would launch, compiled for any target, and every stage of it.
+"""Triton kernels without a GPU: what a call would launch, compiled for any target, with every stage.
 
-Within `recorded` a launch goes as far as Triton's own specialisation and compilation for the target, and no further. So
-what is shown is what a launch with these arguments would run, not a guess at it.
+Inside `recorded` a launch runs through Triton's own specialisation and compilation for the target, and stops before
+execution. So the code shown is exactly what a launch with these arguments would run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .. import ledger
 from . import disassembly, locations
 from .stage import Stage, tidy
 
-#: The stages that Triton's compilers keep, in order, with the language of each. Gluon begins at ttgir.
+#: The stages that Triton's compilers keep, in order, with their languages. Gluon starts at ttgir.
 STAGES = {"source": "mlir", "ttir": "mlir", "ttgir": "mlir", "llir": "llvm", "ptx": "ptx"}
-#: Operations on memory by what they do to the pointer or descriptor that is their first operand.
+#: Memory operations by their effect on the pointer or descriptor that is their first operand.
 _READ = {
     "tt.load", "tt.descriptor_load", "tt.descriptor_gather",
     "ttg.async_copy_global_to_local", "ttng.async_tma_copy_global_to_local", "ttng.async_tma_gather",
@@ -39,7 +39,7 @@ _LOCATE = {"mlir": locations.mlir, "llvm": locations.llvm, "ptx": locations.ptx}
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the kernel's name in the binary, its arguments by name, the number of programs, what was compiled."""
+    """One launch: the kernel's name in the binary, arguments by name, the grid, the compiled kernel."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -56,7 +56,7 @@ def capability(target: str) -> int:
 
 
 class _Absent:
-    """Stands in for Triton's driver of a GPU that is not there: says what it would be, does nothing."""
+    """Replaces Triton's driver for an absent GPU: reports its target and does nothing."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -78,7 +78,7 @@ class _Absent:
 
 
 class _Inert:
-    """Stands in for a compiled kernel where a launcher wants to keep one: launched again it does nothing."""
+    """Replaces a compiled kernel that a launcher caches: launching it does nothing."""
 
     def __getitem__(self, grid: object) -> _Inert:
         return self
@@ -88,7 +88,7 @@ class _Inert:
 
 
 def gpu_target(target: str) -> Any:
-    """`target` as Triton writes it."""
+    """`target` as a Triton GPUTarget."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", capability(target), 32)
@@ -96,7 +96,7 @@ def gpu_target(target: str) -> Any:
 
 @contextlib.contextmanager
 def driver_for(target: str) -> Iterator[None]:
-    """Triton believes that its device is `target`."""
+    """Make Triton believe that its device is `target`."""
     from triton.runtime import driver
 
     with mock.patch.object(driver, "_active", _Absent(gpu_target(target))):
@@ -107,15 +107,15 @@ def driver_for(target: str) -> Iterator[None]:
 def recorded(
     target: str, charge: Callable[[ledger.Kernel], None] | None = None, used: Mapping[int, int] | None = None
 ) -> Iterator[list[Launch]]:
-    """Compile every launch for `target` and run none; the list fills as launches come. Outputs stay unwritten. `charge`
-    is told what each launch reads and writes, see `kernel`."""
+    """Compile every launch for `target` without running it; the list grows with each launch. Outputs stay unwritten.
+    `charge` receives what each launch reads and writes, see `kernel`."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
     launch = JITFunction.run
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        # What the kernel was compiled for before, on a device that is here, is another matter.
+        # Bypass binaries already compiled for a device that is present.
         with mock.patch.object(self, "device_caches", defaultdict(self.create_binder)):
             compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
         arguments = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -126,16 +126,16 @@ def recorded(
         return _Inert()
 
     with driver_for(target), mock.patch.object(JITFunction, "run", record), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # not for us to decide
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # the user's setting
         yield launches
 
 
 def stages(compiled: Any, part: str, target: str) -> list[Stage]:
-    """Every text of a compiled kernel, from Triton's IR to machine code."""
+    """Every text of a compiled kernel, from Triton IR to machine code."""
     found = []
     for name, language in STAGES.items():
         text = compiled.asm.get(name)
-        if name == "source" or not isinstance(text, str):  # `source` is the IR before any pass: ttir tells as much
+        if name == "source" or not isinstance(text, str):  # `source` is the IR before any pass and adds nothing to ttir
             continue
         text, lines = _LOCATE[language](text)
         counts = {"shared_bytes": int(compiled.metadata.shared)} if name == "ttgir" else {}
@@ -146,25 +146,25 @@ def stages(compiled: Any, part: str, target: str) -> list[Stage]:
     with contextlib.suppress(KeyError):
         cubin = compiled.asm["cubin"]
         code = disassembly.sass(cubin, part, target)
-        # The binary knows only of shared memory whose size is fixed at compile time; Triton asks for its own at launch.
+        # The cubin only knows statically sized shared memory; Triton requests its own at launch.
         shared = {"shared_bytes": max(int(compiled.metadata.shared), code.counts.get("shared_bytes", 0))}
         found.append(Stage(**{**vars(code), "counts": {**code.counts, **shared}}))
     return found
 
 
 def accesses(text: str) -> dict[str, tuple[bool, bool]]:
-    """For each argument of a kernel that is a pointer or a descriptor: whether the kernel reads it, and writes it.
+    """For each pointer or descriptor argument of a kernel: whether the kernel reads it, and whether it writes it.
 
-    `text` is TTIR, or TTGIR of a Gluon kernel. A pointer is followed from the argument through arithmetic, broadcasts,
-    selections, the variables that loops carry, and what groups of warps share.
+    `text` is TTIR, or TTGIR of a Gluon kernel. Pointers are tracked from the argument through arithmetic, broadcasts,
+    selects, loop-carried variables, and captures of warp-specialised regions.
     """
     lines = [re.sub(r"\s*\bloc\((?:[^()]|\([^()]*\))*\)", "", line).strip() for line in text.splitlines()]
     signature = next((line for line in text.splitlines() if re.match(r"\s*tt\.func public @", line)), "")
     names = re.findall(r"%([\w.]+): !(?:tt\.ptr|tt\.tensordesc|ttng\.tensordesc)", signature)
     read: set[str] = set()
     written: set[str] = set()
-    carried: dict[int, list[set[str]]] = {}  # line of a loop or branch → what its blocks hand on, by position
-    # Twice, so that a pointer which a loop hands to its own next turn is known when the loop's body is read.
+    carried: dict[int, list[set[str]]] = {}  # line of a loop or branch → what its blocks yield, by position
+    # Twice, so that a pointer yielded to the next iteration is known when the loop body is read.
     for _ in range(2):
         origins = {name: {name} for name in names}
         opened: list[tuple[int, list[str]]] = []
@@ -186,7 +186,7 @@ def accesses(text: str) -> dict[str, tuple[bool, bool]]:
                 written |= first
             if name == "ttg.warp_specialize":
                 captured = operands
-            elif re.match(r"partition\d+$", name or ""):  # its arguments stand for what is captured, in order
+            elif re.match(r"partition\d+$", name or ""):  # block arguments correspond to the captures, in order
                 inner = re.findall(r"%([\w.]+):", rest)
                 origins.update(zip(inner, captured, strict=False))
             if name == "scf.yield" and opened:
@@ -209,13 +209,13 @@ def accesses(text: str) -> dict[str, tuple[bool, bool]]:
 
 
 def _tensor(argument: Any) -> Tensor | None:
-    """The tensor of an argument: itself, or the one that a descriptor describes."""
+    """The tensor behind an argument: itself, or the base of a descriptor."""
     base = getattr(argument, "base", argument)
     return base if isinstance(base, Tensor) else None
 
 
 def kernel(launch: Launch, used: Mapping[int, int] | None = None) -> ledger.Kernel:
-    """A launch as an entry of the ledger. `used`: address of a tensor → the bytes of it that a call can need at most."""
+    """A launch as a ledger entry. `used`: tensor address → most bytes of it that a call can need."""
     asm = launch.compiled.asm
     read = written = 0
     for name, (reads, writes) in accesses(asm.get("ttir") or asm["ttgir"]).items():

@@ -1,8 +1,8 @@
-"""A provider's process for looking, not for timing: its code stage by stage, what its kernels read and write, a profile.
+"""A provider's process for inspection instead of timing: code by stage, memory traffic, profiles.
 
-The protocol is that of `lab/worker.py`; requests are `stages`, `traffic` and `profile`. Texts go into files in the folder
-that a request names, the reply has their index. Compilers are mocked, watched and made to believe in absent devices here,
-so nothing else may run in this process.
+Uses the protocol of `lab/worker.py` with the requests `stages`, `traffic` and `profile`. Texts are written to the
+folder named in the request; the reply has their index. Compilers are patched and devices faked in this process, so
+nothing else may run in it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .stage import SUFFIXES, Stage
 
 
 class Server:
-    """Answers for one provider."""
+    """Serves requests for one provider."""
 
     def __init__(self, provider: plugin.Provider) -> None:
         self.provider = provider
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked; whatever goes wrong in a compiler becomes a status and a reason."""
+        """Execute the request; any error of a compiler becomes a status and a reason."""
         try:
-            self.provider.check(self.provider.devices[0])  # its library must be here; its device need not
+            self.provider.check(self.provider.devices[0])  # requires its library, but not its device
             problem = targets.problem_for(Task(**request["task"]))
             if request["do"] == "stages":
                 stages = self.provider.stages(problem, request["target"])
@@ -47,7 +47,7 @@ class Server:
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
-        except Exception as error:  # compilers raise anything; the index says what
+        except Exception as error:  # compilers raise anything; the index reports it
             traceback.print_exc()
             return {"ok": False, "status": "failed", "reason": reason(error)}
 
@@ -61,7 +61,7 @@ class Server:
 
 
 def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str, Any]]:
-    """Each stage as a file `NN-stage-part.suffix`; their entries for the index."""
+    """Write each stage to a file `NN-stage-part.suffix`; returns their index entries."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for order, stage in enumerate(stages):
@@ -76,7 +76,7 @@ def write(stages: Iterable[Stage], provider: str, folder: Path) -> list[dict[str
 
 
 def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> None:
-    """Load the provider named in `start`, then answer until the requests end."""
+    """Load the provider named in `start`, then answer requests until they end."""
 
     def send(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply, allow_nan=False) + "\n")
@@ -96,7 +96,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
 
 
 def main() -> None:
-    """Talk over the process's own pipes, as a worker for timing does."""
+    """Talk over the original stdin and stdout, like a timing worker."""
     worker.main(serve)
 
 

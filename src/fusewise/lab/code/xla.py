@@ -1,7 +1,7 @@
-"""XLA through JAX: StableHLO as it goes in, optimised HLO as it comes out, and the traffic of what is left.
+"""XLA through JAX: the StableHLO input, the optimised HLO, and the traffic of the latter.
 
-Whatever is compiled with `jax.jit` while `watched` is entered is kept with the arguments of its calls, and asked for its
-texts afterwards. JAX compiles for the platform that it runs on.
+Inside `watched` every function compiled by `jax.jit` is recorded with the arguments of its first call, and lowered
+again for its texts afterwards. JAX compiles for the platform it runs on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from . import locations, passes
 from .locations import Lines, Place
 from .stage import Stage, tidy
 
-#: Instructions that move nothing: they name, group or reinterpret what is there.
+#: Instructions that move no data: they name, group or reinterpret values.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
-    """Calls of jitted functions, those that were jitted within: the function and its arguments, each function once."""
+    """Calls of jitted functions, including nested ones: each function once, with its arguments."""
     import jax
 
     calls: list[tuple[Any, tuple[Any, ...]]] = []
@@ -76,7 +76,7 @@ def traffic(problem: Problem, build: Callable[[Problem], Run]) -> list[Kernel]:
 
 
 def _costs(compiled: Any) -> dict[str, int]:
-    """What XLA itself counts: the bytes that instructions access, operations, and memory beyond arguments and results."""
+    """XLA's own cost analysis: bytes accessed, FLOPs, and temporary memory."""
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
     costs = costs[0] if isinstance(costs, list) else costs or {}
     found = {name.replace(" ", "_"): int(costs[name]) for name in ("bytes accessed", "flops") if name in costs}
@@ -86,7 +86,7 @@ def _costs(compiled: Any) -> dict[str, int]:
 
 
 def hlo(text: str) -> tuple[str, Lines]:
-    """HLO without its tables of files and frames; and each line's place by them."""
+    """HLO without its tables of files and frames, and the locations from them."""
     tables: dict[str, dict[str, str]] = {}
     kept: list[str] = []
     section = None
@@ -124,7 +124,7 @@ def hlo(text: str) -> tuple[str, Lines]:
 
 
 def instructions(text: str) -> list[Kernel]:
-    """The instructions of the entry computation that move data: operands read once, results written once."""
+    """The data-moving instructions of the entry computation: operands read once, results written once."""
     entry = text[text.rindex("\nENTRY ") :] if "\nENTRY " in text else text
     sizes: dict[str, int] = {}
     kernels = []

@@ -1,1 +1,1 @@
-"""Our own providers, one file a family."""
+"""Built-in providers, one module per family."""

@@ -1,4 +1,4 @@
-"""Triton kernels started by a bare `kernel[grid](…)`: the smallest one, and RoPE's own."""
+"""Triton kernels launched by a bare `kernel[grid](…)`: an empty one, and RoPE's."""
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator,misc"
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _nothing_kernel(
 
 
 def bare_launch(x: Any) -> None:
-    """Start the kernel on `x`, a CUDA tensor that it neither reads nor writes."""
+    """Launch the empty kernel on `x`, a CUDA tensor that it neither reads nor writes."""
     _nothing_kernel[(1,)](x, x, x, x, x, x, 4096, 32, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, BLOCK=64, HALF=True)
 
 
 def bare_rope(xs: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """A call that starts the kernel of `fusewise.rope(*xs, **kwargs)` again, with the same arguments."""
+    """A call that relaunches the kernel of `fusewise.rope(*xs, **kwargs)` with the same arguments."""
     bound: list[tuple[int, dict[str, Any]]] = []
     prepare = _triton.arguments
 

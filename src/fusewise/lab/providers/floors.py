@@ -1,4 +1,4 @@
-"""Floors: what no implementation can go below, measured beside the providers in the same run."""
+"""Floors: lower bounds for any implementation, measured beside the providers in the same rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rope_peers import rope_problem
 
 
 class Copy(Provider):
-    """`dst.copy_(src)` that reads and writes as many bytes together as the problem must move, random data."""
+    """Memory floor: `dst.copy_(src)` with the problem's minimum bytes, reads plus writes, on random data."""
 
     name = "floor-copy"
 
@@ -31,8 +31,8 @@ class Copy(Provider):
 
 
 class MatMul(Provider):
-    """The bare matrix products of the problem's own tensors, nothing added: what a fused epilogue is measured by. On a CPU by
-    the quicker of torch's two libraries."""
+    """Compute floor: the bare matrix products of the problem's own tensors, the baseline for a fused epilogue. On a CPU
+    by the faster of torch's two libraries."""
 
     name = "floor-matmul"
     ops = ("geglu", "gated_mlp")
@@ -55,9 +55,9 @@ def _multiplied(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Launch(Provider):
-    """What it costs to start anything. On a GPU with Triton: a kernel that does nothing, started by a bare
-    `kernel[grid](…)` with 21 run-time arguments (RoPE's has 38: `TritonLaunch`); no operator, no autograd, no allocation.
-    Elsewhere `zero_` of one element."""
+    """Launch floor. On a GPU with Triton: an empty kernel launched by a bare `kernel[grid](…)` with 21 run-time
+    arguments (RoPE's has 38: `TritonLaunch`), without operator, autograd or allocation. Elsewhere `zero_` of one
+    element."""
 
     name = "floor-launch"
 
@@ -74,8 +74,8 @@ class Launch(Provider):
 
 
 class TritonLaunch(Provider):
-    """fusewise's own Triton kernel on the problem's tensors, started by a bare `kernel[grid](…)` into outputs that are
-    there: what a call of the operator costs the host beyond this is the operator's."""
+    """fusewise's own Triton kernel on the problem's tensors, launched by a bare `kernel[grid](…)` into existing
+    outputs. Host time beyond this is the operator's overhead."""
 
     name = "floor-triton-launch"
     ops = ("rope",)

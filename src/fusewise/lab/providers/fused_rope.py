@@ -1,4 +1,4 @@
-"""RoPE with what stands beside it in a model: our implementations, and the libraries' kernels one after another."""
+"""RoPE fused with its neighbours in a model: our implementations, and libraries that launch separate kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .ours import Ours
 
 
 class _Norm(Ours):
-    """RMSNorm of q and k and RoPE."""
+    """RMSNorm of q and k, and RoPE."""
 
     ops: ClassVar[tuple[str, ...]] = ("qk_norm_rope",)
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
@@ -87,7 +87,7 @@ class CacheCuda(_Cache):
 
 
 class CacheVllm(Provider):
-    """vLLM: its rotation in place, then its write into the paged cache, two launches."""
+    """vLLM: in-place rotation, then the write into the paged cache; two launches."""
 
     name, module, packages = "vllm", "vllm", ("vllm",)
     install = "pip install vllm"

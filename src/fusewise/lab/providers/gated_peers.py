@@ -1,7 +1,7 @@
-"""The libraries that people use for gated linear units today, each called as its own documentation says.
+"""Widely used libraries for gated linear units, each called as its documentation says.
 
-Weights are brought into each library's form in `own`, which is not timed: a user of the library would keep them so.
-Imports happen in the provider's own worker process, since some of these packages patch others when imported.
+Weights are converted to each library's layout in `own`, untimed, because a user of the library would store them so.
+Imports happen in the provider's own worker process: some of these packages monkey-patch others on import.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..targets.geglu import GatedProblem
 
 
 def gated_problem(provider: Provider, problem: Problem) -> GatedProblem:
-    """The problem as a gated linear unit or the MLP around it, for providers that know nothing else."""
+    """The problem as a gated linear unit or its MLP, for providers that support nothing else."""
     if not isinstance(problem, GatedProblem) or problem.op not in provider.ops:
         raise Unsupported(f"{provider.name} runs {' and '.join(provider.ops)} only, not {problem.op}")
     return problem
 
 
 class _Peer(Provider):
-    """A library's gated unit, or the gate behind PyTorch's product; in an MLP before PyTorch's projection down."""
+    """A library's gated unit, or its gate after PyTorch's product; in an MLP followed by PyTorch's down projection."""
 
     ops: ClassVar[tuple[str, ...]] = ("geglu", "gated_mlp")
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -49,7 +49,7 @@ class _Peer(Provider):
 
 
 def projected(run: Run) -> Run:
-    """The unit with the projection down behind it; its weight is the last of the tensors."""
+    """The unit followed by the down projection, whose weight is the last tensor."""
     return replace(
         run,
         call=lambda *xs: functional.linear(run.call(*xs[:-1]), xs[-1]),
@@ -59,14 +59,14 @@ def projected(run: Run) -> Run:
 
 
 def _projections(problem: GatedProblem, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """gate and value (M, F), each a product of its own, as transformers' MLPs compute them."""
+    """gate and value (M, F) from separate products, as in transformers' MLPs."""
     x, *rest = tensors
     value, gate, value_bias, gate_bias = problem.halves(*rest)
     return functional.linear(x, gate, gate_bias), functional.linear(x, value, value_bias)
 
 
 class Liger(_Peer):
-    """liger-kernel: two products of PyTorch, and the gate as one kernel (`LigerGEGLUMLP`, `LigerSwiGLUMLP`)."""
+    """liger-kernel: two PyTorch products, and the gate as one kernel (`LigerGEGLUMLP`, `LigerSwiGLUMLP`)."""
 
     name, module, packages = "liger", "liger_kernel", ("liger-kernel",)
     install = "pip install liger-kernel"
@@ -80,7 +80,7 @@ class Liger(_Peer):
 
 
 class Unsloth(_Peer):
-    """unsloth: two products of PyTorch, and its gate kernels, whose backward overwrites what was saved."""
+    """unsloth: two PyTorch products and its gate kernels, whose backward overwrites the saved tensors."""
 
     name, module, packages = "unsloth", "unsloth", ("unsloth",)
     install = "pip install unsloth"
@@ -111,14 +111,14 @@ class Unsloth(_Peer):
 
 
 class TransformerEngine(_Peer):
-    """TransformerEngine: one product of PyTorch with the gate's half first, and its CUDA gate."""
+    """TransformerEngine: one PyTorch product with the gate half first, and its CUDA gate."""
 
     name, module = "transformer_engine", "transformer_engine"
     packages = ("transformer_engine", "transformer_engine_torch")
     install = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
     def unit(self, problem: GatedProblem) -> Run:
-        require("transformer_engine.pytorch", self.install)  # loads the libraries that the next one needs
+        require("transformer_engine.pytorch", self.install)  # loads the libraries that the next import needs
         kernels = require("transformer_engine_torch", self.install)
         name = "swiglu" if problem.case.activation == "silu" else "geglu"
         forward, backward = getattr(kernels, name), getattr(kernels, f"d{name}")
@@ -137,7 +137,7 @@ class TransformerEngine(_Peer):
         return Run(
             lambda *xs: Gate.apply(functional.linear(*xs)),  # type: ignore[no-untyped-call]
             own=own,
-            restore=lambda *gradients: own(*gradients),  # swapping twice is no swap
+            restore=lambda *gradients: own(*gradients),  # swapping is its own inverse
             form="two-kernels",
         )
 
@@ -147,7 +147,7 @@ _QUACKS = {"gelu_tanh": "geglu", "silu": "swiglu", "relu": "reglu", "sigmoid": "
 
 
 class _Quack(_Peer):
-    """QuACK's product with the gate in its epilogue, tuned; no pre-activations stored."""
+    """QuACK's product with the gate in its epilogue, autotuned; no pre-activations stored."""
 
     module, packages = "quack", ("quack-kernels", "nvidia-cutlass-dsl")
     install = "pip install quack-kernels"
@@ -175,20 +175,20 @@ class _Quack(_Peer):
 
 
 class QuackInterleaved(_Quack):
-    """Rows of gate and value in turn, as QuACK wants them."""
+    """Gate and value rows interleaved, QuACK's native layout."""
 
     name, stacked = "quack-interleaved", False
 
 
 class QuackStacked(_Quack):
-    """The gate's half before the value's, read by a view of its own."""
+    """The gate half before the value half, through QuACK's own view."""
 
     name, stacked = "quack-stacked", True
 
 
 class QuackMlp(Provider):
-    """QuACK's whole MLP, forward and backward, tuned; rows of gate and value in turn, as it wants them. Its path with a bias
-    leaves the gradient of that to PyTorch's autograd and is not taken here."""
+    """QuACK's whole MLP, forward and backward, autotuned, with gate and value rows interleaved as it requires. Without
+    bias: there QuACK leaves the bias gradient to PyTorch's autograd."""
 
     name, module, packages = "quack", "quack", ("quack-kernels", "nvidia-cutlass-dsl")
     install = "pip install quack-kernels"
@@ -218,6 +218,6 @@ class QuackMlp(Provider):
 
 
 class QuackMlpRecompute(QuackMlp):
-    """Nothing held for backward but x; one product more."""
+    """Saves only x for backward, at the cost of one more product."""
 
     name, recompute = "quack-recompute", True

@@ -1,4 +1,4 @@
-"""fusewise's implementations, each through the public function with `impl=` named."""
+"""fusewise's implementations, each through the public function with an explicit `impl=`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .rope_peers import rope_problem
 
 
 class Ours(Provider):
-    """What our implementations have in common: they show their code."""
+    """Common base of our implementations, which show their code."""
 
     impl: ClassVar[str]
 
@@ -63,7 +63,7 @@ class _Fusewise(Ours):
 
 
 def served(problem: RopeProblem, arguments: dict[str, Any]) -> Run:
-    """In place on flat tensors; that they must be seen by heads is the call's own work."""
+    """In place on flat tensors; the views by head are part of the timed call."""
 
     q_width, k_width = (x.shape[-1] for x in problem.inputs.operands)
 
@@ -82,15 +82,15 @@ class Reference(_Fusewise):
 
 
 def called_natively(recipe: build.Recipe) -> None:
-    """Have repeated calls go to the kernels in C++, as they do where `fusewise build` has been run."""
+    """Build the C++ path to the kernels for repeated calls, as after `fusewise build`."""
     try:
         build.prepared(*recipe)
     except build.BuildError as error:
-        print(f"calls go through Python: {error}")  # into the worker's log
+        print(f"calls go through Python: {error}")  # goes to the worker's log
 
 
 class Cpu(_Fusewise):
-    """The native vectorised kernel, as it is where `fusewise build` has been run."""
+    """The native vectorised kernel, as after `fusewise build`."""
 
     name, impl, devices = "fusewise-cpu", "cpu", ("cpu",)
 
@@ -117,8 +117,8 @@ class TritonInPlace(Triton):
 
 
 class TritonGathered(Triton):
-    """The Triton kernel on table rows that were gathered before the call, once for all layers, as Liger and transformers
-    have them: one read less that others wait for than with the table and positions."""
+    """The Triton kernel on table rows gathered before the call, once for all layers, as in Liger and transformers: this
+    saves the dependent load through the positions."""
 
     name, default = "fusewise-triton-gathered", False
 
@@ -145,7 +145,7 @@ class CudaInPlace(Cuda):
 
 
 class _Gated(Ours):
-    """The gated linear unit or the MLP around it, with pre-activations saved for backward."""
+    """The gated linear unit or its MLP, saving pre-activations for backward."""
 
     save: ClassVar[Literal["preact", "input"]] = "preact"
     form: ClassVar[str] = "fused"
@@ -158,12 +158,12 @@ class _Gated(Ours):
         gated = gated_problem(self, problem)
         if gated.dtype not in self.dtypes:
             raise Unsupported(f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in self.dtypes)} only")
-        on_gpu = problem.device.type == "cuda"  # where there is none its code can be looked at all the same
+        on_gpu = problem.device.type == "cuda"  # without a GPU its code can still be inspected
         if on_gpu and (why := _op.choice.unavailable(self.impl, "cuda", gated.dtype)) is not None:
             raise Unsupported(why)
         if self.save == "input" and problem.task.pass_ == "fwd":
             raise Unsupported("without gradients nothing is saved: see fusewise-" + self.impl)
-        many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # are products of the platform's library
+        many = gated.dtype == torch.float32 and gated.case.rows > FEW_ROWS  # these use the platform's library
         form = "chunked" if self.impl == "triton" and many else self.form
         if self.save == "input":
             form = f"{form}-recompute"
@@ -177,7 +177,7 @@ class GatedReference(_Gated):
 
 
 class GatedCpu(_Gated):
-    """The platform's matrix product and a native gate, as it is where `fusewise build` has been run."""
+    """The platform's matrix product and a native gate, as after `fusewise build`."""
 
     name, impl, devices, form = "fusewise-cpu", "cpu", ("cpu",), "chunked"
 
@@ -190,7 +190,7 @@ class GatedCpu(_Gated):
 
 
 class GatedCpuRecompute(GatedCpu):
-    """Nothing held for backward but the inputs."""
+    """Saves only the inputs for backward."""
 
     name, save = "fusewise-cpu-recompute", "input"
 
@@ -204,16 +204,16 @@ class GatedTriton(_Gated):
 
 
 class GatedTritonRecompute(GatedTriton):
-    """Nothing held for backward but the inputs."""
+    """Saves only the inputs for backward."""
 
     name, save = "fusewise-triton-recompute", "input"
 
 
 class GatedCuda(_Gated):
-    """Both products and the gate in one persistent, warp-specialised CUDA kernel, on Hopper, as it is where `fusewise build`
-    has been run."""
+    """Both products and the gate in one persistent, warp-specialised CUDA kernel for Hopper, as after `fusewise
+    build`."""
 
-    name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # Gluon has the rest
+    name, impl, devices, module = "fusewise-cuda", "cuda", ("cuda",), "triton"  # Gluon covers the rest
     install = "pip install triton"
     packages = ("torch", "triton", "fusewise")
     dtypes = (torch.bfloat16, torch.float16)
@@ -226,13 +226,13 @@ class GatedCuda(_Gated):
 
 
 class GatedCudaRecompute(GatedCuda):
-    """Nothing held for backward but the inputs."""
+    """Saves only the inputs for backward."""
 
     name, save = "fusewise-cuda-recompute", "input"
 
 
 class GatedGluon(_Gated):
-    """Both products and the gate in one persistent, warp-specialised kernel, on Hopper."""
+    """Both products and the gate in one persistent, warp-specialised Gluon kernel for Hopper."""
 
     name, impl, devices, module = "fusewise-gluon", "gluon", ("cuda",), "triton"
     install = "pip install triton"
@@ -241,6 +241,6 @@ class GatedGluon(_Gated):
 
 
 class GatedGluonRecompute(GatedGluon):
-    """Nothing held for backward but the inputs."""
+    """Saves only the inputs for backward."""
 
     name, save = "fusewise-gluon-recompute", "input"

@@ -1,4 +1,4 @@
-"""PyTorch's own ways: eager, TorchScript and torch.compile, all on the same eager source."""
+"""PyTorch's own execution modes: eager, TorchScript and torch.compile, all from the same eager source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..reason import message
 
 
 class Eager(Provider):
-    """The problem's program as it stands, operation by operation."""
+    """The problem's program unchanged, operator by operator."""
 
     name = "eager"
     packages = ("torch",)
@@ -41,8 +41,8 @@ class Eager(Provider):
 
 
 class FusedGelu(Provider):
-    """PyTorch's own kernel for GELU in the tanh form, `F.gelu(x, approximate="tanh")`: written by hand, one read and one
-    write. What the formula written out can be measured by."""
+    """PyTorch's own hand-written kernel for tanh GELU, `F.gelu(x, approximate="tanh")`: one read and one write. The
+    baseline for compiling the written-out formula."""
 
     name = "aten-gelu"
     packages = ("torch",)
@@ -77,12 +77,12 @@ class TorchScript(Provider):
     def build(self, problem: Problem) -> Run:
         program = problem.program()
         with warnings.catch_warnings():
-            # Deprecated since torch 2.9, and still what many deployments run.
+            # Deprecated since torch 2.9, but still widely deployed.
             warnings.simplefilter("ignore")
             try:
                 scripted = torch.jit.script(program.function)
                 _check_taken(scripted, problem, program)
-            except Exception as error:  # its front end raises anything at Python that it does not know
+            except Exception as error:  # its front end raises anything for unsupported Python
                 scripted = traced(problem, program, error)
         return Run(scripted, program.enter, program.leave, form="eager")
 
@@ -98,8 +98,8 @@ class TorchScript(Provider):
 
 
 def _check_taken(scripted: Any, problem: Problem, program: Program) -> None:
-    """TypeError for what was scripted and cannot be called with the arguments: a partial function, or a parameter without an
-    annotation, which is a tensor to TorchScript, where a number or None is given."""
+    """TypeError for functions that script but cannot be called with these arguments: partial functions, and parameters
+    without annotation (a tensor, to TorchScript) that receive a number or None."""
     method = getattr(scripted, "forward", scripted)
     if not hasattr(method, "schema"):
         if isinstance(program.function, functools.partial):
@@ -114,7 +114,7 @@ def _check_taken(scripted: Any, problem: Problem, program: Program) -> None:
 
 
 def traced(problem: Problem, program: Program, cause: Exception) -> Any:
-    """`torch.jit.trace` of a function that cannot be scripted; arguments other than tensors become constants."""
+    """`torch.jit.trace` of a function that cannot be scripted; non-tensor arguments become constants."""
     arguments = program.enter(*problem.leaves(False))
     tensors = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
     example = tuple(arguments[i] for i in tensors)
@@ -132,8 +132,8 @@ def traced(problem: Problem, program: Program, cause: Exception) -> Any:
 
 
 def _follows(compiled: Any, function: Any, example: Sequence[Tensor]) -> bool:
-    """Whether a trace does what its function does with other values, too: much smaller ones, so that what was made of the old
-    ones shows, and in reverse. True where the function takes none but its own."""
+    """Whether a trace also matches its function on other values: in reverse order, and much smaller so that baked-in
+    values show. True if the function itself rejects them."""
     reverse = [x.detach().flatten().flip(0).view(x.shape) for x in example]
     other = [x / 64 if x.is_floating_point() or x.is_complex() else x for x in reverse]
     try:
@@ -146,7 +146,7 @@ def _follows(compiled: Any, function: Any, example: Sequence[Tensor]) -> bool:
 
 
 def _near(x: Tensor, y: Tensor) -> bool:
-    """Whether the first digit is the same; rounding changes others."""
+    """Equality to about one digit; rounding may change the others."""
     if x.shape != y.shape or y.numel() == 0:
         return x.shape == y.shape
     x, y = (torch.view_as_real(z.resolve_conj()) if z.is_complex() else z.double() for z in (x, y))
@@ -154,7 +154,7 @@ def _near(x: Tensor, y: Tensor) -> bool:
 
 
 class TorchCompile(Provider):
-    """`torch.compile` of the eager form, compiled for each shape: its best, not its most flexible."""
+    """`torch.compile` of the eager form, specialised for each shape: its best case, not its most flexible one."""
 
     name = "torch.compile"
     packages = ("torch", "triton")
@@ -162,7 +162,7 @@ class TorchCompile(Provider):
 
     def build(self, problem: Problem) -> Run:
         program = problem.program()
-        torch.compiler.reset()  # a worker serves many shapes; without this the recompile limit ends in eager code
+        torch.compiler.reset()  # a worker serves many shapes; beyond the recompile limit Dynamo would fall back to eager
         compiled = torch.compile(program.function, fullgraph=True, dynamic=False, **self.options)
         return Run(compiled, program.enter, program.leave, form="two-kernels")
 
@@ -178,13 +178,13 @@ class TorchCompile(Provider):
 
 
 class TorchCompileTuned(TorchCompile):
-    """`torch.compile` with mode="max-autotune-no-cudagraphs": products as templates, the best of them measured."""
+    """`torch.compile` with mode="max-autotune-no-cudagraphs": products from templates, autotuned."""
 
     name = "torch.compile-max-autotune"
     options: ClassVar[dict[str, Any]] = {"mode": "max-autotune-no-cudagraphs"}
 
     def chosen(self, op: str, device: str) -> bool:
-        """Where a product can be tuned, and where that takes seconds instead of minutes."""
+        """Only where there is a product to tune and tuning takes seconds, not minutes."""
         return op == "geglu" and device.startswith("cuda")
 
 

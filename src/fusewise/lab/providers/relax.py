@@ -1,4 +1,4 @@
-"""Apache TVM on the problem's program: torch.export to Relax, its default pipeline and schedules, no tuning."""
+"""Apache TVM on the problem's program: torch.export to Relax, default pipeline and schedules, no tuning."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def lowered(problem: Problem, relax: Any) -> Any:
 
 
 def target_of(tvm: Any, device: Any) -> Any:
-    """This processor with all its instructions, or this GPU."""
+    """This CPU with all its instruction sets, or this GPU."""
     if device.dlpack_device_type() == tvm.cpu().dlpack_device_type():
         cpu = tvm.target.codegen.llvm_get_system_cpu()
         return tvm.target.Target({"kind": "llvm", "mcpu": cpu})
@@ -83,7 +83,7 @@ def target_of(tvm: Any, device: Any) -> Any:
 
 
 def scheduled(module: Any, tvm: Any, relax: Any, device: Any) -> Any:
-    """Relax's standard passes, and on a GPU dlight's schedules, without which nothing there would be parallel."""
+    """Relax's standard passes, and on a GPU dlight's schedules, without which nothing would run in parallel."""
     target = target_of(tvm, device)
     with target:
         module = relax.get_pipeline("zero")(module)

@@ -1,8 +1,8 @@
-"""The libraries that people use for RoPE today, each called as its own documentation says.
+"""Widely used libraries for RoPE, each called as its documentation says.
 
-Layouts and tables are brought into each library's form in `enter` and while building, which is not timed: a user of the
-library would keep them in that form. Imports happen in the provider's own worker process, since some of these packages
-patch others when imported.
+Layouts and tables are converted to each library's form while building and in `enter`, untimed, because a user of the
+library would store them so. Imports happen in the provider's own worker process: some of these packages monkey-patch
+others on import.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..targets.rope_serving import ServingProblem
 
 
 def rope_problem(provider: Provider, problem: Problem) -> RopeProblem:
-    """The problem as RoPE, for providers that know nothing else."""
+    """The problem as RoPE, for providers that support nothing else."""
     if not isinstance(problem, RopeProblem):
         raise Unsupported(f"{provider.name} runs rope only, not {problem.op}")
     return problem
 
 
 class _Peer(Provider):
-    """A library's RoPE for q and k with a rotated part at the front of the head."""
+    """A library's RoPE for q and k, with the rotated part at the front of the head."""
 
     ops: ClassVar[tuple[str, ...]] = ("rope",)
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     pairings: tuple[str, ...] = ("half",)
     partial = True
     backward = True
-    takes = ""  # instead of what serving engines have
+    takes = ""  # what it takes instead of the serving engines' arguments
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
     def build(self, problem: Problem) -> Run:
@@ -58,12 +58,12 @@ class _Peer(Provider):
         raise NotImplementedError
 
     def serve(self, problem: ServingProblem) -> Run:
-        """The form of serving engines, for the libraries that have it."""
+        """The serving engines' form, for libraries that support it."""
         raise Unsupported(f"takes {self.takes}, not positions, one cos and sin cache and flat tokens")
 
 
 def _per_tensor(problem: RopeProblem, rotate: Any, **facts: Any) -> Run:
-    """A library that rotates one (B, T, H, D) tensor a call."""
+    """A library that rotates one (B, T, H, D) tensor per call."""
     return Run(
         lambda *xs: [rotate(x) for x in xs],
         lambda *xs: tuple(problem.to_bshd(x) for x in xs),
@@ -88,7 +88,7 @@ class _TransformerEngine(_Peer):
             raise Unsupported("takes angles, which cannot carry the table's scaling")
         angles = torch.arange(case.rows, device=problem.device)[:, None] * inverse.to(problem.device)
         interleaved = case.pairing == "interleaved"
-        # (rows, 1, 1, 2P) in float32; the interleaved form wants each angle beside itself
+        # (rows, 1, 1, 2P) in float32; interleaved pairing needs each angle repeated next to itself
         freqs = (angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1))[:, None, None]
         starts = _starts(problem)
         arguments = {
@@ -113,7 +113,7 @@ class TransformerEngineFused(_TransformerEngine):
 
 
 class Liger(_Peer):
-    """liger-kernel: q and k in one launch, in place, gradients too."""
+    """liger-kernel: q and k in one launch, in place, gradients as well."""
 
     name, module, packages = "liger", "liger_kernel", ("liger-kernel",)
     install = "pip install liger-kernel"
@@ -129,13 +129,13 @@ class Liger(_Peer):
             lambda *xs: tuple(problem.to_bshd(x).transpose(1, 2) for x in xs),
             lambda ys: tuple(
                 problem.from_bshd(y.transpose(1, 2)) for y in ys[:2]
-            ),  # some versions return the table, too
+            ),  # some versions also return the table
             in_place=True,
         )
 
 
 class FlashAttn(_Peer):
-    """flash-attn's Triton kernel, out of place; through the autograd function where the whole package is there."""
+    """flash-attn's Triton kernel, out of place; with gradients through the autograd function of the full package."""
 
     name, module, packages = "flash_attn", "flash_attn", ("flash-attn",)
     install = "pip install flash-attn, or put flash_attn/ops/triton/rotary.py on PYTHONPATH"
@@ -170,7 +170,7 @@ class Quack(_Peer):
 
 
 class Vllm(_Peer):
-    """vLLM's CUDA kernel, in place on flat tokens; its cache is kept in the tensors' dtype."""
+    """vLLM's CUDA kernel, in place on flat tokens; its cache has the tensors' dtype."""
 
     name, module, packages = "vllm", "vllm", ("vllm",)
     install = "pip install vllm"
@@ -185,7 +185,7 @@ class Vllm(_Peer):
         return Run(self.kernel(problem, problem.cache(problem.dtype)), in_place=True, backward=False)
 
     def kernel(self, problem: RopeProblem, cache: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-        # Either registers torch.ops._C: versions since 0.33 have their kernels in the first, older ones in the second.
+        # Either module registers torch.ops._C: since vLLM 0.33 the first has the kernels, before that the second.
         newer = "vllm._C_stable_libtorch"
         require(newer if installed(newer) else "vllm._C", self.install)
         rotate = torch.ops._C.rotary_embedding
@@ -253,7 +253,7 @@ class Unsloth(_Peer):
 
 
 def _starts(problem: RopeProblem) -> Tensor | None:
-    """The first position of every sequence, int32 (B,), where positions do not simply start at 0."""
+    """The first position of every sequence, int32 (B,), unless all start at 0."""
     if problem.inputs.positions is None and problem.case.offset == 0:
         return None
     if problem.inputs.positions is not None and problem.case.seqlen > 1:
@@ -269,7 +269,7 @@ def _half_table(problem: RopeProblem) -> tuple[Tensor, Tensor, Tensor | int]:
 
 
 def _flat(problem: RopeProblem, call: Any) -> Run:
-    """A library that wants (tokens, H · D) and writes in place."""
+    """A library that takes (tokens, H · D) and writes in place."""
 
     def enter(*xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(problem.to_bshd(x).flatten(0, 1).flatten(1) for x in xs)

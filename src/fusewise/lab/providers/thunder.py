@@ -1,6 +1,6 @@
-"""Lightning Thunder on the problem's program: its default executors, those that end in torch.compile, and nvFuser.
+"""Lightning Thunder on the problem's program: with default executors, with torch.compile, and with nvFuser.
 
-Without nvFuser the default executors fuse nothing, so they show what Thunder's own transformations cost and save.
+Without nvFuser the default executors fuse nothing, so they show the cost and benefit of Thunder's own transformations.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from ..plugin import Provider, Run, require
 from ..problem import Problem
 
 INSTALL = "pip install 'fusewise[lab]'"
-#: Methods that torch 2.12 removed with its named tensors. Thunder 0.2.6 names them while it is imported, and never calls
-#: them.
+#: Methods that torch 2.12 removed with its named tensors. Thunder 0.2.6 refers to them on import but never calls them.
 NAMED_TENSORS = ("align_as", "align_to", "has_names", "refine_names", "rename", "rename_")
 
 
 @contextmanager
 def named_tensor_methods() -> Iterator[None]:
-    """Stand-ins on torch.Tensor for what Thunder looks for there."""
+    """Provide placeholders on torch.Tensor while Thunder is imported."""
 
     def stand_in(name: str) -> Any:
         def removed(*_: Any, **__: Any) -> Any:
@@ -44,13 +43,13 @@ def named_tensor_methods() -> Iterator[None]:
 
 
 def imported() -> Any:
-    """Thunder, for a process that is to have it."""
+    """Import Thunder in its worker process."""
     with named_tensor_methods():
         return require("thunder", INSTALL)
 
 
 class Thunder(Provider):
-    """`thunder.jit` with the executors it takes by itself."""
+    """`thunder.jit` with its default executors."""
 
     name, module = "thunder", "thunder"
     packages = ("torch", "lightning-thunder")
@@ -80,7 +79,7 @@ class ThunderTorchCompile(Thunder):
     name, executors = "thunder-torchcompile", ("torchcompile",)
 
     def chosen(self, op: str, device: str) -> bool:
-        """Not for RoPE on a CPU, where it would compile again what torch.compile did, for as long."""
+        """Not for RoPE on a CPU, where it would repeat torch.compile's compilation at the same cost."""
         return not (op == "rope" and device == "cpu")
 
 

@@ -1,11 +1,10 @@
-"""JAX and its compiler XLA on the problem's own tensors, shared through DLPack, not copied.
+"""JAX and its compiler XLA on the problem's own tensors, shared through DLPack without copies.
 
-Our targets are written in jax.numpy (`Problem.jax`). A user's function comes through torch.export and torchax. Gradients
-are `jax.vjp`'s: in bwd the kept state is made outside of what is timed; fwd+bwd is one compiled function.
+Our targets have jax.numpy versions (`Problem.jax`); a user's function goes through torch.export and torchax. Gradients
+use `jax.vjp`: in bwd the residuals are computed outside the timed region; fwd+bwd is one compiled function. torch's
+complex gradients are the conjugates of JAX's.
 
-A complex gradient of torch's is the conjugate of jax's.
-
-XLA works on a stream of its own, so every call waits for its results.
+XLA uses its own stream, so every call waits for its results.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..problem import Exportable, Problem
 from ..reason import reason
 
 INSTALL = "pip install 'fusewise[lab]'"
-#: Which the backward of GELU takes from 1.
+#: Matters where GELU's backward subtracts tanh from 1.
 TANH = "XLA's tanh on a CPU is off by up to four units in the last place"
 
 
@@ -48,7 +47,7 @@ class Jax(Provider):
         tensors = [i for i, a in enumerate(example) if isinstance(a, Tensor)]
         moving = [i for i, a in enumerate(example) if isinstance(a, Tensor) and a.requires_grad]
         own = problem.jax()
-        held: tuple[Any, ...] = ()  # parameters, which are arguments here
+        held: tuple[Any, ...] = ()  # parameters, passed as arguments
         names: list[str] = []
         if own is None:
             function, held, names = _bridged(problem, example)
@@ -58,7 +57,8 @@ class Jax(Provider):
         forward = jax.jit(function)
 
         def gradients(arrays: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
-            """Results and the function of upstream gradients that gives those of moving arguments and parameters."""
+            """The results, and the function from upstream gradients to those of differentiated arguments and
+            parameters."""
             rest, frozen = [a for i, a in zip(tensors, arrays, strict=True) if i not in moving], held[len(names) :]
 
             def of_moving(wanted: Sequence[Any], held: Sequence[Any]) -> Any:
@@ -76,7 +76,7 @@ class Jax(Provider):
         backward = jax.jit(lambda function, results, upstream: function(_like(results, upstream)))
 
         def leave_gradients(found: Any) -> tuple[Tensor, ...]:
-            """Through the views of `enter`, by torch's autograd."""
+            """Back through the views of `enter`, by torch's autograd."""
             arguments, of_held = found
             with torch.enable_grad():
                 leaves = problem.leaves(True)
@@ -125,8 +125,8 @@ class Jax(Provider):
 
 
 def _jax(problem: Problem) -> Any:
-    """JAX as this process is to have it: on the problem's device, without taking all its memory, and with products of
-    float32 as exact as torch's."""
+    """JAX, configured for the problem's device, without preallocating its memory, and with torch's precision for
+    float32 products."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if problem.device.type == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -138,7 +138,7 @@ def _jax(problem: Problem) -> Any:
 
 
 def _array(jax: Any, x: Tensor) -> Any:
-    """The tensor's memory as an array. JAX has no 64-bit integers unless told, so those are made 32-bit."""
+    """The tensor's memory as a JAX array. JAX has no 64-bit integers by default, so those become 32-bit."""
     x = x.detach().to(torch.int32) if x.dtype == torch.int64 else x.detach()
     return jax.dlpack.from_dlpack(x.resolve_conj().contiguous())
 
@@ -164,8 +164,8 @@ def _over_arrays(function: Callable[..., Any], constants: dict[int, Any], tensor
 
 
 def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...], list[str]]:
-    """The program through torch.export and torchax: a function of arrays and parameters, those, and the names of
-    the first of them, which are differentiated."""
+    """The program through torch.export and torchax: a function of arrays and parameters, the parameters, and the names
+    of the leading ones, which are differentiated."""
     with _named_tensor_overloads():
         bridge = require("torchax.export", INSTALL if sys.version_info >= (3, 11) else "torchax needs Python 3.11")
     if any(g is None for g in problem.upstream):
@@ -177,14 +177,14 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
         weights, function = bridge.exported_program_to_jax(exported)
     except Exception as error:  # exporters raise anything
         raise Unsupported(f"torch.export or torchax cannot take it: {reason(error)}") from error
-    # One array for each parameter, by whatever names the export knows it; those that are differentiated come first.
+    # One array per parameter, however many names the export has for it; differentiated ones first.
     known = dict(module.named_parameters(remove_duplicate=False))
     own = sorted(module.named_parameters(), key=lambda named: not named[1].requires_grad)
     slots = {id(p): slot for slot, (_, p) in enumerate(own)}
     filled = [slots[id(known[name])] for name in exported.graph_signature.parameters]
     held, rest = tuple(weights[filled.index(slot)] for slot in range(len(own))), list(weights[len(filled) :])
     names = [n.removeprefix("function.") for n, p in own if p.requires_grad]
-    count = len(exported.graph_signature.user_outputs)  # which writes to parameters come before
+    count = len(exported.graph_signature.user_outputs)  # parameter mutations come before them
 
     def over(arrays: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
         return function([*(held[slot] for slot in filled), *rest], arrays)[-count:]
@@ -194,8 +194,7 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
 
 @contextmanager
 def _named_tensor_overloads() -> Iterator[None]:
-    """torchax 0.0.13 makes a table of overloads that torch 2.12 removed with its named tensors; it gets names without
-    meaning for them."""
+    """torchax 0.0.13 builds a table of overloads that torch 2.12 removed with its named tensors; give it dummies."""
     packet: Any = torch._ops.OpOverloadPacket
     original = packet.__getattr__
 

@@ -1,13 +1,13 @@
-"""What can be studied, by name: a target makes a `Problem` of a `Task` and knows its presets of cases.
+"""Targets: what can be studied, by name. A target turns a `Task` into a `Problem` and defines presets of cases.
 
-A target is one file with a `Target` and a `Problem`; `rope.py` beside this is an example. Ours are in BUILT_IN, a
-package adds its own by an entry point:
+A target is one module with a `Target` and a `Problem`; `rope.py` is an example. Ours are in BUILT_IN; a package adds
+its own by an entry point:
 
     [project.entry-points."fusewise.targets"]
     softmax = "my_package.lab:Softmax"
 
-What has a colon in it is a function of the user's own (`user.py`). Providers need nothing but the problem: compilers take
-`Problem.program()`, adapters of one operation's libraries the views that its problem offers.
+A name with a colon is a user's function (`user.py`). Providers need only the problem: compilers take
+`Problem.program()`, adapters of operation-specific libraries the views that its problem offers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUILT_IN = {
 
 
 class Case(Protocol):
-    """One named problem of a target, before there is a tensor."""
+    """One named problem of a target, before any tensor exists."""
 
     @property
     def name(self) -> str: ...
@@ -53,17 +53,17 @@ class Case(Protocol):
 
 
 class Target:
-    """An operation that can be studied. Subclasses set the fields and write `presets` and `problem`."""
+    """An operation that can be studied. Subclasses set the fields and implement `presets` and `problem`."""
 
-    name: str  # what `fusewise study NAME` says and what rows carry as `op`
+    name: str  # the NAME of `fusewise study NAME`, and the `op` of rows
     default_preset: ClassVar[str] = ""
-    #: Options (`options.Options`) of presets that are to end within minutes.
+    #: Options (`options.Options`) of presets that should finish within minutes.
     hurried: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    #: Cases of presets whose record has every provider's profile, too.
+    #: Per preset, the cases whose record also gets every provider's profile.
     profiled: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def presets(self) -> Mapping[str, Sequence[Case]]:
-        """Named sets of cases, in the order in which they are listed."""
+        """Named sets of cases, in display order."""
         raise NotImplementedError
 
     def problem(self, task: Task) -> Problem:
@@ -71,12 +71,12 @@ class Target:
         raise NotImplementedError
 
     def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> Collection[Pass]:
-        """Raise ValueError for what would fail in every provider's process; the passes that only a call shows not to be there.
+        """Raise ValueError for what would fail in every provider's process. Returns passes that turn out not to exist.
         Called once, before anything is measured."""
         return ()
 
     def detail(self, case: Case) -> Mapping[str, Any]:
-        """Plain JSON that `problem` needs beyond the case's name."""
+        """Plain JSON that `problem` needs besides the case's name."""
         return {}
 
     def cases(self, preset: str) -> Sequence[Case]:
@@ -89,7 +89,7 @@ class Target:
         return presets[preset]
 
     def case(self, name: str) -> Case:
-        """The case of that name, from whichever preset has it."""
+        """The case of that name, from any preset."""
         for cases in self.presets().values():
             for found in cases:
                 if found.name == name:
@@ -100,7 +100,7 @@ class Target:
 
 
 class Counted(Case, Protocol):
-    """A case that knows its operations, too."""
+    """A case that also knows its FLOPs."""
 
     def flops_min(self, direction: Pass, /) -> int: ...
 
@@ -109,7 +109,7 @@ Of = TypeVar("Of", bound=Counted)
 
 
 class CaseProblem(Problem, Generic[Of]):
-    """A problem whose shape and least bytes and operations are those of its case."""
+    """A problem whose shape and minimum bytes and FLOPs are those of its case."""
 
     case: Of
 
@@ -124,12 +124,12 @@ class CaseProblem(Problem, Generic[Of]):
 
 
 def names() -> list[str]:
-    """Every target's name, ours first."""
+    """Names of all targets, built-in ones first."""
     return list(dict.fromkeys([*BUILT_IN, *(p.name for p in importlib.metadata.entry_points(group=ENTRY_POINTS))]))
 
 
 def find(name: str) -> Target:
-    """The target of that name. ValueError for one that is unknown or broken."""
+    """The target of that name. ValueError if it is unknown or broken."""
     where = BUILT_IN.get(name)
     if where is None:
         where = next((p.value for p in importlib.metadata.entry_points(group=ENTRY_POINTS) if p.name == name), None)
@@ -143,7 +143,7 @@ def find(name: str) -> Target:
         if not isinstance(target, Target):
             raise TypeError(f"no fusewise.lab.Target but {type(target).__name__}")
         target.presets()
-    except Exception as error:  # someone else's package may raise anything
+    except Exception as error:  # third-party code may raise anything
         raise ValueError(
             f"study: target {name} must be importable with its presets, got {reason(error)} at {where}; mend or uninstall "
             "its package"
@@ -152,7 +152,7 @@ def find(name: str) -> Target:
 
 
 def resolve(name: str, inputs: Sequence[str] = ()) -> tuple[Target, str | None]:
-    """The target of a name, or of a preset's name together with that preset, or a user's function with its inputs."""
+    """Resolve the name of a target, of a preset (then with that preset), or of a user's function with its inputs."""
     if ":" in name:
         from .user import User
 
@@ -161,7 +161,7 @@ def resolve(name: str, inputs: Sequence[str] = ()) -> tuple[Target, str | None]:
         raise ValueError(f"study: inputs must be those of a function, got target {name!r}; try my_file.py:my_function")
     if name not in names():
         for known in names():
-            with suppress(ValueError):  # a target that is broken is told to whoever asks for it
+            with suppress(ValueError):  # a broken target is reported only to whoever asks for it
                 if name in (target := find(known)).presets():
                     return target, name
     return find(name), None

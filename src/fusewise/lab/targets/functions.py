@@ -1,6 +1,5 @@
-"""A function of the user's own by its place, `path.py:function` or `package.module:function`: found, imported, and its inputs
-bound to its parameters. A class of modules is made without arguments, under one seed.
-"""
+"""Finds and imports a user's function by its location, `path.py:function` or `package.module:function`, and binds
+inputs to its parameters. A module class is instantiated without arguments, under a fixed seed."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from . import inputs
 
 
 def absolute(place: str) -> str:
-    """`place` with the file's absolute path, which holds in every process; a module's name as it is."""
+    """`place` with the file's absolute path, which is valid in every process; a module's name is unchanged."""
     path, _, attribute = place.rpartition(":")
     if not attribute or not path:
         raise ValueError(
@@ -37,12 +36,13 @@ def absolute(place: str) -> str:
 
 
 def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function or module at `place`, searched for in `path`, too. ValueError where there is none; whatever importing it raises comes through."""
+    """The function or module at `place`, with `path` added to the import path. ValueError if there is none; exceptions
+    raised on import propagate."""
     where, _, attribute = place.rpartition(":")
-    torch.manual_seed(seed)  # for parameters that are drawn while importing, or below
+    torch.manual_seed(seed)  # for parameters initialised on import, or below
     if where.endswith(".py"):
         file = Path(where)
-        if (file.parent / "__init__.py").is_file():  # of a package, as whose part it may import its neighbours
+        if (file.parent / "__init__.py").is_file():  # part of a package: relative imports must work
             root, parts = file.parent, [file.stem]
             while (root / "__init__.py").is_file():
                 root, parts = root.parent, [root.name, *parts]
@@ -64,11 +64,11 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
         fix = nearest(attribute, [name for name in vars(module) if not name.startswith("_")], "check its name")
         raise ValueError(f"study: {attribute} must be defined at the top of {where}, got no such name; {fix}") from None
     compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
-    if isinstance(found, compiled):  # a module of torch.compile, which does not trace a copy of its own
+    if isinstance(found, compiled):  # unwrap torch.compile, which does not trace a copy of its module
         found = found._orig_mod
     made: Any = found
     if isinstance(found, nn.Module):
-        made = copied(found)  # a study casts and calls it, and what is imported is there for the next dtype, too
+        made = copied(found)  # a study casts and calls it, and the imported one is needed again for the next dtype
     elif isinstance(found, type) and issubclass(found, nn.Module):
         try:
             made = found()
@@ -88,8 +88,9 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own: those of a scripted module's are results of the old ones. What a module keeps of a call,
-    as weight_norm does and makes anew in the next, is copied without its history, with which it could not be."""
+    """A copy with its own leaf parameters, since those of a copied scripted module are derived from the old ones.
+    Non-leaf tensors that a module keeps from a call, as weight_norm does, cannot be deep-copied with their history, so
+    they are detached."""
     kept = [
         x for part in module.modules() for x in vars(part).values() if isinstance(x, torch.Tensor) and not x.is_leaf
     ]
@@ -101,8 +102,8 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
-    """The arguments that can be given by position, with their defaults; as far as `count` those without a name, too, which
-    *args and functions not written in Python have."""
+    """The positional parameters with their defaults, extended to `count` by numbered names for *args and for functions
+    not written in Python."""
     signature = _signature(function)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = {p.name: p.default for p in signature if p.kind in kinds}
@@ -111,7 +112,7 @@ def parameters(function: Callable[..., Any], count: int) -> dict[str, Any]:
     return found
 
 
-#: Of a function that is not written in Python and does not tell its parameters.
+#: For functions not written in Python that have no signature.
 UNKNOWN = [inspect.Parameter("input", inspect.Parameter.VAR_POSITIONAL)]
 
 
@@ -120,7 +121,7 @@ def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
     if isinstance(function, nn.Module):
         of = function.forward
     elif isinstance(function, type) and issubclass(function, nn.Module):
-        of = functools.partial(function.forward, None)  # for self
+        of = functools.partial(function.forward, None)  # binds self
     try:
         return list(inspect.signature(of).parameters.values())
     except ValueError:
@@ -128,12 +129,12 @@ def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def tells(function: Callable[..., Any]) -> bool:
-    """Whether it tells its parameters, so that inputs may be given by name."""
+    """Whether it has a signature, so that inputs can be given by name."""
     return _signature(function) is not UNKNOWN
 
 
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
-    """The inputs in the order of the function's parameters. ValueError where they do not fit them."""
+    """The inputs in the order of the function's parameters. ValueError if they do not match."""
     named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
     told = [inputs.parse(text)[0] for text in texts]
     if needed := [p.name for p in named if p.default is inspect.Parameter.empty or p.name in told]:

@@ -1,8 +1,8 @@
-"""The MLP of a transformer block as a target: the gated linear unit and the projection down behind it.
+"""The MLP of a transformer block as a target: the gated linear unit followed by the down projection.
 
     z = y W_downᵀ,    y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate)
 
-x, weight and bias are those of a case of the gated linear unit; W_down brings F features back to D.
+x, weight and bias are those of a case of the gated linear unit; W_down maps F features back to D.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..problem import DTYPES, Pass, Problem, Program, Task
 from . import Case, Target
 from .geglu import ACTIVATE, GatedProblem, jax_unit, unit
 
-#: What a forward holds for its backward beside inputs and z, in units of y, by the way it is computed: beside what the unit
-#: holds, y for the gradient of W_down.
+#: Memory a forward holds for its backward besides inputs and z, in units of y, by form: what the unit holds, plus y for
+#: the gradient of W_down.
 HELD = {
     "eager": 4,
     "two-kernels": 3,
@@ -39,7 +39,8 @@ HELD = {
 
 @dataclass(frozen=True)
 class MlpCase:
-    """A gated linear unit with a projection of its F features down to `unit.out`, D. All counts follow from the mathematics."""
+    """A gated linear unit and a projection of its F features down to `unit.out`, D. All counts follow from the
+    mathematics."""
 
     unit: GatedCase
 
@@ -64,29 +65,30 @@ class MlpCase:
         return self.unit.features * self.unit.hidden
 
     def output_bytes(self, dtype: str) -> int:
-        """z."""
+        """Bytes of z."""
         return self.unit.rows * self.unit.features * DTYPES[dtype].itemsize
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Forward: x, weights and bias read, z written. Backward: those and dz read, their gradients written. y need not
-        cross the memory."""
+        """Forward: reads x, weights and bias, writes z. Backward: reads those and dz, writes their gradients. y need
+        not go through DRAM."""
         size = DTYPES[dtype].itemsize
         read = (self.unit.weight_elements + self.down_elements) * size + self.output_bytes(dtype)  # x is as large as z
         forward, backward = read + self.output_bytes(dtype), 2 * read + self.output_bytes(dtype)
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[direction]
 
     def flops_min(self, direction: Pass) -> int:
-        """Multiplications and additions of the products: two forward, four backward."""
+        """FLOPs of the products: two forward, four backward."""
         down = {"fwd": 2, "bwd": 4, "fwd+bwd": 6}[direction] * self.unit.rows * self.down_elements
         return self.unit.flops_min(direction) + down
 
     def predicted_bytes(self, direction: Pass, dtype: str, form: Any) -> int:
-        """Peak bytes beside the inputs and dz, by the memory model of each way to compute it, h being the bytes of y.
+        """Predicted peak bytes beside the inputs and dz, by form; h is the bytes of y.
 
-        Forward, the unit's own, or y and z. Backward, "eager" holds 4 h and makes the gradients of y, value and gate on
-        its way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is there. "fused" keeps the
-        pre-activations, whose gradient takes their place, and makes y again, by oneDNN ("apart") a chunk of its gradient
-        beside (`apart_bytes` beside dW); dx, dW and db come when y has gone."""
+        Forward: the unit's own peak, or y and z. Backward: "eager" holds 4 h and creates the gradients of y, value and
+        gate on the way, "two-kernels" (torch.compile) 3 h and two of these; both while dW_down is alive. "fused" keeps
+        the pre-activations, overwrites them with their gradient, and recomputes y; with oneDNN ("apart") a chunk of its
+        gradient comes on top (`apart_bytes` beside dW). dx, dW and db are created after y is freed.
+        """
         size = DTYPES[dtype].itemsize
         h, z, down = self.unit.output_bytes(dtype), self.output_bytes(dtype), self.down_elements * size
         forward = max(self.unit.predicted_bytes("fwd", dtype, form), h + z)
@@ -125,7 +127,7 @@ PRESETS: dict[str, list[MlpCase]] = {
 
 
 class GatedMlp(Target):
-    """Linear, gate and the linear layer behind them in one operation."""
+    """Linear, gate and the linear layer after them in one operation."""
 
     name = "gated_mlp"
     default_preset = "mlp-quick"
@@ -143,7 +145,7 @@ class GatedMlp(Target):
 
 
 class GatedMlpProblem(GatedProblem):
-    """Its tensors are x, weight, bias where there is one, and W_down."""
+    """Tensors: x, weight, bias if any, and W_down."""
 
     def __init__(self, task: Task) -> None:
         Problem.__init__(self, task)
@@ -160,7 +162,7 @@ class GatedMlpProblem(GatedProblem):
         return gated_mlp(x, weight, None, down, b_gate=bias[0] if bias else None, **(self.kwargs | options))
 
     def program(self) -> Program:
-        """As Phi-3 has it: one product with the stacked weight, split, and one with W_down."""
+        """As in Phi-3: one product with the stacked weight, split, and one with W_down."""
         gated = unit(ACTIVATE[self.case.activation], self.case.gate_first, self.case.bias)
         return Program(with_bias(gated) if self.case.bias else without_bias(gated))
 
@@ -178,7 +180,7 @@ class GatedMlpProblem(GatedProblem):
         return self.whole.flops_min(self.task.pass_)
 
     def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Those of the unit, and of a random y (M, F) and dz (M, D) y W_downᵀ, dz W_down and dzᵀ y."""
+        """Those of the unit, and with random y (M, F) and dz (M, D): y W_downᵀ, dz W_down and dzᵀ y."""
         x, down = tensors[0], tensors[-1]
         y = torch.randn(x.shape[0], down.shape[1], device=x.device, dtype=x.dtype)
         forward = [(y, down.mT)]
@@ -189,7 +191,7 @@ class GatedMlpProblem(GatedProblem):
         return super().products(tensors[:-1]) + forward
 
     def memory(self, form: str) -> dict[str, Any]:
-        """The memory model of the case against which bytes are measured, for a provider that computes it like `form`."""
+        """The case's memory model for a provider of this `form`, to compare with measured bytes."""
         found: dict[str, Any] = {}
         if form and self.task.pass_ != "bwd":
             found["predicted_peak_bytes"] = self.whole.predicted_bytes(self.task.pass_, self.task.dtype, form)
@@ -198,7 +200,7 @@ class GatedMlpProblem(GatedProblem):
         return found
 
 
-# The eager forms, for TorchScript too, which takes functions from a closure but no optional arguments.
+# The eager forms. They must also script: TorchScript accepts functions from a closure but no optional arguments.
 
 
 def with_bias(gated: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -18,8 +18,8 @@ from fusewise.ops.gated_linear.cases import PRESETS, GatedCase, case
 from ..problem import Problem, Program, Task
 from . import Case, CaseProblem, Target
 
-#: What a forward holds for its backward beside inputs and y, in units of y, by the way it is computed: the product with
-#: both halves is two, the activated gate one.
+#: Memory a forward holds for its backward besides inputs and y, in units of y, by form: the product with both halves is
+#: two, the activated gate one.
 HELD = {
     "eager": 3,
     "two-kernels": 2,
@@ -59,8 +59,8 @@ class GatedProblem(CaseProblem[GatedCase]):
         super().__init__(task)
         self.case = case(task.case)
         inputs = self.case.make_inputs(self.device, task.dtype, task.seed)
-        self.kwargs = inputs.kwargs  # of fusewise's own function
-        self.tensors = inputs.operands  # x, weight, and bias where there is one
+        self.kwargs = inputs.kwargs  # for fusewise's own function
+        self.tensors = inputs.operands  # x, weight, and bias if any
         self.upstream = inputs.gradients
 
     def operation(self, *tensors: Tensor, **options: Any) -> Tensor:
@@ -71,14 +71,14 @@ class GatedProblem(CaseProblem[GatedCase]):
         return (self.operation(*tensors, impl="reference"),)
 
     def program(self) -> Program:
-        """One product with the stacked weight, split, as diffusers and Phi-3 have it."""
+        """One product with the stacked weight, split, as in diffusers and Phi-3."""
         return Program(unit(ACTIVATE[self.case.activation], self.case.gate_first, self.case.bias))
 
     def jax(self) -> Callable[..., Any]:
         return jax_unit(self.case.activation, self.case.gate_first)
 
     def products(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-        """x Wᵀ in forward; dz W and dzᵀ x of a random dz (M, 2F) in backward."""
+        """x Wᵀ in forward; dz W and dzᵀ x with a random dz (M, 2F) in backward."""
         x, weight = tensors[:2]
         forward = [(x, weight.mT)]
         if self.task.pass_ == "fwd":
@@ -88,8 +88,8 @@ class GatedProblem(CaseProblem[GatedCase]):
         return backward if self.task.pass_ == "bwd" else forward + backward
 
     def memory(self, form: str) -> dict[str, Any]:
-        """The memory model of the case against which bytes are measured, for a provider that computes it like `form`; and
-        how the activations that fusing saves compare with the parameters, N / (2 (d + 1)) for a hidden width of 4 d."""
+        """The case's memory model for a provider of this `form`, to compare with measured bytes; and the ratio of the
+        activations saved by fusion to the parameters, N / (2 (d + 1)) for a hidden width of 4 d."""
         found: dict[str, Any] = {"saved_ratio": self.case.saved_ratio}
         if form and self.task.pass_ != "bwd":
             known: Any = form
@@ -107,18 +107,18 @@ class GatedProblem(CaseProblem[GatedCase]):
         return first, second, biases[0], biases[1]
 
     def swapped(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors with the other half of weight and bias first."""
+        """The tensors with the halves of weight and bias swapped."""
         x, *rest = tensors
         return (x, *(torch.cat(t.chunk(2)[::-1]) for t in rest))
 
     def interleaved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors with rows of gate and value in turn, the gate first."""
+        """The tensors with gate and value rows interleaved, gate first."""
         x, *rest = tensors
         gate_first = rest if self.case.gate_first else [torch.cat(t.chunk(2)[::-1]) for t in rest]
         return (x, *(torch.stack(t.chunk(2), dim=1).flatten(0, 1) for t in gate_first))
 
 
-# The eager forms, for TorchScript too, which takes functions from a closure but no numbers.
+# The eager forms. They must also script: TorchScript accepts functions from a closure but no numbers.
 
 
 def gelu_tanh(g: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def unit(activate: Callable[[Tensor], Tensor], gate_first: bool, bias: bool) -> Callable[..., Tensor]:
-    """The unit as a function of x, weight and, where there is one, bias."""
+    """The unit as a function of x, weight and, if any, bias."""
 
     def value_first_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         value, gate = functional.linear(x, weight, bias).chunk(2, dim=-1)
@@ -175,7 +175,7 @@ def unit(activate: Callable[[Tensor], Tensor], gate_first: bool, bias: bool) -> 
 
 
 def jax_unit(activation: str, gate_first: bool) -> Callable[..., Any]:
-    """The unit in jax.numpy; called in a process that has JAX."""
+    """The unit in jax.numpy; only called in a process that has JAX."""
     import jax
     import jax.numpy as jnp
 

@@ -3,7 +3,7 @@
     y = x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))        Hendrycks & Gimpel, arXiv 1606.08415
 
 Written out it is nine operations, so eager code reads and writes the tensor many times; fused it is one read and one
-write. That is the whole case for compilers, from five by five elements, where only starting costs, to 4 GiB.
+write. Sizes range from 5 × 5 elements (launch-bound) to 4 GiB (memory-bound).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class GeluCase:
         return tensors * self.rows * self.columns * DTYPES[dtype].itemsize
 
     def flops_min(self, direction: Pass) -> int:
-        """Operations of the formula, tanh counted as one: 9 an element; 16 in backward, which has the forward's tanh to
-        compute again."""
+        """Operations of the formula with tanh as one: 9 per element; 16 in backward, which recomputes the forward's
+        tanh."""
         each = {"fwd": 9, "bwd": 16, "fwd+bwd": 25}[direction]
         return each * self.rows * self.columns
 
@@ -54,18 +54,18 @@ def square(side: int, passes: tuple[Pass, ...] = ("fwd", "bwd")) -> GeluCase:
 FIVE = GeluCase("gelu-5x5", 5, 5)
 PRESETS: dict[str, list[GeluCase]] = {
     "gelu-quick": [FIVE, square(256), square(4096, ("fwd",))],
-    # 1 KiB to 4 GiB of float32 by factors of four; the backward of the largest needs more memory than most cards have
+    # 1 KiB to 4 GiB of float32 by factors of four; the largest has no backward, which exceeds the memory of most GPUs
     "gelu-sizes": [FIVE, *(square(2**k) for k in range(4, 15)), square(2**15, ("fwd",))],
 }
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh form, as one writes it from the formula."""
+    """The tanh form, transcribed from the formula."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def jax_gelu() -> Callable[..., Any]:
-    """The same in jax.numpy; called in a process that has JAX."""
+    """The same in jax.numpy; only called in a process that has JAX."""
     import jax.numpy as jnp
 
     return lambda x: 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

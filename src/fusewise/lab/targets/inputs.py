@@ -1,12 +1,12 @@
-"""The arguments of a user's function, written as text: `--input "x=bf16[4096,4096]"`.
+"""Parses the arguments of a user's function from text: `--input "x=bf16[4096,4096]"`.
 
     [NAME=] DTYPE [ SIZES ] [strides(…)] [randn | randn(MEAN,DEVIATION) | uniform(LOW,HIGH) | randint(LOW,HIGH) | full(VALUE)] [fixed]
     [NAME=] NUMBER | true | false | none | "text"
 
-DTYPE is fp32, f32 or float32, and so on for fp64, bf16, fp16, c64, c128, i64, i32, i16, i8, u8 and bool. SIZES may be empty:
-a tensor without dimensions. Floating tensors are standard normal unless told otherwise, and so are both parts of complex
-ones, to which all else that is told of values applies, too; integers lie in [0, 2), HIGH being excluded.
-strides(…) are in elements. `fixed` asks for no gradient. Without names arguments are taken in order.
+DTYPE is fp32, f32 or float32, and so on for fp64, bf16, fp16, c64, c128, i64, i32, i16, i8, u8 and bool. Empty SIZES
+make a 0-dimensional tensor. Defaults: floating tensors are standard normal, integers in [0, 2) (HIGH is exclusive). A
+distribution for a complex tensor applies to both parts. strides(…) are in elements. `fixed` tensors need no gradient.
+Arguments without names are positional.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
     "u8": torch.uint8,
     "bool": torch.bool,
 }
-#: Other ways to write them: torch's own names, and letters with bits.
+#: Other spellings: torch's own names, and letters with bits.
 ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()} | {
     "f64": "fp64",
     "f32": "fp32",
@@ -53,7 +53,8 @@ ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.ite
 _TENSOR = re.compile(r"(?:torch\.)?(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\]]*)\](?P<rest>.*)", re.DOTALL)
 _WORD = re.compile(r"\s*(?P<word>[a-z]+)\s*(?:\(\s*(?P<values>[^)]*)\))?")
 _NAME = re.compile(r"\s*(?P<name>[^\W\d]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL)
-#: So many standard errors from what a generator makes, of so many values at least, a tensor is taken to be made by it.
+#: A tensor of at least MANY values whose statistics are within ERRORS standard errors of a generator's is taken to come
+#: from it.
 ERRORS, MANY = 4.0, 64
 #: The largest HIGH of randint: the double next to 2^63.
 LARGEST_HIGH = math.nextafter(2.0**63, 0.0)
@@ -62,12 +63,12 @@ _COUNTS = {"randn": (0, 2), "uniform": (2,), "randint": (2,), "full": (1,)}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor yet to be made."""
+    """A description of a tensor."""
 
     dtype: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...] = ()
-    fill: str = ""  # randn, uniform, randint, full; "": the dtype's own
+    fill: str = ""  # randn, uniform, randint, full; "" is the dtype's default
     values: tuple[float, ...] = ()
     fixed: bool = False
 
@@ -85,7 +86,7 @@ class TensorSpec:
 
     @property
     def real(self) -> torch.dtype:
-        """Its dtype, or that of its two parts."""
+        """Its dtype, or that of its parts if complex."""
         dtype = DTYPES[self.dtype]
         return dtype.to_real() if dtype.is_complex else dtype
 
@@ -94,12 +95,12 @@ class TensorSpec:
         return self.real.is_floating_point
 
     def make(self, device: torch.device, seed: str) -> Tensor:
-        """The tensor, drawn on `device` by a generator seeded from `seed`, in its strides."""
+        """The tensor, drawn on `device` by a generator seeded from `seed`, with its strides."""
         generator = torch.Generator(device).manual_seed(checksum(seed))
         dtype = self.real
         fill = self.fill or ("randn" if self.differentiable else "randint")
         values = self.values or {"randn": (0.0, 1.0), "randint": (0.0, 2.0)}.get(fill, ())
-        # strides are laid over memory drawn in a row, so that elements may lie apart, repeat and overlap
+        # strides are applied to contiguous random memory, so that elements may have gaps, repeat and overlap
         sizes = self.sizes if not self.strides or 0 in self.sizes else (span(self.sizes, self.strides),)
         if dtype != DTYPES[self.dtype]:
             sizes = (*sizes, 2)
@@ -120,7 +121,7 @@ class TensorSpec:
 
 
 def _number(value: float) -> str:
-    """As it is read back, an integer without a point."""
+    """Text that parses back to the value; integers without a decimal point."""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
@@ -128,7 +129,8 @@ Spec = TensorSpec | int | float | bool | str | None
 
 
 def parse(text: str) -> tuple[str, Spec]:
-    """`NAME=SPEC` or `SPEC`: the name ("" if there is none) and what it says. ValueError with the grammar's part."""
+    """Parse `NAME=SPEC` or `SPEC` into the name ("" if none) and the spec. ValueError naming the violated part of the
+    grammar."""
     named = _NAME.fullmatch(text)
     name, spec = (named["name"], named["spec"].strip()) if named else ("", text.strip())
     tensor = _TENSOR.fullmatch(spec)
@@ -185,19 +187,20 @@ def _with(spec: TensorSpec, word: str, values: str | None, text: str) -> TensorS
         raise _bad(text, "have a finite MEAN and DEVIATION >= 0 in randn", str(values), "choose others")
     if word in ("uniform", "randint") and not numbers[0] < numbers[1]:
         raise _bad(text, f"have LOW < HIGH in {word}", str(values), "turn them round")
-    dtypes = (spec.dtype, "i64") if word == "randint" else (spec.dtype,)  # what is drawn, and what it is drawn as
+    # The tensor's dtype, and the dtype it is drawn in.
+    dtypes = (spec.dtype, "i64") if word == "randint" else (spec.dtype,)
     if not all(_holds(d, v) for d in dtypes for v in _reached(word, numbers)):
         raise _bad(text, f"have numbers in {word} that are some of {spec.dtype}", str(values), "choose others")
     return replace(spec, fill=word, values=numbers)
 
 
 def _reached(word: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """The ends of what is drawn; the HIGH of integers is not among them."""
+    """The ends of the drawn range; HIGH of integers is exclusive."""
     return (numbers[0], numbers[1] - 1) if word == "randint" else numbers
 
 
 def _holds(dtype: str, value: float) -> bool:
-    """Whether a tensor of the dtype can have the value as it is, but for rounding."""
+    """Whether the dtype can represent the value up to rounding."""
     kind = DTYPES[dtype]
     if kind.is_floating_point or kind.is_complex:
         return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
@@ -227,7 +230,7 @@ def _scalar(spec: str, text: str) -> Spec:
         except ValueError:
             continue
     fix = 'try "x=fp32[1024,1024]"'
-    if spec.isidentifier() and spec not in DTYPES and spec not in ALIASES:  # a shell has taken the quotes
+    if spec.isidentifier() and spec not in DTYPES and spec not in ALIASES:  # the shell may have removed the quotes
         fix = f"""for a text try '{text.removesuffix(spec)}"{spec}"'"""
     raise _bad(text, "be a tensor, a number, true, false, none or a quoted text", repr(spec), fix)
 
@@ -237,16 +240,16 @@ def _bad(text: str, contract: str, got: str, fix: str) -> ValueError:
 
 
 def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
-    """What an argument looks like, so that one like it can be made elsewhere: never the values themselves.
+    """A spec to create a similar argument elsewhere. It never contains the values themselves.
 
-    Floating tensors: normal with the mean and deviation of the values that are finite, or uniform in their range where none
-    is negative; `fixed` if told so and they want no gradient. Complex ones: the same of their parts. Integers: uniform in
-    their range.
+    Floating tensors: normal with the mean and deviation of the finite values, or uniform over their range if none is
+    negative; `fixed` if requested and the tensor needs no gradient. Complex tensors: the same for their parts.
+    Integers: uniform over their range.
     """
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool):
             return value
-        for kind in (int, float, str):  # of what comes from an enum or from numpy, the plain value
+        for kind in (int, float, str):  # plain values from enums and numpy scalars
             if isinstance(value, kind):
                 return kind(value)
         raise TypeError(
@@ -276,9 +279,10 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
         return replace(spec, fill="full", values=(low,))
     if not value.dtype.is_floating_point:
         return replace(spec, fill="randint", values=(low, min(high + 1, LARGEST_HIGH)))
-    most, count = torch.finfo(value.dtype).max, wide.numel()  # three digits may be beyond the one
+    most, count = torch.finfo(value.dtype).max, wide.numel()  # rounding to three digits may exceed the maximum
     mean, deviation = wide.mean().item(), wide.std(correction=0).item()
-    # What torch.randn or torch.rand may have made is said as they are: the next draw is to have the same name.
+    # Snap to the parameters of torch.randn and torch.rand if they plausibly made the tensor, so that a redraw gets the
+    # same name.
     if count >= MANY:
         if abs(mean) <= ERRORS * deviation / math.sqrt(count):
             mean = 0.0
@@ -304,7 +308,7 @@ def written(name: str, spec: Spec) -> str:
 
 
 def bound(names: Sequence[str], texts: Sequence[str]) -> list[tuple[str, Spec]]:
-    """The specs in the order of the function's parameters, as far as there are names; ValueError for one too many."""
+    """The specs in the order of the function's parameters; ValueError for surplus or duplicate inputs."""
     given = [parse(text) for text in texts]
     free = [name for name in names if name not in {n for n, _ in given}]
     found: dict[str, Spec] = {}

@@ -1,8 +1,8 @@
-"""RMSNorm of q and k, then RoPE, as Qwen3, Gemma 3 and OLMo 2 have it between the projections and attention.
+"""RMSNorm of q and k, then RoPE, as in Qwen3, Gemma 3 and OLMo 2 between the projections and attention.
 
     z = x / sqrt(mean(x²) + eps) · (weight + offset),   y = rope(z)
 
-The shapes, tables and tensors of q and k are those of a RoPE case; the weights are drawn around what training leaves them at.
+Shapes, tables and q and k are those of a RoPE case; the weights are drawn around typical trained values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NormCase:
     """A RoPE case with a normalisation before it."""
 
     rope: RopeCase
-    norm: Literal["head", "all"] = "head"  # what is normalised together: a head, or all heads of a token
+    norm: Literal["head", "all"] = "head"  # normalise each head, or all heads of a token together
     weight_offset: float = 0.0
     eps: float = 1e-6
 
@@ -55,8 +55,8 @@ class NormCase:
         return heads[0] * self.rope.head_dim, heads[1] * self.rope.head_dim
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Forward: q and k read and written, weights, table and position ids read. Backward: upstream gradients and q and
-        k read, gradients written, weights read and their gradients written, the table read."""
+        """Forward: reads q, k, weights, table and position ids, writes q and k. Backward: reads upstream gradients, q,
+        k, weights and the table, writes the gradients of q, k and the weights."""
         size = DTYPES[dtype].itemsize
         weights = sum(self.widths) * size
         forward = self.rope.bytes_min("fwd", dtype) + weights
@@ -64,7 +64,7 @@ class NormCase:
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[direction]
 
     def flops_min(self, direction: Pass) -> int:
-        """Forward: 2 an element for the mean, 2 to scale, 3 to rotate. Backward: 3 to rotate back, 1 each for x̂ and for
+        """Forward: 2 per element for the mean, 2 to scale, 3 to rotate. Backward: 3 to rotate back, 1 each for x̂ and
         the product with the weight, 2 each for the two sums, 3 for dx."""
         each = {"fwd": 7, "bwd": 12, "fwd+bwd": 19}[direction]
         return each * self.rope.elements
@@ -150,7 +150,8 @@ class QkNormProblem(CaseProblem[NormCase]):
         return tuple(fusewise.qk_norm_rope(*tensors, **self.options(), impl="reference"))
 
     def program(self) -> Program:
-        """As in transformers, the table is gathered, duplicated and rounded to the tensors' dtype once for all layers."""
+        """As in transformers, the table is gathered, duplicated and rounded to the tensors' dtype once for all
+        layers."""
         cos, sin = repeated(self.inputs, self.case.rope, self.dtype)
         return Program(
             by_head if self.case.norm == "head" else over_token,
@@ -158,11 +159,11 @@ class QkNormProblem(CaseProblem[NormCase]):
         )
 
 
-# The eager forms, for TorchScript too.
+# The eager forms; they must also script.
 
 
 def normalised(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """RMSNorm over the last dimension in float32, one rounding, as Gemma 3 and OLMo 2 have it."""
+    """RMSNorm over the last dimension in float32 with a single rounding, as in Gemma 3 and OLMo 2."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (weight.float() + offset)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The RoPE target: a named case made into a problem, and the views of it that providers ask for.
+"""The RoPE target: turns a named case into a problem, with the views of it that providers need.
 
 Shape legend: B batch, T tokens of a sequence, H heads, D head width, P rotated pairs, R table rows.
 """
@@ -55,7 +55,7 @@ class RopeProblem(CaseProblem[RopeCase]):
         self.upstream = self.inputs.gradients
 
     def heads(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors like the problem's as `fusewise.rope` takes them: by heads, no copy."""
+        """Tensors like the problem's in the form of `fusewise.rope`: by heads, without a copy."""
         return tuple(xs)
 
     def untouched(self) -> tuple[int, int]:
@@ -70,8 +70,8 @@ class RopeProblem(CaseProblem[RopeCase]):
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     def program(self) -> Program:
-        """As in transformers, the table is gathered, duplicated and rounded to the tensors' dtype once a forward pass of
-        the whole model, outside of what is timed."""
+        """As in transformers, the table is gathered, duplicated and rounded to the tensors' dtype once per forward pass
+        of the whole model, outside the timed region."""
         cos, sin = self.duplicated(self.dtype)
         numbers = (*(self.start(x) for x in self.tensors), self.case.rotated)
         wrap = one if len(self.tensors) == 1 else two
@@ -90,15 +90,15 @@ class RopeProblem(CaseProblem[RopeCase]):
         return start if start >= 0 else x.shape[-1] + start
 
     def to_bshd(self, x: Tensor) -> Tensor:
-        """`x` seen as (B, T, H, D), no copy."""
+        """`x` viewed as (B, T, H, D)."""
         return x.permute([self.case.layout.index(letter) for letter in "bshd"])
 
     def from_bshd(self, x: Tensor) -> Tensor:
-        """(B, T, H, D) seen in the case's own layout, no copy."""
+        """(B, T, H, D) viewed in the case's own layout."""
         return x.permute(["bshd".index(letter) for letter in self.case.layout])
 
     def position_ids(self) -> Tensor:
-        """int64 (B, T), made where the case has none."""
+        """int64 (B, T), generated if the case has none."""
         if self.inputs.positions is not None:
             return self.inputs.positions
         first = self.case.offset
@@ -139,8 +139,8 @@ def repeated(inputs: RopeInputs, case: RopeCase, dtype: torch.dtype) -> tuple[Te
     return twice(cos), twice(sin)
 
 
-# The eager forms, one tensor (B, T, H, D) at a time, rotating the features [start, start + width). TorchScript compiles
-# them as they stand, hence the plain types and no shared helper functions that take functions.
+# The eager forms, for one tensor (B, T, H, D), rotating the features [start, start + width). TorchScript must accept
+# them unchanged, hence the plain types and no higher-order helpers.
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def rotate_every_two(x: Tensor) -> Tensor:
 
 
 def half(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
-    """x · cos + rotate_half(x) · sin, as transformers' Llama has it."""
+    """x · cos + rotate_half(x) · sin, as in transformers' Llama."""
     part = x[..., start : start + width]
     rotated = part * cos + rotate_half(part) * sin
     if width == x.shape[-1]:
@@ -164,7 +164,7 @@ def half(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
 
 
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
-    """The same on neighbouring features, as GPT-J and GLM have it."""
+    """The same on adjacent features, as in GPT-J and GLM."""
     part = x[..., start : start + width]
     rotated = part * cos + rotate_every_two(part) * sin
     if width == x.shape[-1]:
@@ -173,7 +173,7 @@ def interleaved(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> 
 
 
 def interleaved_to_half(x: Tensor, cos: Tensor, sin: Tensor, start: int, width: int) -> Tensor:
-    """Neighbouring features sorted into halves first, then `half`, as DeepSeek-V3 has it."""
+    """Adjacent features sorted into halves first, then `half`, as in DeepSeek-V3."""
     part = x[..., start : start + width]
     part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
     rotated = part * cos + rotate_half(part) * sin
@@ -206,7 +206,7 @@ EAGER = {"half": half, "interleaved": interleaved, "interleaved_to_half": interl
 
 
 def jax_rope(pairing: str, count: int) -> Callable[..., Any]:
-    """The same in jax.numpy, for q or q and k; called in a process that has JAX."""
+    """The same in jax.numpy, for q or q and k; only called in a process that has JAX."""
     import jax.numpy as jnp
 
     def turned(x: Any) -> Any:

@@ -1,7 +1,7 @@
-"""RoPE of q and k and the write of k and v into a paged KV cache, as a serving engine does it between projections and
+"""RoPE of q and k plus the write of k and v into a paged KV cache, as in a serving engine between projections and
 attention. Forward only, in place: q, k and the caches are overwritten.
 
-Shape legend: N tokens, H heads of q, G of k and v, D head width; caches (blocks, S, G, D) of S slots a block.
+Shape legend: N tokens, H heads of q, G of k and v, D head width; caches (blocks, S, G, D) with S slots per block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CacheCase:
     """A serving case of RoPE, and a cache with room for twice its tokens."""
 
     rope: RopeCase
-    slots: int = 16  # of a block
+    slots: int = 16  # per block
 
     @property
     def name(self) -> str:
@@ -57,8 +57,8 @@ class CacheCase:
         return ("fwd",)
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """In place: what rotates of q and k read and written, what passes through of k read; k and v written to the
-        caches, v read; rows of the table, position and slot ids read once."""
+        """In place: reads and writes what rotates of q and k, reads what passes through of k; writes k and v to the
+        caches, reads v; reads table rows, position and slot ids once."""
         heads = self.tokens * self.rope.kv_heads * DTYPES[dtype].itemsize
         passing = heads * (self.rope.head_dim - self.rope.rotated)
         return self.rope.bytes_min(direction, dtype) + passing + 3 * heads * self.rope.head_dim + 8 * self.tokens
@@ -101,7 +101,7 @@ class RopeAndCache(Target):
 
 
 class CacheWriteProblem(CaseProblem[CacheCase]):
-    """Tensors: q (N, H · D), k and v (N, G · D), and the two caches, which hold random numbers before."""
+    """Tensors: q (N, H · D), k and v (N, G · D), and the two caches, initially random."""
 
     overwrites = True
 
@@ -117,27 +117,27 @@ class CacheWriteProblem(CaseProblem[CacheCase]):
         q, k = self.inputs.operands
         cache = (case.blocks, case.slots, *k.shape[1:])
         self.tensors = (q.flatten(1), k.flatten(1), normal(*k.shape).flatten(1), normal(*cache), normal(*cache))
-        self.upstream = tuple(map(torch.empty_like, (self.tensors[i] for i in (0, 1, 3, 4))))  # one an output
+        self.upstream = tuple(map(torch.empty_like, (self.tensors[i] for i in (0, 1, 3, 4))))  # one per output
         drawn = torch.Generator().manual_seed(zlib.crc32(f"{task.seed}/{task.case}/slots".encode()))
         #: The slot of every token: distinct, anywhere in the cache.
         self.slots = torch.randperm(case.blocks * case.slots, generator=drawn)[: case.tokens].to(self.device)
 
     def written(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the operation overwrites of tensors like the problem's: its outputs."""
+        """The tensors that the operation overwrites, which are its outputs."""
         q, k, _, key_cache, value_cache = tensors
         return q, k, key_cache, value_cache
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `fusewise.rope_and_cache_` but the caches."""
+        """Keyword arguments of `fusewise.rope_and_cache_` without the caches."""
         return {**self.inputs.kwargs, "slot_mapping": self.slots}
 
     def untouched(self) -> tuple[int, int]:
-        """What passes through of q; of k it is read, for the cache."""
+        """Features that pass through need no read or write in q; in k they are read, for the cache."""
         q, k = (passing_bytes(x, self.case.rope.rotated) for x in self.inputs.operands)
         return q, q + k
 
     def compact(self) -> CacheWriteProblem:
-        """The caches hold the tokens and nothing else."""
+        """With caches that hold exactly the tokens."""
         assert self.inputs.cache is not None
         tokens, (q, k, v, *_) = self.case.tokens, self.tensors
         table, running = self.inputs.cache[self.inputs.kwargs["positions"]], torch.arange(tokens, device=self.device)
@@ -160,8 +160,8 @@ class CacheWriteProblem(CaseProblem[CacheCase]):
         return q_rotated.flatten(1), k_rotated.flatten(1), key_cache, value_cache
 
     def program(self) -> Program:
-        """As in vLLM without its kernels: rotation into new tensors by the rows of a cache in the tensors' dtype, then one
-        indexed write for each of the two caches, in place."""
+        """As in vLLM without its kernels: rotation into new tensors with rows of a cache in the tensors' dtype, then
+        one indexed in-place write per cache."""
         assert self.inputs.cache is not None
         table = self.inputs.cache.to(self.dtype)
         rotate = {"half": write_half, "interleaved": write_interleaved}[self.case.rope.pairing]
@@ -169,11 +169,11 @@ class CacheWriteProblem(CaseProblem[CacheCase]):
         return Program(rotate, lambda *xs: (*xs, self.inputs.kwargs["positions"], table, self.slots, *numbers))
 
 
-# The eager forms, for TorchScript too.
+# The eager forms; they must also script.
 
 
 def stored(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, head: int) -> None:
-    """k and v (N, G · D) written to their slots of (blocks, S, G, D)."""
+    """Write k and v (N, G · D) to their slots of (blocks, S, G, D)."""
     size = key_cache.shape[1]
     block, entry = torch.div(slots, size, rounding_mode="floor"), slots % size
     key_cache[block, entry] = k.view(k.shape[0], -1, head)
@@ -195,7 +195,7 @@ def write_interleaved(
     q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor, table: Tensor,
     slots: Tensor, head: int, width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same on neighbouring features."""
+    """The same on adjacent features."""
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     q, k = interleaved_heads(q, cos, sin, head, 0, width), interleaved_heads(k, cos, sin, head, 0, width)
     stored(k, v, key_cache, value_cache, slots, head)

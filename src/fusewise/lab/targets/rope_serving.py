@@ -1,8 +1,9 @@
-"""RoPE as serving engines call it: q and k flat, (tokens, heads · head width), each token's row looked up in one cache.
+"""RoPE as serving engines call it: flat q and k, (tokens, heads · head width), with each token's row looked up in a
+cache.
 
-The program is what vLLM's `forward_native` does, whose compiled form is the usual rival of a hand-written kernel: rows of
-the [cos ‖ sin] cache by int64 position, rotation of a view by heads, flat again. It gives new tensors, as compilers'
-functions do; kernels of serving engines overwrite q and k, and the least bytes are those of in place.
+The program follows vLLM's `forward_native`, whose compiled form is the usual alternative to a hand-written kernel: rows
+of the [cos ‖ sin] cache by int64 position, rotation of a view by heads, flattened again. It returns new tensors, as
+compiled functions do; serving kernels overwrite q and k, so the minimum bytes are those in place.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ServingProblem(RopeProblem):
         return tuple(y.flatten(1) for y in found)
 
     def program(self) -> Program:
-        """As in vLLM, the cache is kept in the tensors' dtype."""
+        """As in vLLM, the cache has the tensors' dtype."""
         cache, positions = self.cache(self.dtype), self.position_ids()
         numbers = (self.width(0), self.width(1), *self.starts(), self.case.rotated)
         return Program(EAGER[self.case.pairing], lambda q, k: (q, k, positions, cache, *numbers))
@@ -69,7 +70,7 @@ class ServingProblem(RopeProblem):
         return jax_serving(self.case.pairing)
 
 
-# TorchScript compiles these as they stand, hence the plain types and one function for each pairing.
+# TorchScript must accept these unchanged, hence the plain types and one function per pairing.
 
 
 def half_heads(x: Tensor, cos: Tensor, sin: Tensor, head: int, start: int, width: int) -> Tensor:
@@ -81,7 +82,7 @@ def half_heads(x: Tensor, cos: Tensor, sin: Tensor, head: int, start: int, width
 
 
 def interleaved_heads(x: Tensor, cos: Tensor, sin: Tensor, head: int, start: int, width: int) -> Tensor:
-    """The same on neighbouring features."""
+    """The same on adjacent features."""
     heads = x.view(x.shape[0], -1, head)
     part = heads[..., start : start + width]
     a, b = part[..., ::2], part[..., 1::2]
@@ -90,7 +91,7 @@ def interleaved_heads(x: Tensor, cos: Tensor, sin: Tensor, head: int, start: int
 
 
 def sorted_heads(x: Tensor, cos: Tensor, sin: Tensor, head: int, start: int, width: int) -> Tensor:
-    """Neighbouring features in, halves out."""
+    """Adjacent features in, halves out."""
     heads = x.view(x.shape[0], -1, head)
     part = heads[..., start : start + width]
     a, b = part[..., ::2], part[..., 1::2]
@@ -99,7 +100,7 @@ def sorted_heads(x: Tensor, cos: Tensor, sin: Tensor, head: int, start: int, wid
 
 
 def served(rotate: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`rotate` of q and k by the rows of the cache at their positions."""
+    """`rotate` of q and k with the rows of the cache at their positions."""
 
     def rope(
         q: Tensor, k: Tensor, positions: Tensor, cache: Tensor, q_head: int, k_head: int, q_start: int, k_start: int,
@@ -119,7 +120,7 @@ EAGER = {
 
 
 def jax_serving(pairing: str) -> Callable[..., Any]:
-    """The same in jax.numpy; called in a process that has JAX."""
+    """The same in jax.numpy; only called in a process that has JAX."""
     import jax.numpy as jnp
 
     def rotate(x: Any, cos: Any, sin: Any, head: int, start: int, width: int) -> Any:

@@ -1,8 +1,8 @@
-"""A function of the user's own as a target: `path.py:function` or `package.module:function`, with inputs as text.
+"""A user's function as a target: `path.py:function` or `package.module:function`, with inputs as text.
 
-Processes are told the place of the function (`functions.py`) and what its arguments look like (`inputs.py`), never code or
-values: each imports the file or module itself and draws the same arguments. The truth is the function itself in float64.
-Modules work as functions, and their parameters get gradients, too.
+Worker processes receive the function's location (`functions.py`) and a description of its arguments (`inputs.py`),
+never code or values: each imports the file or module itself and draws the same arguments. The reference is the function
+itself in float64. Modules work like functions, and their parameters get gradients, too.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from ..reason import reason
 from . import Case, Target, functions, inputs
 from .wide import in_float64
 
-#: An input that counts as one of float32, of which its parts are.
+#: Counts as a float32 input, since its parts are float32.
 COMPLEX = "c64"
-#: The largest error of a second call's results against the first's, which sums in another order may bring: so many times what
-#: the coarsest dtype resolves, and no more than that.
+#: Tolerance of a second call's results against the first's, for another order of summation: REPEATED times the eps of
+#: the coarsest dtype, at most MOST_REPEATED.
 REPEATED, MOST_REPEATED = 1e3, 1e-2
-#: Said of a function none of whose results depends on an input in a differentiable way.
+#: Message for a function none of whose results depends differentiably on an input.
 NO_BACKWARD = "must be differentiable for a backward pass"
-#: Said by autograd of a tensor that its backward reads and that was written to in between.
+#: Part of autograd's message for a saved tensor that was modified before its backward.
 OVERWRITTEN = "modified by an inplace operation"
-#: So long a process that a function forked is waited for, should it come back.
+#: How long to wait for a forked process that might return as well.
 FORKED_SECONDS = 1.0
-#: Characters of a case's name; the row's shape has all of the inputs.
+#: Limit on a case's name in characters; the row's shape lists all inputs.
 LONGEST_CASE = 1000
 
 
@@ -53,7 +53,7 @@ LONGEST_CASE = 1000
 class UserCase:
     """One set of arguments of one function."""
 
-    name: str  # the inputs, as text, shortened where that is long
+    name: str  # the inputs as text, shortened if long
     dtypes: tuple[str, ...]
     passes: tuple[Pass, ...]
     input_bytes: int
@@ -63,12 +63,12 @@ class UserCase:
         return self.name
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Those of the inputs; what the function gives is known to the problem alone, once it has run."""
+        """Bytes of the inputs; output sizes are only known to the problem, after a run."""
         return self.input_bytes
 
 
 class User(Target):
-    """What `place` names, called with arguments like `texts`."""
+    """The function at `place`, called with arguments described by `texts`."""
 
     def __init__(self, place: str, texts: Sequence[str] = ()) -> None:
         self.place, self.texts = functions.absolute(place), tuple(texts)
@@ -84,7 +84,8 @@ class User(Target):
         return super().cases(preset)
 
     def case(self, name: str = "") -> Case:
-        """The one case: dtype of the first input of those that a study is of, backward if there is one to be had."""
+        """The only case: the dtype of the first input with a study dtype, and a backward if an input can have a
+        gradient."""
         specs = [inputs.parse(text) for text in self.texts]
         tensors = [spec for _, spec in specs if isinstance(spec, inputs.TensorSpec)]
         able = [spec for spec in tensors if spec.dtype in (*DTYPES, COMPLEX)]
@@ -101,7 +102,8 @@ class User(Target):
 
     def detail(self, case: Case) -> Mapping[str, Any]:
         file = Path(self.place.rpartition(":")[0])
-        # What a record is of, so that a study that is resumed is of the same; a module's file is found where it is imported.
+        # Identifies the function, so that only the same one is resumed. A module's file is only known where it is
+        # imported.
         source = hashlib.sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" else None
         return {"place": self.place, "source": source, "inputs": list(self.texts), "path": [p for p in sys.path if p]}
 
@@ -109,8 +111,8 @@ class User(Target):
         return UserProblem(task)
 
     def verify(self, tasks: Sequence[Task], timeout: float, memory_limit: int | None) -> Collection[Pass]:
-        """Import the function and run it in a process like a provider's. A task that can be made is enough: of the others
-        each has rows with its reason. Whether there is a backward is asked once."""
+        """Import the function and run it in a process like a provider's. One task that can be made suffices: the others
+        get rows with their reasons. Whether a backward exists is tested once."""
         start = {"provider": "fusewise.lab.providers.pytorch:Eager", "device": tasks[0].device, "flush_bytes": 0}
         worker: WorkerProcess | None = None
         reasons = []
@@ -148,20 +150,20 @@ class User(Target):
 
 
 def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
-    """The dtype that `--dtype` replaces: that of the first input that has one of a study's."""
+    """The dtype that `--dtype` replaces: that of the first input with a study dtype."""
     return next((s.dtype for _, s in specs if isinstance(s, inputs.TensorSpec) and s.dtype in DTYPES), None)
 
 
 class UserProblem(Problem):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        #: The buffers and parameters that a call writes to, as they were before the first one.
+        #: Buffers and parameters that a call writes, with their values before the first call.
         self.state: dict[str, Tensor] = {}
         self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
         specs = [
             (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
         ]
-        #: Arguments, with None where a tensor of `tensors` belongs.
+        #: Arguments, with None as placeholder for each of `tensors`.
         self.arguments: list[Any] = [None if isinstance(s, inputs.TensorSpec) else s for _, s in specs]
         made = {n: self._make(n, s) for n, s in specs if isinstance(s, inputs.TensorSpec)}
         self.where = [i for i, (n, _) in enumerate(specs) if n in made]
@@ -175,7 +177,7 @@ class UserProblem(Problem):
             if self.dtype != torch.float32:
                 _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
             self.state = self._as_it_is()
-            with torch.no_grad():  # parameters that a first call makes are the same in the copy
+            with torch.no_grad():  # parameters created by a first call are then the same in the copy
                 self._once(lambda: self.function(*self._arguments(self.leaves(False))))
             self.wide = _cast(functions.copied(self.function), widened)
             self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
@@ -186,7 +188,7 @@ class UserProblem(Problem):
         with torch.no_grad():
             for now in (_held(self.function), _held(self.wide)):
                 for name, x in self.state.items():
-                    if name in now and now[name].shape == x.shape:  # not of one that grows, or is taken away
+                    if name in now and now[name].shape == x.shape:  # skip state that was resized or removed
                         now[name].copy_(x)
 
     def left_out(self) -> list[str]:
@@ -195,8 +197,8 @@ class UserProblem(Problem):
         return [f"{'parameter' if isinstance(now[name], nn.Parameter) else 'buffer'} {name}" for name in same]
 
     def _as_it_is(self) -> dict[str, Tensor]:
-        """Copies of buffers and parameters, after `begin_anew`: those that are there are not made once more. What a first call
-        has yet to give a shape has no values."""
+        """Copies of buffers and parameters after `begin_anew`; existing copies are reused. Lazy ones have no values
+        yet."""
         now = {n: x for n, x in _held(self.function).items() if not nn.parameter.is_lazy(x)}
         before = self.state
         return {
@@ -205,11 +207,11 @@ class UserProblem(Problem):
 
     def take(self, task: Task) -> None:
         before, self.task = self.task, task
-        if task.pass_ != before.pass_:  # other gradients are wanted, and other bytes move
+        if task.pass_ != before.pass_:  # other gradients and other bytes
             self._look()
 
     def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
-        """The spec in the task's dtype, if it has the one that `--dtype` changes."""
+        """The spec in the task's dtype, if it has the dtype that `--dtype` replaces."""
         first = _changeable([inputs.parse(text) for text in self.task.detail["inputs"]])
         if first is None and self.task.dtype != "fp32":
             raise ValueError(
@@ -224,14 +226,15 @@ class UserProblem(Problem):
             return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # as a CPU's memory runs out
+        except RuntimeError as error:  # also raised when a CPU's memory runs out
             raise ValueError(
                 f"study: input {inputs.written(name, spec)!r} must be one that memory has room for, got {reason(error)}; "
                 "make it smaller"
             ) from error
 
     def _look(self) -> None:
-        """Run it twice: what comes out, how many products, what a gradient reads, and whether it is a function at all."""
+        """Run the function twice to find its outputs, FLOPs and what a gradient reads, and to check that it is
+        deterministic and leaves its inputs unchanged."""
         gradient = self.task.pass_ != "fwd"
         leaves = self.leaves(gradient)
         self.begin_anew()
@@ -259,7 +262,7 @@ class UserProblem(Problem):
         self.shapes, self.dtypes = _shapes(outputs), tuple(y.dtype for y in outputs)
         self.begin_anew()
         again = self.eager(leaves)
-        # Errors are judged by the coarsest dtype that the function takes or gives, or has a gradient in.
+        # Errors are judged by the coarsest dtype among inputs, outputs and parameters.
         coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
         within = min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
@@ -270,7 +273,8 @@ class UserProblem(Problem):
         self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
         now = _held(self.function)
         own = {memory(x) for x in (*leaves, *self.parameters, *(now[n] for n in self.state if n in now))}
-        #: What the function has besides its inputs and what it learns or writes to: frozen parameters, buffers, others' tensors.
+        #: Memory the function reads besides inputs and learned or written state: frozen parameters, buffers, captured
+        #: tensors.
         self.besides = {of: size for of, size in counter.outside.items() if of not in own}
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
@@ -278,7 +282,7 @@ class UserProblem(Problem):
                 y.shape,
                 generator=generator,
                 device=y.device,
-                dtype=y.dtype if y.element_size() > 1 else torch.float32,  # nothing is drawn in eight bits
+                dtype=y.dtype if y.element_size() > 1 else torch.float32,  # torch draws no 8-bit floats
             ).to(y.dtype)
             if differentiable(y) and (y.requires_grad or not gradient)
             else None
@@ -291,8 +295,8 @@ class UserProblem(Problem):
         self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
 
     def _once(self, call: Callable[[], Result]) -> Result:
-        """What the call gives. ValueError where a process that it forked comes back, too: with every call there would be twice
-        as many."""
+        """The result of the call. ValueError if a process forked inside also returns: with every call their number
+        would double."""
         process, (reading, writing) = os.getpid(), os.pipe()
         try:
             return call()
@@ -301,7 +305,7 @@ class UserProblem(Problem):
                 os.write(writing, b"!")
                 os._exit(0)
             os.close(writing)
-            ready = select.select([reading], [], [], FORKED_SECONDS)[0]  # at once where no other process has it open
+            ready = select.select([reading], [], [], FORKED_SECONDS)[0]  # immediate if no other process holds the pipe
             twice = ready and os.read(reading, 1)
             os.close(reading)
             if twice:
@@ -311,7 +315,7 @@ class UserProblem(Problem):
                 )
 
     def _is_overwritten(self, leaves: tuple[Tensor, ...]) -> bool:
-        """Whether a call writes to what the backward of the one before reads, which autograd refuses then."""
+        """Whether a call overwrites what the previous call's backward reads, which autograd then rejects."""
         outputs = self.eager(leaves)
         self.eager(leaves)
         try:
@@ -323,9 +327,10 @@ class UserProblem(Problem):
         return False
 
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
-        """Whether other inputs give another gradient; that of a linear function of all its inputs needs none of them."""
+        """Whether other inputs give other gradients. The gradient of a function linear in all inputs needs none of
+        them."""
         here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream))
-        # what a backward computes once more, to hold less, is not needed
+        # FLOPs of recomputation (checkpointing) are not required
         self.gradient_flops = min(counter.flops, 2 * self.flops)
         self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
         self.gradient_besides = sum(size for of, size in counter.outside.items() if of in self.besides)
@@ -338,7 +343,7 @@ class UserProblem(Problem):
             there = self.gradients(others, moved, self.upstream)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a function may refuse values that nobody gave it, and then depends on them
+        except Exception:  # a function that rejects other values depends on them
             return True
         return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
@@ -362,7 +367,7 @@ class UserProblem(Problem):
             found = tensors_of(self._in_float64(lambda: self.wide(*self._arguments(tensors))))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a user's function raises anything
+        except Exception as error:  # a user's function may raise anything
             raise ValueError(
                 f"study: {self.op} must run on float64 tensors, too, which give the truth, got {reason(error)}; "
                 "let it take them"
@@ -383,7 +388,8 @@ class UserProblem(Problem):
         return self._in_float64(call) if wide else call()
 
     def _in_float64(self, call: Callable[[], Result]) -> Result:
-        """A scripted module has nothing beside its parameters and inputs, and its autograd knows their dtypes beforehand."""
+        """The call in float64. A scripted module needs no dispatch mode: it captures no other tensors, and its autograd
+        fixes dtypes in advance."""
         return call() if isinstance(self.wide, torch.jit.ScriptModule) else in_float64(call)
 
     def shape(self) -> str:
@@ -391,9 +397,9 @@ class UserProblem(Problem):
         return self.text + (f" parameters[{count}]" if count else "")
 
     def bytes_min(self) -> int:
-        """Forward: inputs, parameters and what else the function has read, outputs written. Backward: gradients of the outputs
-        read, those of floating inputs and parameters written, inputs and parameters read where the gradient depends on them, and
-        what else the function has as far as operators take it. What is a view of what was there is not written."""
+        """Forward: reads inputs, parameters and other memory, writes outputs. Backward: reads output gradients, writes
+        gradients of floating inputs and parameters, reads inputs and parameters if the gradient depends on them, and
+        other memory as far as operators read it. Views of existing memory are not written."""
         read = sum(map(extent, (*self.tensors, *self.parameters)))
         forward = read + sum(self.besides.values()) + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
@@ -401,13 +407,13 @@ class UserProblem(Problem):
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
 
     def flops_min(self) -> int:
-        """Those of matrix products and convolutions; elementwise operations are not counted."""
+        """FLOPs as counted by `counting.py`, which excludes elementwise operations."""
         backward = self.gradient_flops
         return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
 
 
 def _held(function: Any) -> dict[str, Tensor]:
-    """What a module holds and may write to, by name."""
+    """Parameters and buffers of a module, by name."""
     return (
         {**dict(function.named_parameters()), **dict(function.named_buffers())}
         if isinstance(function, nn.Module)
@@ -420,8 +426,8 @@ def _same(x: Tensor, before: Tensor | None) -> bool:
 
 
 def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
-    """The module with parameters and buffers in other dtypes. `nn.Module.to` would make complex ones real, and `double` leave
-    them as they are."""
+    """Cast parameters and buffers. `nn.Module.to` would make complex ones real, and `double` would leave them
+    unchanged."""
     return module._apply(lambda x: x.to(to(x.dtype)))  # type: ignore[no-any-return]
 
 
@@ -430,13 +436,12 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
-    """The tensors in whatever a function returns, in the order of its structure."""
+    """The tensors in a function's return value, in pytree order."""
     return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
 
 
 def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes that are there once the tensors are and `read` were: a view of these is nothing written, and what several have in
-    common is written once."""
+    """Bytes newly allocated for the tensors: views of `read` are free, and shared storage counts once."""
     memory = {x.untyped_storage().data_ptr() for x in read}
     found: dict[int, int] = {}
     for y in {(y.data_ptr(), y.shape, y.stride()): y for y in tensors}.values():
@@ -447,8 +452,8 @@ def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
 
 
 def _moved(x: Tensor) -> Tensor:
-    """Other values in the strides of `x`, between its own, so that a function that takes these takes them: the means of neighbours,
-    and less where these are equal."""
+    """Other values with the strides of `x`: the means of neighbours, or something smaller where these are equal. They
+    stay within the range of x, so that a function accepting x accepts them."""
     x = x.detach()
     means = torch.lerp(x.flatten().roll(1).view(x.shape), x, 0.5)
     return torch.empty_like(x).copy_(torch.where(means == x, 0.75 * x, means))

@@ -1,4 +1,4 @@
-"""A function in float64 whatever it says, which is the truth of it."""
+"""Runs a function in float64 whatever dtypes it names: the reference for its correctness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.c
 
 
 class _Widen(Mode):
-    """Operations that ask for a narrow dtype, and on tensors of one, get float64 or complex128 instead."""
+    """Replaces narrow dtypes in operator arguments by float64 or complex128, and widens tensor arguments likewise."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs)
@@ -24,7 +24,7 @@ class _Widen(Mode):
             kwargs["dtype"] = widened(kwargs["dtype"])
         if (
             isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
-        ):  # tensors that the function has from elsewhere; what it writes to stays its own
+        ):  # tensors captured from outside; mutated ones keep their dtype
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda x: x.to(widened(x.dtype)) if x.dtype in NARROW else x, (args, kwargs)
             )
@@ -32,8 +32,8 @@ class _Widen(Mode):
 
 
 def in_float64(call: Callable[[], Result]) -> Result:
-    """The call with casts and new tensors of narrower floating dtypes in float64, so that it computes in that throughout, whatever
-    it says."""
+    """Call with float64 in place of narrower floating dtypes in casts and new tensors, so that the whole computation is
+    in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

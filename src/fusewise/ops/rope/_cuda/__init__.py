@@ -21,12 +21,18 @@ FOLDER = Path(__file__).parent
 HEADERS = tuple(
     FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h")
 )
-SOURCES = (*(FOLDER / name for name in ("rope.cu", "bulk.cuh", "light.cuh", "rows.cuh", "runs.cuh")), *HEADERS)
+PARTS = tuple(FOLDER / f"rope_{dtype}.cu" for dtype in ("float", "bfloat16", "half"))
+SOURCES = (
+    FOLDER / "rope.cu",
+    *PARTS,
+    *(FOLDER / name for name in ("bulk.cuh", "light.cuh", "rows.cuh", "runs.cuh")),
+    *HEADERS,
+)
 
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
     """Build recipe of the library for the given compute capabilities."""
-    return "rope-cuda", SOURCES, build.nvcc(), cuda.flags(capabilities)
+    return "rope-cuda", SOURCES, build.nvcc(), (*cuda.flags(capabilities), cuda.PARTS)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ auto with_pairs(int64_t np, int64_t heads) {
 
 template <template <class, bool, bool, int, int> class Family, class T>
 auto with_pairing(const Plan& plan, int64_t np, int64_t heads) {
-#ifdef FUSEWISE_DTYPE
+#ifdef FUSEWISE_IN
   return with_pairs<Family, T, FUSEWISE_IN, FUSEWISE_OUT>(np, heads);
 #else
   if (plan.interleaved_in)
@@ -61,8 +61,9 @@ auto with_pairing(const Plan& plan, int64_t np, int64_t heads) {
 #endif
 }
 
-// Call `f` with a value of the dtype. All kernels take most of a minute to compile: to inspect those of one dtype and pairing,
-// define FUSEWISE_DTYPE, FUSEWISE_IN and FUSEWISE_OUT as their T, INTERLEAVED_IN and INTERLEAVED_OUT. The library has all.
+// Call `f` with a value of the dtype. Compiling all kernels takes most of a minute, so a library is built from one translation unit per
+// dtype, which defines FUSEWISE_DTYPE as T; nvcc compiles them in parallel. To inspect the kernels of a single pairing, define
+// FUSEWISE_IN and FUSEWISE_OUT as INTERLEAVED_IN and INTERLEAVED_OUT, too.
 template <class F>
 auto with_dtype(int64_t kind, F f) {
 #ifdef FUSEWISE_DTYPE

@@ -236,7 +236,7 @@ auto light_kernel(int64_t bytes, bool copies) {
 
 template <class T, class TABLE>
 auto light_kernel(const Plan& plan, int64_t bytes, bool copies) {
-#ifdef FUSEWISE_DTYPE
+#ifdef FUSEWISE_IN
   return light_kernel<T, TABLE, FUSEWISE_IN, FUSEWISE_OUT>(bytes, copies);
 #else
   if (plan.interleaved_in) return (plan.interleaved_out ? light_kernel<T, TABLE, true, true> : light_kernel<T, TABLE, true, false>)(bytes, copies);

@@ -141,8 +141,23 @@ struct Rotate {
 
 }  // namespace
 
+#if defined(FUSEWISE_PARTS) && !defined(FUSEWISE_DTYPE)
+// The entry point of a library that is compiled in parts.
+extern "C" {
+int fusewise_rope_float(const Plan*, const Call*, void*), fusewise_rope_bfloat16(const Plan*, const Call*, void*), fusewise_rope_half(const Plan*, const Call*, void*);
+
+__attribute__((visibility("default"))) int fusewise_rope(const Plan* plan, const Call* call, void* stream) {
+  const int64_t kind = plan->kind;
+  return (kind == FLOAT32 ? fusewise_rope_float : kind == BFLOAT16 ? fusewise_rope_bfloat16 : fusewise_rope_half)( plan,  call,  stream);
+}
+}
+#else
+#ifndef FUSEWISE_ENTRY
+#define FUSEWISE_ENTRY fusewise_rope
+#endif
+
 // Rotate every x of the call into its y on a stream of the current device. Returns a cudaError_t.
-extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* plan, const Call* call, void* stream) {
+extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Plan* plan, const Call* call, void* stream) {
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2, pairs = plan->pairs;
   const bool halves = !plan->interleaved_in && !plan->interleaved_out;
   Params params{};
@@ -223,7 +238,9 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
   const dim3 block(chunks, static_cast<unsigned>(most), static_cast<unsigned>(block_tokens));
   return launched(kernel_for<Rotate>(*plan, np, unrolled), grid, block, stream, device, params);
 }
+#endif
 
+#if !defined(FUSEWISE_PARTS) || !defined(FUSEWISE_DTYPE)
 // A cudaError_t that tells whether the kernels can run on the current device, and if not, why.
 extern "C" __attribute__((visibility("default"))) int fusewise_rope_probe() {
   cudaFuncAttributes attributes;
@@ -233,3 +250,4 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_probe() {
 extern "C" __attribute__((visibility("default"))) const char* fusewise_error(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 }
+#endif

@@ -15,12 +15,13 @@ from ...rope import _host
 from .._native import packed
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "rope_and_cache.cu", FOLDER / "direct.cuh", FOLDER / "../plan.h", *rope.HEADERS)
+PARTS = tuple(FOLDER / f"rope_and_cache_{dtype}.cu" for dtype in ("float", "bfloat16", "half"))
+SOURCES = (FOLDER / "rope_and_cache.cu", *PARTS, FOLDER / "direct.cuh", FOLDER / "../plan.h", *rope.HEADERS)
 
 
 def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
     """Build recipe of the library for the given compute capabilities."""
-    return "rope-and-cache-cuda", SOURCES, build.nvcc(), cuda.flags(capabilities)
+    return "rope-and-cache-cuda", SOURCES, build.nvcc(), (*cuda.flags(capabilities), cuda.PARTS)
 
 
 @functools.cache

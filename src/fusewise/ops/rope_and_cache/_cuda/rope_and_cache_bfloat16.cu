@@ -1,0 +1,7 @@
+// The part of the library for bfloat16; without FUSEWISE_PARTS, rope_and_cache.cu alone is the whole library.
+
+#ifdef FUSEWISE_PARTS
+#define FUSEWISE_DTYPE __nv_bfloat16
+#define FUSEWISE_ENTRY fusewise_rope_and_cache_bfloat16
+#include "rope_and_cache.cu"
+#endif
