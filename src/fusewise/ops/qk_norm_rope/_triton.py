@@ -53,14 +53,14 @@ def choose(problem: Problem, norm: Norm, backward: bool, processors: int) -> Con
     itemsize = problem.operands[0].x.element_size()
     head = triton.next_power_of_2(max(operand.head_dim for operand in problem.operands))
     lanes = triton.cdiv(head * itemsize, 32)  # threads per head, each with 16 bytes of either half
-    # Backward launches as many programs as fit in the register files at once, measured on an H200: fewer leave SMs idle, more
-    # need a second wave. Prefetching a tile is no faster then: the programs of an SM hide each other's latency.
+    # Backward launches as many programs as fit in the register files at once, measured on an H200: fewer leave SMs
+    # idle, more need a second wave. Prefetching a tile is no faster then: the programs of an SM hide each other's latency.
     if norm.over == "head":
         programs = 5 if itemsize == 2 else 8
         tiles = rope.choose_tiles(tokens, heads, lanes, 2 * processors if backward else processors)
         return Config(tuple(tiles), rope.NUM_WARPS, programs)
-    # All heads of a token: 64 bytes of the widest tensor per thread, 32 in backward since it also keeps sums for the weights;
-    # the other tensor has as many tokens per tile.
+    # All heads of a token: 64 bytes of the widest tensor per thread, 32 in backward since it also keeps sums for the
+    # weights; the other tensor has as many tokens per tile.
     blocks = [triton.next_power_of_2(max(count, 1)) for count in heads]
     num_warps = min(max(max(blocks) * lanes // (32 if backward else 64), 4), 16)
     rows = max(num_warps * (32 if backward else 64) // lanes, max(blocks))
@@ -77,8 +77,8 @@ def arguments(
     partials: tuple[Tensor, ...] = (),
     config: Config | None = None,
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
-    """The kernel for a problem, the grid size, all arguments and the launch options. With `dys` it is the backward: then
-    the problem maps x to dx, and `partials` are given if the weights need gradients."""
+    """The kernel for a problem, the grid size, all arguments and the launch options. With `dys` it is the backward:
+    then the problem maps x to dx, and `partials` are given if the weights need gradients."""
     backward = bool(dys)
     config = config or choose(problem, norm, backward, processors)
     _, of_rope = rope.arguments(problem, processors)
@@ -137,15 +137,15 @@ def arguments(
 
 
 def registers(config: Config) -> int:
-    """Register limit per thread that keeps all programs of an SM resident: it has 65,536 registers, allocated in multiples of
-    8 per thread. Without a limit the compiler uses 96 or 128 for almost no gain, and at 128 the fifth program needs a
-    second wave."""
+    """Register limit per thread that keeps all programs of an SM resident: it has 65,536 registers, allocated in
+    multiples of 8 per thread. Without a limit the compiler uses 96 or 128 for almost no gain, and at 128 the fifth
+    program needs a second wave."""
     return min(65536 // (32 * config.num_warps * config.programs) // 8 * 8, 255)
 
 
 def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
-    """Programs of the backward per tensor: all with the same number of tiles except the last of each, and together no more
-    than one wave. The split depends only on shapes and device, and so does the summation order of dw."""
+    """Programs of the backward per tensor: all with the same number of tiles except the last of each, and together no
+    more than one wave. The split depends only on shapes and device, and so does the summation order of dw."""
     tokens = problem.batch * problem.tokens
     counts = [
         triton.cdiv(tokens, tile.block_t) * triton.cdiv(operand.heads, tile.block_h)
@@ -287,8 +287,8 @@ _OF_ROTATION = 6  # arguments after the tensors: cos, sin, positions, offsets, c
 
 
 def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Everything that a plan depends on; None if a pointer is not aligned to 16 bytes, which bound launches assume, or if
-    kernels cannot be launched directly."""
+    """Everything that a plan depends on; None if a pointer is not aligned to 16 bytes, which bound launches assume, or
+    if kernels cannot be launched directly."""
     cos, sin, positions, offsets, cu_seqlens, _, spec = rotation
     alignment = cos.data_ptr()
     for x in tensors:

@@ -3,8 +3,8 @@
     r = 1 / sqrt(mean(x²) + eps),   z = x r (w + offset),   (y_a, y_b) = (z_a cos θ − z_b sin θ, z_b cos θ + z_a sin θ)
 
 Shape legend: T tokens, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H heads, with ALL all
-heads of its tokens, which are then normalized together. A program reads x and the weights and table rows of its tile once,
-and writes y once. Arithmetic is float32 with one final rounding.
+heads of its tokens, which are then normalized together. A program reads x and the weights and table rows of its tile
+once, and writes y once. Arithmetic is float32 with one final rounding.
 """
 
 from __future__ import annotations

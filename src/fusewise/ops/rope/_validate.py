@@ -45,8 +45,8 @@ DEFAULTS: dict[str, Any] = {
     "pairing": "half", "rotary_dim": None, "rotary_start": 0, "scale": 1.0, "inverse": False, "impl": "auto",
 }  # fmt: skip
 
-# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec and
-# the largest valid offset. Training uses one key, serving a few hundred; the bound only guards against a leak.
+# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec
+# and the largest valid offset. Training uses one key, serving a few hundred; the bound only guards against a leak.
 _VALIDATED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 
