@@ -268,8 +268,8 @@ def _consume(
             PIECES: gl.constexpr = 2 * READS
             for p in range(PIECES):
                 own = OWN + p % AHEAD * READS
-                came = arrived.index(GROUP * AHEAD + p % AHEAD)
-                mbarrier.wait(came, (turn * PIECES + p) // AHEAD & 1)
+                full = arrived.index(GROUP * AHEAD + p % AHEAD)
+                mbarrier.wait(full, (turn * PIECES + p) // AHEAD & 1)
                 if EPILOGUE == "down":
                     dy = now
                     u = slots.index(own).load(PIECE).to(gl.float32)
@@ -282,7 +282,7 @@ def _consume(
                         g = _biased(g, bias_slots.index(2 * GROUP + 1))
                 _meet()  # all threads have read the slot: it may be refilled
                 next_row, next_column = _at(row, column, p + AHEAD, EPILOGUE)
-                _get(in_maps, next_row, next_column, slots, own, came, EPILOGUE, p + AHEAD < PIECES)
+                _get(in_maps, next_row, next_column, slots, own, full, EPILOGUE, p + AHEAD < PIECES)
                 a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
                 tma.store_wait(pendings=0)  # of the piece before
                 # Write all outputs before a single fence: registers are freed as soon as a few columns are done.
