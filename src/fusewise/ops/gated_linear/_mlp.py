@@ -96,7 +96,7 @@ def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str,
         return _autograd.shaped(_products.linear(y, *down), x)
 
 
-def quickly(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
+def try_fast_path(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
     """z, if the host fast path (`_host.py`) serves the unit with these arguments of `gated_linear` and the down
     projection is a plain one, too; None if Python has to validate or raise."""
     x, (w_down, b_down) = arguments[0], down

@@ -157,7 +157,7 @@ def gated_mlp(
     """
     first, second = ((w_gate, b_gate), (w_up, b_up)) if w_up is None else ((w_up, b_up), (w_gate, b_gate))
     unit = (x, *first, activation, *second, layout, gate_first, save, impl)  # the arguments of `gated_linear`
-    done = None if traced() or w_gate is None else _mlp.quickly(unit, w_down, b_down)
+    done = None if traced() or w_gate is None else _mlp.try_fast_path(unit, w_down, b_down)
     if done is not None:
         return done
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)

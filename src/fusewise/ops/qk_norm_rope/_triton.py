@@ -162,7 +162,7 @@ def forward(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> None:
     """`impl="triton"`: write the result for every x into its y."""
-    tensors = _doubled(xs, ys, weights, rotation)
+    tensors = _leading_tensors(xs, ys, weights, rotation)
     key = _key(tensors, rotation, (norm, len(xs), len(weights)))
     if (plan := _PLANS.get(key)) is not None:
         plan.run(tensors, rotation)
@@ -182,13 +182,13 @@ def backward(
     norm: Norm,
 ) -> None:
     """Write the gradient of every x, and of every weight unless `dweights` is empty."""
-    tensors = (*_doubled(xs, dys, weights, rotation), dxs[0], dxs[-1])
+    tensors = (*_leading_tensors(xs, dys, weights, rotation), dxs[0], dxs[-1])
     key = _key(tensors, rotation, (norm, len(xs), len(weights), len(dweights)))
     if (plan := _PLANS.get(key)) is not None:
         partials = _new_partials(plan.counts, dweights, xs[0])
-        plan.run((*tensors, *_both(partials, rotation)), rotation)
+        plan.run((*tensors, *_q_and_k(partials, rotation)), rotation)
         if plan.then is not None:
-            plan.then.run((*_both(partials, rotation), *_both(dweights, rotation)), None)
+            plan.then.run((*_q_and_k(partials, rotation), *_q_and_k(dweights, rotation)), None)
         return
     problem, processors = _problem(xs, dxs, rotation), _processors(xs[0])
     config = choose(problem, norm, True, processors)
@@ -208,7 +208,7 @@ def _new_partials(counts: Sequence[int], dweights: Sequence[Tensor], x: Tensor) 
     return tuple(torch.empty(sum(sizes), dtype=torch.float32, device=x.device).split_with_sizes(sizes))
 
 
-def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+def _q_and_k(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
     """The tensors of q and k; another tensor stands in for an absent one, which is never dereferenced."""
     if tensors:
         return tensors[0], tensors[-1]
@@ -216,11 +216,11 @@ def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor,
     return rotation[0], rotation[0]
 
 
-def _doubled(
+def _leading_tensors(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation
 ) -> tuple[Tensor, ...]:
     """The leading tensor arguments of the kernels, in order."""
-    return (*_both(xs, None), *_both(ys, None), *_both(weights, rotation))
+    return (*_q_and_k(xs, None), *_q_and_k(ys, None), *_q_and_k(weights, rotation))
 
 
 def sum_arguments(

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..rope._triton_angles import PositionForm, Positions, Table, TableForm
 from ..rope._triton_kernel import Order, View, base_of, rotate
-from ._triton_kernel import NOT_SPECIALISED
+from ._triton_kernel import NOT_SPECIALIZED
 from ._triton_parts import (
     Form,
     features_of,
@@ -151,7 +151,7 @@ def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, An
     return {"name": kernel.name, "bytes": 3 * tokens * features * arguments["q_ptr"].element_size()}
 
 
-@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALISED)
+@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALIZED)
 def backward_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, dq_ptr, dk_ptr, q_partials_ptr, k_partials_ptr,
     cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,
