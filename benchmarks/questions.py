@@ -73,8 +73,8 @@ def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
     """Kernel against kernel: what fusing RoPE is worth on the device."""
     parts = [
         "## How much faster is a fused RoPE, kernel against kernel?",
-        "Device time alone: no launch, no Python; cold cache, the same tensors, every result within the error that eager code "
-        "itself makes against float64.",
+        "Device time only, without launch or Python overhead; cold cache, same tensors, every result within the error bound "
+        "derived from eager code's own error against float64.",
     ]
     found = latest(h200, (COMPILED, "eager"))
     lines = []
@@ -90,19 +90,19 @@ def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
         eagers = [time(g, "eager") / time(g, best(g).provider) for g in groups.values()]
         compilers = [time(g, COMPILED) / time(g, best(g).provider) for g in groups.values()]
         name, which = {
-            "fwd": ("Forward", "giving new tensors"),
-            "bwd": ("Backward", "of which CUDA's overwrites an incoming gradient that nobody else holds"),
+            "fwd": ("Forward", "out of place"),
+            "bwd": ("Backward", "CUDA overwrites an incoming gradient that nothing else references"),
         }[pass_]
         parts.append(
             f"{name}, {len(groups)} models' training shapes on an H200: eager code takes {spread(eagers)} times as long as the "
-            f"better of ours ({which}), {COMPILED} {spread(compilers)}."
+            f"faster fusewise kernel ({which}), {COMPILED} {spread(compilers)}."
         )
     columns = ["case", "copy µs", "eager µs", f"{COMPILED} µs", "fusewise µs", "eager ×", f"{COMPILED} ×"]
     parts.append(markdown.table(columns, lines))
     parts.append(
-        "So against eager code the answer is large and mostly not about the kernel: any way of fusing gets most of it. The "
-        "fair rival is the compiler; what differs there is in its graphs and its code, which `fusewise code rope` prints "
-        "stage by stage ([code.md](code.md))."
+        "Against eager code the speedup is large, but most of it comes from fusion, by any means. The fair baseline is the "
+        "compiler; where it differs is in its graphs and generated code, which `fusewise code rope` prints stage by stage "
+        "([code.md](code.md))."
     )
     small = {k: g for k, g in latest(cpu, (COMPILED, "eager")).items() if k[1] == "seqlen-128"}
     for key, group in small.items():
@@ -116,7 +116,7 @@ def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
     if sweep:
         swept = [time(g, "eager") / time(g, best(g).provider) for g in sweep.values()]
         parts.append(
-            f"Over the sweep of {len(sweep)} sequence lengths and passes on an H200 eager code takes {spread(swept)} times as long."
+            f"Over the sweep of {len(sweep)} sequence lengths and passes on an H200, eager code takes {spread(swept)} times as long."
         )
     else:
         parts.append(
@@ -135,7 +135,7 @@ def launches(h200: Sequence[Row]) -> list[str]:
     found = [g for g in host.groups(rows) if served or "width" not in g.key[1]]
     parts = [
         "## PyTorch and CUDA have similar performance. Why write a CUDA kernel then?",
-        "Because of the host. Calls that follow each other take the longer of device and host.",
+        "Because of host overhead. Back-to-back calls take the longer of device time and host time.",
         *host.answer(found),
     ]
     shown = ("eager", COMPILED, "vllm", "flashinfer", "liger", *OURS[:2])
@@ -148,7 +148,7 @@ def launches(h200: Sequence[Row]) -> list[str]:
         lines.append([group.key[1], *text])
     if lines:
         parts.append(
-            "Microseconds of device / host, and which of them decides, 32 heads of q and 8 of k, 128 wide, bf16:"
+            "Device / host time in µs and which of them decides; 32 q heads and 8 k heads, head_dim 128, bf16:"
         )
         parts.append(markdown.table(["case", *shown], lines))
     if not served:
@@ -169,10 +169,10 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
     rope, rope_count, rope_fused = excess("rope", "llama-3-8b-step-4k", "bf16")
     parts = [
         "## Are we computing, or moving memory?",
-        f"GELU written out in its tanh form reads and writes its tensor in {count} kernels: {number(gelu)} times the bytes of one "
-        f"read and one write. Compiled for a GPU it is {number(fused)}. RoPE as transformers has it, q and k of a Llama-3-8B "
-        f"training step, moves {number(rope)} times the least in {rope_count} kernels, compiled for a GPU {number(rope_fused)}. These "
-        "are counts of bytes ([profile.md](profile.md)), true of every machine on which the operators are these.",
+        f"GELU written out in its tanh form runs {count} kernels, which move {number(gelu)} times the bytes of "
+        f"one read and one write of its tensor; compiled for a GPU, {number(fused)} times. transformers' RoPE, for q and k of a Llama-3-8B "
+        f"training step, moves {number(rope)} times the minimum in {rope_count} kernels; compiled for a GPU, {number(rope_fused)} times. "
+        "These are byte counts ([profile.md](profile.md)), valid on every machine that runs the same operators.",
     ]
     found = {
         k: g
@@ -184,10 +184,10 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
         row = group["eager"]
         assert row.bytes_min is not None and row.flops_min is not None
         parts.append(
-            f"Rotating {size(row.bytes_min)} needs {number(row.flops_min / row.bytes_min)} operations a byte, and on an H200 "
+            f"Rotating {size(row.bytes_min)} needs {number(row.flops_min / row.bytes_min)} operations per byte. On an H200, "
             f"{COMPILED} takes {number(compiled / copy)} times as long as a copy of those bytes ({number(copy)} µs), which computes "
-            f"nothing: what it does is moving memory. Eager code takes {number(eager / copy)} times the copy. Its bytes explain "
-            f"{number(rope)} of that; the rest is that its kernels move theirs at {percent(rope * copy / eager)} of the copy's rate."
+            f"nothing, so this kernel is memory-bound. Eager code takes {number(eager / copy)} times the copy. Its bytes explain a factor of "
+            f"{number(rope)}; the rest is that its kernels run at {percent(rope * copy / eager)} of the copy's bandwidth."
         )
     decode = {
         k: g
@@ -197,9 +197,9 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
     for group in decode.values():
         eager_row, launch = group["eager"], group["floor-launch"]
         parts.append(
-            f"With one token neither binds. The bytes take {number(time(group, 'floor-copy'))} µs to copy, starting a kernel that "
-            f"does nothing {number(launch.device_us)} µs of the device, and eager code keeps the host {number(eager_row.host_us)} µs "
-            f"for {number(eager_row.device_us)} µs of device: there the CPU cannot feed the GPU fast enough."
+            f"With one token, neither is the limit. Copying the bytes takes {number(time(group, 'floor-copy'))} µs and launching an "
+            f"empty kernel {number(launch.device_us)} µs of device time, while eager code occupies the host for {number(eager_row.host_us)} "
+            f"µs to produce {number(eager_row.device_us)} µs of device work: the CPU cannot feed the GPU fast enough."
         )
     sizes = [
         g for k, g in latest(h200, (COMPILED, "eager", "floor-launch")).items() if k[0] == "gelu" and k[3] == "fwd"
@@ -210,7 +210,7 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
         parts.append(
             lacking(
                 "GELU from 5 × 5 elements to 4 GiB on an H200, where the share of a copy would show at which size moving memory "
-                "takes over from starting kernels",
+                "takes over from launch latency",
                 "fusewise study gelu-sizes --append-rows benchmarks/baselines/h200.jsonl",
             )
         )
@@ -226,15 +226,15 @@ def by_size(groups: Sequence[Mapping[str, Row]]) -> list[str]:
     ]
     bound = next((g for g in groups if time(g, "floor-copy") > 2 * time(g, "floor-launch")), None)
     said = (
-        f"From {bound['eager'].case} on ({size(bound['eager'].bytes_min)}) a copy takes more than twice as long as starting a kernel: "
-        "there moving memory takes over. "
+        f"From {bound['eager'].case} on ({size(bound['eager'].bytes_min)}) a copy takes more than twice as long as launching a kernel: "
+        "from there on memory traffic dominates. "
         if bound
-        else "A copy takes less than twice as long as starting a kernel at every size. "
+        else "A copy takes less than twice as long as launching a kernel at every size. "
     )
     last = groups[-1]
     copy, eager, compiled = (time(last, name) for name in ("floor-copy", "eager", COMPILED))
-    said += f"At the largest size eager code takes {number(eager / copy)} times the copy, {COMPILED} {number(compiled / copy)} times."
-    columns = ["GELU forward, µs of device", "bytes", *shown]
+    said += f"At the largest size, eager code takes {number(eager / copy)} times the copy, {COMPILED} {number(compiled / copy)} times."
+    columns = ["GELU forward, device µs", "bytes", *shown]
     return [said, markdown.table(columns, lines)]
 
 
@@ -255,9 +255,9 @@ def page(
 ) -> str:
     rope = [row for row in h200 if row.op == "rope"]
     parts = [
-        "# Three questions, answered by rows",
-        "Made by `python benchmarks/questions.py` from [h200.jsonl](../benchmarks/baselines/h200.jsonl) "
-        f"({where(h200)}) and [cpu.jsonl](../benchmarks/baselines/cpu.jsonl) ({where(cpu)}). A test holds every figure to the rows.",
+        "# Three questions, answered by measured rows",
+        "Generated by `python benchmarks/questions.py` from [h200.jsonl](../benchmarks/baselines/h200.jsonl) "
+        f"({where(h200)}) and [cpu.jsonl](../benchmarks/baselines/cpu.jsonl) ({where(cpu)}). A test checks every figure against the rows.",
         *kernels(rope, [row for row in cpu if row.op == "rope"]),
         *launches(rope),
         *moving(h200, excess),

@@ -46,7 +46,7 @@ SHOWN = {
     "gpt-neox-20b-train": "GPT-NeoX-20B training (24 of 96)",
     "glm-4-9b-train": "GLM-4-9B training (64 of 128, interleaved)",
     "deepseek-v3-train": "DeepSeek-V3 training (64 of 192, interleaved to half)",
-    "llama-3-8b-prefill-8k": "Llama-3-8B prefill of 8192",
+    "llama-3-8b-prefill-8k": "Llama-3-8B prefill, 8192 tokens",
     "llama-3-8b-decode-b64": "Llama-3-8B decode, 64 tokens",
     "gemma-7b-decode-b64": "Gemma-7B decode, 64 tokens",
 }
@@ -187,7 +187,7 @@ def host(found: Groups) -> str:
     cells = [f"{median(float(group[p]['host_us']) for group in groups if p in group):.1f}" for p in present]
     return markdown(
         [f"medians of {len(groups)} cases", *(names[p].rstrip("*") for p in present)],
-        [["µs of the host a call", *cells]],
+        [["host µs per call", *cells]],
     )
 
 
@@ -234,13 +234,13 @@ def summary(found: Groups) -> str:
     best = [100 * time(group, "floor-copy") / min(ours(group)) for group in wide]
     faster = sum(min(others(group)) < 0.99 * min(ours(group)) for group in wide)
     return textwrap.fill(
-        f"Over the {len(ratio)} forward cases of `rope-models` the best of ours takes {geometric_mean(ratio.values()):.2f} of "
-        f"the time of the best other in the geometric mean, {geometric_mean(small):.2f} over the {len(small)} that move less "
-        f"than 64 MiB; it is slower by more than 2 % in {slowest(ratio)}. Over the {len(backward)} backward ones it takes "
-        f"{geometric_mean(backward.values()):.2f}, slower by more than 2 % in {slowest(backward)}; it gains most where only a part of the "
-        "head rotates, since an incoming gradient that nobody else holds is rotated where it lies. Forward, at head widths of "
-        "64, 80, 96, 112, 128, 160, 192 and 256 in bf16, fp16 and fp32, 390 to 775 MiB a call, the best of ours is at "
-        f"{min(best):.0f} to {max(best):.0f} %, and another provider is faster by more than 1 % in {faster} of {len(wide)} rows.",
+        f"Over the {len(ratio)} forward cases of `rope-models`, the fastest fusewise kernel takes {geometric_mean(ratio.values()):.2f} "
+        f"of the time of the fastest other provider (geometric mean), {geometric_mean(small):.2f} over the {len(small)} that move "
+        f"less than 64 MiB; it is slower by more than 2 % in {slowest(ratio)}. Over the {len(backward)} backward cases it takes "
+        f"{geometric_mean(backward.values()):.2f}, slower by more than 2 % in {slowest(backward)}; the gain is largest if only part of "
+        "the head rotates, since an incoming gradient that nothing else references is rotated in place. Forward, at head widths of "
+        "64, 80, 96, 112, 128, 160, 192 and 256 in bf16, fp16 and fp32, 390 to 775 MiB per call, the fastest fusewise kernel reaches "
+        f"{min(best):.0f} to {max(best):.0f} % of the copy's rate, and another provider is faster by more than 1 % in {faster} of {len(wide)} rows.",
         120,
         break_on_hyphens=False,
     )
@@ -253,10 +253,10 @@ def serving(found: Groups) -> str:
     names = {p for group in groups.values() for p in group if not p.startswith(("fusewise", "floor"))}
     rivals = [GPU.get(p, p).rstrip("*") for p in (*GPU, "eager") if p in names]
     return textwrap.fill(
-        f"As serving engines call it, in place with their caches and positions ({len(ratio)} cases of `rope-serving`, "
-        f"{len({case.split(SERVING)[0] for case in ratio})} of its models, 1 to 8192 tokens), the better of our two takes "
-        f"{geometric_mean(ratio.values()):.2f} of the time of the best of {', '.join(rivals[:-1])} and {rivals[-1]} "
-        f"in the geometric mean, and {max(ratio.values()):.2f} where it is closest ({worst}).",
+        f"In place, with the caches and positions of serving engines ({len(ratio)} cases of `rope-serving`, "
+        f"{len({case.split(SERVING)[0] for case in ratio})} of its models, 1 to 8192 tokens), the faster of our two kernels takes "
+        f"{geometric_mean(ratio.values()):.2f} of the time of the fastest of {', '.join(rivals[:-1])} and {rivals[-1]} "
+        f"(geometric mean), and {max(ratio.values()):.2f} in the closest case ({worst}).",
         120,
         break_on_hyphens=False,
     )
@@ -273,11 +273,14 @@ def sweep(found: Groups) -> str:
         }
         ratios = [min(ours(g)) / time(g, "torch.compile") for g in groups.values()]
         said.append(
-            f"{name} {geometric_mean(ratios):.2f} of the time of torch.compile ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} "
+            f"{geometric_mean(ratios):.2f} {name} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} "
             f"lengths from {min(groups)} to {max(groups)})"
         )
     return textwrap.fill(
-        "Along `rope-seqlen` (batch 32, 8 heads of 256, fp32) the better of ours takes " + " and ".join(said) + ".", 120
+        "In `rope-seqlen` (batch 32, 8 heads of 256, fp32) the faster of our kernels takes, relative to torch.compile, "
+        + " and ".join(said)
+        + ".",
+        120,
     )
 
 
@@ -293,7 +296,7 @@ def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -
             for p in present
         ]
         rows.append([f"{case}, {dtype} {pass_}", f"{floor / 1000:.2f}", *cells])
-    return markdown(["× the product · GiB", "product ms", *(names[p] for p in present)], rows)
+    return markdown(["× the matmul · GiB", "matmul ms", *(names[p] for p in present)], rows)
 
 
 def gated_decode(found: Groups) -> str:
@@ -311,13 +314,13 @@ def gated_decode(found: Groups) -> str:
         return f"{median(float(group[provider]['host_us']) for _, _, group in shown):.0f}"
 
     sentence = (
-        f"Up to 64 rows {span(share(g, 'fusewise-cuda') for g in few)} %, and "
-        f"{span((min(others(g)) / time(g, 'fusewise-cuda') for g in few), '.2f')} times as fast as the better of torch.compile "
-        f"and eager; at 128 rows {span(share(g, 'fusewise-cuda') for g in many)} %, and slower than torch.compile in {slower} "
-        f"of {len(many)}. A call takes the host {on_host('fusewise-cuda')} µs, torch.compile {on_host('torch.compile')}, eager "
-        f"code {on_host('eager')} and the product alone {on_host('floor-matmul')} (medians)."
+        f"Up to 64 rows: {span(share(g, 'fusewise-cuda') for g in few)} %, and "
+        f"{span((min(others(g)) / time(g, 'fusewise-cuda') for g in few), '.2f')} times as fast as the faster of torch.compile "
+        f"and eager. At 128 rows: {span(share(g, 'fusewise-cuda') for g in many)} %, and slower than torch.compile in {slower} "
+        f"of {len(many)}. Host time per call (medians): fusewise {on_host('fusewise-cuda')} µs, torch.compile {on_host('torch.compile')}, "
+        f"eager {on_host('eager')}, the matmul alone {on_host('floor-matmul')}."
     )
-    return folded(sentence, markdown(["forward", "copy µs", "product", *(GATED[p] for p in present)], rows))
+    return folded(sentence, markdown(["forward", "copy µs", "matmul", *(GATED[p] for p in present)], rows))
 
 
 def gated_batches(found: Groups) -> str:
@@ -334,10 +337,10 @@ def gated_batches(found: Groups) -> str:
         return span((choose(group) / time(group, "floor-matmul") for _, _, group in shown), ".2f")
 
     sentence = (
-        f"With 160 to 512 rows the better of ours takes {over(lambda g: min(ours(g)))} of the product's time, torch.compile "
+        f"With 160 to 512 rows, the fastest of ours takes {over(lambda g: min(ours(g)))} of the matmul's time, torch.compile "
         f"{over(lambda g: time(g, 'torch.compile'))}, Liger {over(lambda g: time(g, 'liger'))}."
     )
-    return folded(sentence, markdown(["× the product, forward", "product µs", *(names[p] for p in present)], rows))
+    return folded(sentence, markdown(["× the matmul, forward", "matmul µs", *(names[p] for p in present)], rows))
 
 
 def normed(found: Groups) -> str:
@@ -352,8 +355,8 @@ def normed(found: Groups) -> str:
         return span(share(g, provider) for g in large)
 
     sentence = (
-        f"From 64 MiB on {of('fusewise-triton', 'fwd')} % forward, where torch.compile is at {of('torch.compile', 'fwd')}, and "
-        f"{of('fusewise-triton', 'bwd')} % backward, where it is at {of('torch.compile', 'bwd')}."
+        f"From 64 MiB on, fusewise reaches {of('fusewise-triton', 'fwd')} % forward (torch.compile "
+        f"{of('torch.compile', 'fwd')}) and {of('fusewise-triton', 'bwd')} % backward (torch.compile {of('torch.compile', 'bwd')})."
     )
     return folded(sentence, markdown(["RMSNorm and RoPE of q and k", "copy µs", *shown.values()], rows))
 
@@ -369,10 +372,10 @@ def cached(found: Groups) -> str:
     beside = [(t, g) for t, g in times if "vllm" in g]
     sentence = (
         f"In {len(times)} cases it takes {span((t / time(g, 'floor-copy') for t, g in times), '.2f')} of the time of a copy of the "
-        f"same bytes, and in the {len(beside)} with vLLM beside it is {span((time(g, 'vllm') / t for t, g in beside), '.1f')} times as "
-        "fast as its two calls."
+        f"same bytes. In the {len(beside)} where vLLM was measured too, it is {span((time(g, 'vllm') / t for t, g in beside), '.1f')} "
+        "times as fast as vLLM's two calls."
     )
-    return folded(sentence, markdown(["µs on the device", "copy", *shown.values()], rows))
+    return folded(sentence, markdown(["device µs", "copy", *shown.values()], rows))
 
 
 def cpu(found: Groups, shown: dict[str, str]) -> str:
@@ -381,7 +384,7 @@ def cpu(found: Groups, shown: dict[str, str]) -> str:
         moved = group["floor-copy"]["bytes_min"] / 2**20
         cells = [f"{time(group, p):,.0f}" if p in group else "–" for p in ("floor-copy", *shown)]
         rows.append([f"{case} {dtype} {pass_}", f"{moved:.1f}", *cells])
-    return markdown(["µs a call", "MiB moved", "copy", *shown.values()], rows)
+    return markdown(["µs per call", "MiB moved", "copy", *shown.values()], rows)
 
 
 def cpu_gated(found: Groups, shown: dict[str, str]) -> str:
@@ -390,9 +393,9 @@ def cpu_gated(found: Groups, shown: dict[str, str]) -> str:
         cells = [f"{time(group, p) / 1000:.2f}" if p in group else "–" for p in ("floor-matmul", *shown)]
         rows.append([f"{case} {dtype} {pass_}", *cells])
     beside = [time(g, "fusewise-cpu") / time(g, "torch.compile") for g in found.values() if "torch.compile" in g]
-    where = "" if len(beside) == len(found) else " where that was right"
-    sentence = f"Ours takes {span(beside, '.2f')} of the time of torch.compile{where}."
-    return "\n\n".join((sentence, markdown(["ms a call", "product", *shown.values()], rows)))
+    where = "" if len(beside) == len(found) else " where torch.compile was right"
+    sentence = f"fusewise takes {span(beside, '.2f')} of the time of torch.compile{where}."
+    return "\n\n".join((sentence, markdown(["ms per call", "matmul", *shown.values()], rows)))
 
 
 def parts() -> dict[str, str]:

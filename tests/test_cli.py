@@ -49,6 +49,22 @@ def test_list_shows_presets_and_cases():
     assert len([e for e in listing if e["preset"] == "rope-cube"]) == 31
 
 
+@pytest.mark.parametrize("verb", ["study", "code", "profile"])
+def test_a_shell_completes_targets_and_files(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("geo.py", "notes.txt", "models/deep.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    argument = next(p for p in cli.commands[verb].params if p.name == "target")
+
+    def completed(incomplete):
+        return [(item.type, item.value) for item in argument.shell_complete(None, incomplete)]
+
+    assert completed("ge") == [("plain", "geglu"), ("plain", "gelu"), ("plain", "geo.py")]
+    assert completed("models/") == [("plain", "models/deep.py")]
+    assert [completed(text) for text in ("mod", "no/such")] == [[("file", "mod")], [("file", "no/such")]]
+
+
 def test_a_function_s_listing_has_no_preset(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def f(x):\n    return x\n")
@@ -101,6 +117,7 @@ def test_providers_lists_what_is_missing():
             ("study", "rope", "--memory-limit", "inf"),
             "memory_limit must be a finite number of GiB, at least 0, got inf",
         ),
+        (("study", "rope", "--memory-limit", "1e308"), "memory_limit must be a finite number of GiB"),
         (("study", "rope", "--seed", str(2**64)), "seed must fit into 64 bits"),
         (("study", "rope", "--providers", ","), "providers must be one name at least, got none"),
         (("study", "rop"), "got 'rop'; try 'rope'"),
@@ -140,6 +157,23 @@ def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monk
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize("command", [["-m", "fusewise"], ["fusewise"]])
+def test_an_interruption_of_the_imports_is_quiet(command, tmp_path):
+    """Also where a library catches what is raised while it is imported, and goes on."""
+    (tmp_path / "fusewise").write_text("from fusewise.__main__ import main\nmain()\n")  # as pip's script
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "click.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    path = [str(tmp_path / "libraries"), str(Path(fusewise.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, *command, "--version"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_terminal_obeys_nothing_that_a_function_raises(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def f(x):\n    raise ValueError('\\x1b[2J\\x00 no')\n")
@@ -171,6 +205,19 @@ def test_rows_that_cannot_be_added_are_told_before_anything_is_measured(tmp_path
     assert result.exit_code == 1
     assert "--append-rows must be a file of rows, got record: line 1 of" in " ".join(result.output.split())
     assert not out.exists()
+
+
+def test_a_study_that_is_resumed_once_it_is_done_adds_no_row_twice(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    asked = "study gelu --case gelu-5x5 --pass fwd --device cpu --rounds 3:3 --warm --no-code --providers eager"
+    asked = [*asked.split(), "--out", str(tmp_path / "run"), "--append-rows", str(rows)]
+    assert invoke(*asked).exit_code == 0
+    once = rows.read_text()
+    assert invoke(*asked, "--resume").exit_code == 0
+    assert rows.read_text() == once and once.count("\n") == 1
+    rows.unlink()  # where they are not, they are added
+    assert invoke(*asked, "--resume").exit_code == 0
+    assert rows.read_text() == once
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: What `fusewise[lab]` brings and the command needs.
 LAB_EXTRA = frozenset({"click", "jinja2", "rich", "matplotlib", "numpy"})
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Ctrl-C ends the process at once, without a traceback: there is nothing to clean up yet, and some libraries catch
+    KeyboardInterrupt while they are imported and go on."""
+
+    def leave(*_: object) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):  # e.g. ignored, as in a shell's background jobs
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
@@ -14,12 +39,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may be no UTF-8
     try:
-        from .cli import cli
+        with _importing():
+            from .cli import cli
 
         cli(prog_name="fusewise")
-    except KeyboardInterrupt:  # while torch is imported; what a verb leaves behind it says itself
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in LAB_EXTRA:
             raise

@@ -101,6 +101,7 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
             (vllm.Gemma4RotaryEmbedding, {}),
             (vllm.BailingMRotaryEmbedding, {"mrope_section": [2, 1, 1]}),
             (vllm.MRotaryEmbeddingInterleaved, {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+            (vllm.XDRotaryEmbedding, {"scaling_alpha": 2.0, "xdrope_section": [1, 1, 1, 1]}),
             (vllm.Llama4VisionRotaryEmbedding, {"dtype": torch.complex64}),
             (vllm.DualChunkRotaryEmbedding, {"chunk_size": 8, "local_size": 2}),
             (

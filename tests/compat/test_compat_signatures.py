@@ -123,9 +123,17 @@ SIGNATURES = {
         # (offsets is that of MRotaryEmbedding here for all of them.)
         **{
             f"{kind}.forward{end}": ROTATED
-            for kind in ("Ernie4_5_VLRotaryEmbedding", "BailingMRotaryEmbedding", "MRotaryEmbeddingInterleaved")
+            for kind in (
+                "Ernie4_5_VLRotaryEmbedding",
+                "BailingMRotaryEmbedding",
+                "MRotaryEmbeddingInterleaved",
+                "XDRotaryEmbedding",
+            )
             for end in ("", "_native", "_cuda")
         },
+        "XDRotaryEmbedding": f"{LAYER}, scaling_alpha, dtype, xdrope_section",
+        "XDRotaryEmbedding.get_next_input_positions": "context_len, seq_len, xd_sections=4",
+        "XDRotaryEmbedding.get_next_input_positions_tensor": "out, out_offset, context_len, num_new_tokens",
         "Llama4VisionRotaryEmbedding": f"{LAYER}, dtype",
         **{f"Llama4VisionRotaryEmbedding.forward{end}": "self, query, key=None" for end in ("", "_native", "_cuda")},
     },
@@ -137,6 +145,7 @@ SIGNATURES = {
         },
     },
     "_vllm_scaling": {
+        "of_grown_base": "layer, base, growth",  # ours alone
         "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",
         "NTKScalingRotaryEmbedding": f"{LAYER}, scaling_factor, dtype, mixed_b=None",
         "DynamicNTKScalingRotaryEmbedding": (

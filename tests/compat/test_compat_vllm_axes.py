@@ -1,10 +1,11 @@
 """The layers of fusewise.compat.vllm whose pairs follow several axes, against angles written out here in float64: ERNIE 4.5 VL, Bailing,
-openPangu and Llama 4's vision tower."""
+openPangu, HunYuan-VL and Llama 4's vision tower."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, randn, rotate
@@ -17,6 +18,7 @@ from fusewise.compat.vllm import (
     Llama4VisionRotaryEmbedding,
     MRotaryEmbedding,
     MRotaryEmbeddingInterleaved,
+    XDRotaryEmbedding,
     get_rope,
 )
 
@@ -204,6 +206,67 @@ def test_get_rope_makes_them() -> None:
     LAYERS.clear()
 
 
+SECTIONS, ALPHA = [3, 6, 0, 7], 50.0
+
+
+def four_axes(is_neox: bool = True, dtype: torch.dtype = torch.float32, width: int = D) -> XDRotaryEmbedding:
+    sections = SECTIONS if width == D else [2, 1, 1, 4]
+    return XDRotaryEmbedding(D, width, ROWS, BASE, is_neox, ALPHA, dtype, xdrope_section=sections).to(DEVICE)
+
+
+def turned_on_four(x: Tensor, positions: Tensor, is_neox: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    axes = [0] * 3 + [1] * 6 + [3] * 7
+    base = BASE * ALPHA ** (D / (D - 2))
+    f = torch.tensor([base ** (-2 * i / D) for i in range(D // 2)]).double()
+    angles = torch.stack([positions[axis].cpu().double() * f[i] for i, axis in enumerate(axes)], -1)[:, None]
+    cos, sin = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+    return rotate(x.reshape(N, -1, D), cos, sin, interleaved=not is_neox).reshape(x.shape)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("dtype", "table"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_four_axes(is_neox: bool, dtype: torch.dtype, table: torch.dtype) -> None:
+    layer, positions = four_axes(is_neox, table), torch.randint(ROWS, (4, N), device=DEVICE)
+    assert not layer.state_dict() and layer.cos_sin_cache.shape == (ROWS, D)
+    q, k = randn(N, HQ * D, dtype=dtype), randn(N, HK, D, dtype=dtype)
+    before = q.clone(), k.clone()
+    for function in (layer, layer.forward_cuda, layer.forward_native):
+        for x, y in zip((q, k), function(positions, q, k), strict=True):
+            assert x.shape == y.shape and y.dtype == dtype
+            assert_rotated(y, turned_on_four(x, positions, is_neox, table))
+        assert torch.equal(q, before[0]) and torch.equal(k, before[1]) and function(positions, q)[1] is None
+    assert torch.equal(layer(positions[0], q)[0], layer(positions[:1].expand(4, N), q)[0])
+    assert launches(layer, positions, q, k)["fusewise::rope_qk"] == 1
+
+
+def test_four_axes_in_a_part_of_the_head_leave_the_rest() -> None:
+    layer, positions, q = four_axes(width=16), torch.randint(ROWS, (4, N), device=DEVICE), randn(N, HQ, D)
+    y, _ = layer(positions, q)
+    assert torch.equal(y[..., 16:], q[..., 16:]) and not torch.equal(y[..., :16], q[..., :16])
+
+
+def test_four_axes_gradient_and_graph() -> None:
+    torch._dynamo.reset()
+    layer, positions = four_axes(), torch.randint(ROWS, (4, N), device=DEVICE)
+    leaf = randn(N, HQ * D).requires_grad_()
+    assert_gradient(layer(positions, leaf)[0], leaf, lambda x: turned_on_four(x, positions, True))
+    q, _ = torch.compile(layer, backend="aot_eager", fullgraph=True)(positions, leaf.detach())
+    assert_rotated(q, turned_on_four(leaf.detach(), positions, True))
+
+
+def test_four_axes_by_get_rope() -> None:
+    LAYERS.clear()
+    parameters = {"rope_type": "xdrope", "alpha": ALPHA, "xdrope_section": SECTIONS, "rope_theta": BASE}
+    layer = get_rope(D, ROWS, True, parameters)
+    assert type(layer) is XDRotaryEmbedding and get_rope(D, ROWS, True, parameters) is layer
+    assert torch.equal(layer.cos_sin_cache, four_axes().cos_sin_cache.cpu())
+    assert layer.get_next_input_positions(3, 5) == [[3, 4]] * 4
+    out = np.zeros((4, 6), dtype=np.int64)
+    layer.get_next_input_positions_tensor(out, 1, 7, 3)
+    assert (out == [[0, 7, 8, 9, 0, 0]] * 4).all()
+    LAYERS.clear()
+
+
 EDGE = 5
 PATCHES = EDGE * EDGE
 
@@ -291,6 +354,11 @@ PLAIN = (D, D, ROWS, BASE, False, torch.float32)
         (lambda: vision()(IMAGE[..., :16]), r"query must have shape \(batch, 26, heads, 32\), got \(1, 26, 1, 16\); "),
         (lambda: vision()(IMAGE[0]), r"query must have shape \(batch, 26, heads, 32\), got \(26, 1, 32\); "),
         (lambda: vision()(IMAGE, IMAGE[:, 1:]), "k must have as many tokens as q"),
+        (lambda: XDRotaryEmbedding(*PLAIN[:5], 1.0, PLAIN[5], [5, 5, 5]), "xdrope_section must be a list .* = 16, got .5, 5, 5.; "),
+        (lambda: XDRotaryEmbedding(*PLAIN[:5], 1.0, PLAIN[5], 16), "xdrope_section must be a list .* = 16, got 16; "),  # type: ignore[arg-type]
+        (lambda: XDRotaryEmbedding(*PLAIN[:5], 1.0, PLAIN[5], [17, -1]), "xdrope_section must be from 0 to .*, got -1; "),
+        (lambda: XDRotaryEmbedding(*PLAIN[:5], 0, PLAIN[5], [16]), "scaling_alpha must be above 0, got 0; "),
+        (lambda: four_axes()(AT, FLAT), r"positions must have shape \(tokens,\) or \(4, tokens\), got \(3, 9\); "),
         (
             lambda: get_rope(D, ROWS, True, {"rope_type": "openpangu", "mrope_section": [4, 6, 6]}),
             "rope_parameters must have mrope_interleaved for rope_type openpangu, got rope_type, mrope_section; ",

@@ -336,7 +336,7 @@ NEEDED = {
     "deepseek_yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"), "mrope": ("mrope_section",),
-    "openpangu": ("mrope_section", "mrope_interleaved"), "bailing_mrope": ("mrope_section",),
+    "openpangu": ("mrope_section", "mrope_interleaved"), "bailing_mrope": ("mrope_section",), "xdrope": ("alpha", "xdrope_section"),
 }  # fmt: skip
 
 
@@ -356,7 +356,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 20}
     [
         *[
             ({"rope_parameters": {"rope_type": kind}}, f"get_rope: rope_type must be one of default, .*, got '{kind}'; ")
-            for kind in ("xdrope", "")
+            for kind in ("fope", "")
         ],
         ({"rope_parameters": {"rope_type": None}}, "rope_type must be one of default, .*, got None; "),
         ({"rope_parameters": {"use_fope": True}}, "use_fope must be False, got True; "),

@@ -81,6 +81,8 @@ def _shards(rank: int, port: int) -> None:
         (in_turn, turns, (rows, whole, whole), rows),
         (in_turn, turns, (whole, rows, rows), columns),
         (in_turn, (x, turns[1].view(8, 2, 16)), (whole, rows), columns),
+        # gathered: nine pairs of rows, and their bias, do not divide alike
+        (in_turn, (x, randn(9, 2, 16), randn(18)), (whole, rows, rows), whole),
         (mlp, (x, value, gate, down), (rows, whole, whole, whole), rows),
         (mlp, (x, value, gate, down), (whole, rows, rows, Shard(1)), None),  # a sum that is still to be taken
         (act, (x, randn(4, 6, 16)), (columns, columns), columns),

@@ -167,6 +167,15 @@ def test_instructions_are_counted() -> None:
     assert disassembly.count_sass(locations.sass(SASS)[0]) == {
         "instructions": 7, "spill_loads": 1, "spill_stores": 1, "LDG.128": 1, "HGMMA": 1, "STG.16": 1,
     }  # fmt: skip
+    atomics = (
+        "ATOM.E.ADD.STRONG.GPU",
+        "ATOMG.E.CAS.STRONG.GPU",
+        "ATOMS.ADD",
+        "RED.E.ADD.STRONG.GPU",
+        "REDG.E.ADD.F32x2.FTZ.RN",
+    )
+    counts = disassembly.count_sass("".join(f"        /*0370*/                   {name} R2 ;\n" for name in atomics))
+    assert all(counts[name.partition(".")[0]] == 1 for name in atomics)  # Hopper's reductions are REDG
 
 
 def test_resources_are_the_largest_of_all_kernels() -> None:

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from fusewise.cli import cli
-from fusewise.lab import plugin
+from fusewise.lab import plugin, targets
 from fusewise.lab.code import capture
 from fusewise.lab.ledger import Ledger
 from fusewise.lab.problem import Task
@@ -124,6 +124,19 @@ def test_backward_of_a_compiled_function(asked: Callable[..., Asked]) -> None:
     assert [(k.read, k.written) for k in ledger.kernels] == [(200, 100)]  # x and dy, dx: forward is not timed
 
 
+def test_the_backward_of_a_lookup_is_shown_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(
+        "from torch.nn.functional import embedding\ndef look(i, w): return embedding(i, w)\n"
+    )
+    target = targets.resolve(f"{tmp_path / 'look.py'}:look", ["i=i64[64] randint(0,100)", "w=fp32[100,16]"])[0]
+    case = target.case()
+    task = Task(target.name, case.name, "fp32", "bwd", "cpu", 0, target.detail(case))
+    index = capture.stages([entry("torch.compile", target.name)], task, "sm_90", tmp_path / "out")
+    (shown,) = index["providers"]
+    assert shown["status"] == "ok", shown["reason"]
+    assert [s["counts"]["REDG"] for s in shown["stages"] if s["stage"] == "sass" and "REDG" in s["counts"]] == [1]
+
+
 def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
     names = [
         "lab_code_fakes:Segfault",
@@ -150,6 +163,35 @@ def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:
     capture.stages(entries[3:4], GELU, "sm_90", again, timeout=300)
     for stage in shown["stages"]:
         assert (again / stage["file"]).read_bytes() == (tmp_path / stage["file"]).read_bytes()
+
+
+def test_a_used_folder_keeps_nothing_of_the_look_before(tmp_path: Path) -> None:
+    out, entries = tmp_path / "out", plugin.select(["lab_code_fakes:Shown"], "gelu", "cpu")
+    capture.stages(entries, GELU, "sm_90", out)
+    index = json.loads((out / "index.json").read_text())
+    stages = index["providers"][0]["stages"]
+    # What an earlier look wrote and this one does not, and what an index may not touch.
+    others = ["gone/00-old.py", "gone/mine.py", "00-mine.py", "deep/er/00-mine.py", "../00-mine.py"]
+    for name in others:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    (out / "link").symlink_to(tmp_path)
+    named = [*others, "link/00-mine.py", str(tmp_path / "00-mine.py"), "gone/00-never-there.py"]
+    stages += [{**stages[0], "file": name} for name in named]
+    (out / "index.json").write_text(json.dumps(index))
+    capture.stages(entries, GELU, "sm_90", out)
+    assert [(out / name).exists() for name in others] == [False, True, True, True, True]
+    assert all((out / stage["file"]).exists() for stage in stages[:2])
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"kind": "mine"}', "{", '{"kind": "fusewise.code", "providers": 3}'])
+def test_an_index_of_something_else_is_not_replaced(content: str, runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(content)
+    result = runner.invoke(cli, ["code", "gelu", "--device", "cpu", "--provider", "floor-copy", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "code: the folder must have no index.json but that of `fusewise code`" in " ".join(result.output.split())
+    assert [file.name for file in tmp_path.iterdir()] == ["index.json"]
+    assert (tmp_path / "index.json").read_text() == content
 
 
 def test_ledgers_and_who_has_none(tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ def test_the_answer_is_in_the_numbers_of_the_groups():
     assert "the device needs 5.00 µs, the call 48.0 µs" in waiting
     assert "takes 1.43 times" in waiting and "as a call 9.60 times" in waiting
     assert "In 1 the device decides: torch.compile takes 1.08 times" in working
-    assert "decode fp32 fwd: torch.compile 5.00 µs of device and 48.0 of host, fusewise-cuda 3.50 and 5.00." in widest
+    assert (
+        "decode fp32 fwd: torch.compile 5.00 µs of device time and 48.0 of host time, fusewise-cuda 3.50 and 5.00."
+        in widest
+    )
 
 
 def test_rows_without_both_say_nothing():

@@ -49,7 +49,7 @@ def test_nothing_kept_is_told():
     assert limits.kept("cpu") is None
     result = CliRunner().invoke(cli, ["limits", "--device", "cpu", "--kept"])
     assert result.exit_code == 1
-    assert "none are kept for cpu; run `fusewise limits`" in result.output
+    assert "none are kept for cpu; run `fusewise limits --device cpu`" in result.output
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_who_waits_for_the_host_by_hand():
                 / min(t for p, t in call.items() if p.partition("-")[0] not in compilers and p not in compilers)
             )
     assert f"In {waiting} of {len(groups)} comparisons torch.compile waits for the host" in PAGE
-    assert f"as a call {three(min(calls))} to {three(max(calls))} times (median {three(median(calls))})" in PAGE
+    assert f"as a call {three(min(calls))} to {three(max(calls))} times as long (median {three(median(calls))})" in PAGE
 
 
 def test_what_eager_code_takes_beyond_a_copy_by_hand():
@@ -118,8 +118,10 @@ def constructed(questions, extra=()):
 def test_a_constructed_page_has_the_constructed_figures(questions):
     page = constructed(questions)
     assert "eager code takes 5.45 to 5.45, median 5.45 times as long" in page
-    assert "in 7 kernels: 3.00 times" in page and "Compiled for a GPU it is 1.50." in page
-    assert "Its bytes explain 3.00 of that; the rest is that its kernels move theirs at 50 % of the copy's rate" in page
+    assert "runs 7 kernels, which move 3.00 times" in page and "compiled for a GPU, 1.50 times." in page
+    assert (
+        "Its bytes explain a factor of 3.00; the rest is that its kernels run at 50 % of the copy's bandwidth" in page
+    )
     assert "In 2 the device decides: torch.compile takes 1.09 times the device time" in page
 
 
@@ -156,6 +158,6 @@ def test_gelu_over_its_sizes_and_rows_of_other_operations_apart(questions):
         for name, us in {"floor-copy": 1.0, "eager": 990.0, "torch.compile": 2.0, "fusewise-triton": 1.0}.items()
     ]  # fmt: skip
     page = questions.page(rows, rows, lambda op, case, dtype: (3.0, 7, 1.5))
-    assert "From gelu-4096 on (128 MiB) a copy takes more than twice as long as starting a kernel" in page
-    assert "At the largest size eager code takes 9.00 times the copy, torch.compile 1.25 times." in page
+    assert "From gelu-4096 on (128 MiB) a copy takes more than twice as long as launching a kernel" in page
+    assert "At the largest size, eager code takes 9.00 times the copy, torch.compile 1.25 times." in page
     assert "study gelu-sizes" not in page and "other-train" not in page and "990" not in page

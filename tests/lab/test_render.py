@@ -133,6 +133,11 @@ def test_a_plot_of_many_cases_can_be_read(tmp_path):
     assert all(len(line) <= 34 for label in drawn.axes[0].get_yticklabels() for line in label.get_text().splitlines())
 
 
+def test_letters_that_no_font_has_are_no_warning(tmp_path):
+    made = study_record([row("数据🎉", case="函数", device_us=2.0, share_of_limit=0.5)])
+    assert plots.draw(made, tmp_path) == ["rope-fp32-fwd-share.png"]
+
+
 def test_plots_lie_in_their_folder_whatever_the_record_says(tmp_path):
     made = study_record([row("eager", device_us=1.0, dtype="../../x", case="a" * 3000)])
     made.request["op"] = "/../../y:z " + "long" * 200

@@ -33,6 +33,21 @@ def test_it_renders_anew_and_the_same(run):
     assert (run / "elsewhere" / "report.html").read_bytes() == first["report.html"]
 
 
+def test_nothing_is_written_through_a_link(run, tmp_path):
+    """The folder may be someone else's."""
+    assert invoke(run).exit_code == 0
+    written = [path for path in run.iterdir() if path.suffix in (".html", ".md", ".png")]
+    assert len(written) > 2
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for path in written:
+        path.unlink()
+        path.symlink_to(mine)
+    assert invoke(run).exit_code == 0
+    assert mine.read_text() == "mine"
+    assert not any(path.is_symlink() for path in written)
+
+
 def test_it_gives_verdicts_and_rows_as_json(run):
     found = json.loads(invoke(run, "--json").stdout)
     assert [group["pass"] for group in found] == ["fwd", "bwd"]

@@ -126,7 +126,9 @@ def test_products_without_a_time_are_not_called_memory_bound():
     found.rows = [dataclasses.replace(r, flops_min=100 * r.bytes_min) for r in found.rows]
     judged = only(found)
     assert (judged.bound, judged.worth) == ("cannot tell", "cannot tell")
-    assert judged.why == "no limit is known, since its products have no time; run `fusewise limits`"
+    assert judged.why == "no limit is known, since its products have no time; run `fusewise limits --device cpu`"
+    found.environment["device"] = "cuda:0"
+    assert only(found).why.endswith("run `fusewise limits`")
 
 
 def test_without_a_compiler_nothing_is_said_of_a_kernel():

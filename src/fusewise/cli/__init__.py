@@ -16,7 +16,7 @@ from fusewise.lab.interruption import interruptible
 from fusewise.lab.render import printable
 from fusewise.lab.targets import BUILT_IN
 
-from . import _build, _code, _records, _tune
+from . import _build, _code, _completion, _records, _tune
 
 EXIT_CODES = """\b
 Exit codes:
@@ -99,7 +99,7 @@ Examples:
 """
     + EXIT_CODES,
 )
-@click.argument("target")
+@click.argument("target", shell_complete=_completion.target)
 @click.option(
     "--input", "inputs", multiple=True, help='An argument of a function: "x=bf16[4096,4096]"; may be repeated.'
 )

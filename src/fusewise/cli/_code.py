@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from . import _completion
+
 EXIT_CODES = """\b
 Exit codes:
   0    done; a provider that is missing or failed says why
@@ -39,7 +41,7 @@ def _problem(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--input", "inputs", multiple=True, help='An argument of a function: "x=bf16[4096,4096]"; repeatable.'
         ),
-        click.argument("target"),
+        click.argument("target", shell_complete=_completion.target),
     ):
         command = decorate(command)
     return command

@@ -159,7 +159,7 @@ def limits(device: str | None, kept: bool, as_json: bool) -> None:
     if kept:
         found = measuring.kept(where)
         if found is None:
-            raise click.ClickException(f"limits: none are kept for {where}; run `fusewise limits`")
+            raise click.ClickException(f"limits: none are kept for {where}; run `fusewise limits --device {where}`")
         file = measuring.path(where)
     else:
         found = measuring.measure(where)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..ops._common import FLOATS, dtype_name, fail, shown
 from ..ops.rope._validate import INTS, check_tensor
-from ._check import flag, shape_of, whole
+from ._check import above_zero, flag, shape_of, whole
 from ._shared import rotate_images
 from ._vllm_mrope import MRotaryEmbedding, axes_of, pairs_of_axes
 from ._vllm_rope import RotaryEmbedding
+from ._vllm_scaling import of_grown_base
 
 
 class _AxisOfEveryPair(MRotaryEmbedding):
@@ -196,6 +197,64 @@ class MRotaryEmbeddingInterleaved(_AxisOfEveryPair):
             others = [axis for axis in left if order[-1:] != [axis]]
             order.append(min(others or left, key=lambda axis: order.count(axis) / counts[axis]))
         return order + [0] * bool(force_last)
+
+
+class XDRotaryEmbedding(_AxisOfEveryPair):
+    """RoPE on any number of axes (HunYuan-VL has four: p, w, h, t), one section of the pairs after another.
+
+        θ_i = f_i · position on the axis whose section has pair i,   f_i of the base base · scaling_alpha^(P / (P − 1))
+
+    The table has max_position_embeddings rows. The result is new memory, as there; positions may also be (tokens,).
+
+    Args:
+        xdrope_section: number of pairs for each axis; they sum to rotary_dim / 2.
+
+    Raises:
+        TypeError, ValueError: `XDRotaryEmbedding: <argument> must …`, or in the name of `rope`.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_alpha: float,
+        dtype: torch.dtype,
+        xdrope_section: list[int],
+    ) -> None:
+        op = type(self).__name__
+        self.scaling_alpha = above_zero(op, "scaling_alpha", scaling_alpha)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, positions_factor=1)
+        contract = f"be a list with a number of pairs for each axis that sum to rotary_dim / 2 = {self.rotary_dim // 2}"
+        fix = "pass the model's xdrope_section"
+        if not isinstance(xdrope_section, (list, tuple)):
+            fail(op, "xdrope_section", contract, shown(xdrope_section), fix, TypeError)
+        counts = [whole(op, "xdrope_section", count, 0) for count in xdrope_section]
+        if sum(counts) != self.rotary_dim // 2:
+            fail(op, "xdrope_section", contract, shown(xdrope_section), fix)
+        self.mrope_section = self.xdrope_section = xdrope_section
+        self._axes = (len(counts),)
+        self._follow([axis for axis, count in enumerate(counts) for _ in range(count)])
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        return of_grown_base(self, base, self.scaling_alpha)
+
+    @staticmethod
+    def get_next_input_positions(  # type: ignore[override]
+        context_len: int, seq_len: int, xd_sections: int = 4
+    ) -> list[list[int]]:
+        """The positions of tokens context_len … seq_len − 1 of a text, one list an axis."""
+        return [list(range(context_len, seq_len)) for _ in range(xd_sections)]
+
+    @staticmethod
+    def get_next_input_positions_tensor(  # type: ignore[override]
+        out: Any, out_offset: int, context_len: int, num_new_tokens: int
+    ) -> None:
+        """Write the positions of num_new_tokens tokens of a text from context_len on to columns out_offset … of out, a numpy array
+        (axes, columns)."""
+        out[:, out_offset : out_offset + num_new_tokens] = list(range(context_len, context_len + num_new_tokens))
 
 
 class Llama4VisionRotaryEmbedding(RotaryEmbedding):

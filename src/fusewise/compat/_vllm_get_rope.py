@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from ..ops._common import check_count, fail, shown
 from ._check import flag, number, whole
-from ._vllm_axes import BailingMRotaryEmbedding, Llama4VisionRotaryEmbedding, MRotaryEmbeddingInterleaved
+from ._vllm_axes import (
+    BailingMRotaryEmbedding,
+    Llama4VisionRotaryEmbedding,
+    MRotaryEmbeddingInterleaved,
+    XDRotaryEmbedding,
+)
 from ._vllm_chunks import DualChunkRotaryEmbedding
 from ._vllm_mrope import MRotaryEmbedding
 from ._vllm_rope import RotaryEmbedding
@@ -35,7 +40,7 @@ _LAYERS: dict[tuple[Any, ...], nn.Module] = {}
 
 _TYPES = (
     "default", "mrope", "linear", "ntk", "dynamic", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3",
-    "proportional", "mllama4", "openpangu", "bailing_mrope",
+    "proportional", "mllama4", "openpangu", "bailing_mrope", "xdrope",
 )  # fmt: skip
 # Names that published configurations carry, which vLLM replaces by these before `get_rope` has them.
 _ALIASES = {"mrope": "default", "su": "longrope"}
@@ -71,6 +76,7 @@ def get_rope(
         mllama4                                 Llama4VisionRotaryEmbedding, with dtype torch.complex64
         openpangu                               MRotaryEmbeddingInterleaved: mrope_section, mrope_interleaved true
         bailing_mrope                           BailingMRotaryEmbedding: mrope_section
+        xdrope                                  XDRotaryEmbedding: alpha, xdrope_section
 
     Args:
         head_size: features of a head, even.
@@ -198,6 +204,8 @@ def _build(
         return MRotaryEmbeddingInterleaved(*plain, dtype, needed("mrope_section"), needed("mrope_interleaved"))
     if kind == "bailing_mrope":
         return BailingMRotaryEmbedding(*plain, dtype, needed("mrope_section"))
+    if kind == "xdrope":
+        return XDRotaryEmbedding(*plain, needed("alpha"), dtype, needed("xdrope_section"))
     if kind == "proportional":
         return Gemma4RotaryEmbedding(*plain, dtype)
     if kind == "linear":

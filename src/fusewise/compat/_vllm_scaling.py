@@ -110,7 +110,7 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         if growth <= 0:
             contract = "keep factor · max_position_embeddings / max_trained_positions − factor + 1 above 0"
             fail(type(self).__name__, "scaling_factor", contract, f"{growth:g} with {factor:g}", "lower the factor")
-        return _of_grown_base(self, base, growth)
+        return of_grown_base(self, base, growth)
 
 
 class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
@@ -130,7 +130,7 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def _compute_inv_freq(self, base: float) -> Tensor:
-        return _of_grown_base(self, base, self.scaling_alpha)
+        return of_grown_base(self, base, self.scaling_alpha)
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
@@ -269,7 +269,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
         )
 
 
-def _of_grown_base(layer: RotaryEmbedding, base: float, growth: float) -> Tensor:
+def of_grown_base(layer: RotaryEmbedding, base: float, growth: float) -> Tensor:
     """The frequencies of base · growth^(P / (P − 1))."""
     op = type(layer).__name__
     width = check_count(op, "rotary_dim", layer.rotary_dim, 4)

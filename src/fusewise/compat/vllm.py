@@ -21,6 +21,7 @@ from ._vllm_axes import BailingMRotaryEmbedding as BailingMRotaryEmbedding
 from ._vllm_axes import Ernie4_5_VLRotaryEmbedding as Ernie4_5_VLRotaryEmbedding
 from ._vllm_axes import Llama4VisionRotaryEmbedding as Llama4VisionRotaryEmbedding
 from ._vllm_axes import MRotaryEmbeddingInterleaved as MRotaryEmbeddingInterleaved
+from ._vllm_axes import XDRotaryEmbedding as XDRotaryEmbedding
 from ._vllm_chunks import DualChunkRotaryEmbedding as DualChunkRotaryEmbedding
 from ._vllm_get_rope import get_rope as get_rope
 from ._vllm_mrope import MRotaryEmbedding as MRotaryEmbedding

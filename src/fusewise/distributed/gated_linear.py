@@ -59,8 +59,9 @@ def _preact(spec: Spec, dim: int) -> Any:
 
 def _by_features(spec: Spec, weight: Any) -> bool:
     """Whether a shard of the weight's rows holds the same features of both halves."""
-    if spec.layout == "interleaved" and len(weight.shape) == 2:
-        return bool(weight.shape[0] % (2 * weight.mesh.size()) == 0)
+    if spec.layout == "interleaved":
+        pairs = weight.shape[0] // (2 if len(weight.shape) == 2 else 1)
+        return bool(pairs % weight.mesh.size() == 0)
     return not spec.fused
 
 

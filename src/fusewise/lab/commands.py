@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def run(
     OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
     rows measured so far are on disk and in the report.
     """
-    _check_appendable(append_rows)
+    there = _appendable(append_rows)
     with folder.claimed(options.out, resume), interruptible():
         before = folder.interrupted(options.out, resume)
         with terminal.Live(terminal.console(stderr=True), named=options.named) as live:
@@ -45,7 +45,7 @@ def run(
                     record.save(study.record, options.out)
             finally:
                 report = render(study.record, options.out)
-    _append(study.record, append_rows, options.out)
+    _append(study.record, append_rows, options.out, there)
     return study.record, report
 
 
@@ -54,14 +54,14 @@ def _limited(options: Options) -> bool:
     return any(entry.name == f"floor-{kind}" for entry in options.providers for kind in analysis.LIMITS)
 
 
-def _check_appendable(path: Path | None) -> None:
-    """folder.Refused where rows cannot be added to a file, which is better known now than after an hour. Makes none."""
+def _appendable(path: Path | None) -> set[tuple[str, str]]:
+    """Run and id of the rows that a file has, which are not added once more; none where rows cannot be read back, as from a
+    pipe. folder.Refused where none can be added, which is better known now than after an hour. Makes none."""
     if path is None:
-        return
+        return set()
     new = not path.exists()
     try:
-        if path.is_file():
-            record.rows_in(path)
+        there = {(row.run, row.id) for row in record.rows_in(path)} if path.is_file() else set()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
         if new:
@@ -70,14 +70,16 @@ def _check_appendable(path: Path | None) -> None:
         raise folder.Refused(f"study: --append-rows must be a file to write to, got {error}; choose another") from None
     except ValueError as error:
         raise folder.Refused(f"study: --append-rows must be a file of rows, got {error}") from None
+    return there
 
 
-def _append(found: Record, path: Path | None, out: Path) -> None:
-    """folder.Refused where the rows of a study that is done cannot be added after all."""
+def _append(found: Record, path: Path | None, out: Path, there: Collection[tuple[str, str]]) -> None:
+    """Add the rows that are not `there`: a study that is resumed once it is done has added them. folder.Refused where the rows
+    of a study that is done cannot be added after all."""
     if path is None:
         return
     try:
-        record.append_rows(path, found.rows)
+        record.append_rows(path, [row for row in found.rows if (row.run, row.id) not in there])
     except OSError as error:
         raise folder.Refused(
             f"study: --append-rows must be a file with room, got {error} for {path}; the study is done, add "
@@ -90,8 +92,9 @@ def run_shared(
 ) -> tuple[Record, Path] | None:
     """This rank's part of a study, and in rank 0 the whole: gathered, written, rendered. The other ranks get None. Rank
     0 alone looks inside the providers."""
+    there: set[tuple[str, str]] = set()
     if rank.number == 0:
-        _check_appendable(append_rows)
+        there = _appendable(append_rows)
         folder.interrupted(options.out, resume)
     mine = rank.share(options)
     try:
@@ -109,7 +112,7 @@ def run_shared(
         record.append_rows(options.out / "rows.jsonl", whole.rows)
         record.save(whole, options.out)
         report = render(whole, options.out)
-    _append(whole, append_rows, options.out)
+    _append(whole, append_rows, options.out, there)
     return whole, report
 
 

@@ -42,6 +42,7 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
     if not entries:
         return 0.0, {}
     target, folder = capture.default_target(options.device), options.out.resolve() / "code"
+    capture.clear(folder)  # of a run that is resumed
     first, tasks = options.tasks[0], chosen(options.tasks)
     traffic = [{"do": "traffic", "task": task.to_json(), "target": target} for task in tasks]
     seen = [task for task in options.tasks if task.case in options.profiled]

@@ -107,7 +107,8 @@ def _check_numbers(request: Request) -> None:
         ("timeout", request.timeout, "seconds"),
         ("memory_limit", request.memory_limit, "GiB"),
     ):
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+        # in bytes, too, a float has room for it
+        if value is not None and not (isinstance(value, int | float) and 0 <= value * 2**30 < math.inf):
             raise ValueError(
                 f"study: {name} must be a finite number of {unit}, at least 0, got {value!r}; leave it out for the default"
             )

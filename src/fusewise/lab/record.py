@@ -189,13 +189,14 @@ def dumps(data: Any) -> str:
     return json.dumps(data, allow_nan=False)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside the target and rename, so that a reader or a crash never meets half a file. What is no UTF-8, as in the
-    name of a folder, is written as its escape."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside the target and rename, so that a reader or a crash never meets half a file, and a link, as someone else's
+    folder may have, leads nowhere. What is no UTF-8, as in the name of a folder, is written as its escape."""
+    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="backslashreplace")
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -201,9 +201,11 @@ def _worth(
     if not timed:
         return "cannot tell", None, "no provider was right and has a time"
     if minimum is None:
+        # without a device it would measure the GPU of a machine that has one
+        limits = "`fusewise limits --device cpu`" if record.environment.get("device") == "cpu" else "`fusewise limits`"
         if analysis.intensity(timed[0]) > analysis.INTENSE:
-            return "cannot tell", None, "no limit is known, since its products have no time; run `fusewise limits`"
-        return "cannot tell", None, "no limit is known; add floor-copy to the providers, or run `fusewise limits`"
+            return "cannot tell", None, f"no limit is known, since its products have no time; run {limits}"
+        return "cannot tell", None, f"no limit is known; add floor-copy to the providers, or run {limits}"
     noise = next(
         (c["noise"] for c in record.comparisons if _belongs(c, key) and c["provider"].endswith(TWIN)),
         None,

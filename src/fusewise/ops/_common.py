@@ -123,9 +123,11 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: x itself, or in rare layouts a copy. Anything that is not a tensor or has no
-    dimension is returned unchanged, and reported by the operation's own checks."""
+    """x with a contiguous last dimension: x itself, or in rare layouts a copy. Anything that is not a tensor, is sparse or
+    has no dimension is returned unchanged, and reported by the operation's own checks."""
     try:
+        if not traced() and x.layout != torch.strided:  # a traced backward may not ask for the layout
+            return x
         return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     except (AttributeError, IndexError):
         return x

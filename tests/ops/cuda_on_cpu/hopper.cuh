@@ -19,15 +19,15 @@ inline T& shared_memory() {
   static_assert(sizeof(T) <= on_cpu::SHARED);
   return *reinterpret_cast<T*>(on_cpu::block().memory);
 }
-inline uint32_t shared_address(const void* pointer) {
+inline uint32_t smem_address(const void* pointer) {
   const auto address = static_cast<const char*>(pointer) - on_cpu::block().memory;
   check(address >= 0 && address < int64_t(on_cpu::SHARED), "an address is not in shared memory");
   return uint32_t(address);
 }
 template <int COUNT>
-inline void fewer_registers() {}
+inline void setmaxnreg_dec() {}
 template <int COUNT>
-inline void more_registers() {}
+inline void setmaxnreg_inc() {}
 
 // mbarrier
 struct Barrier {
@@ -43,28 +43,28 @@ inline Barrier& barrier_of(unsigned rank, uint32_t barrier) {
   return *reinterpret_cast<Barrier*>(on_cpu::blocks[rank].memory + barrier);
 }
 inline Barrier& barrier_here(uint32_t barrier) { return barrier_of(on_cpu::block().rank, barrier); }
-inline void barrier_init(uint32_t barrier, int arrivals) { barrier_here(barrier) = {0, int16_t(arrivals), uint16_t(arrivals), 0}; }
-inline void barrier_arrive_at(uint32_t barrier, int rank) {
+inline void mbarrier_init(uint32_t barrier, int arrivals) { barrier_here(barrier) = {0, int16_t(arrivals), uint16_t(arrivals), 0}; }
+inline void mbarrier_arrive_cluster(uint32_t barrier, int rank) {
   Barrier& there = barrier_of(rank, barrier);
   check(there.missing > 0, "more threads arrive at a barrier than it waits for");
   --there.missing, there.over();
 }
-inline void barrier_arrive(uint32_t barrier) { barrier_arrive_at(barrier, on_cpu::block().rank); }
-inline void barrier_expect(uint32_t barrier, int bytes) { barrier_here(barrier).bytes += bytes, barrier_arrive(barrier); }
-inline void barrier_wait(uint32_t barrier, int parity) {
+inline void mbarrier_arrive(uint32_t barrier) { mbarrier_arrive_cluster(barrier, on_cpu::block().rank); }
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) { barrier_here(barrier).bytes += bytes, mbarrier_arrive(barrier); }
+inline void mbarrier_wait(uint32_t barrier, int parity) {
   const Barrier& here = barrier_here(barrier);
   on_cpu::wait_until([&] { return here.phase != parity; });
 }
 
-inline void count_up(unsigned* count) { ++*count; }
-inline bool counted(const unsigned* count, unsigned least) { return *count >= least; }
+inline void atomic_increment(unsigned* count) { ++*count; }
+inline bool wait_for_count(const unsigned* count, unsigned least) { return *count >= least; }
 
-inline void warps_wait(int name, int count) { on_cpu::meet(on_cpu::block().names[name], count); }
-inline void warps_arrive(int name, int count) { on_cpu::block().names[name].arrive(count); }
+inline void named_barrier_sync(int name, int count) { on_cpu::meet(on_cpu::block().names[name], count); }
+inline void named_barrier_arrive(int name, int count) { on_cpu::block().names[name].arrive(count); }
 
 inline int cluster_rank() { return on_cpu::block().rank; }
-inline void cluster_wait() { on_cpu::meet(on_cpu::cluster, on_cpu::together * blockDim.x); }
-inline void barriers_are_there() {}
+inline void cluster_sync() { on_cpu::meet(on_cpu::cluster, on_cpu::together * blockDim.x); }
+inline void fence_mbarrier_init() {}
 
 // TMA. Chunks of 16 bytes are swizzled by the address of their row.
 inline uint32_t swizzled(uint32_t address, int span) { return address ^ (address >> 3 & (span == 128 ? 0x70 : 0x30)); }
@@ -77,7 +77,7 @@ inline void each_element(const CUtensorMap& map, int column, int row, uint32_t a
       move(swizzled(at + 2 * (r * map.box_columns + c), map.swizzle), inside ? map.matrix + (row + r) * map.stride + 2 * (column + c) : nullptr);
     }
 }
-inline void load_for(uint16_t ranks, const CUtensorMap* of, int column, int row, uint32_t to, uint32_t barrier) {
+inline void tma_load_multicast(uint16_t ranks, const CUtensorMap* of, int column, int row, uint32_t to, uint32_t barrier) {
   const CUtensorMap map = *of;
   check(to % 128 == 0, "TMA writes to an address that is not aligned");
   check(!on_cpu::early || on_cpu::fibers[on_cpu::running].waited, "TMA reads before the kernel ahead has ended");
@@ -96,10 +96,10 @@ inline void load_for(uint16_t ranks, const CUtensorMap* of, int column, int row,
   if (on_cpu::late) on_cpu::flying.push_back(operation);
   else operation();
 }
-inline void load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
-  load_for(uint16_t(1 << on_cpu::block().rank), map, column, row, to, barrier);
+inline void tma_load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
+  tma_load_multicast(uint16_t(1 << on_cpu::block().rank), map, column, row, to, barrier);
 }
-inline void store(const CUtensorMap* of, int column, int row, uint32_t from) {
+inline void tma_store(const CUtensorMap* of, int column, int row, uint32_t from) {
   const CUtensorMap map = *of;
   const char* const memory = on_cpu::block().memory;
   check(from % 128 == 0, "TMA reads from an address that is not aligned");
@@ -111,30 +111,30 @@ inline void store(const CUtensorMap* of, int column, int row, uint32_t from) {
   if (on_cpu::late) on_cpu::fibers[on_cpu::running].stores.push_back(operation);
   else operation();
 }
-inline void prefetch(const CUtensorMap*) {}
-inline void kernel_before_has_ended() { on_cpu::fibers[on_cpu::running].waited = true; }
-inline void kernel_behind_may_start() {}
-inline void stores_commit() {}
-inline void stores_have_read() {
+inline void prefetch_tensormap(const CUtensorMap*) {}
+inline void grid_dependency_wait() { on_cpu::fibers[on_cpu::running].waited = true; }
+inline void launch_dependents() {}
+inline void tma_store_commit() {}
+inline void tma_store_wait_read() {
   for (const Operation& operation : std::exchange(on_cpu::fibers[on_cpu::running].stores, {})) operation();
 }
-inline void written_for_tma() {}
+inline void fence_proxy_async() {}
 
 // wgmma. As there, what describes an operand counts in 16 bytes.
-inline uint64_t described(uint32_t address, int next = 16) { return uint64_t(next) << 32 | address >> 4; }
-inline void products_begin() {}
-inline void products_commit() {
+inline uint64_t matrix_descriptor(uint32_t address, int next = 16) { return uint64_t(next) << 32 | address >> 4; }
+inline void wgmma_fence() {}
+inline void wgmma_commit_group() {
   auto& fiber = on_cpu::fibers[on_cpu::running];
   fiber.groups.push_back(std::exchange(fiber.products, {}));
 }
 template <int PENDING>
-inline void products_wait() {
+inline void wgmma_wait_group() {
   auto& groups = on_cpu::fibers[on_cpu::running].groups;
   for (; groups.size() > PENDING; groups.pop_front())
     for (const Operation& operation : groups.front()) operation();
 }
 template <bool BFLOAT16, bool TRANSPOSED, int REGISTERS>
-inline void product(float (&c)[REGISTERS], uint64_t a, uint64_t b, int add) {
+inline void wgmma(float (&c)[REGISTERS], uint64_t a, uint64_t b, int add) {
   const char* const memory = on_cpu::block().memory;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   float* const sums = c;
@@ -156,13 +156,13 @@ inline void product(float (&c)[REGISTERS], uint64_t a, uint64_t b, int add) {
   else operation();
 }
 template <int N>
-inline void products_are_there(float (&)[N]) {
+inline void wgmma_fence_operand(float (&)[N]) {
   check(on_cpu::fibers[on_cpu::running].groups.empty(), "sums are read before their products are waited for");
 }
 
 // stmatrix and ldmatrix. `place` gives the shared address of two bytes, and the halves of registers that lie there.
-template <class Place>
-inline void each_half(uint32_t mine, const Place& place) {
+template <class EpilogueContext>
+inline void each_half(uint32_t mine, const EpilogueContext& place) {
   on_cpu::Warp& warp = on_cpu::warp();
   warp.given[threadIdx.x % 32] = mine;
   on_cpu::meet_warp();
@@ -170,21 +170,21 @@ inline void each_half(uint32_t mine, const Place& place) {
     for (int half = 0; half < 2; ++half) place(matrix, half, warp.given + 8 * matrix, on_cpu::block().memory);
   on_cpu::meet_warp();
 }
-inline void store_matrices(uint32_t to, const uint32_t (&a)[4]) {
+inline void stmatrix(uint32_t to, const uint32_t (&a)[4]) {
   const int lane = threadIdx.x % 32;
   each_half(to, [&](int matrix, int half, const uint32_t* rows, char* memory) {
     const auto bits = uint16_t(a[matrix] >> 16 * half);
     std::memcpy(memory + rows[lane / 4] + lane % 4 * 4 + half * 2, &bits, 2);
   });
 }
-inline void store_transposed(uint32_t to, const uint32_t (&a)[4]) {
+inline void stmatrix_trans(uint32_t to, const uint32_t (&a)[4]) {
   const int lane = threadIdx.x % 32;
   each_half(to, [&](int matrix, int half, const uint32_t* rows, char* memory) {
     const auto bits = uint16_t(a[matrix] >> 16 * half);
     std::memcpy(memory + rows[lane % 4 * 2 + half] + lane / 4 * 2, &bits, 2);
   });
 }
-inline void load_matrices(uint32_t from, uint32_t (&a)[4]) {
+inline void ldmatrix(uint32_t from, uint32_t (&a)[4]) {
   const int lane = threadIdx.x % 32;
   each_half(from, [&](int matrix, int half, const uint32_t* rows, const char* memory) {
     uint16_t bits;

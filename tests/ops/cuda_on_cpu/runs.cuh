@@ -7,14 +7,14 @@
 
 namespace {
 
-inline char* shared_bytes() { return on_cpu::block().memory; }
-inline void barrier_init(uint32_t barrier) { barrier_init(barrier, 1); }
+inline char* dynamic_smem() { return on_cpu::block().memory; }
+inline void mbarrier_init(uint32_t barrier) { mbarrier_init(barrier, 1); }
 inline bool whole(const void* place, uint32_t at, uint32_t bytes) {
   const bool right = (reinterpret_cast<uintptr_t>(place) | at | bytes) % 16 == 0;
   check(right, "a run of bytes that is not aligned");
   return right;
 }
-inline void run_in(const char* from, uint32_t to, uint32_t bytes, uint32_t barrier) {
+inline void bulk_load(const char* from, uint32_t to, uint32_t bytes, uint32_t barrier) {
   char* const memory = on_cpu::block().memory;
   Barrier* const here = &barrier_here(barrier);
   if (!whole(from, to, bytes)) return;
@@ -25,18 +25,17 @@ inline void run_in(const char* from, uint32_t to, uint32_t bytes, uint32_t barri
   if (on_cpu::late) on_cpu::flying.push_back(operation);
   else operation();
 }
-inline void run_out(char* to, uint32_t from, uint32_t bytes) {
+inline void bulk_store(char* to, uint32_t from, uint32_t bytes) {
   const char* const memory = on_cpu::block().memory;
   if (!whole(to, from, bytes)) return;
   const Operation operation = [=] { std::memcpy(to, memory + from, bytes); };
   if (on_cpu::late) on_cpu::fibers[on_cpu::running].stores.push_back(operation);
   else operation();
 }
-inline void runs_have_read() {
+inline void bulk_store_wait_read() {
   auto& stores = on_cpu::fibers[on_cpu::running].stores;
   for (const Operation& store : stores) store();
   stores.clear();
 }
-inline void written_for_runs() {}
 
 }  // namespace

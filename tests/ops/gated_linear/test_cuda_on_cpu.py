@@ -173,7 +173,9 @@ def changed(
 def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The only one, and one of two, which waits in vain for the other: that runs when it has ended."""
     kind = KINDS[0]
-    kernels = changed("tiles.cuh", "DEEP = 48, ROUNDS = 16", "DEEP = 11, ROUNDS = 2", kind, monkeypatch, tmp_path)
+    kernels = changed(
+        "tiles.cuh", "SYNC_STEPS = 48, SYNC_WAVES = 16", "SYNC_STEPS = 11, SYNC_WAVES = 2", kind, monkeypatch, tmp_path
+    )
     of = Operands((800, 648, 200), kind)
     for processors in (2, 4):
         kernels.plays(processors=processors, **how)
@@ -191,11 +193,11 @@ def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.Monkey
     [
         ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # what a product still reads may be written
         ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # so may what a store still reads
-        ("gated_linear.cu", "barrier_expect(ready, x_bytes", "barrier_expect(ready, 2 * x_bytes"),
+        ("gated_linear.cu", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, 2 * x_bytes"),
         ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
-        ("few_rows.cuh", "barrier_expect(ready, (2 * p.width", "barrier_expect(ready, (p.width"),
+        ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 * p.width", "mbarrier_arrive_expect_tx(ready, (p.width"),
         ("few_rows.cuh", "if (last >= 0 && first)", "if (last > 0 && first)"),
-        ("few_rows.cuh", "kernel_before_has_ended();\n  Turn<S::COUNT>", "Turn<S::COUNT>"),
+        ("few_rows.cuh", "grid_dependency_wait();\n  Turn<S::COUNT>", "Turn<S::COUNT>"),
     ],
 )
 def test_the_machine_finds_what_is_not_waited_for(

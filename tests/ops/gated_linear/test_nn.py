@@ -126,6 +126,27 @@ def test_a_quantised_weight_in_a_plain_linear_is_left_to_itself(names: list[str]
     torch.testing.assert_close(module(x), plain(x))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
+def test_a_sparse_weight_in_a_plain_linear_is_left_to_itself(name: str) -> None:
+    module = GatedMLP(16, 12, activation="silu").requires_grad_(False)
+    x = torch.randn(3, 16)
+    expected = module(x)
+    linear = getattr(module, name)
+    linear.weight = nn.Parameter(linear.weight.to_sparse_csr(), requires_grad=False)
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_sparse_weight_of_a_gated_linear_is_named() -> None:
+    module = GatedLinear(16, 12, activation="silu")
+    module.weight = nn.Parameter(module.weight.detach().to_sparse_csr(), requires_grad=False)
+    with pytest.raises(
+        TypeError, match=r"^gated_linear: weight must be a strided tensor, got torch\.sparse_csr; call weight\.to_dense"
+    ):
+        module(torch.randn(3, 16))
+
+
 def test_biases_dtypes_and_devices() -> None:
     module = GatedMLP(8, 12, bias=True, activation="gelu_tanh", dtype=torch.bfloat16)
     assert module(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16

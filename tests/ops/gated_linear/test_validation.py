@@ -28,7 +28,7 @@ STACKED: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, r"weight must have the last dimension of x, D = 8, got \(12, 7\)", (X, torch.randn(12, 7), B), {}),
     (ValueError, r"weight must have an even number of rows, 2F, got \(11, 8\)", (X, torch.randn(11, 8)), {}),
     (ValueError, r"bias must be contiguous, of shape \(12,\), got shape \(11,\)", (X, W, torch.randn(11)), {}),
-    (ValueError, r"bias must be contiguous, of shape \(12,\), got .*strides \(2,\)", (X, W, torch.randn(24)[::2]), {}),
+    (ValueError, r"bias must be contiguous, of shape \(12,\), got .*strides \(2,\); call bias.contiguous\(\)$", (X, W, torch.randn(24)[::2]), {}),
     (TypeError, "weight must have the dtype of x, float32, got bfloat16", (X, W.bfloat16(), B), {}),
     (TypeError, "bias must have the dtype of x, float32, got float16", (X, W, B.half()), {}),
     (ValueError, "weight must be on the device of x, cpu, got meta", (X, W.to("meta"), B), {}),

@@ -131,6 +131,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "positions-shape": ({"positions": IDS[:5]}, ValueError, r"positions must have shape \(6,\) or \(2, 6\), got \(5,\)"),
     "positions-TB": ({"positions": torch.zeros(6, 2, dtype=torch.int64)}, ValueError, r"positions must have shape \(6,\) or \(2, 6\), got \(6, 2\)"),
     "positions-device": ({"positions": IDS.to("meta")}, ValueError, "positions must be on the device of q, cpu, got meta"),
+    "offset-reach": ({"cos": None, "sin": None, "inv_freq": FREQ, "offset": 2**31 - 5}, ValueError,
+                     "offset must leave the 6 positions from it on below 2\\^31, got 2147483643; pass the first position"),
     "positions-offset": ({"positions": IDS, "offset": 1}, ValueError, "positions must be None when offset is given"),
     "positions-offsets": ({"positions": IDS, "offset": torch.tensor([0, 1])}, ValueError, "positions must be None when offset is given"),
     "positions-ranks": ({"positions": IDS, "context_parallel": (0, 2)}, ValueError, "positions must be None when context_parallel is given"),
@@ -218,6 +220,9 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
     fusewise.rope(Q, K, **TABLE, offset=58)
     with pytest.raises(ValueError, match="positions up to 64, got 64 rows"):
         fusewise.rope(Q, K, **TABLE, offset=59)
+    fusewise.rope(Q, K, inv_freq=FREQ, offset=2**31 - 6)
+    with pytest.raises(ValueError, match="offset must leave the 6 positions"):
+        fusewise.rope(Q, K, inv_freq=FREQ, offset=2**31 - 5)
     fusewise.rope(Q, K, **TABLE, offset=0)
     with pytest.raises(ValueError, match="offset must be >= 0"):
         fusewise.rope(Q, K, **TABLE, offset=-1)

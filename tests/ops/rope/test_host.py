@@ -222,6 +222,13 @@ def test_what_equals_an_option_but_is_of_another_type_is_refused_the_second_time
             fusewise.rope(q, k, **TABLE, **options)
 
 
+def test_an_option_and_a_nul_is_refused_the_second_time_too() -> None:
+    q, k = qk()
+    fusewise.rope(q, k, **TABLE, pairing="half")
+    with pytest.raises(ValueError, match="pairing must be one of"):
+        fusewise.rope(q, k, **TABLE, pairing="half\0")
+
+
 def test_who_watches_sees_the_operator() -> None:
     """Dispatch modes, torch.func, forward mode and profiles: none of them loses the call."""
     q, k = qk()

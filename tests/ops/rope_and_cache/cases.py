@@ -260,6 +260,7 @@ CASES: dict[str, Case] = {
         Case(name="slots past 32 bits", slots=(*WIDE, 2**32 + 1, 2**33, 1)),
         Case(name="slots of a part", slots=(5, 6), positions=(7, 0, 63, 2, 2)),
         Case(name="all skipped", slots=(-1,) * 5),
+        Case(name="slots of no token", slots=()),  # no elements and no address, as where there are no slots
         Case(name="no cache", blocks=0, slots=(-1, 0, 1, 2, 3)),
         Case(name="one token", tokens=1, slots=(13,)),
         Case(name="no token", tokens=0, slots=()),
@@ -276,6 +277,7 @@ CASES: dict[str, Case] = {
         Case(name="contiguous sbhd", layout="sbhd", blocks=2, block_size=9, positions=(3, 4, 5, 6, 7, 0, 1, 2, 9, 4)),
         Case(name="block table", layout="bshd", block_table=((3, 1), (0, 5)), options={"offset": torch.tensor([2, 3], dtype=torch.int32)}),
         Case(name="block table decode", tokens=3, block_table=DECODE, slot_dtype=torch.int32, positions=(7, 0, 4)),
+        Case(name="block table of no blocks", tokens=3, block_table=((), (), ()), positions=(1, 0, 2)),
         Case(name="block table holes", tokens=3, block_table=((3, -1), (6, 5), (2**31 - 1, 2)), positions=(5, 1, 9)),
         Case(name="block table packed", tokens=9, block_table=DECODE, options={"cu_seqlens": BOUNDS, "offset": torch.tensor([3, 0, 5])}),
         Case(name="slots packed", tokens=9, slots=(3, 9, -1, 23, 0, 1, 2, 4, 5), options={"cu_seqlens": BOUNDS.int()}),

@@ -7,6 +7,7 @@ OUT/<provider>/NN-stage-part.suffix  the texts: nothing in them depends on the m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ from ..ledger import Ledger
 from ..nursery import Nursery
 from ..problem import Task
 from ..process import WorkerFailed, WorkerProcess
+from ..reason import reason
+from ..schema import loads
 from ..spent import Parts
 
 KIND = "fusewise.code"
 SCHEMA_VERSION = 1
 TIMEOUT_S = 300.0
+#: A text's file, by `worker.write`.
+TEXT = re.compile(r"\d\d+-")
 #: Why a provider without the method has no answer.
 SILENT = {"stages": "does not show its code", "traffic": "does not tell what it reads and writes"}
 
@@ -132,6 +137,29 @@ def new_index(task: Task, target: str) -> dict[str, Any]:
     }
 
 
+def clear(out: Path) -> None:
+    """Take out the index of an earlier look and the texts that it names, which would lie beside those of the new one, and nothing
+    else. ValueError where `out` has an index of something else, which the new one would replace."""
+    index = out / "index.json"
+    if not index.is_file():
+        return
+    try:
+        before = loads(index.read_text(encoding="utf-8"))
+        if before["kind"] != KIND:
+            raise ValueError(f"kind {before['kind']!r}")
+        named = [out / stage["file"] for provider in before["providers"] for stage in provider["stages"]]
+        # An index may name anything: only what lies in a folder of `out`, as the texts do.
+        texts = [file for file in named if TEXT.match(file.name) and file.resolve().parent.parent == out.resolve()]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"code: the folder must have no index.json but that of `fusewise code`, got {index}, which is another "
+            f"({reason(error)}); choose another --out"
+        ) from None
+    for file in texts:
+        file.unlink(missing_ok=True)
+    index.unlink()
+
+
 def wish(entry: plugin.Entry, task: Task, target: str, out: Path) -> dict[str, Any]:
     """The request for one provider's stages, with their files below `out`."""
     folder = out / file_name(entry.name)
@@ -159,6 +187,7 @@ def stages(
 ) -> dict[str, Any]:
     """Write every stage of every provider below `out`; returns the index, which is in `out/index.json`, too."""
     out.mkdir(parents=True, exist_ok=True)
+    clear(out)
     index = new_index(task, target)
     with closing(Nursery(out / "logs" / "nursery.log")) as nursery:
         for entry in entries:

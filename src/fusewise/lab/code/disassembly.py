@@ -20,7 +20,9 @@ TENSOR_CORES = ("HGMMA", "QGMMA", "IGMMA", "BGMMA", "HMMA", "IMMA", "DMMA", "QMM
 #: Loads and stores of global and shared memory, counted by bits a thread: `LDG.128`.
 SIZED = ("LDG", "STG", "LDS", "STS", "LD", "ST", "LDGSTS")
 #: Counted by name: copies by TMA, matrix loads from shared memory, atomics, special functions, barriers.
-NAMED = ("UTMALDG", "UTMASTG", "UBLKCP", "LDSM", "STSM", "RED", "ATOM", "ATOMG", "MUFU", "BAR", "SYNCS")
+NAMED = (
+    "UTMALDG", "UTMASTG", "UBLKCP", "LDSM", "STSM", "RED", "REDG", "ATOM", "ATOMG", "ATOMS", "MUFU", "BAR", "SYNCS",
+)  # fmt: skip
 
 
 class NoDisassembler(RuntimeError):

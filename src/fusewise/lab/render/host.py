@@ -102,11 +102,12 @@ def answer(found: Sequence[Group]) -> list[str]:
         said.append(
             f"In {len(waiting)} of {len(pairs)} comparisons {COMPILED} waits for the host: the device needs "
             f"{_range([c.device_us for _, c, _ in waiting])} µs, the call {_range([c.call_us for _, c, _ in waiting])} µs. "
-            f"On the device it takes {_range([c.device_us / w.device_us for _, c, w in waiting])} times what the "
-            f"hand-written kernel with the quickest call takes (median {_middle([c.device_us / w.device_us for _, c, w in waiting])}), "
-            f"as a call {_range([c.call_us / w.call_us for _, c, w in waiting])} times "
-            f"(median {_middle([c.call_us / w.call_us for _, c, w in waiting])}). There the host decides, "
-            f"and that is what a kernel behind a C++ operator is for. In a CUDA graph device times are what is left."
+            f"Compared with the hand-written kernel with the quickest call, it takes "
+            f"{_range([c.device_us / w.device_us for _, c, w in waiting])} times the device time "
+            f"(median {_middle([c.device_us / w.device_us for _, c, w in waiting])}), and as a call "
+            f"{_range([c.call_us / w.call_us for _, c, w in waiting])} times as long "
+            f"(median {_middle([c.call_us / w.call_us for _, c, w in waiting])}). There host overhead decides, "
+            f"which is what a kernel behind a C++ operator reduces. In a CUDA graph only device times remain."
         )
     if working:
         said.append(
@@ -118,8 +119,8 @@ def answer(found: Sequence[Group]) -> list[str]:
     if largest is not None:
         group, compiled, written = largest
         said.append(
-            f"The widest gap is {group.name}: {COMPILED} {number(compiled.device_us)} µs of device and "
-            f"{number(compiled.host_us)} of host, {written.provider} {number(written.device_us)} and "
+            f"The widest gap is {group.name}: {COMPILED} {number(compiled.device_us)} µs of device time and "
+            f"{number(compiled.host_us)} of host time, {written.provider} {number(written.device_us)} and "
             f"{number(written.host_us)}."
         )
     return said

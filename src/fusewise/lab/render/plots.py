@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ..analysis import is_floor, is_ours
 from ..folder import file_name
-from ..record import Record, Row
+from ..record import Record, Row, write_atomically
 from . import gigabytes_per_second, measured, printable, sweep
 
 #: Colours that stay apart for the colour-blind (Okabe and Ito), then again with dashes.
@@ -104,5 +106,9 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
 
 
 def save(figure: Figure, directory: Path, name: str) -> str:
-    figure.savefig(directory / name, dpi=120, metadata={"Software": "fusewise"})
+    drawn = io.BytesIO()
+    with warnings.catch_warnings():  # a letter that no font here has is an empty box, and the report has it as text
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
+        figure.savefig(drawn, dpi=120, metadata={"Software": "fusewise"})
+    write_atomically(directory / name, drawn.getvalue())
     return name

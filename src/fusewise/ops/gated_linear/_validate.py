@@ -74,17 +74,7 @@ def _check(
             )
         if bias is not None:
             _check_like(op, names[2], bias, x)
-            shapes = ((2 * hidden,), tuple(weight.shape[:-1]))
-            # Not `in`, which under tracing does not match a number against an equal symbolic size.
-            if not any(tuple(bias.shape) == shape for shape in shapes) or not bias.is_contiguous():
-                wanted = f"{shapes[0]}" if shapes[0] == shapes[1] else f"{shapes[0]} or {shapes[1]}"
-                fail(
-                    op,
-                    names[2],
-                    f"be contiguous, of shape {wanted}",
-                    _what(bias),
-                    "pass an entry for every row of the weight",
-                )
+            _check_entries(op, names[2], bias, ((2 * hidden,), tuple(weight.shape[:-1])), "row of the weight")
     else:
         hidden = weight.shape[0]
         if weight_gate.shape != weight.shape:
@@ -187,8 +177,16 @@ def _check_both(op: str, name: str, weight: Tensor, layout: str) -> None:
 
 def _check_bias(op: str, name: str, bias: Any, length: int, x: Tensor) -> None:
     _check_like(op, name, bias, x)
-    if tuple(bias.shape) != (length,) or not bias.is_contiguous():
-        fail(op, name, f"be contiguous, of shape ({length},)", _what(bias), "pass an entry for every output feature")
+    _check_entries(op, name, bias, ((length,),), "output feature")
+
+
+def _check_entries(op: str, name: str, bias: Tensor, shapes: tuple[tuple[int, ...], ...], what: str) -> None:
+    # Not `in`, which under tracing does not match a number against an equal symbolic size.
+    fits = any(tuple(bias.shape) == shape for shape in shapes)
+    if not fits or not bias.is_contiguous():
+        contract = f"be contiguous, of shape {' or '.join(dict.fromkeys(map(str, shapes)))}"
+        fix = f"call {name}.contiguous()" if fits else f"pass an entry for every {what}"
+        fail(op, name, contract, f"shape {tuple(bias.shape)} and strides {bias.stride()}", fix)
 
 
 def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tensor) -> None:
@@ -197,7 +195,3 @@ def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tens
     _check_matrix(op, names[0], weight, hidden, False, "as many columns as there are gated features, F")
     if bias is not None:
         _check_bias(op, names[1], bias, weight.shape[0], x)
-
-
-def _what(x: Tensor) -> str:
-    return f"shape {tuple(x.shape)} and strides {x.stride()}"

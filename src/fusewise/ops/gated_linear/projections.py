@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -28,7 +29,9 @@ def _is_memory(weight: Tensor) -> bool:
     """Whether the weight is a plain tensor or a DTensor of such, not a quantized or sparse subclass that overrides
     `F.linear` (as in torchao or torch.sparse)."""
     kind = type(weight)
-    return not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch.distributed.tensor")
+    return weight.layout == torch.strided and (
+        not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch.distributed.tensor")
+    )
 
 
 def is_untouched(module: nn.Module) -> bool:

@@ -124,7 +124,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     if scale != 1.0 and table in ("cos_sin", "fused"):
         fail(op, "scale", "be 1.0 with a cos and sin table", scale, "scale the table itself")
     max_offset = 0.0 if a["positions"] is not None else float(MAX_POSITION)
-    if rows is not None and a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
+    if a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
         max_offset = _check_reach(op, a["offset"], tokens, rank, size, rows)
     choice.check(op, q, a["impl"])
     spec = Spec(
@@ -351,11 +351,18 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
     return kind, name != "cos_sin" and table.shape[-1] == 2 * pairs, table.shape[-2]
 
 
-def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int) -> float:
-    """Check that positions offset, offset + 1, ... have a row each; returns the largest offset that passes."""
+def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int | None) -> float:
+    """Check that positions offset, offset + 1, ... have a row each or, without a table, are below the limit of the kernels'
+    32-bit counters; returns the largest offset that passes."""
     if tokens == 0:
         return float(MAX_POSITION)
     span = tokens if size == 1 else tokens // 2 * (2 * size - rank)
+    if rows is None:
+        # Under tracing this would add a guard on every length.
+        if not torch.compiler.is_compiling() and offset + span > MAX_POSITION + 1:
+            contract = f"leave the {span} positions from it on below 2^31"
+            fail(op, "offset", contract, offset, "pass the first position")
+        return MAX_POSITION + 1 - span
     if offset + span > rows:
         contract = f"have a row for each of the positions up to {offset + span - 1}"
         fail(op, "the table", contract, f"{rows} rows", "build a longer table or use inv_freq")

@@ -53,7 +53,7 @@ struct Key {
       if (text == nullptr || size > 24) return false;
       int64_t padded[3] = {};
       std::memcpy(padded, text, size);
-      add(5);
+      add(5 + (size << 8));
       for (const int64_t word : padded) add(word);
     } else if (PyFloat_CheckExact(x)) {
       const double value = PyFloat_AS_DOUBLE(x);

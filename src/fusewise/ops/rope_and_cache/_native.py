@@ -12,7 +12,7 @@ from ..._shared.memo import Memo
 from ..rope import _native as rope
 from ._problem import CacheProblem
 
-_PLAN = Struct("22q")
+_PLAN = Struct("24q")
 _CALL = Struct("5q")
 
 # The packed fields of plans beyond those of the rotation. Keyed by everything these depend on.
@@ -45,8 +45,8 @@ def _places(q: Tensor, k: Tensor, *rest: Any) -> bytes:
         places = _PLAN.pack(
             write_k, v.shape[-1], *problem.v_strides, problem.blocks, problem.block_size,
             *key_cache.stride()[:3], *value_cache.stride()[:3],
-            problem.mapped, slots is not None and slots.dtype == torch.int64, *problem.slot_strides,
-            0 if table is None else table.shape[1], table is not None and table.dtype == torch.int64,
+            slots is not None, problem.mapped, slots is not None and slots.dtype == torch.int64, *problem.slot_strides,
+            table is not None, 0 if table is None else table.shape[1], table is not None and table.dtype == torch.int64,
             *((0, 0) if table is None else table.stride()), problem.sequence_is_token,
         )  # fmt: skip
         _PLACES[key] = places

@@ -4,13 +4,14 @@
 //
 // Shape legend: M rows, D features in, F features out.
 //
-// A block has tiles of `width` features, whatever width shares F evenly among the multiprocessors. One thread keeps all of the shared
-// memory on its way: a ring of stages, each 64 columns of `width` rows of both weights and of x, or twice as many; it runs on into the
-// next tile while the last is finished. For each 64 features four warps multiply: the weights are on the left, u and g of a feature in
-// one thread, and x is on the right. Rows of the weights beyond `width`, and of x beyond `x_rows`, are never loaded: what old shared
-// memory makes in their place is not stored.
+// Memory-bound: a persistent kernel that streams W. A tile is `width` features, chosen so that F divides evenly over the SMs. One
+// producer thread keeps all of shared memory in flight by TMA: a ring of stages of 64 (or 128) columns of `width` rows of both weights and
+// of x; it runs on into the next tile during the epilogue. Each 64 features have a consumer warpgroup: the weights are the left wgmma
+// operand, so that u and g of a feature are in one thread, and x is the right one, as narrow as it has rows. Rows of the weights beyond
+// `width`, and of x beyond `x_rows`, are never loaded; what stale shared memory yields in their place is not stored.
 //
-// The kernel may start before the one ahead has ended, and waits for that end before it reads: who knows what that one writes.
+// Programmatic dependent launch: blocks may start before the previous kernel on the stream ends, and wait for that end before they read,
+// since it may have written any operand.
 
 #pragma once
 
@@ -26,7 +27,7 @@ namespace {
 constexpr int RING_BYTES = 220 * 1024, MOST_STAGES = 8, SLAB_BYTES = 64 * DEPTH * 2;  // 64 features of a weight
 
 struct FewRows {
-  CUtensorMap x, value, gate;  // in boxes of DEPTH columns by `x_rows` and `width` rows
+  CUtensorMap x, value, gate;  // boxes of DEPTH columns by `x_rows` or `width` rows
   const void *value_bias, *gate_bias;
   int64_t value_bias_stride, gate_bias_stride, y_stride;  // in elements
   uint16_t* y;
@@ -36,22 +37,23 @@ struct FewRows {
 
 struct FewShared {
   alignas(1024) char ring[RING_BYTES];
-  alignas(16) char out[2 * GROUP / 32][16 * 16 * 2];  // of each warp, 16 rows of 16 features
+  alignas(16) char out[2 * GROUP / 32][16 * 16 * 2];  // per warp: 16 rows of 16 features
   uint64_t ready[MOST_STAGES], free[MOST_STAGES];
 };
 static_assert(sizeof(FewShared) <= MOST);
 
-// A stage has one or two chunks of 64 columns: `SLABS` times 64 features of the value, of the gate, and x. Two, where three such
-// stages fit: neighbouring 128 bytes of a row are then asked for together. Of 128 columns the products would wait longer.
+// A stage has one or two chunks of 64 columns, each `SLABS` x 64 features of the value and of the gate, and x. Two where three such stages
+// fit: adjacent 128-byte lines of a row are then requested together, which DRAM serves faster. With 128 columns of x two chunks
+// would leave too few stages.
 template <int COLUMNS, int SLABS>
 struct Stage {
   static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2, CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
   static constexpr int BYTES = CHUNKS * CHUNK, COUNT = RING_BYTES / BYTES, DEEP = CHUNKS * DEPTH;
-  static constexpr int THREADS = SLABS * GROUP + (SLABS > 1 ? GROUP : 32);  // registers are handed over by four warps at once
+  static constexpr int THREADS = SLABS * GROUP + (SLABS > 1 ? GROUP : 32);  // setmaxnreg is per warpgroup
   static_assert(COUNT <= MOST_STAGES);
 };
 
-// Where the ring is.
+// Position in the ring: slot and mbarrier phase.
 template <int COUNT>
 struct Turn {
   int slot = 0, phase;
@@ -60,77 +62,77 @@ struct Turn {
   }
 };
 
-// One thread fills the ring, tile after tile, as far ahead of the products as it is long.
+// The producer thread: fills the ring for tile after tile, running ahead of the consumers by up to its length.
 template <int COLUMNS, int SLABS>
-__device__ void bring_few(const FewRows& p, FewShared& shared) {
+__device__ void produce_few(const FewRows& p, FewShared& shared) {
   using S = Stage<COLUMNS, SLABS>;
-  kernel_before_has_ended();
-  Turn<S::COUNT> at{0, 1};  // the ring is free at first: a wait for the round before passes
+  grid_dependency_wait();
+  Turn<S::COUNT> at{0, 1};  // the stages start free: the first wait, for the previous phase, returns at once
   for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
     for (int column = 0; column < p.depth; column += S::DEEP, at.next()) {
-      const uint32_t ready = shared_address(&shared.ready[at.slot]), to = shared_address(shared.ring + at.slot * S::BYTES);
-      barrier_wait(shared_address(&shared.free[at.slot]), at.phase);
-      barrier_expect(ready, (2 * p.width + p.x_rows) * S::DEEP * 2);
+      const uint32_t ready = smem_address(&shared.ready[at.slot]), to = smem_address(shared.ring + at.slot * S::BYTES);
+      mbarrier_wait(smem_address(&shared.free[at.slot]), at.phase);
+      mbarrier_arrive_expect_tx(ready, (2 * p.width + p.x_rows) * S::DEEP * 2);
       const auto bring = [&](const CUtensorMap* map, int row, uint32_t to) {
 #pragma unroll
-        for (int chunk = 0; chunk < S::CHUNKS; ++chunk) load(map, column + chunk * DEPTH, row, to + chunk * S::CHUNK, ready);
+        for (int chunk = 0; chunk < S::CHUNKS; ++chunk) tma_load(map, column + chunk * DEPTH, row, to + chunk * S::CHUNK, ready);
       };
       bring(&p.value, tile * p.width, to), bring(&p.gate, tile * p.width, to + SLABS * SLAB_BYTES), bring(&p.x, 0, to + S::X);
     }
   }
 }
 
-// Add up the products of a tile's 64 features with this number, of the value and of the gate.
+// The main loop for 64 of a tile's features: u and g.
 template <bool BFLOAT16, int COLUMNS, int SLABS>
-__device__ void multiply_few(float (&u)[COLUMNS / 2], float (&g)[COLUMNS / 2], const FewRows& p, FewShared& shared, int slab,
+__device__ void mainloop_few(float (&u)[COLUMNS / 2], float (&g)[COLUMNS / 2], const FewRows& p, FewShared& shared, int slab,
                              Turn<Stage<COLUMNS, SLABS>::COUNT>& at) {
   using S = Stage<COLUMNS, SLABS>;
-  constexpr int CHUNK = DEPTH / 16;  // products, 16 of the depth each
+  constexpr int CHUNK = DEPTH / 16;  // wgmmas of a chunk, k = 16 each
   constexpr uint64_t TO_GATE = SLABS * SLAB_BYTES >> 4;
   const bool first = threadIdx.x % 32 == 0;
   int last = -1;
   for (int column = 0; column < p.depth; column += S::DEEP, at.next()) {
-    barrier_wait(shared_address(&shared.ready[at.slot]), at.phase);
-    products_begin();
-    const uint32_t from = shared_address(shared.ring + at.slot * S::BYTES);
-    const uint64_t left = described(from + slab * SLAB_BYTES), right = described(from + S::X);
+    mbarrier_wait(smem_address(&shared.ready[at.slot]), at.phase);
+    wgmma_fence();
+    const uint32_t from = smem_address(shared.ring + at.slot * S::BYTES);
+    const uint64_t left = matrix_descriptor(from + slab * SLAB_BYTES), right = matrix_descriptor(from + S::X);
 #pragma unroll
     for (int k = 0; k < S::DEEP / 16; ++k) {
       const uint64_t along = (k / CHUNK * S::CHUNK + k % CHUNK * 32) >> 4;
-      product<BFLOAT16, false>(u, left + along, right + along, column + k);
-      product<BFLOAT16, false>(g, left + TO_GATE + along, right + along, column + k);
+      wgmma<BFLOAT16, false>(u, left + along, right + along, column + k);
+      wgmma<BFLOAT16, false>(g, left + TO_GATE + along, right + along, column + k);
     }
-    products_commit();
-    products_wait<1>();
-    if (last >= 0 && first) barrier_arrive(shared_address(&shared.free[last]));  // the products before have read theirs
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+    if (last >= 0 && first) mbarrier_arrive(smem_address(&shared.free[last]));  // the previous stage's wgmmas are done
     last = at.slot;
   }
-  products_wait<0>();
-  products_are_there(u), products_are_there(g);
-  if (first) barrier_arrive(shared_address(&shared.free[last]));
+  wgmma_wait_group<0>();
+  wgmma_fence_operand(u), wgmma_fence_operand(g);
+  if (first) mbarrier_arrive(smem_address(&shared.free[last]));
 }
 
-// y of 64 features, each warp its own 16, from which each row of x gets 32 bytes.
+// The epilogue for 64 features: each warp transposes its 16 through shared memory and stores 32 bytes per row of y.
 template <bool BFLOAT16, int COLUMNS, int ACTIVATION>
 __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMNS / 2], const float (&bias)[2][2], const FewRows& p,
                           FewShared& shared, int feature, int end) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   char* const out = shared.out[threadIdx.x / 32];
-  // Where in it eight features of a row are. Rows four apart would meet in the same banks.
+  // Byte offset of eight features of a row; swizzled, since rows four apart would conflict in banks.
   const auto place = [](int row, int eight) { return row * 32 + ((eight ^ (row >> 2 & 1)) << 4); };
   const int mine = feature + warp * 16 + lane % 2 * 8;
 #pragma unroll
   for (int pair = 0; pair < COLUMNS / 16; ++pair) {
     if (pair * 16 >= p.rows) break;
-    uint32_t y[4];  // eight features and the next, of eight rows and the next
+    uint32_t y[4];  // 2 x 2 matrices of eight features by eight rows
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
       const auto made = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
       y[j] = packed<BFLOAT16>(made(i), made(i + 1));
     }
-    __syncwarp();  // the pair before has been read
-    store_transposed(shared_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), y);
+    __syncwarp();  // the previous 16 rows have been read
+    stmatrix_trans(smem_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), y);
     __syncwarp();
     const int row = pair * 16 + lane / 2;
     if (row < p.rows && mine < end)
@@ -142,10 +144,10 @@ template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
 __device__ void make_few(const FewRows& p, FewShared& shared, int slab) {
   float u[COLUMNS / 2], g[COLUMNS / 2];
   Turn<Stage<COLUMNS, SLABS>::COUNT> at{0, 0};
-  kernel_before_has_ended();
+  grid_dependency_wait();
   for (int tile = blockIdx.x; tile < p.tiles(); tile += gridDim.x) {
     const int feature = tile * p.width + slab * 64;
-    float bias[2][2];  // the value's and the gate's of a thread's two features, eight apart
+    float bias[2][2];  // value and gate bias of this thread's two features, eight apart
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int mine = feature + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + j * 8;
@@ -154,7 +156,7 @@ __device__ void make_few(const FewRows& p, FewShared& shared, int slab) {
       };
       bias[0][j] = of(p.value_bias, p.value_bias_stride), bias[1][j] = of(p.gate_bias, p.gate_bias_stride);
     }
-    multiply_few<BFLOAT16, COLUMNS, SLABS>(u, g, p, shared, slab, at);
+    mainloop_few<BFLOAT16, COLUMNS, SLABS>(u, g, p, shared, slab, at);
     write_few<BFLOAT16, COLUMNS, ACTIVATION>(u, g, bias, p, shared, feature, min(p.hidden, (tile + 1) * p.width));
   }
 }
@@ -164,28 +166,28 @@ __global__ void __launch_bounds__(Stage<COLUMNS, SLABS>::THREADS, 1) few_rows_ke
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FewShared>();
   if (threadIdx.x == SLABS * GROUP) {
-    prefetch(&p.value), prefetch(&p.gate), prefetch(&p.x);
+    prefetch_tensormap(&p.value), prefetch_tensormap(&p.gate), prefetch_tensormap(&p.x);
     for (int i = 0; i < Stage<COLUMNS, SLABS>::COUNT; ++i) {
-      barrier_init(shared_address(&shared.ready[i]), 1);
-      barrier_init(shared_address(&shared.free[i]), SLABS * GROUP / 32);
+      mbarrier_init(smem_address(&shared.ready[i]), 1);
+      mbarrier_init(smem_address(&shared.free[i]), SLABS * GROUP / 32);
     }
-    barriers_are_there();
+    fence_mbarrier_init();
   }
   __syncthreads();
-  kernel_behind_may_start();
+  launch_dependents();
   if (threadIdx.x < SLABS * GROUP) {
-    if constexpr (SLABS > 1) more_registers<240>();
+    if constexpr (SLABS > 1) setmaxnreg_inc<240>();
     make_few<BFLOAT16, COLUMNS, SLABS, ACTIVATION>(p, shared, threadIdx.x / GROUP);
     return;
   }
-  if constexpr (SLABS > 1) fewer_registers<24>();
-  if (threadIdx.x == SLABS * GROUP) bring_few<COLUMNS, SLABS>(p, shared);
+  if constexpr (SLABS > 1) setmaxnreg_dec<24>();
+  if (threadIdx.x == SLABS * GROUP) produce_few<COLUMNS, SLABS>(p, shared);
 #endif
 }
 
-// The descriptors of what is read; whether that went well.
+// Encodes the TMA descriptors; false if the driver refuses one.
 bool describe_few(FewRows& p, const Plan& of, const Call& c) {
-  // Of 256 bytes the cache would bring both halves for each: they are asked for one after the other.
+  // No 256-byte L2 promotion: both halves are requested anyway, and each request would fetch both.
   const auto in_boxes = [&](CUtensorMap* map, const void* matrix, int64_t stride, int64_t rows, int box_rows) {
     return describe(map, of, matrix, stride, rows, of.depth, box_rows, DEPTH, CU_TENSOR_MAP_L2_PROMOTION_NONE);
   };
@@ -197,9 +199,9 @@ template <bool BFLOAT16, int COLUMNS, int SLABS, int ACTIVATION>
 cudaError_t launch_few_rows_of(FewRows& p, const Plan& of, const Call& c, int processors, cudaStream_t on) {
   const auto kernel = few_rows_kernel<BFLOAT16, COLUMNS, SLABS, ACTIVATION>;
   constexpr int bytes = sizeof(FewShared);
-  // Ahead of the descriptors, as in gated_linear.cu.
+  // Before the descriptors are encoded, as in gated_linear.cu.
   if (const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-    return cudaGetLastError(), error;  // or the next launch would be told of it
+    return cudaGetLastError(), error;  // clears the sticky error
   if (!describe_few(p, of, c)) return cudaErrorInvalidValue;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(std::min(p.tiles(), processors)), config.blockDim = dim3(Stage<COLUMNS, SLABS>::THREADS);
@@ -212,7 +214,7 @@ cudaError_t launch_few_rows_of(FewRows& p, const Plan& of, const Call& c, int pr
   return cudaSuccess;
 }
 
-// Start it on the stream, with the tiles of the plan.
+// Launches the kernel on the stream, with the tile width of the plan.
 template <bool BFLOAT16, int ACTIVATION>
 cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaStream_t on) {
   FewRows p{};
@@ -220,7 +222,7 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   p.value_bias_stride = of.value_bias_stride, p.gate_bias_stride = of.gate_bias_stride;
   p.y = static_cast<uint16_t*>(const_cast<void*>(c.y)), p.y_stride = of.y_stride;
   p.rows = int(of.rows), p.hidden = int(of.hidden), p.depth = int(of.depth), p.width = int(of.width);
-  // No more rows of x than that: those that are not there take longer than those that are.
+  // Rows of the TMA box of x: out-of-bounds rows take TMA longer than rows that exist.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
   if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
   const bool wide = p.width > 64;

@@ -1,4 +1,4 @@
-// The activations of the gate: the formulas of `_gluon_gate.py`, so that both give the same bits.
+// Activations of the gate and their derivatives: the same formulas as `_gluon_gate.py`, for the same bits.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace {
 enum Activation { GELU_TANH, GELU, SILU, RELU, SIGMOID, IDENTITY };
 
 struct Gate {
-  float value, slope;  // act(g), act'(g); what is not used is not computed
+  float value, slope;  // act(g), act'(g); the compiler drops what is unused
 };
 
 template <int ACTIVATION>

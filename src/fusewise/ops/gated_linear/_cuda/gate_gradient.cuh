@@ -1,11 +1,10 @@
-// GATE: the gradient of the gate alone, without a product, from pre-activations that were saved,
+// GATE: the gradient of the gate from saved pre-activations, an elementwise kernel without a product,
 //
 //     du = dy · act(g),   dg = dy · u · act'(g)
 //
-// of dy, u and g (M, F) in memory, element by element, and sums over the rows, which are the bias gradient. du and dg may be u and g
-// themselves. A thread has eight columns, a warp 256, the warps of a block one row after another of its share of the rows: with sums
-// every multiprocessor has the same shares, few, so that little is left to add up; without, they are short, and the hardware evens
-// out their times.
+// of dy, u and g (M, F), and the bias gradient as partial sums over rows. du and dg may alias u and g. A thread has eight columns
+// (16-byte accesses), a warp 256; the warps of a block take the rows of its share in turn. With sums, shares are few and equal, one
+// round of resident blocks, so that few partials are left to add up; without, they are short, and the hardware scheduler balances them.
 
 #pragma once
 
@@ -17,7 +16,7 @@
 
 namespace {
 
-constexpr int WARPS = 8, BLOCKS = 4;       // of a block; blocks of a multiprocessor
+constexpr int WARPS = 8, BLOCKS = 4;       // of a block; blocks of an SM
 constexpr int WIDE = 8, ACROSS = 32 * WIDE;  // columns of a thread, of a warp
 
 struct GateGradient {
@@ -28,7 +27,7 @@ struct GateGradient {
   int64_t rows, hidden, share;                                  // of rows, a block
 };
 
-// What lies in memory of eight columns.
+// Eight columns of the inputs.
 struct Given {
   uint4 dy, u, g;
   __device__ Given(const GateGradient& p, int64_t row, int64_t byte)
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gate_gradient_kernel(const
   if (column < p.hidden && row < end) {
     Given now(p, row, byte);
     for (; row < end; row += WARPS) {
-      Given next = now;  // asked for before this row is stored: the compiler must assume that it lies there
+      Given next = now;  // prefetched before this row is stored: the compiler must assume aliasing
       if (row + WARPS < end) next = Given(p, row + WARPS, byte);
       uint4 du, dg;
 #pragma unroll
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gate_gradient_kernel(const
 }
 static_assert(ACROSS == 32 * WARPS, "a thread adds up a column");
 
-// Start it on the stream, in shares for so many multiprocessors.
+// Launches the kernel on the stream, in shares for so many SMs.
 cudaError_t launch_gate_gradient(void (*kernel)(GateGradient), const Plan& of, const Call& c, int processors, cudaStream_t on) {
   const auto bytes = [](const void* matrix) { return static_cast<char*>(const_cast<void*>(matrix)); };
   GateGradient p{bytes(c.x), bytes(c.first), bytes(c.second), bytes(c.u), bytes(c.g)};

@@ -1,5 +1,5 @@
-// Hopper's machinery as functions: shared memory and barriers in it, TMA, wgmma, clusters. Nearly each is one instruction; the PTX
-// manual has their rules, chapter and name as in the instruction.
+// Hopper's PTX as functions: mbarrier, TMA, wgmma, clusters, named barriers. Nearly each is one instruction, described in the PTX ISA
+// manual under its name.
 
 #pragma once
 
@@ -9,57 +9,57 @@
 
 namespace {
 
-// The shared memory that the launch gives a block.
+// The block's dynamic shared memory.
 template <class T>
 __device__ inline T& shared_memory() {
   extern __shared__ __align__(1024) char memory[];
   return *reinterpret_cast<T*>(memory);
 }
-__device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+__device__ inline uint32_t smem_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// Registers of each thread from here on: what some warps give up, others may have.
+// Moves registers between warpgroups.
 template <int COUNT>
-__device__ inline void fewer_registers() {
+__device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 template <int COUNT>
-__device__ inline void more_registers() {
+__device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// mbarrier: a phase ends when all arrivals and all bytes that were announced have come.
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+// mbarrier: a phase completes when all arrivals and all expected bytes have come.
+__device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
+__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ inline void barrier_wait(uint32_t barrier, int parity) {
+__device__ inline void mbarrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-__device__ inline void barrier_arrive(uint32_t barrier) {
+__device__ inline void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrive at the barrier of the same address in the block of that rank in the cluster. Nothing is handed over but that a product
-// or TMA has read: release for the whole cluster would be two fences of all memory.
-__device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
+// Arrives at the mbarrier of the same address in the cluster's block of that rank. It only signals that a wgmma or TMA has read shared
+// memory, so it needs no cluster-scope release, which would cost two full memory fences.
+__device__ inline void mbarrier_arrive_cluster(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
-// A count in memory. Only how far others are is told by it, nothing is handed over.
-__device__ inline void count_up(unsigned* count) {
+// A counter in global memory that signals progress only: relaxed, no data depends on it.
+__device__ inline void atomic_increment(unsigned* count) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-// Wait until it is at least so much; false after some 50 µs in which it was not.
-__device__ inline bool counted(const unsigned* count, unsigned least) {
-  constexpr long long PATIENCE = 100000;  // cycles
-  for (const long long begin = clock64(); clock64() - begin < PATIENCE; __nanosleep(32)) {
+// Spins until the counter reaches `least`; false after a timeout of some 50 µs.
+__device__ inline bool wait_for_count(const unsigned* count, unsigned least) {
+  constexpr long long TIMEOUT = 100000;  // cycles
+  for (const long long begin = clock64(); clock64() - begin < TIMEOUT; __nanosleep(32)) {
     unsigned now;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
     if (now >= least) return true;
@@ -67,60 +67,60 @@ __device__ inline bool counted(const unsigned* count, unsigned least) {
   return false;
 }
 
-// Named barriers of warps: `count` threads in all take part, those that arrive and those that wait.
-__device__ inline void warps_wait(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
-__device__ inline void warps_arrive(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+// Named barriers: `count` threads take part in all, those that arrive and those that wait.
+__device__ inline void named_barrier_sync(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+__device__ inline void named_barrier_arrive(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }
 
 __device__ inline int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ inline void cluster_wait() {
+__device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-__device__ inline void barriers_are_there() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// TMA: a box of a matrix to shared memory; of the cluster's blocks in `blocks`, a bit each, at the same addresses.
-__device__ inline void load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
+// TMA: loads a box of a matrix into shared memory; multicast, at the same address in each of the cluster's blocks of the mask `blocks`.
+__device__ inline void tma_load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
-__device__ inline void load_for(uint16_t blocks, const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
+__device__ inline void tma_load_multicast(uint16_t blocks, const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
       : "memory");
 }
-__device__ inline void store(const CUtensorMap* map, int column, int row, uint32_t from) {
+__device__ inline void tma_store(const CUtensorMap* map, int column, int row, uint32_t from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column), "r"(row),
                "r"(from)
                : "memory");
 }
-__device__ inline void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all stores of this thread have read their shared memory.
-__device__ inline void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// What this thread wrote to shared memory is seen by TMA.
-__device__ inline void written_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void prefetch(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all TMA stores of this thread have read their shared memory.
+__device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Makes this thread's shared-memory writes visible to TMA.
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void prefetch_tensormap(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Among kernels on a stream that may start before the one ahead has ended: wait for the end of that, with all that it wrote; and
-// let the next one take the places that are free.
-__device__ inline void kernel_before_has_ended() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ inline void kernel_behind_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Programmatic dependent launch: wait for the previous kernel on the stream to complete, with its writes visible; and allow the next
+// kernel's blocks to launch.
+__device__ inline void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// wgmma. Operands are described by address and layout: rows of 128 bytes in the 128-byte swizzle, eight rows after eight, along the
-// depth; or, transposed, across it, and then `next` bytes from 64 columns to the 64 beside them.
-__device__ inline uint64_t described(uint32_t address, int next = 16) {
+// wgmma matrix descriptors: K-major rows of 128 bytes in the 128-byte swizzle, in groups of eight; or, transposed, MN-major, with `next`
+// bytes between neighbouring blocks of 64 columns.
+__device__ inline uint64_t matrix_descriptor(uint32_t address, int next = 16) {
   constexpr uint64_t EIGHT_ROWS = 1024 >> 4, SWIZZLE_128 = 1;
   return SWIZZLE_128 << 62 | EIGHT_ROWS << 32 | uint64_t(next >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
-__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
-__device__ inline void products_wait() {
+__device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -148,11 +148,11 @@ __device__ inline void products_wait() {
 #define OF_32(TYPE) PRODUCT("32", OF_8 TO_16, "16", "17", "18", TYPE, "0", R8(0), R8(8))
 #define OF_16(TYPE) PRODUCT("16", OF_8, "8", "9", "10", TYPE, "0", R8(0))
 
-// c = a b + c, or a b: (64, 16) by (16, N), N twice as many as c has sums. A thread's c: columns 8 j + 2 (lane % 4) + {0, 1} of row
-// lane / 4 of its warp's sixteen are c[4 j] and c[4 j + 1], those of the row eight below c[4 j + 2] and c[4 j + 3].
+// c = a b + c, or a b where `add` is 0: (64, 16) by (16, N), with N / 2 accumulators c per thread. c[4 j], c[4 j + 1] are columns
+// 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 of the warp's sixteen; c[4 j + 2], c[4 j + 3] those of the row eight below.
 #define PRODUCT_OF(N)                                                              \
   template <bool BFLOAT16, bool TRANSPOSED>                                        \
-  __device__ inline void product(float (&c)[N / 2], uint64_t a, uint64_t b, int add) { \
+  __device__ inline void wgmma(float (&c)[N / 2], uint64_t a, uint64_t b, int add) { \
     static_assert(!TRANSPOSED);                                                    \
     if constexpr (BFLOAT16) OF_##N("bf16");                                        \
     else OF_##N("f16");                                                            \
@@ -163,7 +163,7 @@ PRODUCT_OF(64)
 PRODUCT_OF(32)
 PRODUCT_OF(16)
 template <bool BFLOAT16, bool TRANSPOSED>
-__device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) {
+__device__ inline void wgmma(float (&c)[96], uint64_t a, uint64_t b, int add) {
   if constexpr (BFLOAT16 && TRANSPOSED) OF_192("bf16", "1");
   else if constexpr (BFLOAT16) OF_192("bf16", "0");
   else if constexpr (TRANSPOSED) OF_192("f16", "1");
@@ -186,28 +186,27 @@ __device__ inline void product(float (&c)[96], uint64_t a, uint64_t b, int add) 
 #undef PRODUCT
 #undef R64
 
-// The compiler may use c from here on, and nothing of it before.
+// Orders uses of the accumulators after the wait: the compiler may not move them across.
 template <int N>
-__device__ inline void products_are_there(float (&c)[N]) {
+__device__ inline void wgmma_fence_operand(float (&c)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i += 8) asm volatile("" : R8(i)::"memory");
 }
 #undef R8
 
-// Four matrices of eight by eight, two values a register, to or from rows of shared memory; lane l has the address of row
-// l % 8 of matrix l / 8.
-__device__ inline void store_matrices(uint32_t to, const uint32_t (&a)[4]) {
+// Four 8 x 8 matrices of 16-bit values to or from shared memory; lane l has the address of row l % 8 of matrix l / 8.
+__device__ inline void stmatrix(uint32_t to, const uint32_t (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
                : "memory");
 }
-// The same, of the transposed matrices: a register's two values go to two rows.
-__device__ inline void store_transposed(uint32_t to, const uint32_t (&a)[4]) {
+// The same, transposed.
+__device__ inline void stmatrix_trans(uint32_t to, const uint32_t (&a)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a[0]), "r"(a[1]), "r"(a[2]),
                "r"(a[3])
                : "memory");
 }
 
-__device__ inline void load_matrices(uint32_t from, uint32_t (&a)[4]) {
+__device__ inline void ldmatrix(uint32_t from, uint32_t (&a)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(from)

@@ -1,4 +1,4 @@
-// Arithmetic that is one instruction without a name in CUDA C++, and how two values of 16 bits share a register.
+// Approximate-math instructions without a CUDA C++ intrinsic, and packing of two 16-bit values in a register.
 
 #pragma once
 
@@ -20,7 +20,7 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
-// Two values, the first in the lower half.
+// Two values in one register, the first in the lower half.
 template <bool BFLOAT16>
 __device__ inline uint32_t packed(float a, float b) {
   uint32_t bits;

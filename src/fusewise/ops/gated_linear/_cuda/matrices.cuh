@@ -1,4 +1,4 @@
-// How TMA is told of a matrix: a descriptor, made on the host by the driver.
+// TMA descriptors (tensor maps), encoded on the host by the driver.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace {
 
 decltype(&cuTensorMapEncodeTiled) encode = nullptr;
 
-// The driver's function that makes descriptors of matrices, by its name: the library is not linked with the driver.
+// Looks up the driver's cuTensorMapEncodeTiled by name, so that the library does not link to libcuda.
 cudaError_t find_encode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -26,7 +26,7 @@ cudaError_t find_encode() {
   return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
 }
 
-// The descriptor of a matrix in boxes, unless it is null; whether that went well.
+// Encodes the descriptor of a row-major matrix with its box; nothing to do for null. False if the driver refuses.
 bool describe(CUtensorMap* map, const Plan& plan, const void* matrix, int64_t stride, int64_t rows, int64_t columns, int box_rows,
               int box_columns, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   if (matrix == nullptr) return true;

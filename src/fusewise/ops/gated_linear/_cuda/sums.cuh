@@ -1,4 +1,4 @@
-// The bias gradient: partial sums over rows, added up in an order that does not change.
+// The bias gradient: partial sums over rows, reduced in a fixed order (bit-reproducible).
 
 #pragma once
 
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(256) add_up_kernel(const float* sums, float* t
   }
 }
 
-// The bias gradient from so many partial sums, if it is wanted.
+// Reduces `count` partial sums to the bias gradient, if it is wanted.
 cudaError_t add_up(const Plan& of, const Call& c, int64_t count, cudaStream_t on) {
   if (c.sums == nullptr) return cudaSuccess;
   const int64_t width = 2 * of.hidden;

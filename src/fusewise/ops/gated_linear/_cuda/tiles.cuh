@@ -1,4 +1,4 @@
-// The tiles of the products of gated_linear.cu: their sizes, where they lie, and what of shared memory they take.
+// Tile shapes of gated_linear.cu, the tile scheduler, and the shared-memory layout.
 
 #pragma once
 
@@ -8,24 +8,24 @@
 
 namespace {
 
-constexpr int ROWS = 128, DEPTH = 64;    // of the left operand of a tile's product, and of both
-constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of four warps
-// Steps of the depth and rounds of tiles from which on clusters keep together; steps before the end of a tile at which one tells.
-constexpr int DEEP = 48, ROUNDS = 16, EARLY = 8;
+constexpr int ROWS = 128, DEPTH = 64;    // tile of the left operand; DEPTH of both
+constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of a warpgroup
+// `WaveSync` is used from so many k-steps and waves on; a cluster arrives so many k-steps before the end of a tile.
+constexpr int SYNC_STEPS = 48, SYNC_WAVES = 16, SYNC_EARLY = 8;
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
-constexpr int SLOT_BYTES = 8192;  // of a piece, what an epilogue takes at a time
-constexpr int BOX = 64;           // columns of W_down side by side: 128 bytes
-constexpr int EDGE = 16;          // rows of x that are asked for at once where a tile has fewer than it could
+constexpr int SLOT_BYTES = 8192;  // a piece: what the epilogue processes at a time
+constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
+constexpr int EDGE = 16;          // rows of a TMA box in a tile that x fills in part
 
-// What depends on the epilogue: columns of a tile's product, the right operand's; stages of the ring; features and rows of x of a tile
-// and of a piece; slots to write, tensors it reads and how many pieces of each there is room for. TMA takes its time for each row
-// of a piece, so they are as wide as u and g of the same features allow.
+// Per epilogue: COLUMNS of the tile's product (N of the wgmma); STAGES of the ring; FEATURES and rows of x (HIGH) of a tile, PIECE
+// and HEIGHT of an epilogue piece; staging slots WRITES, tensors READS and the pieces of each that fit (AHEAD). The cost of a TMA store is
+// per row, so pieces are as wide as u and g of the same features allow.
 //
-// SIDEWAYS, weights are on the left and x on the right: a block has 64 features, a cluster's two lie beside each other, and what
-// both read is x. Tiles are narrower in features and may have fewer rows, so that few rows are shared out more evenly. Pieces of 64
-// rows do not divide 160: those have 32.
+// SIDEWAYS, the weights are the left operand and x is the right one: a block has 64 features, the two blocks of a cluster are side by
+// side and share x. Tiles are narrower in features and may have fewer rows, which balances small batches better. Pieces of 64 rows
+// do not divide 160, so those have 32.
 template <int EPILOGUE>
-struct Of {
+struct Traits {
   static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_192;
   static constexpr int COLUMNS = EPILOGUE == SIDE_128 ? 128 : EPILOGUE == SIDE_160 ? 160 : 192;
   static constexpr int STAGES = DOWNWARD ? 4 : EPILOGUE == SIDE_128 ? 6 : 5;
@@ -36,25 +36,25 @@ struct Of {
   static constexpr int HEIGHT = SLOT_BYTES / 2 / PIECE / (EPILOGUE == SIDE_160 ? 2 : 1);
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
-  // From one tile of a cluster to the same of the next, and to its other tile.
+  // Distance between the tiles of neighbouring clusters, and between the two tiles of a cluster.
   static constexpr int DOWN_STEP = SIDEWAYS ? HIGH : CLUSTER * HIGH, ACROSS_STEP = SIDEWAYS ? CLUSTER * FEATURES : FEATURES;
   static constexpr int DOWN_OTHER = SIDEWAYS ? 0 : HIGH, ACROSS_OTHER = SIDEWAYS ? FEATURES : 0;
 };
 
 template <int EPILOGUE>
 struct Shared {
-  using A = Of<EPILOGUE>;
+  using A = Traits<EPILOGUE>;
   alignas(1024) char ring[A::STAGES][LEFT_BYTES + A::RIGHT_BYTES];
   alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][SLOT_BYTES];
-  float bias[2][2][96];                                        // of the tile of each group: value, gate
-  float sums[A::READS > 0 ? 4 * A::HALVES : 1][2 * A::PIECE];  // of a piece's du and dg, by warps and halves
+  float bias[2][2][96];                                        // per warpgroup: value, gate
+  float sums[A::READS > 0 ? 4 * A::HALVES : 1][2 * A::PIECE];  // of a piece's du and dg, per warp and half
   uint64_t ready[A::STAGES], free[A::STAGES], came[A::AHEAD], taken[A::AHEAD];
 };
 constexpr size_t MOST = 227 * 1024;  // bytes of shared memory that a block may have
 static_assert(sizeof(Shared<GRADIENT>) <= MOST && sizeof(Shared<DOWN>) <= MOST);
 static_assert(sizeof(Shared<SIDE_192>) <= MOST && sizeof(Shared<SIDE_160>) <= MOST && sizeof(Shared<SIDE_128>) <= MOST);
 
-// Names of the barriers of warps: to turns at the tensor cores, at the slots to write, and of a group's own warps.
+// Named barriers: whose turn it is for the main loop, for the output slots; and one within each warpgroup.
 enum Name { PRODUCT = 1, SLOT = 3, OWN = 5 };
 
 struct Params {
@@ -62,15 +62,15 @@ struct Params {
   const void *value_bias, *gate_bias;                          // or null
   int64_t value_bias_stride, gate_bias_stride;
   float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
-  unsigned* pace;           // how many tiles all clusters have nearly ended, or null: they need not keep together
-  int rows, hidden, steps;  // blocks of the depth
-  int group;                // pairs of tiles, one below the other, that are taken together
+  unsigned* wave_counter;   // arrivals of all clusters at `WaveSync`, or null: unused
+  int rows, hidden, steps;  // k-steps of DEPTH
+  int group;                // tile pairs of a column in the grouped raster order
 };
 
-// Where the tile of a turn is: in groups of pairs, so that what is read together stays in the cache.
+// The tile of a turn, in grouped raster order: tiles that share operands run at about the same time, and hit L2.
 template <int EPILOGUE>
 struct Tile {
-  using A = Of<EPILOGUE>;
+  using A = Traits<EPILOGUE>;
   int row, feature;
   __device__ Tile(const Params& p, int turn, int rank) {
     const int down = ceil_div(p.rows, A::DOWN_STEP), across = ceil_div(p.hidden, A::ACROSS_STEP);
@@ -78,7 +78,7 @@ struct Tile {
     row = (first + within % rows) * A::DOWN_STEP + rank * A::DOWN_OTHER;
     feature = within / rows * A::ACROSS_STEP + rank * A::ACROSS_OTHER;
   }
-  // Of all clusters.
+  // Tile pairs in all.
   __host__ __device__ static int count(const Params& p) { return ceil_div(p.rows, A::DOWN_STEP) * ceil_div(p.hidden, A::ACROSS_STEP); }
   __host__ __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 };

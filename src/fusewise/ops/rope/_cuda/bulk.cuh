@@ -49,18 +49,18 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
   const BulkTensor& t = p.tensors[is_k];
   const uint32_t first = (in_token - (is_k ? p.of_q : 0)) * t.of_unit, heads = min(t.of_unit, t.heads - first);
 
-  char* const memory = shared_bytes();
-  const uint32_t barrier = shared_address(memory), unit = barrier + BARRIER, bytes = heads * t.width;
+  char* const memory = dynamic_smem();
+  const uint32_t barrier = smem_address(memory), unit = barrier + BARRIER, bytes = heads * t.width;
   const bool leads = threadIdx.x == 0;
 #if defined(__CUDA_ARCH__)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
 #endif
   if (leads) {
-    barrier_init(barrier);
-    barriers_are_there();
-    barrier_expect(barrier, bytes);
-    run_in(t.x + batch * t.x_strides[0] + token * t.x_strides[1] + int64_t(first) * t.width, unit, bytes, barrier);
+    mbarrier_init(barrier);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(barrier, bytes);
+    bulk_load(t.x + batch * t.x_strides[0] + token * t.x_strides[1] + int64_t(first) * t.width, unit, bytes, barrier);
   }
   const uint32_t mine = p.chunk(threadIdx.x), chunk = threadIdx.x - mine * p.chunk.d;  // this thread's first head and its chunk
   bool inside;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
   Words<TABLE, N> cosines, sines;
   cosines.read(p.rows.cos + row_at), sines.read(p.rows.sin + row_at);
   __syncthreads();  // the mbarrier is initialized
-  barrier_wait(barrier, 0);
+  mbarrier_wait(barrier, 0);
 
   if (mine < p.at_once)
     for (uint32_t head = mine; head < heads; head += p.at_once) {
@@ -88,11 +88,11 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
       one.set(a), other.set(b);
       one.write(place), other.write(place + p.halves);
     }
-  written_for_runs();
+  fence_proxy_async();
   __syncthreads();
   if (leads) {
-    run_out(t.y + batch * t.y_strides[0] + token * t.y_strides[1] + int64_t(first) * t.width, unit, bytes);
-    runs_have_read();
+    bulk_store(t.y + batch * t.y_strides[0] + token * t.y_strides[1] + int64_t(first) * t.width, unit, bytes);
+    bulk_store_wait_read();
   }
 #endif
 }

@@ -250,7 +250,9 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(co
     return with_dtype(plan->kind, [&](auto element) { return launch_direct<decltype(element)>(d, *plan, stream); });
 
   Places& c = params.places;
-  c.slots = cache_call->slots, c.table = cache_call->table;
+  // The kernel detects absent tensors by null pointers. One without elements is never read, but must not be null.
+  c.slots = cache->has_slots && !cache_call->slots ? cache_call : cache_call->slots;
+  c.table = cache->has_table && !cache_call->table ? cache_call : cache_call->table;
   for (int i = 0; i < 2; ++i) c.slot_strides[i] = cache->slot_strides[i], c.table_strides[i] = cache->table_strides[i];
   c.count = cache->blocks * cache->block_size;
   c.reach = std::min<int64_t>(cache->block_size * (c.table ? cache->table_blocks : 1), INT32_MAX);
