@@ -1,16 +1,16 @@
-"""Native code: compiled on first use with the user's compiler, kept in the user's cache folder (`cache.py`), and loaded.
+"""Native code: compiled on first use with the user's compiler, stored in the user's cache folder (`cache.py`), and loaded.
 
     library = build.library("rope", [folder / "rope.cpp"], build.cxx(), build.NATIVE_FLAGS)   -> ctypes.CDLL
 
-An entry is named by everything it depends on: source text, compiler and its version, flags, the compiler's variables in the
-environment, platform, and the features of this CPU where the code is made for it, since a home directory may be shared by
-unlike machines. It is a folder with the library and its SHA-256, made complete beside its place and renamed into it, so that
-a process killed at any moment leaves no half entry; a library that does not have its recorded digest is built again.
-Processes that want the same entry at once wait for one to build it. Where no compiler is found, as in an image that is to run
-what another has built, the entry that was last used of the same sources and flags serves.
+A cache entry is named by a hash of everything it depends on: source text, compiler and version, flags, the environment
+variables that compilers read, platform, and for native code the features of this CPU, since different machines may
+share a home directory. It is a folder with the library and its SHA-256, completed under a temporary name and then
+renamed, so that a killed process leaves no partial entry; a library that does not match its digest is rebuilt. If
+several processes need the same entry, one builds it and the others wait. Without a compiler, as in an image that runs
+what another has built, the entry last used for the same sources and flags is loaded.
 
-Loading a library runs it, so one that others could have written is refused. A failed build is remembered for the life of
-the process.
+Loading a library executes it, so one that others could have written is refused. A failed build is cached for the
+lifetime of the process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from . import cache
 TIMEOUT_S = 600
 ERROR_LINES = 12
 
-#: C++ for this CPU alone. Arithmetic stays IEEE: no reassociation, no flushing, infinities and NaN as they are; but fused
-#: multiply-add is allowed, and neither errno nor the floating-point exception flags are kept.
+#: C++ flags for this CPU only. Arithmetic stays IEEE (no reassociation, no flush to zero, infinities and NaN
+#: preserved), but fma contraction is allowed, and errno and floating-point exception flags are not maintained.
 NATIVE_FLAGS: tuple[str, ...] = (
     "-std=c++17", "-O3", "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
 
-#: Variables by which gcc, clang and nvcc are given flags, programs, and folders of headers and libraries.
+#: Environment variables from which gcc, clang and nvcc read flags, programs, and header and library paths.
 READ_BY_COMPILERS = (
     "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX",
     "CCC_OVERRIDE_OPTIONS", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET",
@@ -53,19 +53,19 @@ READ_BY_COMPILERS = (
 
 
 class BuildError(RuntimeError):
-    """Native code cannot be built or loaded here; the message says why and what to do."""
+    """Native code cannot be built or loaded; the message says why and how to fix it."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler command that makes a shared library from sources: `command flags sources -o library`; or why there is none."""
+    """A compiler command that builds a shared library (`command flags sources -o library`), or why there is none."""
 
     command: tuple[str, ...]
     version: str
     missing: str = ""
 
     def needed(self) -> tuple[str, ...]:
-        """The command, for whom nothing else will do.
+        """The command.
 
         Raises:
             BuildError: there is no compiler.
@@ -77,7 +77,7 @@ class Compiler:
 
 @functools.cache
 def compiler(variable: str, *names: str) -> Compiler:
-    """The compiler that the environment variable names (words as in a shell), or the first of `names` on the PATH."""
+    """The compiler given by the environment variable (shell words), or the first of `names` on the PATH."""
     try:
         return _found(variable, *names)
     except BuildError as error:
@@ -121,16 +121,16 @@ def nvcc() -> Compiler:
     return found if found.missing else replace(found, command=(*found.command, "--threads=0"))
 
 
-#: What a library is made from, as the functions below take it: name, sources, compiler and flags.
+#: The arguments of the functions below: name, sources, compiler and flags of a library.
 Recipe = tuple[str, Sequence[Path], Compiler, Sequence[str]]
 
 _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
 _BUILT: list[Path] = []
 _LOCK = threading.Lock()
-#: Whether this process is a forked child of one that had this module and several threads: the others, such as an OpenMP
-#: runtime's, are gone, and what they held.
+#: Whether this process was forked, with this module loaded, from one with several threads: other threads, such as those
+#: of an OpenMP runtime, are gone, along with whatever they held.
 FORKED = False
-_SEVERAL = True  # threads, where this process forks; on another system than Linux nobody knows
+_SEVERAL = True  # whether this process has several threads when it forks; unknown except on Linux
 
 
 def _forking() -> None:
@@ -150,10 +150,10 @@ os.register_at_fork(before=_forking, after_in_child=_forked)
 
 
 def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> ctypes.CDLL:
-    """The shared library of `sources` (headers among them are part of the key, not of the command), built if need be.
+    """The shared library of `sources` (headers are part of the key, not of the command), built if necessary.
 
     Raises:
-        BuildError: the cache folder is not safe, or the compiler fails; also at every later call in this process.
+        BuildError: the cache folder is not safe, or the compiler fails; also on every later call in this process.
     """
     with _as_build_error(name):
         key = _key(sources, compiler, flags)
@@ -171,7 +171,7 @@ def library(name: str, sources: Sequence[Path], compiler: Compiler, flags: Seque
 
 
 def prepared(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> Path:
-    """The file that `library` with the same arguments loads, built if need be and not loaded.
+    """The file that `library` with the same arguments loads, built if necessary but not loaded.
 
     Raises:
         BuildError: as `library`.
@@ -181,7 +181,7 @@ def prepared(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequ
 
 
 def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> bool:
-    """Whether `library` with the same arguments finds its entry made; builds and loads nothing.
+    """Whether the entry for `library` with the same arguments exists; builds and loads nothing.
 
     Raises:
         BuildError: as `library`, if what is there is not safe.
@@ -197,8 +197,8 @@ def built(name: str, sources: Sequence[Path], compiler: Compiler, flags: Sequenc
 
 
 def ahead(first: Recipe, then: Callable[[], Recipe]) -> None:
-    """Where `first` has yet to be built and can be, have what `then` tells of, which is needed after it, built meanwhile.
-    Whoever loads that waits for it, and is told what went wrong.
+    """If `first` still has to be built, build the recipe returned by `then`, which is needed after it, in the
+    background. Loading that library waits for the build and reports its errors.
 
     Raises:
         BuildError: as `built`.
@@ -213,18 +213,19 @@ def ahead(first: Recipe, then: Callable[[], Recipe]) -> None:
 
 
 def why_not(recipe: Recipe, otherwise: str = "it is not built; `fusewise build` does that") -> str:
-    """Why a library is not there: nothing to build it with, or nobody has."""
+    """Why a library is missing: there is no compiler, or it has not been built."""
     return recipe[2].missing or otherwise
 
 
 def loads() -> int:
-    """How many libraries this process has built, loaded, or failed to. While that is the same, so is what could be loaded."""
+    """Count of libraries that this process has built, loaded, or failed to load. While it is unchanged, so are the
+    libraries that can be loaded."""
     return len(_LOADED) + len(_BUILT)
 
 
 @contextlib.contextmanager
 def _as_build_error(name: str) -> Iterator[None]:
-    """Inside, what goes wrong with files or the cache folder is a BuildError."""
+    """Context that turns errors of files or the cache folder into a BuildError."""
     try:
         yield
     except cache.Refused as error:
@@ -234,7 +235,7 @@ def _as_build_error(name: str) -> Iterator[None]:
 
 
 def _key(sources: Sequence[Path], compiler: Compiler | None, flags: Sequence[str]) -> str:
-    """What tells libraries apart; without a compiler, all that it does not decide."""
+    """Hash of everything a library depends on; without a compiler, of everything except the compiler."""
     read = [(name, os.environ[name]) for name in READ_BY_COMPILERS if compiler is not None and name in os.environ]
     parts = [
         repr([(source.name, source.read_bytes()) for source in sources]), repr(compiler), repr(tuple(flags)), sys.platform, platform.machine(),
@@ -244,12 +245,12 @@ def _key(sources: Sequence[Path], compiler: Compiler | None, flags: Sequence[str
 
 
 def _last(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
-    """The file with the name of the entry that was last used of these sources and flags, whatever the compiler."""
+    """The file with the name of the entry last used for these sources and flags, with any compiler."""
     return cache.folder("native") / f"{name}-{_key(sources, None, flags)}.last"
 
 
 def _left(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path | None:
-    """That entry, where it is there and whole."""
+    """That entry, if it exists and is intact."""
     last = _last(name, sources, flags)
     try:
         cache.check_folder(last.parent)
@@ -263,7 +264,7 @@ def _left(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path | No
 
 def _remember(name: str, entry: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
     last = _last(name, sources, flags)
-    # A folder that cannot be written to, or is full, serves all the same: this is for where there is no compiler.
+    # Failure is not an error (the folder may be read-only or full): this only matters without a compiler.
     with contextlib.suppress(OSError):
         if last.is_file() and last.read_text() == entry.name:
             return
@@ -279,7 +280,7 @@ def _remember(name: str, entry: Path, sources: Sequence[Path], flags: Sequence[s
 
 @functools.cache
 def _cpu_features() -> str:
-    """What tells CPUs apart for which `=native` gives different code."""
+    """The CPU properties on which code for `=native` depends."""
     if sys.platform == "darwin":
         names = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
         return _run(["/usr/sbin/sysctl", "-i", *names], 60).stdout
@@ -289,7 +290,7 @@ def _cpu_features() -> str:
 
 
 def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, flags: Sequence[str]) -> Path:
-    """The verified library of an entry, built or built anew if it is not there."""
+    """The verified library of an entry, built or rebuilt if necessary."""
     folder = cache.folder("native")
     if compiler.missing:
         left = _left(name, sources, flags)
@@ -304,7 +305,7 @@ def _entry(name: str, key: str, sources: Sequence[Path], compiler: Compiler, fla
         return path
     with cache.locked(folder / f"{name}-{key}.lock") as alone:
         if not _intact(entry):
-            for left in folder.glob(f"{name}-{key}.*.tmp") if alone else ():  # of builds that were killed
+            for left in folder.glob(f"{name}-{key}.*.tmp") if alone else ():  # left by killed builds
                 shutil.rmtree(left, ignore_errors=True)
             _build(name, entry, sources, compiler, flags)
     if not _intact(entry):
@@ -320,7 +321,7 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
     try:
         path = work / "library.so"
         inputs = [os.path.abspath(source) for source in sources if source.suffix not in (".h", ".hpp", ".cuh")]
-        # By its bare name: nvcc hands paths to a shell, which would make something of a $ in that of the cache folder.
+        # A relative output path: nvcc passes paths to a shell, which would expand a $ in the path of the cache folder.
         if any(set(path) & set('$`"\\') for path in inputs) and Path(compiler.command[0]).name.startswith("nvcc"):
             raise BuildError(
                 f"building {name} failed: nvcc's shell would not take {inputs[0]} as it is; install it elsewhere"
@@ -335,13 +336,13 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
             raise BuildError(
                 f"building {name} failed: {shlex.join(command)} exited with {result.returncode}:\n{output}"
             )
-        path.chmod(0o700)  # whatever the umask
+        path.chmod(0o700)  # independent of the umask
         _sync(path)
         digest = work / "sha256"
         digest.write_text(_digest(path))
         digest.chmod(0o600)
         _sync(digest)
-        if entry.exists():  # damaged: out of the way first, since a folder cannot replace one that is not empty
+        if entry.exists():  # damaged: move it away first, since rename cannot replace a folder that is not empty
             os.replace(entry, trash)
         os.replace(work, entry)
         _sync(entry.parent)
@@ -352,7 +353,7 @@ def _build(name: str, entry: Path, sources: Sequence[Path], compiler: Compiler, 
 
 
 def _intact(entry: Path) -> bool:
-    """Whether an entry is there and whole. One that others could have written is not replaced but refused."""
+    """Whether an entry exists and is intact. One that others could have written is refused, not replaced."""
     path, digest = entry / "library.so", entry / "sha256"
     try:
         for part in (entry, path, digest):

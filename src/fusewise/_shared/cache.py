@@ -1,12 +1,12 @@
-"""The user's cache folder, to which nobody else may write, and small JSON files of results in it.
+"""The user's private cache folder, and small JSON files of results in it.
 
     path = cache.folder("tuned") / "name.json"
     cache.change(path, lambda found: ...)    under a lock: read, change, replace
-    cache.read(path)                         what is there, or None
+    cache.read(path)                         the content, or None
 
-The folder must belong to the user and be writable by nobody else, and so must what is in it: other files and folders are
-refused. Reading parses JSON and evaluates nothing. A file is replaced as a whole, so a reader meets the old one or the new
-one. Native code is kept in the same folder by `build.py`.
+The folder and its content must belong to the user and be writable by nobody else; other files and folders are refused.
+Reading parses JSON and evaluates nothing. Files are replaced atomically, so a reader sees either the old one or the new
+one. `build.py` stores native code in the same folder.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MAX_BYTES = 16 << 20
 
 
 class Refused(ValueError):
-    """A file or its folder cannot be used; the message says why and what to do."""
+    """A file or its folder cannot be used; the message says why and how to fix it."""
 
 
 def folder(name: str) -> Path:
     """The cache folder for one kind of files: in $FUSEWISE_CACHE_DIR, or in `fusewise` in the user's cache folder. It may
-    not be there yet.
+    not exist yet.
 
     Raises:
-        Refused: neither variable is set, and the user has no home (a container's user of a number alone, say).
+        Refused: neither variable is set, and the user has no home (e.g. a numeric user in a container).
     """
     chosen, caches = os.environ.get("FUSEWISE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -48,33 +48,33 @@ def folder(name: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder of the cache, or check that only the user can write to the one that is there.
+    """Create a folder of the cache, or check that only the user can write to an existing one.
 
     Raises:
-        Refused: somebody else can, or it cannot be made.
+        Refused: somebody else can, or it cannot be created.
     """
     try:
         for part in (*reversed(folder.parents), folder):
             if not part.exists():
-                part.mkdir(mode=0o700, exist_ok=True)  # what is missing above, too, whatever the umask
+                part.mkdir(mode=0o700, exist_ok=True)  # also for missing parents, independent of the umask
         check_folder(folder)
     except OSError as error:
         raise Refused(f"the cache folder {folder} cannot be used: {error}; set FUSEWISE_CACHE_DIR") from error
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder of the cache, and the one around it, are the user's own, that nobody else can write to them, and that
-    nobody else can put others in their place.
+    """Check that a folder of the cache and its parent belong to the user, that nobody else can write to them, and that
+    nobody else can replace them.
 
     Raises:
-        FileNotFoundError: it is not there.
-        Refused: somebody can.
+        FileNotFoundError: it does not exist.
+        Refused: a check failed.
     """
     for part in (folder.parent, folder):
         check_private(part, part.stat())
     for part in folder.resolve().parents:
         status = part.stat()
-        # Of a folder of the user's own group others are no part, as a rule; in one with the sticky bit each renames his own.
+        # The user's own group usually has no other members; with the sticky bit, users can only rename their own entries.
         others = stat.S_IWOTH if status.st_gid == os.getgid() else stat.S_IWOTH | stat.S_IWGRP
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
             raise Refused(f"{part}, which holds the cache folder, is writable by others; set FUSEWISE_CACHE_DIR")
@@ -85,7 +85,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _unmapped(user: int) -> bool:
-    """Whether that number stands for users that this container does not know, such as the root of the machine around it."""
+    """Whether this uid stands for users not mapped into this user namespace, such as the root of a container's host."""
     try:
         known = Path("/proc/self/uid_map").read_text().split()
         return known != ["0", "0", str(2**32 - 1)] and user == int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -94,10 +94,10 @@ def _unmapped(user: int) -> bool:
 
 
 def check_private(path: Path, status: os.stat_result) -> None:
-    """Check that a file or folder of this status is the user's own and that nobody else can write to it.
+    """Check that a file or folder with this status belongs to the user and that nobody else can write to it.
 
     Raises:
-        Refused: it is not, or it is a symbolic link.
+        Refused: a check failed, or it is a symbolic link.
     """
     if stat.S_ISLNK(status.st_mode):
         raise Refused(f"{path} in the cache folder is a symbolic link; remove it")
@@ -110,8 +110,8 @@ def check_private(path: Path, status: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file, which the system releases should the process die; yields whether that worked. Without locks
-    (some network file systems) processes may do the same work at once, and what the last one made stays."""
+    """Hold a file lock, which the OS releases if the process dies; yields whether locking worked. Without locks (some
+    network file systems) processes may do the same work concurrently, and the last result stays."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -121,14 +121,14 @@ def locked(path: Path) -> Iterator[bool]:
         try:
             yield True
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not, where a child was forked meanwhile
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock if a child was forked meanwhile
 
 
 def read(path: Path) -> Any:
-    """The data in a file; None where there is no file.
+    """The data in a file; None if there is no file.
 
     Raises:
-        Refused: others could have written it, it is larger than MAX_BYTES, or it holds no JSON.
+        Refused: others could have written it, it is larger than MAX_BYTES, or it is not JSON.
     """
     try:
         check_folder(path.parent)
@@ -151,11 +151,11 @@ def read(path: Path) -> Any:
 
 
 def change(path: Path, edit: Callable[[Any], Any]) -> None:
-    """Replace the data in a file by `edit` of it, which gets None where there is none or it holds no JSON. Processes that
-    do this at once wait for each other.
+    """Replace the data in a file by `edit` of it, which gets None if there is no file or it is not JSON. Concurrent
+    changes by several processes are serialized.
 
     Raises:
-        Refused: the folder or the file is not the user's own, or cannot be written.
+        Refused: the folder or the file does not belong to the user, or cannot be written.
     """
     try:
         make_private(path.parent)

@@ -1,8 +1,8 @@
-"""A native kernel for tensors in the memory of the host: built on first use, loaded once, run by torch's own threads.
+"""Native CPU kernels: built on first use, loaded once, run on torch's own threads.
 
-The kernel is handed the entry of the OpenMP runtime that torch has loaded, so that there is one pool of threads in the
-process. In a forked child, where that runtime's threads are gone, and where there is no such runtime, it is handed 0 and
-starts threads of its own.
+A kernel receives the entry point of the OpenMP runtime that torch has loaded, so that the process has a single thread
+pool. In a forked child, where that runtime's threads are gone, or without such a runtime, it receives 0 and starts its
+own threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ THREADS = Path(__file__).with_name("threads.h")
 
 
 class Kernel:
-    """The function `name` of a library, which returns nothing, and `parallel`, the entry to hand to it."""
+    """The function `name` of a library, which returns nothing, and `parallel`, the entry point to pass to it."""
 
     def __init__(self, recipe: build.Recipe, name: str) -> None:
         self.run = getattr(build.library(*recipe), name)
@@ -41,8 +41,8 @@ def _parallel() -> int:
 
 
 def unavailable(device_type: str, kernel: Callable[[], Kernel]) -> str | None:
-    """Why the kernel that `kernel` loads cannot serve tensors of this device type, or None if it can; builds it if need
-    be."""
+    """Why the kernel that `kernel` loads cannot serve tensors of this device type, or None if it can; builds it if
+    necessary."""
     if device_type != "cpu":
         return f"cpu is native code for tensors in the memory of the host, not on device type {device_type}"
     try:

@@ -1,4 +1,4 @@
-"""Libraries of CUDA kernels: for which GPUs they are compiled, how they are loaded and started, and why there may be none."""
+"""Libraries of CUDA kernels: compilation targets, loading, launching, and availability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OLDEST, HOPPER = (8, 0), (9, 0)  # compute capabilities
 
 
 def flags(capabilities: tuple[tuple[int, int], ...], features: str = "") -> tuple[str, ...]:
-    """How nvcc is to compile for the given compute capabilities; `features`: "a" for instructions that those alone have."""
+    """nvcc flags for the given compute capabilities; `features`: "a" for architecture-specific instructions."""
     codes = [f"{major}{minor}{features}" for major, minor in capabilities]
     targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", *targets
@@ -30,7 +30,7 @@ def present() -> tuple[tuple[int, int], ...]:
 
 
 def no_gpu(device_type: str) -> str | None:
-    """Why no CUDA kernel can serve tensors of this device type, or None if one can that is built."""
+    """Why no CUDA kernel can serve tensors of this device type, or None if a built one can."""
     if device_type != "cuda":
         return f"cuda runs on NVIDIA GPUs, not on device type {device_type}"
     if torch.version.hip is not None:
@@ -44,8 +44,8 @@ def no_gpu(device_type: str) -> str | None:
 
 
 def not_hopper(impl: str) -> str | None:
-    """Why kernels for Hopper alone cannot serve the GPUs of this machine, or None if they can. One answer holds for all of them:
-    CUDA_VISIBLE_DEVICES chooses among unlike ones."""
+    """Why Hopper-only kernels cannot serve the GPUs of this machine, or None if they can. The answer holds for all
+    GPUs: with different ones, select by CUDA_VISIBLE_DEVICES."""
     if torch.cuda.device_count() == 0:
         return "there is no GPU"
     other = next((capability for capability in present() if capability != HOPPER), None)
@@ -71,7 +71,7 @@ class Library:
         return text.decode()
 
     def launch(self, plan: bytes, call: bytes, device: int, op: str) -> None:
-        """Start the kernels of a packed call on the current stream of a device."""
+        """Launch a packed call on the current stream of a device."""
         stream = torch._C._cuda_getCurrentRawStream(device)
         if device == torch._C._cuda_getDevice():
             code = self.run(plan, call, stream)
@@ -82,12 +82,13 @@ class Library:
             raise RuntimeError(f'{op}: the CUDA launch must succeed, got {self.error(code)}; use impl="triton"')
 
     def addresses(self) -> tuple[int | None, ...]:
-        """Of the launcher and of the function that explains its codes, for the quick way on the host (`rope/_host.py`)."""
+        """The addresses of the launcher and of the function that explains its error codes, for the host fast paths."""
         return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in (self.run, self.explain))
 
 
 def unavailable(device_type: str, kernel: Callable[[], Any]) -> str | None:
-    """Why the kernels that `kernel` loads cannot serve tensors of this device type, or None if they can; builds them if need be."""
+    """Why the kernels that `kernel` loads cannot serve tensors of this device type, or None if they can; builds them if
+    necessary."""
     if (reason := no_gpu(device_type)) is not None:
         return reason
     try:

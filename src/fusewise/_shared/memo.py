@@ -1,4 +1,4 @@
-"""What repeated calls find again."""
+"""A bounded cache for repeated calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V]):
-    """A dictionary of at most `most` entries, emptied when it is full: what is still in use is soon there again, and a lookup costs
-    no more than in any other."""
+    """A dict of at most `most` entries that is cleared when full: entries in use are soon added again, and a lookup
+    costs no more than in a plain dict, unlike an LRU cache."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

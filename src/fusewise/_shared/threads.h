@@ -1,4 +1,4 @@
-// Threads for a CPU kernel: those of the OpenMP runtime that torch has loaded, whose `GOMP_parallel` is handed in, or its own.
+// Threads for a CPU kernel: those of the OpenMP runtime that torch has loaded, through its `GOMP_parallel`, or new ones.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-// Have so many threads run `run(work)`, this one among them; null for `parallel`: they are started here.
+// Run `run(work)` on this many threads, including the caller; if `parallel` is null, threads are started here.
 inline void in_threads(void (*run)(void*), void* work, int64_t threads, Parallel parallel) {
   if (threads == 1) return run(work);
   if (parallel != nullptr) return parallel(run, work, static_cast<unsigned>(threads), 0);
@@ -19,7 +19,7 @@ inline void in_threads(void (*run)(void*), void* work, int64_t threads, Parallel
   try {
     for (int64_t i = 1; i < threads; ++i) others.emplace_back(run, work);
   } catch (const std::system_error&) {
-    // No more threads to be had: those that run do the work.
+    // Cannot start more threads: the running ones do the work.
   }
   run(work);
   for (std::thread& other : others) other.join();

@@ -1,11 +1,11 @@
-"""What every launcher of a Triton kernel asks: where such kernels can run, and how one may be started. Imports Triton, so
-only implementations in Triton or Gluon import this."""
+"""Where Triton kernels can run, and how they may be launched. Imports Triton, so only implementations in Triton or
+Gluon import this."""
 
 from __future__ import annotations
 
 import triton
 
-#: Whether kernels run in Triton's interpreter, which is decided when they are decorated: TRITON_INTERPRET=1 at import.
+#: Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 must be set at import, when kernels are decorated.
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -19,7 +19,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 def launches_directly() -> bool:
-    """Whether a compiled kernel may be launched past Triton's dispatcher: it is not interpreted, and no profiler's hook
-    waits for its arguments by name."""
+    """Whether a compiled kernel may be launched without Triton's dispatcher: it is not interpreted, and no profiler
+    hook needs its arguments by name."""
     runtime = triton.knobs.runtime
     return not (INTERPRETED or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -1,10 +1,10 @@
-"""How the gated linear unit is sharded: by rows of x, or by features of the gate; no communication of its own.
+"""Sharding rules of the gated linear unit: by rows of x, or by gated features; without communication of its own.
 
-By rows every rank has the whole weight, and the gradients of weight and bias are partial sums. By features (column
-parallel) every rank has the same features of both halves: of two weights their rows, of an interleaved one its pairs of
-rows; F must be divisible by the ranks for that. What a stacked weight's rows would give a rank are the features of one half alone, so
-it is not sharded by these rules: DTensor gathers it first, as it gathers whatever else they do not name.
-Shape legend as in `ops.gated_linear._problem`: M rows, D features in, F features out, O behind the down projection.
+By rows (data parallel), every rank has the whole weight, and the gradients of weight and bias are partial sums. By
+features (column parallel), every rank has the same features of both halves: rows of two weights, or pairs of rows of an
+interleaved one, for which F must be divisible by the number of ranks. Row shards of a stacked weight would hold
+features of only one half, so these rules do not shard it: DTensor gathers it first, like all other placements.
+Shape legend as in `ops.gated_linear._problem`: M rows, D features in, F features out, O out of the down projection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from ..ops.gated_linear import _gate, _op
 from ..ops.gated_linear._problem import Spec
 
-# Acceptable placements, each as (of the outputs, of the arguments).
+# Acceptable placements, each as (placements of the outputs, placements of the arguments).
 Placements = list[tuple[list[Any], list[Any]]]
 
 EVERYWHERE: Any = Replicate()
@@ -29,7 +29,7 @@ SUM: Any = Partial()
 
 @functools.cache
 def register() -> None:
-    """Let the functions of the gated linear unit take DTensors."""
+    """Let the functions of the gated linear unit accept DTensors."""
     rules: dict[Any, Callable[..., Placements]] = {
         _op.op_gated_linear: functools.partial(_forward, False),
         _op.op_gated_linear_preact: functools.partial(_forward, True),
@@ -45,15 +45,15 @@ def register() -> None:
 
 
 def _hash_all_but_tensors(op: Any) -> None:
-    """Let what a rule answers be kept for each spec. `register_sharding` takes no argument before the first int to matter
-    to a rule, and these operators have none: the answer to one layout of the weight would be given for all."""
+    """Include the spec in the key of DTensor's sharding cache. `register_sharding` only hashes non-tensor arguments
+    from the first int on, and these operators have none: the result for one weight layout would be reused for all."""
     first = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "spec")
     known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     known[op] = RuntimeSchemaInfo(first, needs_pytree=True)
 
 
 def _preact(spec: Spec, dim: int) -> Any:
-    """The placement of the pre-activations, (M, 2F) or (2, M, F), where a matrix (M, F) is sharded along `dim`."""
+    """The placement of the pre-activations, (M, 2F) or (2, M, F), if a matrix (M, F) is sharded along `dim`."""
     return Shard(dim if spec.fused else dim + 1)
 
 
@@ -82,7 +82,7 @@ def _forward(keeps: bool, x: Any, *rest: Any) -> Placements:
 
 
 def _of_bias(wanted: bool, placement: Any) -> Any:
-    """The placement of the (2, F) bias gradient, which has no elements where it is not wanted."""
+    """The placement of the (2, F) bias gradient, which is empty if not wanted."""
     return placement if wanted else EVERYWHERE
 
 
@@ -125,7 +125,7 @@ def _down_gradient(dz: Any, w_down: Any, preact: Any, text: str, impl: str, bias
 
 
 def _ways_of_gate(second: Any) -> list[Any]:
-    """Elementwise: by rows, and by features where value and gate are two tensors."""
+    """Placements of elementwise operators: by rows, and by features if value and gate are two tensors."""
     return [EVERYWHERE, Shard(0)] if second is None else [EVERYWHERE, Shard(0), Shard(1)]
 
 

@@ -1,9 +1,8 @@
-"""How RoPE is sharded: by batch entries or by heads, each rank rotating what it has; no communication.
+"""Sharding rules of RoPE: by batch entries or by heads; each rank rotates its shard, without communication.
 
-A rotation is the same for every head and each batch entry has its own, so a shard of either dimension is a smaller
-rotation. A table or position tensor with a batch dimension is sharded with the batch, everything else is replicated.
-Tokens are not sharded by these rules: a rank would have to know the positions it holds. Say so with `positions` or
-`context_parallel` on local tensors.
+All heads rotate alike and batch entries are independent, so a shard of either dimension is a smaller rotation. A table
+or position tensor with a batch dimension is sharded with the batch, everything else is replicated. Tokens are not
+sharded by these rules, since ranks do not know their positions: use `positions` or `context_parallel` on local tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..ops.rope._problem import Spec, layout_dims
 
 @functools.cache
 def register() -> None:
-    """Let `fusewise.rope` (not with `out`) and `fusewise.rope_` take DTensors, sharded by batch or heads or replicated."""
+    """Let `fusewise.rope` (without `out`) and `fusewise.rope_` accept DTensors sharded by batch or heads, or replicated."""
     operators = torch.ops.fusewise
     for count, op in ((1, operators.rope), (2, operators.rope_qk)):
         register_sharding(op.default)(functools.partial(_placements, count, count))
@@ -29,7 +28,7 @@ def register() -> None:
 
 
 def _placements(count: int, outputs: int, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-    """The acceptable placements, each as (of the outputs, of the arguments), for `count` rotated tensors."""
+    """Acceptable placements, each as (placements of outputs, of arguments), for `count` rotated tensors."""
     _cos, _sin, positions, offsets = args[count : count + 4]
     table = args[count]
     spec = Spec.decode(args[count + 6])

@@ -1,7 +1,7 @@
-"""fusewise inside other frameworks: opt-in, scoped to what it is asked for, and reversible.
+"""Integrations with other frameworks: opt-in, limited in scope, and reversible.
 
-One module a framework, imported by name; importing one imports nothing of that framework and changes nothing:
+One module per framework, imported explicitly; importing one does not import the framework and changes nothing:
 
     transformers    patch(model): rotary embedding and gated MLPs of one loaded model
-    thunder         executor(): fusewise's operations, each one symbol of thunder.jit's trace
+    thunder         executor(): fusewise's operations as single symbols in thunder.jit traces
 """

@@ -1,17 +1,17 @@
-"""fusewise's operations inside `thunder.jit`: an executor that keeps each of them one operation of the trace.
+"""Executor for `thunder.jit` that keeps each fusewise operation a single symbol of the trace.
 
     import thunder
     from fusewise.integrations.thunder import executor
 
     step = thunder.jit(function, executors=[executor(), *thunder.get_default_executors()])
 
-`fusewise.rope`, `geglu_linear`, `gated_linear` and `gated_mlp` are symbols of the trace where the executor is given, and
-nothing changes where it is not: Thunder has no other state of it. The backward of RoPE is `rope` itself, turned round,
-with nothing of q or k kept. The backward of a gated unit keeps its inputs alone and runs its forward once more, whatever
-`save` says, since Thunder decides what a trace keeps; it makes the gradients of all tensors, wanted or not.
+`fusewise.rope`, `geglu_linear`, `gated_linear` and `gated_mlp` become symbols of the trace if the executor is passed;
+without it nothing changes, as there is no global state. The backward of RoPE is `rope` itself with the inverse
+rotation; q and k are not saved. The backward of a gated unit saves only its inputs and recomputes the forward, whatever
+`save` is, since Thunder decides what a trace saves; it computes the gradients of all tensors, wanted or not.
 
-`rope_` and `out=`, which write into a tensor, are not for a trace. Nor are `nn.GatedMLP` and the gated MLPs of
-`fusewise.compat`, which look at the strides of their weights: call `gated_mlp` with the weights.
+`rope_` and `out=`, which mutate tensors, cannot be traced. Nor can `nn.GatedMLP` and the gated MLPs of
+`fusewise.compat`, which inspect the strides of their weights: call `gated_mlp` with the weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ..ops.rope._problem import TRANSPOSED
 
 @cache
 def executor() -> Any:
-    """The executor, one a process. Imports thunder.
+    """The executor, one per process. Imports thunder.
 
     Raises:
-        ImportError: there is no thunder that can be imported here.
+        ImportError: thunder cannot be imported.
     """
     from thunder.extend import OperatorExecutor
 
@@ -92,7 +92,7 @@ def _add_gated(made: Any, function: Callable[..., Tensor], width: Callable[..., 
         return tuple(TensorProxy(like=t) for t in (*args, *options.values()) if isinstance(t, TensorProxy))
 
     def backward(dy: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Gradients of all tensors among the arguments, in their order."""
+        """Gradients of all tensor arguments, in order."""
         with torch.enable_grad():
             positional = [_leaf(value) for value in args]
             named = {key: _leaf(value) for key, value in options.items()}
@@ -118,7 +118,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _unit_width(x: Any, weight: Any, bias: Any = None, *, w_gate: Any = None, **_: Any) -> int:
-    """F, of a stacked weight in any of its layouts or of the value's alone."""
+    """F, from a combined weight in any layout, or from the value's weight if there is a w_gate."""
     rows: int = weight.numel // x.shape[-1]
     return rows if w_gate is not None else rows // 2
 

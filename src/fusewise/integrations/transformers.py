@@ -1,4 +1,4 @@
-"""A loaded Hugging Face transformers model with fusewise's rotary embedding and gated MLPs.
+"""Patches a loaded Hugging Face transformers model to use fusewise's rotary embedding and gated MLPs.
 
     from fusewise.integrations.transformers import patch
 
@@ -6,13 +6,13 @@
         print(handle)                 # what was replaced, what was left and why
         model.generate(...)
 
-Only modules of this model change, and of those only `forward`, bound to the instance: another model of the same class,
-transformers itself, parameters, buffers, state_dict and hooks stay as they are. An attention's forward is its own code
-with `apply_rotary_pos_emb` looked up elsewhere; an MLP's is `fusewise.gated_mlp`.
+Only `forward` of modules of this model changes, on the instance: other models of the same class, transformers itself,
+parameters, buffers, state_dict and hooks are unaffected. The forward of an attention module is its own code with other
+globals, in which `apply_rotary_pos_emb` is replaced; that of an MLP is `fusewise.gated_mlp`.
 
-Nothing is recognised by the name of a model. A rotary function is replaced where it gives what one of
-`fusewise.compat.transformers` gives, an MLP where its forward gives what the gated MLP gives, both tried on small
-tensors when `patch` is called. Neither transformers nor the weights of the model are needed for that.
+Nothing is recognized by model name. A rotary function is replaced if it computes the same as one of
+`fusewise.compat.transformers`, an MLP if its forward computes the same as the gated MLP; both are tested on small
+tensors when `patch` is called. This needs neither transformers nor the weights of the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Left:
-    """A module with an attention, an MLP or experts that stays as it was, and why."""
+    """An attention, MLP or experts module that was not patched, and why."""
 
     name: str
     type: str
@@ -58,7 +58,7 @@ class Left:
 
 
 class Patch:
-    """What `patch` did: `replaced`, `left`, `remove()`. As a context manager it removes itself at the end."""
+    """The result of `patch`: `replaced`, `left`, `remove()`. As a context manager it removes itself on exit."""
 
     def __init__(
         self, forwards: dict[str, tuple[nn.Module, Forward]], replaced: list[Replaced], left: list[Left]
@@ -69,11 +69,10 @@ class Patch:
             module.forward = forward
 
     def remove(self) -> None:
-        """Give every module the forward of its class again. A second call does nothing.
+        """Restore the class's forward of every module. A second call does nothing.
 
         Raises:
-            RuntimeError: a module has got another forward since (hooks of accelerate, a second patch); nothing is
-                changed then.
+            RuntimeError: a module's forward was replaced since (accelerate hooks, a second patch); nothing is changed then.
         """
         changed = [name for name, (module, new) in self._forwards.items() if vars(module).get("forward") is not new]
         if changed:
@@ -94,7 +93,7 @@ class Patch:
         self.remove()
 
     def __str__(self) -> str:
-        """One line for all modules of a class that fared alike."""
+        """One line per class and outcome."""
         lines: dict[str, list[str]] = {}
         for entry in self.replaced:
             lines.setdefault(f"replaced  {entry.type}: {entry.what}", []).append(entry.name)
@@ -104,19 +103,20 @@ class Patch:
 
 
 def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save = "preact") -> Patch:
-    """Let the modules of `model` call fusewise for rotary embedding and gated MLPs, until the result's `remove()`.
+    """Make the modules of `model` call fusewise for rotary embedding and gated MLPs, until `remove()` of the result.
 
-    Outputs and gradients are those of the model within the rounding of its dtype; the state_dict is untouched.
-    Projections that are quantised, adapted or have hooks are called as they are, now and later. `model` is any module of
-    transformers or a part of one. A deep copy of a patched model stays patched, one that was saved whole is loaded unpatched.
+    Outputs and gradients equal those of the model within the rounding of its dtype; the state_dict is unchanged.
+    Projections that are quantized, adapted or have hooks, now or later, are called as modules. `model` is any
+    transformers model or a part of one. A deep copy of a patched model stays patched; one that was pickled whole is
+    loaded unpatched.
 
     Args:
         rope, mlp: what to replace.
-        save: what a gated MLP keeps for backward, as in `fusewise.gated_mlp`.
+        save: what a gated MLP saves for backward, as in `fusewise.gated_mlp`.
 
     Raises:
-        TypeError: the model is no module.
-        ValueError: the model, or a part of it, is patched already, or there is no such `save`.
+        TypeError: the model is not a module.
+        ValueError: the model, or a part of it, is already patched, or `save` is invalid.
     """
     if not isinstance(model, nn.Module):
         fail("patch", "model", "be a torch.nn.Module", type(model).__name__, "pass the loaded model", TypeError)
@@ -137,7 +137,7 @@ def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save =
 
 
 def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Forward] | str | None:
-    """What the module's forward is to be, or why it is left, or None for one that is no concern of ours."""
+    """The replacement forward of a module (with a description), or why it is left, or None for an unrelated module."""
     kind, own = type(module).__name__, vars(module).get("forward")
     if getattr(own, _MARK, False):
         raise ValueError(f"patch: model must not be patched already, got a patched {kind}; remove the first patch")
@@ -165,8 +165,8 @@ def _find(module: nn.Module, rope: bool, mlp: bool, save: Save) -> tuple[str, Fo
 
 
 def _decorated(defined: Any, forward: Forward, new: Forward) -> Forward | None:
-    """`new` in the decorators that make `defined` of `forward`: copies of them, each around the one below. None where one is no
-    function that finds what it decorates in its closure."""
+    """`new` wrapped in copies of the decorators that turn `forward` into `defined`. None if one of them is not a
+    function that holds the function it decorates in its closure."""
     if defined is forward:
         return new
     below = defined.__wrapped__
@@ -185,7 +185,7 @@ def _decorated(defined: Any, forward: Forward, new: Forward) -> Forward | None:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # of a variable that has no value
+    except ValueError:  # empty cell
         return None
 
 
@@ -193,7 +193,7 @@ _MARK = "_fusewise"
 
 
 def _marked(forward: Forward) -> Forward:
-    """Pickle saves a bound method by its name: a model that is loaded finds the forward of its class."""
+    """Mark a forward as ours. Pickle saves a bound method by name: a loaded model gets the forward of its class."""
     setattr(forward, _MARK, True)
     forward.__name__ = "forward"
     return forward
@@ -203,17 +203,17 @@ def _marked(forward: Forward) -> Forward:
 
 
 def _rotary_names(forward: Forward) -> list[str]:
-    """The rotary functions that a forward finds among its module's globals."""
+    """Names of the rotary functions that a forward loads from its globals."""
     code = getattr(forward, "__code__", None)
-    read = () if code is None else dis.get_instructions(code)  # co_names has its attributes, too
+    read = () if code is None else dis.get_instructions(code)  # co_names would include attribute names
     names = dict.fromkeys(step.argval for step in read if step.opname == "LOAD_GLOBAL")
     rotary = [name for name in names if name.startswith(("apply_rotary", "apply_multimodal_rotary"))]
-    return [name for name in rotary if name in forward.__globals__]  # a conditional import may have left it out
+    return [name for name in rotary if name in forward.__globals__]  # a conditional import may have skipped it
 
 
 def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str:
-    """The same code with other functions under these names. Dynamo finds a function's globals by `__name__`: without one
-    it takes those that the function has."""
+    """The same code with these global names replaced. Dynamo looks up globals through the module `__name__`; without
+    one it uses the function's own."""
     ours = {name: _convention(forward.__globals__[name]) for name in names}
     if unknown := [name for name, function in ours.items() if function is None]:
         return f"its {unknown[0]} rotates in no way that fusewise.compat.transformers knows"
@@ -224,7 +224,7 @@ def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str
     return what, new
 
 
-# Every rotation of `fusewise.compat.transformers` with the dimensions of q and k and the form of its tables.
+# Every rotary function of `fusewise.compat.transformers` with the layout of q and k and the format of its tables.
 _CONVENTIONS: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (compat.apply_rotary_pos_emb, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb_glm, "bhsd", "twice"),
@@ -242,7 +242,7 @@ _CONVENTIONS: tuple[tuple[Callable[..., Any], str, str], ...] = (
 
 
 def _convention(theirs: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Which of ours gives what theirs gives, for whole heads and, where theirs can, for the first half of them."""
+    """Which of our functions computes the same as theirs, for whole heads and, if theirs supports it, for their first half."""
     for ours, layout, form in _CONVENTIONS:
         wide, narrow = (_rotation_agrees(theirs, ours, layout, form, width) for width in (8, 4))
         if wide is not False and narrow is not False and (wide or narrow):
@@ -251,7 +251,7 @@ def _convention(theirs: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _rotation_agrees(theirs: Forward, ours: Forward, layout: str, form: str, width: int) -> bool | None:
-    """None where theirs does not take such tensors."""
+    """Whether both give the same result; None if theirs does not accept such tensors."""
     batch, tokens, head_dim = () if layout == "thd" else (2,), 4, 8
     shape = partial(_shape, layout, batch, tokens, head_dim)
     angles = _numbers(*batch, tokens, width // 2)
@@ -268,7 +268,7 @@ def _rotation_agrees(theirs: Forward, ours: Forward, layout: str, form: str, wid
     rotated = (_numbers(*shape(3)),) if single else (_numbers(*shape(3)), _numbers(*shape(2)))
     try:
         wanted = _flat(theirs(*rotated, *tables))
-    except Exception:  # a function of someone else may raise anything
+    except Exception:  # a foreign function may raise anything
         return None
     try:
         given = _flat(ours(*rotated, *tables))
@@ -293,7 +293,7 @@ def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str
         return "its forward is no gated MLP with an activation of fusewise"
 
     def separate_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
-        (x_D,) = (*x, *named.values())  # by position or by whatever name the model has for it
+        (x_D,) = (*x, *named.values())  # positional, or by whatever name the model uses
         return separate_mlp(x_D, self.gate_proj, self.up_proj, self.down_proj, activation=activation, save=save)
 
     def stacked_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str
 
 
 def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activation | None:
-    """The activation with which the gated MLP gives what this forward gives for a module with small projections."""
+    """The activation with which the gated MLP computes the same as this forward on a module with small projections."""
     x, down = _numbers(5, 4), _numbers(4, 6)
     gate, up = _numbers(6, 4), _numbers(12, 4)[6:]
     linear = partial(partial, functional.linear)
@@ -330,7 +330,7 @@ def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activatio
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Numbers between -2 and 2 that no permutation of features leaves in place; the generators of torch stay untouched."""
+    """Deterministic numbers between -2 and 2, such that any permutation of features changes them; torch's RNG is not used."""
     count = torch.arange(1, 1 + int(torch.Size(shape).numel()), dtype=torch.float64, device="cpu")
     return 2 * torch.sin(count * count).view(shape)
 

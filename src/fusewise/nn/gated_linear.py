@@ -1,4 +1,4 @@
-"""GatedLinear and GatedMLP: `fusewise.ops.gated_linear` with its weights kept in a module."""
+"""GatedLinear and GatedMLP: modules that hold the weights of `fusewise.gated_linear` and `fusewise.gated_mlp`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..ops.gated_linear.projections import mlp
 
 
 class GatedLinear(nn.Module):
-    """A linear map and its gate: y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate).
+    """Gated linear layer: y = (x W_valueᵀ + b_value) · act(x W_gateᵀ + b_gate).
 
     Args:
         in_features, out_features: D and F; x is (..., D), y (..., F).
-        bias: with a bias for both halves.
+        bias: whether both halves have a bias.
         activation: of the gate, as in `gated_linear`; GEGLU is "gelu_tanh" or "gelu" (erf), SwiGLU "silu".
-        gate_first: rows [0, F) of `weight` are the gate's; else they are the value's, and [F, 2F) the gate's.
+        gate_first: rows [0, F) of `weight` are the gate's; otherwise they are the value's, and [F, 2F) the gate's.
         save, impl: as in `gated_linear`.
         device, dtype: of the parameters.
 
-    The parameters are those of `nn.Linear(in_features, 2 * out_features)`: `weight` (2F, D) and `bias` (2F,), made
-    likewise, so that its state_dict loads.
+    The parameters are those of `nn.Linear(in_features, 2 * out_features)`, `weight` (2F, D) and `bias` (2F,), with the
+    same initialization, so that its state_dict can be loaded.
 
     Raises:
         TypeError, ValueError: at construction `GatedLinear: …` for its options; at a call as `fusewise.gated_linear`.
@@ -64,11 +64,11 @@ class GatedLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as `nn.Linear` does: uniform within ± 1 / √in_features."""
-        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]  # it asks for weight and bias alone
+        """Reinitialize the parameters as `nn.Linear` does: uniform within ± 1 / √in_features."""
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]  # it only needs weight and bias
 
     def forward(self, x: Tensor) -> Tensor:
-        # A parametrization, or load_state_dict(assign=True), may give them in another order of memory.
+        # A parametrization or load_state_dict(assign=True) may change their strides.
         return gated_linear(
             x, unit_stride(self.weight), None if self.bias is None else unit_stride(self.bias), activation=self.activation,
             gate_first=self.gate_first, save=self.save, impl=self.impl,
@@ -82,19 +82,19 @@ class GatedLinear(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The MLP of a transformer block: z = y W_downᵀ, y = (x W_upᵀ) · act(x W_gateᵀ), with biases if wanted.
+    """Gated MLP of a transformer block: z = y W_downᵀ, y = (x W_upᵀ) · act(x W_gateᵀ), with optional biases.
 
     Args:
         features: D, of x and z.
         hidden: F, of y.
-        bias: with a bias for all three maps.
+        bias: whether all three projections have a bias.
         activation: of the gate, as in `gated_linear`.
         save, impl: as in `gated_mlp`.
         device, dtype: of the parameters.
 
-    The parameters are those of three `nn.Linear` of the names that transformers gives them, gate_proj and up_proj (F, D)
-    and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP loads. One that is replaced by another
-    kind of module (LoRA, quantised) or gets hooks is called as it is, and of the unit only the gate is fused.
+    The parameters are those of three `nn.Linear` with the names that transformers uses, gate_proj and up_proj (F, D)
+    and down_proj (D, F), so that the state_dict of a Llama, Gemma or Mistral MLP can be loaded. A projection that is
+    replaced by another kind of module (LoRA, quantized) or gets hooks is called as a module, and only the gate is fused.
 
     Raises:
         TypeError, ValueError: at construction `GatedMLP: …` for its options; at a call as `fusewise.gated_mlp`.

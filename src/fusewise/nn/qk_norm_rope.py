@@ -1,4 +1,4 @@
-"""QKNormRope: `fusewise.qk_norm_rope` with its weights kept in a module, and the rotation in a `RotaryEmbedding`."""
+"""QKNormRope: a module that holds the weights of `fusewise.qk_norm_rope`; the rotation comes from a `RotaryEmbedding`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .rope import RotaryEmbedding
 
 
 class QKNormRope(nn.Module):
-    """What an attention layer does to q and k before their product: RMSNorm with a weight each, then the rotation.
+    """RMSNorm of q and k with a weight each, then the rotation, as attention layers apply them before the QK product.
 
     Args:
-        rotary: the rotation; one may serve all layers of a model. Its `impl` is not used.
-        heads: of q and k, (H, KV), for `norm="all"`, whose weights are one a feature of all heads.
+        rotary: the rotation; can be shared by all layers of a model. Its `impl` is not used.
+        heads: numbers of heads of q and k, (H, KV), for `norm="all"`, which has a weight per feature of all heads.
         eps, weight_offset, norm, impl: as in `fusewise.qk_norm_rope`.
         device, dtype: of the parameters.
 
-    The parameters `q_weight` and `k_weight` are made such that weight + weight_offset is 1: (D,) each, or for `norm="all"`
-    (H · D,) and (KV · D,), D the head_dim of `rotary`.
+    The parameters `q_weight` and `k_weight` are initialized so that weight + weight_offset is 1: (D,) each, or for
+    `norm="all"` (H · D,) and (KV · D,), D being the head_dim of `rotary`.
 
     Raises:
         TypeError, ValueError: at construction `QKNormRope: …` for its own options; at a call as `fusewise.qk_norm_rope`.
@@ -71,7 +71,7 @@ class QKNormRope(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Give the weights the value that makes weight + weight_offset 1."""
+        """Initialize the weights so that weight + weight_offset is 1."""
         for weight in (self.q_weight, self.k_weight):
             nn.init.constant_(weight, 1.0 - self.weight_offset)
 
@@ -85,7 +85,7 @@ class QKNormRope(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: tuple[int, int] | None = None,
     ) -> Any:
-        """(q, k) normalised and rotated. Arguments as in `fusewise.qk_norm_rope`."""
+        """(q, k), normalized and rotated. Arguments as in `fusewise.qk_norm_rope`."""
         rotation = self.rotary.arguments(
             q, positions, offset=offset, cu_seqlens=cu_seqlens, context_parallel=context_parallel
         )

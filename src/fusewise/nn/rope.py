@@ -1,4 +1,4 @@
-"""RotaryEmbedding: `fusewise.rope` with its frequencies, or its table, kept in a module."""
+"""RotaryEmbedding: a module that holds the frequencies or tables of `fusewise.rope`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from ..ops.rope._validate import DEFAULTS, validated
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of q, or of q and k in one launch, with the frequencies of any published model.
 
-    Holds no parameters and nothing in the state_dict. Casting the module (`.to(torch.bfloat16)`, `.half()`) moves what it
-    holds but never rounds it, and a module built on the meta device has right values once `to_empty` has moved it off it.
+    It has no parameters and adds nothing to the state_dict. Casting the module (`.to(torch.bfloat16)`, `.half()`) moves
+    its buffers but never rounds them, and a module built on the meta device has correct values after `to_empty`.
 
     Args:
         head_dim: features of a head, even.
-        rotary_dim: rotated features; None: the whole head. `rotary_start` is the first of them, negative counts from the
-            end of the head.
+        rotary_dim: number of rotated features; None: the whole head. `rotary_start` is the first of them; negative
+            values count from the end of the head.
         base: `rope_theta`.
         rope_type: "default", "linear", "dynamic", "yarn", "longrope", "llama3" or "proportional"; `parameters` are the
             other arguments of the function of that name in `fusewise.ops.rope.tables` (factor, seq_len, ...).
         pairing, layout, sections, sections_interleaved, impl: as in `fusewise.rope`.
         table: "inv_freq": P frequencies and no table, angles computed in the kernel for any position. "cos_sin": float32
-            tables, made at the first call on the device of q.
-        max_positions: rows of the tables that the first call makes. Running positions (no `positions`, `cu_seqlens` or
-            offset tensor) beyond them make new tables of at least twice the rows; position ids cannot be looked at
-            without a synchronisation, so the largest must be below max_positions, or what `reserve` was given. Tables
-            that a CUDA graph, a compiled graph or an exported program uses should be reserved beforehand.
-        device: where the frequencies are at first; None: the default device.
+            tables, created on the device of q by the first call.
+        max_positions: rows of the tables that the first call creates. Default positions (no `positions`, `cu_seqlens`
+            or offset tensor) beyond them create new tables with at least twice the rows; position ids cannot be
+            inspected without a device synchronization, so they must be below max_positions, or the length given to
+            `reserve`. Tables used by a CUDA graph, a compiled graph or an exported program should be reserved beforehand.
+        device: initial device of the frequencies; None: the default device.
 
-    The frequencies of "dynamic" and "longrope" depend on the length in use. They are those of `seq_len` at construction and
-    change only by `use_length`: keys in a cache stay valid for the frequencies that they were rotated with.
+    The frequencies of "dynamic" and "longrope" depend on the sequence length. They are those of `seq_len` at
+    construction and only change by `use_length`: cached keys remain valid with the frequencies that they were rotated with.
 
-    Under torch.compile the default, "inv_freq", neither breaks the graph nor recompiles while the length varies.
+    Under torch.compile the default, "inv_freq", neither breaks the graph nor recompiles when the length varies.
 
     Raises:
         TypeError, ValueError: at construction `RotaryEmbedding: …` for options and sizes and `rope_tables: …` for the
@@ -105,7 +105,7 @@ class RotaryEmbedding(nn.Module):
         self._restore(torch.get_default_device() if device is None else device)
 
     def _check_options(self) -> None:
-        """Refuse now what every call would refuse, as it would: by a call of a token."""
+        """Validate the options at construction, by validating a call with one token."""
         sizes = {"B": 1, "T": 1, "H": 1, "D": self.head_dim}
         dims = {"bshd": "BTHD", "sbhd": "TBHD", "bhsd": "BHTD", "thd": "THD"}[self.options["layout"]]
         q = torch.zeros([sizes[dim] for dim in dims], device="cpu")
@@ -117,16 +117,16 @@ class RotaryEmbedding(nn.Module):
     def from_config(cls, config: Any, *, layer_type: str | None = None, **options: Any) -> RotaryEmbedding:
         """The module for a model configuration: any object with transformers' attributes.
 
-        Read are `head_dim` (or hidden_size / num_attention_heads), `qk_rope_head_dim` and `qk_nope_head_dim` (DeepSeek:
-        the trailing part rotates, of `head_dim` where the second is missing), `rope_interleave`, `rope_parameters` or the
+        Reads `head_dim` (or hidden_size / num_attention_heads), `qk_rope_head_dim` and `qk_nope_head_dim` (DeepSeek:
+        the trailing part rotates, of `head_dim` if the second is missing), `rope_interleave`, `rope_parameters` or the
         older `rope_scaling`, `rope_theta` or `rotary_emb_base`, `partial_rotary_factor` or `rotary_pct`,
-        `max_position_embeddings`, `original_max_position_embeddings`. A configuration does not say how a model pairs its features otherwise: pass
-        `pairing="interleaved"` for one that rotates adjacent features (GLM, Cohere).
+        `max_position_embeddings`, `original_max_position_embeddings`. Otherwise a configuration does not specify the
+        pairing: pass `pairing="interleaved"` for a model that rotates adjacent features (GLM, Cohere).
 
         Args:
-            layer_type: which of the `rope_parameters`, where there is one for each layer type (Gemma 3 and 4), and whose
-                dimensions, where the configuration has one for each layer.
-            options: arguments of the constructor that take precedence (`head_dim` where layers differ in it).
+            layer_type: selects one of the `rope_parameters` if there is one per layer type (Gemma 3 and 4), and the
+                dimensions if the configuration has them per layer.
+            options: constructor arguments that take precedence (`head_dim` if it differs between layers).
         """
         parameters = dict(_first(config, "rope_parameters", "rope_scaling") or {})
         layered = len(parameters) > 0 and all(isinstance(value, Mapping) for value in parameters.values())
@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
                     f"use {'one of ' + ', '.join(parameters) if layered else None}"
                 )
             parameters = dict(parameters[layer_type])
-            if getattr(config, "is_heterogeneous", False):  # its layers differ in more than this
+            if getattr(config, "is_heterogeneous", False):  # layers also differ in other fields
                 config = config.per_layer_config[config.layer_types.index(layer_type)]
         flat = not any(isinstance(value, Mapping) for value in parameters.values())
         if flat:
@@ -154,7 +154,7 @@ class RotaryEmbedding(nn.Module):
             parameters, rotated_part or head_dim, options.pop("seq_len", None), max_position_embeddings=longest
         )
         if rotated_part is not None:
-            # A partial_rotary_factor is its share of the head that it is a part of.
+            # partial_rotary_factor, if present, is relative to the whole head.
             arguments["rotary_dim"], arguments["rotary_start"] = rotated_part, -rotated_part
             if (fixed_part := _first(config, "qk_nope_head_dim")) is not None:
                 head_dim = rotated_part + fixed_part
@@ -198,8 +198,8 @@ class RotaryEmbedding(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
-        """The keyword arguments of `fusewise.rope` for a q: frequencies, or tables that reach far enough on its device."""
-        dense = isinstance(q, Tensor) and not q.is_nested  # what is not, and may have no sizes, `fusewise.rope` refuses
+        """The keyword arguments of `fusewise.rope` for q: frequencies, or tables on its device that cover its positions."""
+        dense = isinstance(q, Tensor) and not q.is_nested  # anything else is rejected by `fusewise.rope`
         if self._whole and dense and q.dim() > 0 and q.shape[-1] != self.head_dim:
             raise ValueError(
                 f"RotaryEmbedding: q must have heads of head_dim = {self.head_dim} features, got {q.shape[-1]}; make the module for "
@@ -213,12 +213,10 @@ class RotaryEmbedding(nn.Module):
             **self.options,
         }
         if self.table == "inv_freq":
-            if (
-                isinstance(q, Tensor) and q.is_meta != self.inv_freq.is_meta
-            ):  # the values of a model made without memory
+            if isinstance(q, Tensor) and q.is_meta != self.inv_freq.is_meta:  # the model was created on the meta device
                 self._restore(q.device)
             return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
-        if dense:  # what is wrong with the rest, too, `fusewise.rope` says
+        if dense:  # other invalid arguments are reported by `fusewise.rope`
             rows, dim = self.max_positions, {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]
             if positions is None and cu_seqlens is None and isinstance(offset, int) and q.dim() > dim:
                 rows = offset + q.shape[dim] * _ranks(context_parallel)
@@ -230,21 +228,20 @@ class RotaryEmbedding(nn.Module):
     def reserve(self, length: int, device: torch.device | str | None = None) -> None:
         """Make the tables of "cos_sin" cover positions below `length` on `device` (None: that of the frequencies).
 
-        Nothing happens where they do; else new ones are made, of `max_positions`, `length` or twice the old rows, whichever
-        is most. The old ones are not written to. Tables that are made anew, on another device or after `use_length`, cover as
-        much.
+        If they do not, new ones are created with the maximum of `max_positions`, `length` and twice the old rows. The
+        old ones are not modified. Tables recreated later, on another device or after `use_length`, cover at least as much.
         """
         if device is not None:
-            device = torch.empty(0, device=device).device  # "cuda" is one of several, and the tables know which
+            device = torch.empty(0, device=device).device  # resolves "cuda" to an index, as tables have one
         self._cover(check_count("RotaryEmbedding", "length", length, 0, MAX_POSITION), device)
-        self._reserved = max(self._reserved, length)  # which is only asked of others once it could be had
+        self._reserved = max(self._reserved, length)  # only after the tables could be created
 
     def _cover(self, length: int, device: torch.device | None) -> tuple[Any, Any]:
-        """The tables, which reach that far. They are read once: another thread may be about to put larger ones in their place."""
+        """Tables that cover `length`. The attributes are read once: another thread may be replacing them by larger tables."""
         cos: Any = self.cos
         sin: Any = self.sin
         wanted = self.inv_freq.device if device is None else device
-        # An export has the table as a fake of its own; one that a trace left behind when it ended is of no use.
+        # An export replaces the table by a fake tensor; one left behind by a trace that has ended is unusable.
         left = isinstance(cos, torch._subclasses.FakeTensor) and cos.fake_mode is not torch._guards.detect_fake_mode()
         whole = cos is not None and sin is not None and cos.shape == sin.shape
         rows = cos.shape[0] if whole and not left and cos.device == wanted else 0
@@ -256,8 +253,8 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def use_length(self, seq_len: int) -> None:
-        """Take the frequencies of "dynamic" or "longrope" for sequences of `seq_len` tokens; the other types have one set
-        for all lengths. Tables are made anew at the next call."""
+        """Use the frequencies of "dynamic" or "longrope" for sequences of `seq_len` tokens; the other types have one
+        set for all lengths. Tables are recreated by the next call."""
         if self.rope_type in ("dynamic", "longrope"):
             before, self.rope_arguments = self.rope_arguments, {**self.rope_arguments, "seq_len": seq_len}
             try:
@@ -276,7 +273,7 @@ class RotaryEmbedding(nn.Module):
         return ", ".join([*words, f"table={self.table!r}"])
 
     def _computed(self) -> tuple[Tensor, float]:
-        with torch.inference_mode(False):  # a later call may want gradients
+        with torch.inference_mode(False):  # later calls may need gradients
             return tables.inv_freq(self.rope_type, rotary_dim=self.rotary_dim, base=self.base, **self.rope_arguments)
 
     def _restore(self, device: torch.device | str) -> None:
@@ -285,9 +282,9 @@ class RotaryEmbedding(nn.Module):
         self.cos = self.sin = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryEmbedding:
-        # What `.to`, `.half`, `.to_empty` and the like go through: follow the device, keep the values.
+        # `.to`, `.half`, `.to_empty` etc. call this: follow the device, keep the values.
         self.cos = self.sin = None
-        if self.inv_freq.is_meta:  # which has nothing to copy
+        if self.inv_freq.is_meta:  # meta tensors have nothing to copy
             self._restore("cpu")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._restore(self.inv_freq.device)
@@ -295,12 +292,12 @@ class RotaryEmbedding(nn.Module):
 
 
 def _ranks(context_parallel: Any) -> int:
-    """How many share the tokens; 1 where that is not said as it should be."""
+    """The number of context-parallel ranks; 1 if the argument is invalid."""
     pair = isinstance(context_parallel, (tuple, list)) and len(context_parallel) == 2
     return context_parallel[1] if pair and isinstance(context_parallel[1], int) else 1
 
 
-# Keys of rope_parameters that older configurations keep beside it, and under which names.
+# Keys of rope_parameters that older configurations store outside of it, and their names there.
 _OUTSIDE = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),

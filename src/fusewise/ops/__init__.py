@@ -1,12 +1,12 @@
-"""The operations, a folder each, and what all of them share.
+"""The operations, one folder each, and the modules they share.
 
-    rope, gated_linear, qk_norm_rope, rope_and_cache    each with `api.py`, the contract, and `reference.py`, the specification
-    dispatch     `explain_dispatch`: which implementation a call takes, and why
-    _choice      the rule by which an implementation is chosen
-    _register    how operators are registered with torch
-    _common      the form of errors, checks of plain arguments, questions to autograd
-    _tuned       configurations that `fusewise tune` found
-    _cases       what the tables of named cases have in common
+    rope, gated_linear, qk_norm_rope, rope_and_cache    the operations: `api.py` is the contract, `reference.py` the reference
+    dispatch     `explain_dispatch`: which implementation serves a call, and why
+    _choice      selection of an implementation
+    _register    registration of operators with torch
+    _common      form of errors, checks of plain arguments, autograd and tensor helpers
+    _tuned       configurations found by `fusewise tune`
+    _cases       helpers for tables of named cases
 
-The public functions are those of `fusewise` itself.
+The public functions are exported by `fusewise`.
 """

@@ -1,4 +1,4 @@
-"""What the named cases of every operation have in common: dtypes and passes by name, seeds, and how a case is looked up.
+"""Shared by the named cases of all operations: dtypes and passes by name, seeds, and lookup of cases.
 
 The cases themselves are in `rope/cases.py` and `gated_linear/cases.py`.
 """
@@ -26,7 +26,7 @@ Case = TypeVar("Case", bound=Named)
 
 
 def by_pass(op: str, direction: Pass, forward: int, backward: int) -> int:
-    """What a pass takes, bytes or operations, from what a forward and a backward take."""
+    """The count (bytes or operations) of a pass from those of forward and backward."""
     counts = {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
     if direction not in counts:
         raise ValueError(f"{op}: pass must be one of {', '.join(counts)}, got {direction!r}; choose one")
@@ -34,7 +34,7 @@ def by_pass(op: str, direction: Pass, forward: int, backward: int) -> int:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """A seed of the case's own, the same in every process, unlike `hash`."""
+    """A seed specific to the case and, unlike `hash`, the same in every process."""
     return zlib.crc32(f"{seed}/{name}".encode())
 
 

@@ -1,10 +1,10 @@
-"""Which implementation of an operation serves a call, and why another does not: one rule for every operation.
+"""Dispatch: selects the implementation of an operation for a call, and explains why others are not selected.
 
-An operation is a folder whose `reference.py` serves everything; each other implementation is a module `_<name>` in it
-with `unavailable(device_type)`, why it cannot serve that device, or None. All of them compute in float32, from float32,
-bfloat16 and float16 unless their `DTYPES` are fewer. An implementation may leave tensors that it could serve to the next
-one: it then has `refuses(...)`. One that lacks some functions of the operation names another implementation for those.
-Both are asked for by the operation itself (`gated_linear/_op.py`).
+An operation is a folder whose `reference.py` supports everything; every other implementation is a module `_<name>` in
+it with `unavailable(device_type)`, which returns why it cannot serve that device, or None. All compute in float32, from
+float32, bfloat16 and float16 unless their `DTYPES` are fewer. An implementation with `refuses(...)` may leave supported
+tensors to the next one. One that lacks some functions of the operation names another implementation for those. Both are
+handled by the operation itself (`gated_linear/_op.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._common import KERNEL_FLOATS, check_one_of, dtype_name, fail
 
 
 class Choice:
-    """The implementations of one operation, in order of preference. All answers are kept: a call costs a look-up."""
+    """The implementations of one operation, in order of preference. All answers are cached, to keep host overhead low."""
 
     def __init__(self, op: str, names: tuple[str, ...]) -> None:
         self.op, self.names = op, names
@@ -33,9 +33,9 @@ class Choice:
         self.unready = functools.cache(self._unready)
 
     def _implementation(self, impl: str) -> Any:
-        """The module of an implementation, imported when it is first needed."""
-        folder = self.op.rstrip("_")  # of an operation in place, too
-        # Added, not formatted: a name in a str enumeration is formatted as the enumeration's.
+        """The module of an implementation, imported on first use."""
+        folder = self.op.rstrip("_")  # in-place operations end in "_"
+        # No f-string: it would format a str enum as its member name.
         return importlib.import_module(
             ".".join((__package__, folder, "reference" if impl == "reference" else "_" + impl))
         )
@@ -57,15 +57,14 @@ class Choice:
         return reason
 
     def _choose(self, device_type: str, dtype: torch.dtype) -> str:
-        """What impl="auto" takes: the first that can serve the tensors.
+        """The implementation for impl="auto": the first that can serve the tensors.
 
-        The Triton interpreter is never chosen: it is there to check kernels, on request. So a call on a CPU does not
-        import Triton.
+        The Triton interpreter, which exists to check kernels, is never selected. So a call on a CPU does not import Triton.
         """
         return next(self.able(device_type, dtype))
 
     def able(self, device_type: str, dtype: torch.dtype) -> Iterator[str]:
-        """All that impl="auto" may take, in order; the last is the reference, which serves everything."""
+        """The candidates for impl="auto", in order; the last is the reference, which supports everything."""
         for impl in self.names:
             if device_type == "cpu" and impl in ("triton", "gluon"):
                 continue
@@ -73,7 +72,7 @@ class Choice:
                 yield impl
 
     def _serving(self, impl: str, device_type: str, dtype: torch.dtype) -> Any:
-        """The module that serves a call with `impl`, which may be "auto". A named one is taken or refused."""
+        """The module that serves a call with `impl`, which may be "auto". A named one never falls back."""
         if impl == "auto":
             impl = self.choose(device_type, dtype)
         elif (reason := self.unavailable(impl, device_type, dtype)) is not None:
@@ -81,8 +80,8 @@ class Choice:
         return self.implementation(impl)
 
     def _unready(self, loads: int) -> str | None:
-        """Why impl="auto" cannot take CUDA at once, without compiling, or None if it can; looked for after every load of a library,
-        `build.loads()`. So no call of RoPE waits for nvcc that did not ask for it."""
+        """Why impl="auto" cannot use CUDA without compiling, or None if it can. Cached until another library is loaded
+        (`loads` is `build.loads()`). So no call of RoPE waits for nvcc unless it asked for it."""
         if (reason := cuda.no_gpu("cuda")) is not None:
             return str(reason)
         try:
@@ -93,18 +92,18 @@ class Choice:
                 )
         except build.BuildError as error:
             return str(error)
-        # The library is there, so this only loads it.
+        # The library is built, so this only loads it.
         return self.unavailable("cuda", "cuda", KERNEL_FLOATS[0])
 
     def check(self, op: str, x: Tensor, impl: object) -> None:
-        """Whether `impl` is "auto" or can serve x."""
+        """Check that `impl` is "auto" or can serve x."""
         check_one_of(op, "impl", impl, ("auto", *self.names))
-        # The operator checks the device when it runs; a probe of the machine cannot be traced.
+        # Under tracing the operator checks this when it runs: probing the machine cannot be traced.
         if impl != "auto" and not torch.compiler.is_compiling():
             reason = self.unavailable(impl, x.device.type, x.dtype)
             if reason is not None:
                 fail(op, "impl", "be able to serve the tensors", f"{impl!r}: {reason}", 'use impl="auto"')
 
     def refusal(self, impl: str, reason: str) -> ValueError:
-        """The error of an implementation that was asked for and cannot serve the tensors."""
+        """The error for a named implementation that cannot serve the tensors."""
         return ValueError(f'{self.op}: impl must be able to serve the tensors, got {impl!r}: {reason}; use impl="auto"')

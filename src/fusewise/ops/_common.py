@@ -1,4 +1,4 @@
-"""What all operations share: the form of their errors, checks of plain arguments, and questions to autograd and of tensors."""
+"""Shared by all operations: the form of errors, checks of plain arguments, and autograd and tensor helpers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 MAX_POSITION = 2**31 - 1
-KERNEL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels compute from, in float32
-FLOATS = (*KERNEL_FLOATS, torch.float64)  # what the operations take: float64 is the reference's
-MAX_NUMBER = 3.4028234663852886e38  # the largest of float32
+KERNEL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # input dtypes of kernels, which compute in float32
+FLOATS = (*KERNEL_FLOATS, torch.float64)  # input dtypes of the operations; float64 is served by the reference
+MAX_NUMBER = 3.4028234663852886e38  # the largest finite float32
 
-traced = torch.compiler.is_dynamo_compiling  # of the ways to ask for torch.compile this costs the least
+traced = torch.compiler.is_dynamo_compiling  # the cheapest check for torch.compile
 
 
 def fail(op: str, argument: str, contract: str, got: object, fix: str, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error in the one form that all have: what an argument must do, what it is, and one way to mend the call."""
+    """Raise an error in the common form: what an argument must satisfy, what it is, and one fix."""
     raise error(f"{op}: {argument} must {contract}, got {got}; {fix}")
 
 
 def shown(value: object) -> str:
-    """A value as messages have it, in one short line; what is more than that is told by its type, and of tensors no element."""
+    """A value for an error message, in one short line; tensors and values that are too long are shown by their type."""
     text = "" if isinstance(value, Tensor) else repr(value)
     short = len(text) <= 100
     if not text or "\n" in text or (not short and text.startswith("<")):
@@ -31,13 +31,13 @@ def shown(value: object) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As messages and files have it: "bfloat16"."""
+    """The short name of a dtype, for messages and files: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_one_of(op: str, name: str, value: object, allowed: Iterable[str]) -> None:
-    """Check that an option is one of the allowed names. Its type is looked at first: an array would be compared with a name
-    element by element."""
+    """Check that an option is one of the allowed names. The type is checked first: comparing an array with a name would
+    be elementwise."""
     if not isinstance(value, str) or value not in allowed:
         fail(op, name, f"be one of {', '.join(allowed)}", shown(value), "choose one of them")
 
@@ -60,7 +60,7 @@ def check_bool(op: str, name: str, value: object, fix: str) -> None:
 
 
 def check_number(op: str, name: str, value: object, fix: str) -> None:
-    """Check that an option is a number, and a finite one in float32."""
+    """Check that an option is a number that is finite in float32."""
     contract = "be a finite number of float32"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         fail(op, name, contract, shown(value), fix, TypeError)
@@ -69,16 +69,16 @@ def check_number(op: str, name: str, value: object, fix: str) -> None:
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is at work. A trace is asked for transforms alone, under
-    which its `requires_grad` is not to be trusted."""
+    """Whether a torch.func transform or forward-mode differentiation is active. Under tracing only transforms are
+    checked; `requires_grad` is not reliable under these."""
     if torch._C._are_functorch_transforms_active():
         return True
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def wants_formula(dy: Tensor) -> bool:
-    """Whether a backward goes through a formula, made of functions that torch differentiates and maps, and not through an
-    operator: where it is itself to be differentiated, is given a batch of gradients at once, or zeros without memory."""
+    """Whether a backward must use the formula in torch functions instead of an operator: if it will be differentiated
+    again, gets batched gradients, or a zero tensor without storage."""
     if transforms_active():
         return True
     if torch.compiler.is_compiling():
@@ -87,21 +87,23 @@ def wants_formula(dy: Tensor) -> bool:
 
 
 def jit_traces() -> bool:
-    """Whether `torch.jit.trace` runs the code, where a size is a tensor. A look at one may raise and ends the trace then; who goes
-    on after that brings the process down."""
+    """Whether `torch.jit.trace` is running, under which sizes are tensors. Inspecting one may raise, which ends the
+    trace; continuing after that crashes the process."""
     return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def exporting() -> bool:
-    """Whether a graph is exported, whose nodes record gradients themselves (`_register.register`): of an autograd function there
-    would be left what its forward does, without gradients."""
-    # Not torch.compiler.is_exporting(), which torch 2.11 takes to be true in every trace.
+    """Whether a graph is being exported. Its operator nodes record gradients themselves (`_register.register`): of an
+    autograd function, export would keep only the forward, without gradients."""
+    # Not torch.compiler.is_exporting(), which is true in every trace in torch 2.11.
     return bool(torch.compiler._is_exporting_flag)
 
 
 def apply_function(function: Any, *args: Any) -> Any:
     """`function.apply`, untyped in torch's stubs."""
-    if torch.compiler.is_compiling():  # which traces no function that gets a tensor twice: of tied weights, a view
+    if (
+        torch.compiler.is_compiling()
+    ):  # cannot trace a function that gets the same tensor twice (tied weights): pass a view
         args = tuple(
             a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
         )
@@ -109,20 +111,20 @@ def apply_function(function: Any, *args: Any) -> Any:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of all arithmetic: float32, or float64 for float64 tensors."""
+    """The compute dtype: float32, or float64 for float64 tensors."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Memory for a result in the stride order of x. Of elements that share memory, as of a head that was expanded, torch may take
-    the features for an outer dimension; then it is contiguous."""
+    """Memory for a result in the stride order of x. For an x with overlapping elements, such as an expanded head, torch
+    may choose an order whose last dimension is not innermost; then the result is contiguous."""
     y = torch.empty_like(x)
     return y if y.stride(-1) == 1 or y.shape[-1] == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: x itself, or a copy in the rare layout that has none. What is no tensor, is sparse, or has
-    no dimension, comes back as it is, for the operation's own check to name."""
+    """x with a contiguous last dimension: x itself, or in rare layouts a copy. Anything that is not a tensor, is sparse or
+    has no dimension is returned unchanged, and reported by the operation's own checks."""
     try:
         if not traced() and x.layout != torch.strided:  # a traced backward may not ask for the layout
             return x
@@ -132,10 +134,10 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def unpacked(saved: Iterable[Any]) -> list[Any]:
-    """What an autograd function saved, with contiguous last dimensions: a hook may bring it back in another order of memory."""
+    """The saved tensors of an autograd function with contiguous last dimensions: a saved-tensor hook may change strides."""
     return [None if x is None else unit_stride(x) for x in saved]
 
 
 def kinds(values: Iterable[Any]) -> list[Any]:
-    """The types of values that are a key, of the elements of a tuple as well: 0.0 and False equal 0, and are refused."""
+    """The types of values in a key, including those of tuple elements: 0.0 and False equal 0 but are invalid."""
     return [tuple(map(type, value)) if type(value) is tuple else type(value) for value in values]

@@ -1,8 +1,8 @@
-"""Do two strided tensors share an element? Exact for every layout in use, conservative beyond.
+"""Overlap test of strided tensors: whether they share an element. Exact for every layout in use, conservative otherwise.
 
-`q` and `k` taken from one packed qkv tensor interleave in memory without sharing an element, so a test of address
-ranges would reject what is right. Two elements coincide when a sum of index differences times strides equals the
-distance of the tensors; the search walks the strides from large to small and prunes by what the rest can reach.
+`q` and `k` from one packed qkv tensor interleave in memory without sharing an element, so comparing address ranges
+would reject valid calls. Two elements coincide if a sum of index differences times strides equals the distance of the
+tensors; the search goes through the strides from large to small and prunes by the reach of the remaining ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_STEPS = 10_000
 
 
 def check_apart(op: str, written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:
-    """What is written to shares no memory with itself, with each other, or with what is read meanwhile."""
+    """Check that written tensors do not overlap themselves, each other, or tensors that are read."""
     for name, y in written.items():
         if overlaps_itself(y):
             contract, got = "not have elements that share memory, being written to", f"strides {tuple(y.stride())}"
@@ -35,7 +35,7 @@ def check_apart(op: str, written: Mapping[str, Tensor], read: Mapping[str, Tenso
 
 
 def overlaps(x: Tensor, y: Tensor) -> bool:
-    """Whether x and y share memory; True as well if the search grows past its bound."""
+    """Whether x and y share memory; also True if the search exceeds its bound."""
     placed, other = _placed(x), _placed(y)
     if placed is None or other is None:
         return False
@@ -49,7 +49,7 @@ def overlaps(x: Tensor, y: Tensor) -> bool:
         if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
             return False
         distance = y_offset * y.element_size() - x_offset * x.element_size()
-    # An element's bytes: a dimension of stride one byte, so that tensors of different dtypes can be compared, too.
+    # The bytes of an element are a dimension with a stride of one byte, so that tensors of different dtypes can be compared.
     steps = [(x.element_size() * stride, n) for stride, n in x_dims] + [(1, x.element_size())]
     steps += [(-y.element_size() * stride, n) for stride, n in y_dims] + [(-1, y.element_size())]
     return _reaches(
@@ -65,15 +65,15 @@ def overlaps_itself(x: Tensor) -> bool:
     reach = 0
     for stride, n in sorted(placed[0]):
         if stride <= reach:
-            # Not nested: an exact test would be a search for each pair of indices; no layout of the contract is so.
+            # Dimensions are not nested, as in no supported layout. An exact test would need a search per pair of indices.
             return True
         reach += stride * (n - 1)
     return False
 
 
 def _placed(x: Tensor) -> tuple[list[tuple[int, int]], int] | None:
-    """Stride and size of every dimension of x that has more than one entry, and the storage offset; None if x is empty, or
-    nobody knows. Of a trace's symbols the numbers that it has them from: to compare symbols would bind the graph to the answer."""
+    """Stride and size of every dimension of x with more than one entry, and the storage offset; None if x is empty or
+    they are unknown. Symbolic sizes are replaced by their hints: comparing symbols would add guards to the graph."""
     numbers = _numbers((*x.stride(), *x.shape, x.storage_offset()))
     if numbers is None:
         return None
@@ -90,12 +90,12 @@ def _numbers(values: Sequence[Any]) -> list[int] | None:
 
 
 def _extent(x: Tensor, dims: list[tuple[int, int]]) -> int:
-    """Bytes from the first of x's elements to the end of the last."""
+    """Bytes from the first element of x to the end of the last."""
     return x.element_size() * (1 + sum([stride * (n - 1) for stride, n in dims]))
 
 
 def _address(x: Tensor) -> int:
-    """Where x begins; 0 for a tensor without memory of its own, fake, meta or around others as DTensor is."""
+    """The address of x; 0 for a tensor without its own memory: fake, meta, or a wrapper like DTensor."""
     return 0 if isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta" else x.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""How operators are registered with torch, as `torch.ops.fusewise.<name>`: one way for every operation."""
+"""Registration of operators with torch, as `torch.ops.fusewise.<name>`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.torch_version import TorchVersion
 
 _library = torch.library.Library("fusewise", "FRAGMENT")
 
-# Before torch 2.13 (seen with 2.11) graphs of torch.compile that write into an input through an operator, whichever it is, may
-# take a copy or a view of it from the wrong place, even from outside its memory, where it does not begin with its storage.
-# A trace does not see that. Writes by torch's own copy_ are right.
+# Before torch 2.13 (seen with 2.11), if a torch.compile graph mutates an input through any operator and the input has a
+# storage offset, a copy or view of it may be read from the wrong place, even out of bounds. This cannot be detected
+# while tracing. Writes by torch's own copy_ are correct.
 _COPIES_WRONGLY = TorchVersion(torch.__version__) < TorchVersion("2.13")
 
 
 def copies_wrongly() -> bool:
-    """Whether a graph is traced in which an operator must not write into the tensors of the caller."""
+    """Whether a graph is being traced in which an operator must not mutate the caller's tensors (see above)."""
     return _COPIES_WRONGLY and torch.compiler.is_compiling()
 
 
@@ -28,17 +28,17 @@ def register(
     vmap: Callable[..., Any] | None = None,
     recorded: Callable[..., Any] | None = None,
 ) -> Any:
-    """Define an operator that looks at exact strides, with its function for every device and for fake tensors, and its
-    rule for vmap if it has one.
+    """Define an operator that needs exact strides, with one implementation for all devices, a fake implementation, and
+    an optional vmap rule.
 
-    The function runs without recording gradients: autograd lies outside the operators. An exported graph has lost what lies
-    outside, and its nodes may have parameters that require gradients: `recorded` is the same call through an autograd function.
+    The implementation runs without recording gradients: autograd functions wrap the operators. An exported graph has
+    lost these wrappers, while its parameters may require gradients: `recorded` is the same call through an autograd function.
     """
 
     def below_autograd(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args)
-        torch._C._set_grad_enabled(False)  # torch.no_grad(), at an eighth of its cost on the host
+        torch._C._set_grad_enabled(False)  # like torch.no_grad(), at an eighth of its host overhead
         try:
             return function(*args)
         finally:

@@ -1,12 +1,12 @@
-"""Configurations that `fusewise tune` found on this machine, and what an operation tells of itself to be tuned.
+"""Configurations found by `fusewise tune` on this machine, and the interface of an operation to the tuner.
 
-    TUNED = Tuned("gated_linear", "triton", SOURCES, space)        in the file of an implementation
-    config = TUNED.find(device, key) or choose(...)                at a call: one look-up
+    TUNED = Tuned("gated_linear", "triton", SOURCES, space)        in the module of an implementation
+    config = TUNED.find(device, key) or choose(...)                per call: one lookup
 
-Nothing is read before the first call on a device, and then one file. Its name and content carry all that a result depends
-on: the device, the versions of torch, triton and fusewise, and the kernels' source; results of another machine or version
-are never met. An entry counts only if its configuration is one of those that the search would try for its key today.
-FUSEWISE_TUNED=0 in the environment leaves everything to the heuristics.
+The first call on a device reads one file. Its name and content identify everything that results depend on: the device,
+the versions of torch, triton and fusewise, and the kernels' sources; results of another machine or version are never
+used. An entry is only valid if its configuration is in the current search space of its key. FUSEWISE_TUNED=0 in the
+environment disables tuned configurations in favor of the heuristics.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Config = TypeVar("Config")
 
 
 class Key(NamedTuple):
-    """What a configuration is chosen for: a kernel, and the sizes of its product (rows, inner) x (inner, hidden)."""
+    """Key of a configuration: a kernel, and the sizes of its product (rows, inner) x (inner, hidden)."""
 
     kernel: str
     dtype: torch.dtype
-    way: str  # how the kernel goes about it where that is not all its own choice: "half, tma"
+    way: str  # the kernel's variant, if the configuration does not determine it: "half, tma"
     rows: int
     inner: int  # 0 for a kernel without a product
     hidden: int
@@ -49,7 +49,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A result of the search: the best configuration's time and the heuristic's, microseconds."""
+    """A result of the search: the times of the best configuration and of the heuristic's, in microseconds."""
 
     us: float
     heuristic_us: float
@@ -59,10 +59,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel at one key, as an operation offers it to the search.
+    """A kernel to tune at one key.
 
-    `run()` launches the kernel once, through the code that serves calls, and writes `outputs`; `truths()` are the same
-    computed in float64, and `plain()` by plain torch in the kernel's dtype, whose error is the yardstick.
+    `run()` launches the kernel once, through the code that serves calls, and writes `outputs`; `truths()` returns them
+    computed in float64, and `plain()` computed by plain torch in the kernel's dtype, whose error sets the tolerance.
     """
 
     tuned: Tuned[Any]
@@ -74,22 +74,21 @@ class Job:
 
 
 def enabled() -> bool:
-    """Whether results are used at all."""
+    """Whether tuned configurations are used."""
     return os.environ.get("FUSEWISE_TUNED") != "0"
 
 
 class Watch:
-    """Keys that were looked up while the heuristic chose."""
+    """Records the keys that are looked up, while the heuristic chooses."""
 
     def __init__(self) -> None:
         self.keys: list[Key] = []
 
 
 class Tuned(Generic[Config]):
-    """The tuned configurations of one implementation of one operation, by device.
+    """The tuned configurations of one implementation of an operation, by device.
 
-    `space(key, device)` are the configurations that may be tried for a key, the heuristic's choice first; `sources` the
-    files of the kernels.
+    `space(key, device)` is the search space of a key, the heuristic's choice first; `sources` are the kernels' files.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class Tuned(Generic[Config]):
 
     @property
     def state(self) -> tuple[Config | Watch | None, int]:
-        """What the answers of `find` depend on beside the key: whoever keeps one keeps it by this."""
+        """Everything that `find` depends on besides its arguments: caches of its results must include this in their key."""
         return self.override, self._forgotten
 
     def find(self, device: int, key: Key) -> Config | None:
-        """The configuration found for this key; None where the heuristic is to choose. `device` as `Tensor.get_device`
-        gives it: -1 is the interpreter."""
+        """The tuned configuration for this key; None if the heuristic should choose. `device` as returned by
+        `Tensor.get_device`: -1 is the interpreter."""
         if self.override is not None:
             if isinstance(self.override, Watch):
                 self.override.keys.append(key)
@@ -120,13 +119,13 @@ class Tuned(Generic[Config]):
         return entries.get(key) if entries else None
 
     def known(self, device: int) -> dict[Key, Config]:
-        """All configurations in use on a device."""
+        """All tuned configurations of a device."""
         if device not in self._entries:
             self._entries[device] = self._load(device)
         return dict(self._entries[device])
 
     def explain(self, device: int, keys: Sequence[Key]) -> str:
-        """In words: for which of these keys there is a result, or why results are not used; empty if there are none."""
+        """In words: which of these keys have a result, or why results are not used; empty if there are none."""
         names = [key.kernel for key in keys if key in self.known(device)]
         if device in self.problems:
             return f"tuned configurations are ignored: {self.problems[device]}"
@@ -134,7 +133,7 @@ class Tuned(Generic[Config]):
 
     @contextlib.contextmanager
     def using(self, override: Config | Watch) -> Iterator[None]:
-        """Launch with this configuration whatever the key, or let the heuristic choose and watch: for the search."""
+        """For the search: launch with this configuration whatever the key, or let the heuristic choose and record keys."""
         self.override = override
         try:
             yield
@@ -142,13 +141,13 @@ class Tuned(Generic[Config]):
             self.override = None
 
     def forget(self) -> None:
-        """Read the files again at the next call."""
+        """Drop everything loaded; the files are read again on the next call."""
         self._entries.clear()
         self.problems.clear()
         self._forgotten += 1
 
     def keep(self, device: int, key: Key, config: Config, found: Found) -> Path:
-        """Write a result into the file of this device; it replaces an earlier one for the same key.
+        """Write a result to the file of this device; it replaces an earlier one with the same key.
 
         Raises:
             cache.Refused: the file cannot be written, or not safely.
@@ -171,7 +170,7 @@ class Tuned(Generic[Config]):
         return cache.folder("tuned") / f"{self.op}-{self.impl}-{digest}.json"
 
     def identity(self, device: int) -> dict[str, str]:
-        """All that results on this device depend on."""
+        """Everything that results on this device depend on."""
         if device < 0:
             name, capability = "interpreter", ""
         else:
@@ -211,7 +210,7 @@ class Tuned(Generic[Config]):
         return found
 
     def _of_space(self, key: Key, device: int, config: Any) -> Config | None:
-        """The member of the current space that has these fields."""
+        """The member of the current search space with these fields."""
         for member in self.space(key, device):
             if isinstance(config, dict) and _same(config, asdict(member)):  # type: ignore[call-overload]
                 return member
@@ -219,7 +218,7 @@ class Tuned(Generic[Config]):
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Equal, and of equal types: in JSON, 1, 1.0 and true are three things."""
+    """Whether two dicts are equal including value types: in JSON, 1, 1.0 and true differ."""
     return one == other and all(type(one[name]) is type(value) for name, value in other.items())
 
 
@@ -228,7 +227,7 @@ def _to_json(key: Key) -> dict[str, Any]:
 
 
 def _key(entry: dict[str, Any]) -> Key | None:
-    """The key of an entry in a file; None if it is none."""
+    """The key of an entry in a file; None if the entry is invalid."""
     texts, sizes = (
         [entry.get(n) for n in ("kernel", "dtype", "way")],
         [entry.get(n) for n in ("rows", "inner", "hidden")],

@@ -1,4 +1,4 @@
-"""Which implementation a call takes, and why not another."""
+"""`explain_dispatch`: which implementation serves a call, and why others do not."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _OPERATIONS: dict[Callable[..., Any], Choice] = {
     gated_linear: _gated_linear_op.choice,
     gated_mlp: _gated_linear_op.choice,
 }
-# For operations where the tensors decide, too, a module with `cast`, the arguments as autocast leaves them, `refusal`, why an
-# implementation leaves tensors to the next, and `path`, their way through the one that takes them.
+# For operations where dispatch also depends on the tensors: a module with `cast` (the arguments after autocast),
+# `refusal` (why an implementation leaves tensors to the next), and `path` (the code path in the selected implementation).
 _PATHS: dict[str, Any] = {_gated_linear_op.choice.op: _gated_linear_path}
-# For operations where auto does not always take the first that can serve a GPU: what it takes for a call, why, and why not
-# others; None where it does take the first.
+# For operations where auto does not always select the first implementation that can serve a GPU: the one it selects for
+# a call, why, and why not others; None if it is the first.
 _AUTO: dict[str, Callable[..., tuple[str, str, dict[str, str]] | None]] = {
     _rope_op.choice.op: _rope_auto.explained,
     _rope_and_cache_op.choice.op: _rope_and_cache_op.explained,
@@ -44,11 +44,10 @@ _AUTO: dict[str, Callable[..., tuple[str, str, dict[str, str]] | None]] = {
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The answer of `explain_dispatch`: the implementation, why it is taken, and why each other is not.
+    """The result of `explain_dispatch`: the implementation, why it is selected, and why each of the others is not.
 
-    `path` is the way through the implementation where it has several, and why it is that one: the gated linear unit's
-    kernels move matrices by TMA or through pointers, and on a CPU calls may lack the quick way on the host. Empty where
-    there is one way, or nothing is lacking.
+    `path` is the code path in an implementation that has several, and the reason for it: the gated linear unit's
+    kernels move matrices by TMA or through pointers, and on a CPU calls may lack the host fast path. Otherwise it is empty.
     """
 
     op: str
@@ -65,18 +64,17 @@ class Dispatch:
 
 
 def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **kwargs: Any) -> Dispatch:
-    """Tell which implementation `op(*args, impl=impl, **kwargs)` takes, without running it.
+    """Explain which implementation `op(*args, impl=impl, **kwargs)` would use, without running it.
 
-    The device and dtype of q or x decide, as autocast leaves them; for RoPE on a GPU also the bytes that the call moves, its kind
-    of table, and whether CUDA is built; for the gated linear unit whether TMA can move the matrices and how many rows
-    there are. What the call would refuse in its other arguments is not looked for. To say why an implementation cannot
-    serve it is asked, which builds what it needs: its native library, if that is not there (but not CUDA for a call of
-    RoPE with impl="auto").
+    Dispatch depends on the device and dtype of q or x (after autocast); for RoPE on a GPU also on the bytes that the
+    call moves, its kind of table, and whether CUDA is built; for the gated linear unit on whether TMA supports the
+    matrices and the number of rows. Other arguments are not validated. Checking why an implementation is unavailable
+    may build its native library if it is missing (but not CUDA for a call of RoPE with impl="auto").
 
     Raises:
-        TypeError: `op` is not a function of fusewise that takes `impl=`, the arguments are not such as it takes, one is no
-            tensor that has to be, or q or x has a dtype that is served by none.
-        ValueError: `impl` does not exist, or cannot serve the tensors, or one of them has no dimension.
+        TypeError: `op` is not a fusewise function that takes `impl=`, the arguments do not match its signature, an
+            argument that must be a tensor is not, or no implementation supports the dtype of q or x.
+        ValueError: `impl` does not exist or cannot serve the tensors, or one of them has no dimension.
 
     Example:
         >>> q, angles = torch.randn(1, 4, 2, 64), torch.randn(4, 32)
@@ -84,7 +82,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
         rope: cpu, the first that serves float32 on cpu
           not triton: ...
     """
-    choice = _OPERATIONS.get(op) if callable(op) else None  # what is not may have no hash
+    choice = _OPERATIONS.get(op) if callable(op) else None  # other objects may not be hashable
     if choice is None:
         names = ", ".join(f"fusewise.{known.__name__}" for known in _OPERATIONS)
         raise TypeError(f"explain_dispatch: op must be one of {names}, got {shown(op)}; pass the function itself")
@@ -116,7 +114,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
 
 
 def _passed_over(names: tuple[str, ...], chosen: str, refusals: dict[str, str | None]) -> dict[str, str]:
-    """Why each of the others is not taken: it cannot serve the call, comes later, or was not the one asked for."""
+    """Why each of the others is not selected: it cannot serve the call, comes later, or was not requested."""
     place = names.index(chosen)
     return {
         name: refusals[name] or (f"{chosen} comes first" if i > place else f"it was not asked for; {chosen} was")

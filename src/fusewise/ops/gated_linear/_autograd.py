@@ -33,8 +33,8 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
 
 def seen_by_hooks() -> bool:
-    """Whether a saved-tensor hook is active that may keep the tensors saved now. Torch's own hooks (checkpoint, offload) keep
-    them only for backward."""
+    """Whether a saved-tensor hook is active that may keep the tensors saved now. Torch's own hooks (checkpoint,
+    offload) keep them only for backward."""
     if torch.compiler.is_compiling():
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -42,16 +42,16 @@ def seen_by_hooks() -> bool:
 
 
 def may_overwrite(saved: Tensor, seen: bool) -> bool:
-    """Whether a backward may overwrite a saved tensor: not if a hook has seen it, not if the graph is retained, not in a
-    traced graph, where the compiler plans memory, and not a DTensor, which may have to be redistributed."""
+    """Whether a backward may overwrite a saved tensor: not if a hook has seen it, not if the graph is retained, not in
+    a traced graph, where the compiler plans memory, and not a DTensor, which may have to be redistributed."""
     if seen or torch.compiler.is_compiling() or type(saved) is not Tensor:
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def overwritten(*saved: Tensor) -> None:
-    """Bump the version counters before overwriting: if a backward fails midway and is called again, it must not take the
-    overwritten values for the saved ones."""
+    """Bump the version counters before overwriting: if a backward fails midway and is called again, it must not take
+    the overwritten values for the saved ones."""
     torch.autograd.graph.increment_version(saved)
 
 
@@ -227,8 +227,8 @@ def _products_apart(
     ctx: Any, x: Tensor, x_MD: Tensor, weight: Tensor, weight_gate: Tensor | None, bias: Tensor | None,
     parts: list[Tensor], dbias: Tensor, spec: Spec,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`backward_products` for du and dg in two tensors. Only `parts` references them, so that each is freed after its last
-    product, and du before a dW for both halves is allocated: at most dx and half of dW exist beside both."""
+    """`backward_products` for du and dg in two tensors. Only `parts` references them, so that each is freed after its
+    last product, and du before a dW for both halves is allocated: at most dx and half of dW exist beside both."""
     wants = ctx.needs_input_grad
     ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     halves = Halves.of(spec, weight, weight_gate)

@@ -36,8 +36,8 @@ def chunk_bytes(rows: int, row_bytes: int) -> int:
 
 
 def scratch_bytes(rows: int, hidden: int, itemsize: int, fused: bool = True, apart: bool = False) -> int:
-    """Scratch memory of an inference: the gate's half of a chunk, since the value's is written to y. Both halves if oneDNN
-    computes them (`apart`), and for few rows, where they are one product."""
+    """Scratch memory of an inference: the gate's half of a chunk, since the value's is written to y. Both halves if
+    oneDNN computes them (`apart`), and for few rows, where they are one product."""
     if fused and rows <= FEW_ROWS:
         return 2 * rows * hidden * itemsize
     return chunk_bytes(rows, 2 * hidden * itemsize) // (1 if apart else 2)

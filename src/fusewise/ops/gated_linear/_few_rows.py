@@ -9,8 +9,8 @@ import functools
 
 
 def read_rows(rows: int) -> int:
-    """Rows of x to load, at least `rows`: a power of two, or above 64 a multiple of 16. Padding rows cost as much as real
-    ones."""
+    """Rows of x to load, at least `rows`: a power of two, or above 64 a multiple of 16. Padding rows cost as much as
+    real ones."""
     return -(-rows // 16) * 16 if rows > 64 else max(8, 1 << (rows - 1).bit_length())
 
 

@@ -1,5 +1,5 @@
-"""The gate on its own, y = u · act(g) elementwise, for products computed elsewhere: quantized or adapted projections, and
-the compatibility functions for other libraries. Imports only torch.
+"""The gate on its own, y = u · act(g) elementwise, for products computed elsewhere: quantized or adapted projections,
+and the compatibility functions for other libraries. Imports only torch.
 
     du = dy · act(g),   dg = dy · u · act'(g)
 
@@ -75,7 +75,8 @@ def stacked_gate_into(
 def stacked_gradient(
     dy: Tensor, x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gradient", impl: str = "auto"
 ) -> Tensor:
-    """The gradient of `stacked_gate` for dy (..., F), with the shape of x (..., 2F); by the formula if it is differentiated."""
+    """The gradient of `stacked_gate` for dy (..., F), with the shape of x (..., 2F); by the formula if it is
+    differentiated."""
     _check(op, "x", x, activation)
     _check(op, "dy", dy, activation)
     if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype or dy.device != x.device:

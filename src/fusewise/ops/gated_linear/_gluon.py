@@ -62,14 +62,14 @@ def configurations(epilogue: str) -> list[Config]:
 
 
 def choose(epilogue: str) -> Config:
-    """Configuration of the GEMM, the same for every shape. The ring gets the shared memory that the epilogue's slots leave;
-    one stage fewer costs up to a tenth."""
+    """Configuration of the GEMM, the same for every shape. The ring gets the shared memory that the epilogue's slots
+    leave; one stage fewer costs up to a tenth."""
     return {"y": Config(6, 0), "preact": Config(6, 0), "gradient": Config(5, 2), "down": Config(5, 1)}[epilogue]
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
-    """Configuration of the elementwise kernel. With sums: equally many programs per SM, few enough that little is left to
-    reduce. Without: shorter programs, which the hardware scheduler balances."""
+    """Configuration of the elementwise kernel. With sums: equally many programs per SM, few enough that little is left
+    to reduce. Without: shorter programs, which the hardware scheduler balances."""
     block_f = min(1024 if sums else 256, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
     stripes = max(1, PROGRAMS_EACH * processors // triton.cdiv(hidden, block_f))
@@ -118,9 +118,9 @@ def unavailable(device_type: str) -> str | None:
 def refuses(
     hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
 ) -> str | None:
-    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is not.
-    `alone`: y is the only output. Every call is supported; with `by_choice` (impl="auto") those that run faster elsewhere
-    are left."""
+    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is
+    not. `alone`: y is the only output. Every call is supported; with `by_choice` (impl="auto") those that run faster
+    elsewhere are left."""
     rows = matrices[0].shape[0]
     if not by_choice or rows > few.MOST_ROWS:
         return None
@@ -160,8 +160,8 @@ def arguments(
     hidden: int, y: Tensor | None, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None],
     bias: tuple[Tensor | None, Tensor | None], sums: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """Grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` the inputs of
-    the epilogue: dy, or u and g."""
+    """Grid size and all arguments of `gated_linear_kernel`. `outputs` are u and g or their gradients, `inputs` the
+    inputs of the epilogue: dy, or u and g."""
     rows, features = x.shape
     width = columns(epilogue)
     block_w = (config.block_d, width) if epilogue == "down" else (width, config.block_d)
@@ -227,9 +227,9 @@ def _start(
     kernel: Any, key: tuple[Any, ...], device: int, matrices: tuple[Tensor | None, ...], pointers: tuple[Tensor | None, ...],
     called: Callable[[], tuple[int, dict[str, Any]]],
 ) -> None:  # fmt: skip
-    """Launch a kernel whose arguments are the matrices, as descriptors, the pointers, and what `called` returns after these.
-    Triton's launcher specializes all arguments on every call; to cut that host overhead, a repeated call finds them bound
-    under its key and only sets addresses and the stream."""
+    """Launch a kernel whose arguments are the matrices, as descriptors, the pointers, and what `called` returns after
+    these. Triton's launcher specializes all arguments on every call; to cut that host overhead, a repeated call finds
+    them bound under its key and only sets addresses and the stream."""
     with torch.cuda.device(device):
         plan = _PLANS.get(key) if launches_directly() else None
         if plan is not None:

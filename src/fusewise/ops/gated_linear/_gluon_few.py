@@ -56,8 +56,8 @@ def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
 
 @functools.lru_cache(maxsize=1024)
 def choose(rows: int, hidden: int, processors: int) -> Config:
-    """Up to 64 rows two chunks per stage if three such stages fit: that halves the barrier waits (2 % on an H200). Beyond,
-    one chunk: more, shorter stages are 5 to 17 % faster."""
+    """Up to 64 rows two chunks per stage if three such stages fit: that halves the barrier waits (2 % on an H200).
+    Beyond, one chunk: more, shorter stages are 5 to 17 % faster."""
     width = choose_width(columns(rows), hidden, processors, widest(rows))
     chunks = 2 if rows <= 64 and stages(rows, width, 2) >= 3 else 1
     return Config(width, chunks, stages(rows, width, chunks))

@@ -2,8 +2,8 @@
 
     du = dy · act(g),   dg = dy · u · act'(g)
 
-`gate_gradient_kernel` is the backward of the gate on its own: it reads u, g and dy from memory once and writes du and dg
-once. `add_up_kernel` reduces partial sums of the bias gradient.
+`gate_gradient_kernel` is the backward of the gate on its own: it reads u, g and dy from memory once and writes du and
+dg once. `add_up_kernel` reduces partial sums of the bias gradient.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def gate_gradient_kernel(
     u_ptr, g_ptr, dy_ptr, du_ptr, dg_ptr, dbias_ptr, M, F, rows, stride_preact, stride_dy, stride_dpreact,
     ACTIVATION: gl.constexpr, BIAS_GRAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_F: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """du and dg from u, g and dy in memory. A program processes `rows` rows by BLOCK_F columns, BLOCK_M rows at a time, a
-    thread eight columns in accesses of UNIT elements, the unit of F and the strides: if rows are not 16-byte aligned, a
-    warp's accesses coalesce across threads instead of being vectorized. du and dg may alias u and g."""
+    """du and dg from u, g and dy in memory. A program processes `rows` rows by BLOCK_F columns, BLOCK_M rows at a time,
+    a thread eight columns in accesses of UNIT elements, the unit of F and the strides: if rows are not 16-byte aligned,
+    a warp's accesses coalesce across threads instead of being vectorized. du and dg may alias u and g."""
     COLUMNS: gl.constexpr = BLOCK_F // 8  # threads along a row, filled by warps first
     ACROSS: gl.constexpr = min(COLUMNS, 32)
     layout: gl.constexpr = gl.BlockedLayout(

@@ -46,8 +46,8 @@ _meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # among a w
 
 # Register layout of a piece, as in the accumulator.
 PIECE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-# Layout of a piece for column sums: each thread holds two columns by sixteen rows, so that a warp's shared memory reads use
-# all banks and two shuffles complete a sum.
+# Layout of a piece for column sums: each thread holds two columns by sixteen rows, so that a warp's shared memory reads
+# use all banks and two shuffles complete a sum.
 SUMS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]], [[0, 2], [0, 4], [0, 8], [2, 0], [4, 0]], [[0, 16], [0, 32]], [], [64, 64]
@@ -173,8 +173,8 @@ def _store_sums(ptr, row, column, M, F, du, dg, EPILOGUE: gl.constexpr):
 
 @gluon.jit
 def _multiply(x_ring, w_ring, ready, free, block, steps, EPILOGUE: gl.constexpr, STAGES: gl.constexpr):
-    """Main loop: accumulate a tile over `steps` stages of the ring. One wgmma stays in flight: after issuing one, wait for
-    the previous and release its stage. Returns the accumulator and the last stage, which is still being read."""
+    """Main loop: accumulate a tile over `steps` stages of the ring. One wgmma stays in flight: after issuing one, wait
+    for the previous and release its stage. Returns the accumulator and the last stage, which is still being read."""
     acc = warpgroup_mma_init(gl.zeros((128, 128), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
     slot = block % STAGES
     phase = block // STAGES & 1
@@ -221,8 +221,8 @@ def _consume(
         for i in gl.static_range(AHEAD):
             to_row, to_column = _at(row, column, i, EPILOGUE)
             _get(in_maps, to_row, to_column, slots, OWN + i * READS, arrived.index(GROUP * AHEAD + i), EPILOGUE)
-        # Wait until the other group has issued its main loop. Its stages come first in the ring: before that, a parity wait
-        # on the stages behind them would mistake an earlier round for this one.
+        # Wait until the other group has issued its main loop. Its stages come first in the ring: before that, a parity
+        # wait on the stages behind them would mistake an earlier round for this one.
         before = (turn + 1 - GROUP) & 1
         mbarrier.wait(turns.index(GROUP), before)
         acc, last = _multiply(x_ring, w_ring, ready, free, (2 * turn + GROUP) * steps, steps, EPILOGUE, STAGES)
@@ -257,8 +257,8 @@ def _consume(
                     _store(y_map, [row + p * 64, column], slots.index(p))
                 top = bottom
         else:
-            # A rolled loop that rotates the next piece into the registers of the current one: the code stays small enough
-            # for the instruction cache, which both groups share.
+            # A rolled loop that rotates the next piece into the registers of the current one: the code stays small
+            # enough for the instruction cache, which both groups share.
             if EPILOGUE == "down":
                 now, next_1 = _left_right(top)
                 next_2, next_3 = _left_right(bottom)
@@ -268,8 +268,8 @@ def _consume(
             PIECES: gl.constexpr = 2 * READS
             for p in range(PIECES):
                 own = OWN + p % AHEAD * READS
-                came = arrived.index(GROUP * AHEAD + p % AHEAD)
-                mbarrier.wait(came, (turn * PIECES + p) // AHEAD & 1)
+                full = arrived.index(GROUP * AHEAD + p % AHEAD)
+                mbarrier.wait(full, (turn * PIECES + p) // AHEAD & 1)
                 if EPILOGUE == "down":
                     dy = now
                     u = slots.index(own).load(PIECE).to(gl.float32)
@@ -282,7 +282,7 @@ def _consume(
                         g = _biased(g, bias_slots.index(2 * GROUP + 1))
                 _meet()  # all threads have read the slot: it may be refilled
                 next_row, next_column = _at(row, column, p + AHEAD, EPILOGUE)
-                _get(in_maps, next_row, next_column, slots, own, came, EPILOGUE, p + AHEAD < PIECES)
+                _get(in_maps, next_row, next_column, slots, own, full, EPILOGUE, p + AHEAD < PIECES)
                 a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
                 tma.store_wait(pendings=0)  # of the piece before
                 # Write all outputs before a single fence: registers are freed as soon as a few columns are done.

@@ -4,12 +4,12 @@
 
 Shape legend: M rows (1 to 128), D features in, F features out; N columns of a product, M rounded up to a power of two.
 
-Persistent, one program per SM, each with tiles of WIDTH features, a width that distributes F evenly over the SMs. A producer
-warp keeps all of shared memory in flight: a ring buffer of stages, each CHUNKS times 64 columns of the WIDTH rows of both
-weights, so that adjacent 128-byte segments of a row are requested together; it prefetches the next tile during the
-epilogue. Four consumer warps multiply with operands swapped: the weights are the A operand, value stacked on gate, so
-that u and g of a feature are in the same thread; x is the B operand, as narrow as M allows. Operand rows beyond WIDTH,
-and beyond M rounded up to whole blocks of x, are never loaded: results from stale shared memory are not stored.
+Persistent, one program per SM, each with tiles of WIDTH features, a width that distributes F evenly over the SMs. A
+producer warp keeps all of shared memory in flight: a ring buffer of stages, each CHUNKS times 64 columns of the WIDTH
+rows of both weights, so that adjacent 128-byte segments of a row are requested together; it prefetches the next tile
+during the epilogue. Four consumer warps multiply with operands swapped: the weights are the A operand, value stacked on
+gate, so that u and g of a feature are in the same thread; x is the B operand, as narrow as M allows. Operand rows
+beyond WIDTH, and beyond M rounded up to whole blocks of x, are never loaded: results from stale shared memory are not stored.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def few_rows_kernel(
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_W: gl.constexpr, HALF: gl.constexpr,
     N: gl.constexpr, X_ROWS: gl.constexpr, BLOCK_X: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Maps are TMA descriptors with blocks of 64 columns by BLOCK_X rows of x (of which X_ROWS are read) or BLOCK_W rows of a
-    weight."""
+    """Maps are TMA descriptors with blocks of 64 columns by BLOCK_X rows of x (of which X_ROWS are read) or BLOCK_W
+    rows of a weight."""
     x_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, N, 64], x_map.layout)
     w_ring = gl.allocate_shared_memory(x_map.dtype, [STAGES * CHUNKS, 2 * HALF, 64], value_map.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

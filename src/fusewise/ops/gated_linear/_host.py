@@ -1,5 +1,5 @@
-"""Host fast path of the gated linear unit: `host.cpp` serves inference calls of `gated_linear` and `geglu_linear`, and the
-unit in those of `gated_mlp`.
+"""Host fast path of the gated linear unit: `host.cpp` serves inference calls of `gated_linear` and `geglu_linear`, and
+the unit in those of `gated_mlp`.
 
     done = _host.gated_linear(*arguments)       # None: unsupported, or new on a GPU; continue in Python
     _host.remember(*arguments)                  # after the first call
@@ -65,8 +65,8 @@ def load(kernel: cpu.Kernel | None = None) -> None:
 
 
 def unavailable(kernel: cpu.Kernel | None = None) -> str | None:
-    """Why calls go through Python, or None if they do not: CPU calls with `kernel`, the gate; GPU calls without it. Does not
-    build the extension: no call waits for a build that it did not ask for."""
+    """Why calls go through Python, or None if they do not: CPU calls with `kernel`, the gate; GPU calls without it.
+    Does not build the extension: no call waits for a build that it did not ask for."""
     if gated_linear is not host.not_loaded and (kernel is None or _with_gate):
         return None
     return _unavailable(kernel, build.loads())

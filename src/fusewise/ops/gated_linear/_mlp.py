@@ -96,9 +96,9 @@ def apply(x: Tensor, weights: tuple[Any, ...], down: tuple[Any, ...], text: str,
         return _autograd.shaped(_products.linear(y, *down), x)
 
 
-def quickly(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
-    """z, if the host fast path (`_host.py`) serves the unit with these arguments of `gated_linear` and the down projection
-    is a plain one, too; None if Python has to validate or raise."""
+def try_fast_path(arguments: tuple[Any, ...], *down: Any) -> Tensor | None:
+    """z, if the host fast path (`_host.py`) serves the unit with these arguments of `gated_linear` and the down
+    projection is a plain one, too; None if Python has to validate or raise."""
     x, (w_down, b_down) = arguments[0], down
     given = down if b_down is not None else (w_down,)
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, *given)) or _autograd.needs_autograd(*given):

@@ -3,8 +3,8 @@
     if takes(x, weight):
         y = linear(x, weight, bias)         # x weightᵀ + bias
 
-On two cores of an AMD EPYC it takes 0.4 to 0.6 of the time of `torch.mm` (docs/notes/gated-linear-cpu.md). torch ships both;
-the oneDNN operator is the one into which Inductor lowers linear layers with constant weights.
+On two cores of an AMD EPYC it takes 0.4 to 0.6 of the time of `torch.mm` (docs/notes/gated-linear-cpu.md). torch ships
+both; the oneDNN operator is the one into which Inductor lowers linear layers with constant weights.
 
 Shape legend: M rows, K features in, N features out.
 """
@@ -49,8 +49,8 @@ def _vendor() -> str:
 
 
 def takes(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Whether to use oneDNN for x weightᵀ. It has no fast kernel for strided rows. Not under tracing or dispatch modes, which
-    should see the product. Nor in a forked child, which lacks the parent's OpenMP threads that oneDNN would wait for."""
+    """Whether to use oneDNN for x weightᵀ. It has no fast kernel for strided rows. Not under tracing or dispatch modes,
+    which should see the product. Nor in a forked child, which lacks the parent's OpenMP threads that oneDNN would wait for."""
     if torch.compiler.is_compiling() or not there() or build.FORKED or torch._C._len_torch_dispatch_stack() > 0:
         return False
     if any(

@@ -1,5 +1,5 @@
-"""`explain_dispatch` for the gated linear unit beyond device and dtype: the code path that the tensors of a call take in an
-implementation, or why an implementation leaves them to the next.
+"""`explain_dispatch` for the gated linear unit beyond device and dtype: the code path that the tensors of a call take
+in an implementation, or why an implementation leaves them to the next.
 """
 
 from __future__ import annotations

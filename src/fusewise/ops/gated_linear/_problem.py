@@ -86,8 +86,8 @@ class Halves(NamedTuple):
 
 
 def rows(x: Tensor) -> Tensor:
-    """x (..., D) as (M, D) with unit last stride: a view, or a copy if that is impossible (e.g. for the expanded gradient
-    of `y.sum()`)."""
+    """x (..., D) as (M, D) with unit last stride: a view, or a copy if that is impossible (e.g. for the expanded
+    gradient of `y.sum()`)."""
     matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
@@ -119,8 +119,8 @@ def bias_pair(bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def new_preact(x: Tensor, hidden: int, spec: Spec) -> Tensor:
-    """Memory for both pre-activations of x (M, D): (M, 2F) in the row order of a stacked weight, so that a single product
-    can write it and consume its gradient; else (2, M, F), value first, one matrix per product."""
+    """Memory for both pre-activations of x (M, D): (M, 2F) in the row order of a stacked weight, so that a single
+    product can write it and consume its gradient; else (2, M, F), value first, one matrix per product."""
     rows = x.shape[0]
     return x.new_empty((rows, 2 * hidden) if spec.fused else (2, rows, hidden))
 
@@ -137,9 +137,9 @@ def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def stride_unit(*matrices: Tensor) -> int:
-    """The number of elements, up to 16 bytes, that divides the row strides and widths of all these matrices; 1 if a start is
-    not 16-byte aligned. Kernels receive sizes and strides in this unit: Triton only specializes on divisibility by 16, and
-    would not vectorize for multiples of 8."""
+    """The number of elements, up to 16 bytes, that divides the row strides and widths of all these matrices; 1 if a
+    start is not 16-byte aligned. Kernels receive sizes and strides in this unit: Triton only specializes on
+    divisibility by 16, and would not vectorize for multiples of 8."""
     size = matrices[0].element_size()
     if any(x.data_ptr() % 16 for x in matrices):
         return 1

@@ -1,8 +1,8 @@
 """Matrix products of the backward and of MLPs by BLAS, with unaligned operands padded. Imports only torch.
 
-On NVIDIA GPUs a product of 16-bit matrices takes 2.5 to 6 times as long if a row stride is not a multiple of 16 bytes. With
-enough rows to pay for it, operands are copied to aligned rows, zero-padded to the next multiple of eight columns (and rows,
-if those are the inner dimension), and results are cropped. torch.compile does this itself.
+On NVIDIA GPUs a product of 16-bit matrices takes 2.5 to 6 times as long if a row stride is not a multiple of 16 bytes.
+With enough rows to pay for it, operands are copied to aligned rows, zero-padded to the next multiple of eight columns
+(and rows, if those are the inner dimension), and results are cropped. torch.compile does this itself.
 
 Shape legend: M rows; operands are (M, …) matrices or weights with contiguous columns.
 """

@@ -1,7 +1,7 @@
 """`impl="triton"` of the gated linear unit: configurations, arguments and launch of the GEMM kernels in `_triton_kernel.py`.
 
-Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS, in
-chunks of rows with the gate as a separate kernel (`_chunks.py`).
+Elementwise kernels are launched by `_triton_gate.py`. float32 products of more than 64 rows go to the platform's BLAS,
+in chunks of rows with the gate as a separate kernel (`_chunks.py`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Config:
 
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, hidden: int, kind: str, processors: int, *, epilogue: str, tma: bool = True) -> Config:
-    """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands, else the
-    precision of float32 products, "tf32" or "ieee", which have few rows (see `by_library`).
+    """Heuristic configuration of the GEMM kernels for a shape and device. `kind` is "half" for 16-bit operands, else
+    the precision of float32 products, "tf32" or "ieee", which have few rows (see `by_library`).
 
-    Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with the
-    least estimated time (see `_waves`).
+    Up to 64 rows, reading the weight dominates: narrow tiles, so that every SM streams its share. Above, the tile with
+    the least estimated time (see `_waves`).
     """
     if rows <= 64:
         block_m = max(16, triton.next_power_of_2(rows))
@@ -162,8 +162,8 @@ def linear_arguments(
     x: Tensor, halves: Halves, config: Config, processors: int, *, epilogue: str, activation: str, tma: bool,
     y: Tensor | None, preact: tuple[Tensor, Tensor] | None, dy: Tensor | None, dbias: Tensor | None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
-    """Grid size and all arguments of `gated_linear_kernel`. x stands in for tensors that the epilogue does not use, which
-    are never dereferenced."""
+    """Grid size and all arguments of `gated_linear_kernel`. x stands in for tensors that the epilogue does not use,
+    which are never dereferenced."""
     rows, features = x.shape
     hidden = halves.value.shape[0]
     grid, out = _programs(config, rows, hidden, processors)
@@ -247,8 +247,8 @@ def _sums(like: Tensor, tiles: int, dbias: Tensor) -> Tensor:
 
 
 def by_library(x: Tensor) -> bool:
-    """Whether BLAS computes the products: float32 with more than 64 rows. Tensor cores do not support float32, and without
-    them the fused kernel took 3.6 times as long on an H200."""
+    """Whether BLAS computes the products: float32 with more than 64 rows. Tensor cores do not support float32, and
+    without them the fused kernel took 3.6 times as long on an H200."""
     return x.dtype == torch.float32 and x.shape[0] > chunks.FEW_ROWS
 
 

@@ -12,8 +12,8 @@ Shape legend: M rows, D features in, F features out, O features out of the down 
 
 Accumulation and epilogue are in float32, rounded once when stored. Bias gradients are one row of partial sums per tile,
 reduced afterwards: no atomics, bitwise reproducible. Tiles are visited in groups of GROUP_M rows of tiles, so that
-operands shared by concurrent programs stay in L2. With TMA, matrices are tensor descriptors, which are bounds-checked in
-hardware; otherwise pointers with masks. With SPLIT, the epilogue processes one half of the columns after the other,
+operands shared by concurrent programs stay in L2. With TMA, matrices are tensor descriptors, which are bounds-checked
+in hardware; otherwise pointers with masks. With SPLIT, the epilogue processes one half of the columns after the other,
 which avoids register spills. Column counts and row strides are in units of UNIT elements (`stride_unit` in `_problem.py`).
 """
 
@@ -287,8 +287,8 @@ def copy_kernel(
     from_ptr, to_ptr, rows, columns, to_rows, to_columns, stride, to_stride,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy a matrix into another, cropped or padded with zeros to its size. With unaligned rows accesses are single elements,
-    but coalesced across threads, with many in flight."""
+    """Copy a matrix into another, cropped or padded with zeros to its size. With unaligned rows accesses are single
+    elements, but coalesced across threads, with many in flight."""
     columns, stride, to_columns, to_stride = columns * UNIT, stride * UNIT, to_columns * UNIT, to_stride * UNIT
     tiles_c = tl.cdiv(to_columns, BLOCK_C)
     row = (tl.program_id(0) // tiles_c * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]

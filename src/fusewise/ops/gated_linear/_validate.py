@@ -23,9 +23,9 @@ _VALIDATED: Memo[tuple[Any, ...], str] = Memo(4096)
 
 
 def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tuple[Any, ...]) -> str:
-    """The encoded spec of a call on x. `tensors` are weights and biases by the argument names of the caller, in the order
-    weight, weight_gate, bias, bias_gate and, for an MLP, w_down and b_down; `options` are activation, layout, gate_first,
-    save and impl."""
+    """The encoded spec of a call on x. `tensors` are weights and biases by the argument names of the caller, in the
+    order weight, weight_gate, bias, bias_gate and, for an MLP, w_down and b_down; `options` are activation, layout,
+    gate_first, save and impl."""
     key: tuple[Any, ...] | None = None
     if not (torch.compiler.is_compiling() or jit_traces()):
         try:

@@ -31,8 +31,8 @@ def geglu_linear(
 
         y = (x W_valueᵀ + b_value) · gelu(x W_gateᵀ + b_gate)        Shazeer, arXiv 2002.05202
 
-    which is `x1 * F.gelu(x2, approximate=approximate)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly all
-    other libraries stack the gate first (`gelu(x1) * x2`): pass `gate_first=True` for their weights.
+    which is `x1 * F.gelu(x2, approximate=approximate)` for `x1, x2 = F.linear(x, weight, bias).chunk(2, -1)`. Nearly
+    all other libraries stack the gate first (`gelu(x1) * x2`): pass `gate_first=True` for their weights.
 
     `approximate="tanh"` and `"none"` (erf) are different functions, each exact to rounding. The other arguments, the
     tensors saved for backward and the errors are as in `gated_linear`.
@@ -72,14 +72,14 @@ def gated_linear(
             contiguous features are read in place; anything else is copied once, as `F.linear` does.
         weight: both matrices in one tensor, (2F, D), (2, F, D) or (F, 2, D), or with `w_gate` the value's (F, D). Read in
             place, never repacked; the last dimension must be contiguous. dtype and device of x.
-        bias: one entry per row of `weight`, (2F,) or the shape of the weight without D; with `w_gate` the value's (F,); or
-            None. Contiguous.
+        bias: one entry per row of `weight`, (2F,) or the shape of the weight without D; with `w_gate` the value's (F,);
+            or None. Contiguous.
         activation: of the gate: "gelu_tanh", "gelu" (erf), "silu", "relu", "sigmoid" or "identity".
         w_gate, b_gate: the gate's matrix (F, D) and bias (F,), if they are separate tensors.
         layout: order of the rows of a single weight tensor: "stacked" (one half after the other) or "interleaved"
             (alternating).
-        gate_first: the first half (or the first of every two rows) is the gate. `layout` and `gate_first` are ignored if
-            `w_gate` is given.
+        gate_first: the first half (or the first of every two rows) is the gate. `layout` and `gate_first` are ignored
+            if `w_gate` is given.
         save: what is saved for backward. "preact": both pre-activations, 2F elements per row in addition to y; the
             fastest. "input": only x and the weights; the backward recomputes the product.
         impl: "auto", "cuda", "gluon", "triton", "cpu" or "reference". A named implementation never falls back;
@@ -92,15 +92,15 @@ def gated_linear(
     more; of both pre-activations where oneDNN computes float32 products, which needs such a chunk in the backward, too,
     and a second dW). Besides the returned gradients, backward needs 2F elements per row with `save="input"` (F if that
     would be 256 MiB or more), and nothing with `save="preact"` unless the graph is retained: the gradient of the
-    pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed order, by partial sums (2F for
-    every 32 or more rows of a large problem): bitwise reproducible, no atomics. On a GPU, 16-bit matrices whose row
+    pre-activations overwrites them. The bias gradient is accumulated in float32 in a fixed order, by partial sums (2F
+    for every 32 or more rows of a large problem): bitwise reproducible, no atomics. On a GPU, 16-bit matrices whose row
     stride is not a multiple of 16 bytes are copied (docs/gated-linear.md). float64 is computed by plain torch and needs
     the memory that plain torch needs.
 
     Differentiable any number of times; a backward with `create_graph=True` or `is_grads_batched=True`, forward mode and
-    torch.func transforms use the formula in plain torch (`reference.py`), so transforms need impl "auto" or "reference".
-    Under autocast the tensors are cast to the dtype that `F.linear` would use, on every call: autocast's weight cache is
-    not accessible, so a weight that is used several times is cast, and saved for backward, each time.
+    torch.func transforms use the formula in plain torch (`reference.py`), so transforms need impl "auto" or
+    "reference". Under autocast the tensors are cast to the dtype that `F.linear` would use, on every call: autocast's
+    weight cache is not accessible, so a weight that is used several times is cast, and saved for backward, each time.
 
     Raises:
         TypeError, ValueError: `gated_linear: <argument> must <contract>, got <value>; <one fix>`.
@@ -132,20 +132,20 @@ def gated_mlp(
 
         z = y W_downᵀ + b_down,    y = (x W_upᵀ + b_up) · act(x W_gateᵀ + b_gate)
 
-    `gated_linear` followed by the down projection. Its backward needs no elementwise kernel: the GEMM that propagates the
-    gradient through W_down reads the pre-activations in its epilogue, and writes their gradient and the recomputed y.
+    `gated_linear` followed by the down projection. Its backward needs no elementwise kernel: the GEMM that propagates
+    the gradient through W_down reads the pre-activations in its epilogue, and writes their gradient and the recomputed y.
 
     Args:
         x, activation, save, impl: as in `gated_linear`.
-        w_gate, w_up: (F, D) each, with biases b_gate and b_up (F,), both or none. Or w_up is None and w_gate holds both in
-            `layout`, the gate first unless `gate_first=False` (Phi-3's gate_up_proj), with b_gate for both.
+        w_gate, w_up: (F, D) each, with biases b_gate and b_up (F,), both or none. Or w_up is None and w_gate holds both
+            in `layout`, the gate first unless `gate_first=False` (Phi-3's gate_up_proj), with b_gate for both.
         w_down: (O, F), with bias b_down (O,) or None.
 
     Returns:
         z (..., O), in the dtype of x. y is rounded to that dtype before the down projection.
 
-    Memory: forward y and z; saved for backward the pre-activations, 2F elements per row, or nothing with `save="input"`.
-    Besides the returned gradients, backward needs those 2F elements and y.
+    Memory: forward y and z; saved for backward the pre-activations, 2F elements per row, or nothing with
+    `save="input"`. Besides the returned gradients, backward needs those 2F elements and y.
 
     Raises:
         TypeError, ValueError: `gated_mlp: <argument> must <contract>, got <value>; <one fix>`.
@@ -157,7 +157,7 @@ def gated_mlp(
     """
     first, second = ((w_gate, b_gate), (w_up, b_up)) if w_up is None else ((w_up, b_up), (w_gate, b_gate))
     unit = (x, *first, activation, *second, layout, gate_first, save, impl)  # the arguments of `gated_linear`
-    done = None if traced() or w_gate is None else _mlp.quickly(unit, w_down, b_down)
+    done = None if traced() or w_gate is None else _mlp.try_fast_path(unit, w_down, b_down)
     if done is not None:
         return done
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = reference.as_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)

@@ -5,9 +5,9 @@
 
 Presets: `geglu-memory` (rows N from 1k to 64k by width d from 1k to 8k, hidden 4d: where fusing saves memory),
 `geglu-models` (the feed-forward blocks of published models in training and decode), `geglu-batches` (some of them with
-160 to 512 rows), `geglu-shapes` (one shape, and variants with a size that tiles do not divide or rows not 16-byte aligned),
-`geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated unit, O
-behind a down projection.
+160 to 512 rows), `geglu-shapes` (one shape, and variants with a size that tiles do not divide or rows not 16-byte
+aligned), `geglu-quick` (minutes on a laptop). Shape legend: M rows of x, D features in, F features out of the gated
+unit, O behind a down projection.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class GatedCase:
         return 2 * self.hidden * (self.features + self.bias)
 
     def bytes_min(self, direction: Pass, dtype: str) -> int:
-        """Minimum DRAM traffic: forward reads x, weight and bias and writes y; backward reads those and dy and writes their
-        gradients. Saved and intermediate tensors are an implementation's choice."""
+        """Minimum DRAM traffic: forward reads x, weight and bias and writes y; backward reads those and dy and writes
+        their gradients. Saved and intermediate tensors are an implementation's choice."""
         read = self.rows * self.features + self.weight_elements
         y = self.rows * self.hidden
         return by_pass("gated_cases", direction, read + y, 2 * read + y) * DTYPES[dtype].itemsize
@@ -93,11 +93,11 @@ class GatedCase:
 
         With h = M·F elements and y (h) alive throughout: "eager" allocates 2h for the product, h for the activated gate
         and h for y, and its backward another 2h. "two-kernels" is a product and a fused gate (torch.compile): 2h and y,
-        and a gradient of another 2h. "fused" allocates only y; with gradients it saves 2h, and their gradient overwrites
-        them. "fused-recompute" saves only y and recomputes the 2h in the backward, h at a time if they are large. dx, dW
-        and db come last, while that gradient is freed. "chunked" and "chunked-recompute" are the same on a CPU, where an
-        inference forward also needs a chunk of the gate's pre-activations; "chunked-apart" and "chunked-apart-recompute"
-        are with oneDNN, which needs a chunk of both, and more memory for dW (`apart_bytes`).
+        and a gradient of another 2h. "fused" allocates only y; with gradients it saves 2h, and their gradient
+        overwrites them. "fused-recompute" saves only y and recomputes the 2h in the backward, h at a time if they are
+        large. dx, dW and db come last, while that gradient is freed. "chunked" and "chunked-recompute" are the same on
+        a CPU, where an inference forward also needs a chunk of the gate's pre-activations; "chunked-apart" and
+        "chunked-apart-recompute" are with oneDNN, which needs a chunk of both, and more memory for dW (`apart_bytes`).
         """
         itemsize = DTYPES[dtype].itemsize
         h = self.rows * self.hidden * itemsize
@@ -127,16 +127,16 @@ class GatedCase:
 
     @property
     def saved_ratio(self) -> float:
-        """Activation memory saved by fusing, relative to the parameters: 4·N·d / (8·d·d + 8·d) = N / (2 (d + 1)) for hidden
-        4d with a bias. Above one, fusing saves more than the weights take."""
+        """Activation memory saved by fusing, relative to the parameters: 4·N·d / (8·d·d + 8·d) = N / (2 (d + 1)) for
+        hidden 4d with a bias. Above one, fusing saves more than the weights take."""
         return self.rows * self.hidden / (2 * self.hidden * (self.features + self.bias))
 
     def make_inputs(self, device: torch.device | str, dtype: str, seed: int = 0) -> GatedInputs:
-        """The case's tensors: standard normal x, bias and gradient, weights with standard deviation 1 / √D, so that gates
-        have unit variance.
+        """The case's tensors: standard normal x, bias and gradient, weights with standard deviation 1 / √D, so that
+        gates have unit variance.
 
-        Generated on `device` itself by a generator seeded from `seed` and the case's name: reproducible across processes
-        for one kind of device and torch version.
+        Generated on `device` itself by a generator seeded from `seed` and the case's name: reproducible across
+        processes for one kind of device and torch version.
         """
         generator = torch.Generator(device).manual_seed(seed_of(self.name, seed))
 

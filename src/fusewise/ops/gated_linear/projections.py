@@ -26,8 +26,8 @@ def is_plain(*projections: nn.Module) -> bool:
 
 
 def _is_memory(weight: Tensor) -> bool:
-    """Whether the weight is a plain tensor or a DTensor of such, not a quantized or sparse subclass that overrides `F.linear`
-    (as in torchao or torch.sparse)."""
+    """Whether the weight is a plain tensor or a DTensor of such, not a quantized or sparse subclass that overrides
+    `F.linear` (as in torchao or torch.sparse)."""
     kind = type(weight)
     return weight.layout == torch.strided and (
         not hasattr(kind, "__tensor_flatten__") or kind.__module__.startswith("torch.distributed.tensor")

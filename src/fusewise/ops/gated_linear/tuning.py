@@ -70,8 +70,8 @@ def jobs(
 ) -> Iterator[Job]:  # fmt: skip
     """Jobs for the kernels of one case, or of a `shape` (rows, features, hidden features), created lazily.
 
-    Without `kernels`, all that have configurations; without `dtypes`, those of the case (for a shape: bf16, or fp32 on a
-    CPU); without `impl`, the one that serves a call, on a CPU Triton's interpreter.
+    Without `kernels`, all that have configurations; without `dtypes`, those of the case (for a shape: bf16, or fp32 on
+    a CPU); without `impl`, the one that serves a call, on a CPU Triton's interpreter.
 
     Raises:
         ValueError: as `check`, or the implementation cannot serve a job.

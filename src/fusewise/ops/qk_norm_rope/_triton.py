@@ -53,14 +53,14 @@ def choose(problem: Problem, norm: Norm, backward: bool, processors: int) -> Con
     itemsize = problem.operands[0].x.element_size()
     head = triton.next_power_of_2(max(operand.head_dim for operand in problem.operands))
     lanes = triton.cdiv(head * itemsize, 32)  # threads per head, each with 16 bytes of either half
-    # Backward launches as many programs as fit in the register files at once, measured on an H200: fewer leave SMs idle, more
-    # need a second wave. Prefetching a tile is no faster then: the programs of an SM hide each other's latency.
+    # Backward launches as many programs as fit in the register files at once, measured on an H200: fewer leave SMs
+    # idle, more need a second wave. Prefetching a tile is no faster then: the programs of an SM hide each other's latency.
     if norm.over == "head":
         programs = 5 if itemsize == 2 else 8
         tiles = rope.choose_tiles(tokens, heads, lanes, 2 * processors if backward else processors)
         return Config(tuple(tiles), rope.NUM_WARPS, programs)
-    # All heads of a token: 64 bytes of the widest tensor per thread, 32 in backward since it also keeps sums for the weights;
-    # the other tensor has as many tokens per tile.
+    # All heads of a token: 64 bytes of the widest tensor per thread, 32 in backward since it also keeps sums for the
+    # weights; the other tensor has as many tokens per tile.
     blocks = [triton.next_power_of_2(max(count, 1)) for count in heads]
     num_warps = min(max(max(blocks) * lanes // (32 if backward else 64), 4), 16)
     rows = max(num_warps * (32 if backward else 64) // lanes, max(blocks))
@@ -77,8 +77,8 @@ def arguments(
     partials: tuple[Tensor, ...] = (),
     config: Config | None = None,
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
-    """The kernel for a problem, the grid size, all arguments and the launch options. With `dys` it is the backward: then
-    the problem maps x to dx, and `partials` are given if the weights need gradients."""
+    """The kernel for a problem, the grid size, all arguments and the launch options. With `dys` it is the backward:
+    then the problem maps x to dx, and `partials` are given if the weights need gradients."""
     backward = bool(dys)
     config = config or choose(problem, norm, backward, processors)
     _, of_rope = rope.arguments(problem, processors)
@@ -137,15 +137,15 @@ def arguments(
 
 
 def registers(config: Config) -> int:
-    """Register limit per thread that keeps all programs of an SM resident: it has 65,536 registers, allocated in multiples of
-    8 per thread. Without a limit the compiler uses 96 or 128 for almost no gain, and at 128 the fifth program needs a
-    second wave."""
+    """Register limit per thread that keeps all programs of an SM resident: it has 65,536 registers, allocated in
+    multiples of 8 per thread. Without a limit the compiler uses 96 or 128 for almost no gain, and at 128 the fifth
+    program needs a second wave."""
     return min(65536 // (32 * config.num_warps * config.programs) // 8 * 8, 255)
 
 
 def split(problem: Problem, config: Config, processors: int) -> tuple[int, ...]:
-    """Programs of the backward per tensor: all with the same number of tiles except the last of each, and together no more
-    than one wave. The split depends only on shapes and device, and so does the summation order of dw."""
+    """Programs of the backward per tensor: all with the same number of tiles except the last of each, and together no
+    more than one wave. The split depends only on shapes and device, and so does the summation order of dw."""
     tokens = problem.batch * problem.tokens
     counts = [
         triton.cdiv(tokens, tile.block_t) * triton.cdiv(operand.heads, tile.block_h)
@@ -162,7 +162,7 @@ def forward(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation, norm: Norm
 ) -> None:
     """`impl="triton"`: write the result for every x into its y."""
-    tensors = _doubled(xs, ys, weights, rotation)
+    tensors = _leading_tensors(xs, ys, weights, rotation)
     key = _key(tensors, rotation, (norm, len(xs), len(weights)))
     if (plan := _PLANS.get(key)) is not None:
         plan.run(tensors, rotation)
@@ -182,13 +182,13 @@ def backward(
     norm: Norm,
 ) -> None:
     """Write the gradient of every x, and of every weight unless `dweights` is empty."""
-    tensors = (*_doubled(xs, dys, weights, rotation), dxs[0], dxs[-1])
+    tensors = (*_leading_tensors(xs, dys, weights, rotation), dxs[0], dxs[-1])
     key = _key(tensors, rotation, (norm, len(xs), len(weights), len(dweights)))
     if (plan := _PLANS.get(key)) is not None:
         partials = _new_partials(plan.counts, dweights, xs[0])
-        plan.run((*tensors, *_both(partials, rotation)), rotation)
+        plan.run((*tensors, *_q_and_k(partials, rotation)), rotation)
         if plan.then is not None:
-            plan.then.run((*_both(partials, rotation), *_both(dweights, rotation)), None)
+            plan.then.run((*_q_and_k(partials, rotation), *_q_and_k(dweights, rotation)), None)
         return
     problem, processors = _problem(xs, dxs, rotation), _processors(xs[0])
     config = choose(problem, norm, True, processors)
@@ -208,7 +208,7 @@ def _new_partials(counts: Sequence[int], dweights: Sequence[Tensor], x: Tensor) 
     return tuple(torch.empty(sum(sizes), dtype=torch.float32, device=x.device).split_with_sizes(sizes))
 
 
-def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+def _q_and_k(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor, Tensor]:
     """The tensors of q and k; another tensor stands in for an absent one, which is never dereferenced."""
     if tensors:
         return tensors[0], tensors[-1]
@@ -216,11 +216,11 @@ def _both(tensors: Sequence[Tensor], rotation: Rotation | None) -> tuple[Tensor,
     return rotation[0], rotation[0]
 
 
-def _doubled(
+def _leading_tensors(
     xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation
 ) -> tuple[Tensor, ...]:
     """The leading tensor arguments of the kernels, in order."""
-    return (*_both(xs, None), *_both(ys, None), *_both(weights, rotation))
+    return (*_q_and_k(xs, None), *_q_and_k(ys, None), *_q_and_k(weights, rotation))
 
 
 def sum_arguments(
@@ -287,8 +287,8 @@ _OF_ROTATION = 6  # arguments after the tensors: cos, sin, positions, offsets, c
 
 
 def _key(tensors: Sequence[Tensor], rotation: Rotation, rest: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Everything that a plan depends on; None if a pointer is not aligned to 16 bytes, which bound launches assume, or if
-    kernels cannot be launched directly."""
+    """Everything that a plan depends on; None if a pointer is not aligned to 16 bytes, which bound launches assume, or
+    if kernels cannot be launched directly."""
     cos, sin, positions, offsets, cu_seqlens, _, spec = rotation
     alignment = cos.data_ptr()
     for x in tensors:

@@ -2,9 +2,10 @@
 
     dz = Rᵀ dy,   g = dz (w + offset),   x̂ = x r,   dx = r (g − x̂ mean(g x̂)),   dw = Σ dz x̂
 
-Legend and tiles as in `_triton_kernel.py`. dy and x are read once (r is recomputed from x), dx is written once. The kernel
-is persistent: a program processes every q_programs-th tile of q, or every k_programs-th of k, and accumulates its part of
-dw in per-thread registers. At the end it stores one row of partial sums, which `sum_kernel` reduces in a fixed order.
+Legend and tiles as in `_triton_kernel.py`. dy and x are read once (r is recomputed from x), dx is written once. The
+kernel is persistent: a program processes every q_programs-th tile of q, or every k_programs-th of k, and accumulates
+its part of dw in per-thread registers. At the end it stores one row of partial sums, which `sum_kernel` reduces in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from ..rope._triton_angles import PositionForm, Positions, Table, TableForm
 from ..rope._triton_kernel import Order, View, base_of, rotate
-from ._triton_kernel import NOT_SPECIALISED
+from ._triton_kernel import NOT_SPECIALIZED
 from ._triton_parts import (
     Form,
     features_of,
@@ -50,8 +51,8 @@ def _backward_tiles(
     share: tl.constexpr = 1 / (HEAD_DIM * HEADS if FORM.ALL and HEADS > 0 else HEAD_DIM)
     tiles = (order.tokens * order.batches + BLOCK_T - 1) // BLOCK_T * head_blocks
 
-    # Features of x and their partners in dy. The weights are the same for all tiles and stay in registers, except those of
-    # all heads (ALL), which are too many.
+    # Features of x and their partners in dy. The weights are the same for all tiles and stay in registers, except those
+    # of all heads (ALL), which are too many.
     features = tl.arange(0, FORM.BLOCK_D)[None, None, :]
     own, partner, pair, rotated, second = features_of(
         START, FORM.PAIRS, FORM.BLOCK_D, FORM.INTERLEAVED_IN, FORM.INTERLEAVED_OUT, FORM.VECTOR
@@ -79,8 +80,8 @@ def _backward_tiles(
             mask = mask & (offs_h < HEADS)[None, :, None]
         mask_r = mask_n[:, None, None] if FORM.ALL else mask
 
-        # From here on g includes the factor r, which saves a product: dx = g r − x (r² mean(g x r)). Masked tokens (none in
-        # a tile of one token) and masked pairs have NaN for cos and sin: their g is set to 0.
+        # From here on g includes the factor r, which saves a product: dx = g r − x (r² mean(g x r)). Masked tokens
+        # (none in a tile of one token) and masked pairs have NaN for cos and sin: their g is set to 0.
         if FORM.FLAT:
             mask = mask & (features < HEAD_DIM)
             own_x = tl.load(x.ptr + x_base + features, mask, 0.0).to(tl.float32)
@@ -150,7 +151,7 @@ def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, An
     return {"name": kernel.name, "bytes": 3 * tokens * features * arguments["q_ptr"].element_size()}
 
 
-@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALISED)
+@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALIZED)
 def backward_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, dq_ptr, dk_ptr, q_partials_ptr, k_partials_ptr,
     cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,

@@ -3,8 +3,8 @@
     r = 1 / sqrt(mean(x²) + eps),   z = x r (w + offset),   (y_a, y_b) = (z_a cos θ − z_b sin θ, z_b cos θ + z_a sin θ)
 
 Shape legend: T tokens, H heads, P pairs of a head, D features; a tile is BLOCK_T tokens by BLOCK_H heads, with ALL all
-heads of its tokens, which are then normalized together. A program reads x and the weights and table rows of its tile once,
-and writes y once. Arithmetic is float32 with one final rounding.
+heads of its tokens, which are then normalized together. A program reads x and the weights and table rows of its tile
+once, and writes y once. Arithmetic is float32 with one final rounding.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, An
     return {"name": kernel.name, "bytes": 2 * tokens * features * arguments["q_ptr"].element_size()}
 
 
-NOT_SPECIALISED = [
+NOT_SPECIALIZED = [
     "offset", "tokens", "batches", "magic", "shift", "stripe", "stripe_magic", "stripe_shift", "sequences", "search_steps",
     "table_rows", "q_programs", "k_programs",
 ]  # fmt: skip
 
 
-@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALISED[:-2])
+@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALIZED[:-2])
 def forward_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr,
     cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,

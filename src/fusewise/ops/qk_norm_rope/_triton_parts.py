@@ -1,5 +1,5 @@
-"""Triton device functions shared by the forward and backward of `qk_norm_rope`: token rows of a tile, weights, cos and sin,
-and the features of a head in one of two variants.
+"""Triton device functions shared by the forward and backward of `qk_norm_rope`: token rows of a tile, weights, cos and
+sin, and the features of a head in one of two variants.
 
 - Pairs, if the whole head rotates: a thread holds both elements of its pairs, as in RoPE's kernel, and only the sums over
   a head are exchanged between threads.
@@ -87,8 +87,8 @@ def features_of(
     INTERLEAVED_OTHER: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """For every feature of a head with pairing INTERLEAVED: its index and that of its partner in a head with pairing
-    INTERLEAVED_OTHER, its pair (PAIRS for none), whether it is rotated, and whether it is the second element of its pair.
-    Partners and pairs of VECTOR consecutive features are consecutive as well."""
+    INTERLEAVED_OTHER, its pair (PAIRS for none), whether it is rotated, and whether it is the second element of its
+    pair. Partners and pairs of VECTOR consecutive features are consecutive as well."""
     features = tl.arange(0, BLOCK_D)
     place = features - START
     rotated = (place >= 0) & (place < 2 * PAIRS)
@@ -127,8 +127,8 @@ def weights_of(offs_h, BLOCK_T: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.
 
 @triton.jit
 def rounded_product(a, b):
-    """a b, rounded before it is summed. Otherwise the compiler may contract a thread's product with the partial sum shuffled
-    from another thread into an fma, so that the two threads get sums with different last bits."""
+    """a b, rounded before it is summed. Otherwise the compiler may contract a thread's product with the partial sum
+    shuffled from another thread into an fma, so that the two threads get sums with different last bits."""
     return tl.fma(a, b, 0.0)
 
 

@@ -19,8 +19,8 @@ from ._problem import OVERS, Norm
 OP = "qk_norm_rope"
 MAX_WIDTH = 65536  # features normalized together, which a kernel processes as one block
 
-# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec and
-# the largest valid offset. The bound only guards against a leak.
+# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec
+# and the largest valid offset. The bound only guards against a leak.
 _PASSED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 

@@ -45,8 +45,8 @@ def qk_norm_rope(
         z = x / sqrt(mean(x²) + eps) · (weight + weight_offset),   y = rope(z)
 
     for q and for k, each with its own weight. The mean is over all features of a head, rotated or not (`norm="head"`:
-    Qwen3, Gemma 3), or over all heads of a token (`norm="all"`: OLMo 2). Everything is computed in float32 for all dtypes
-    (float64 for float64 tensors) and rounded once, to the dtype of q.
+    Qwen3, Gemma 3), or over all heads of a token (`norm="all"`: OLMo 2). Everything is computed in float32 for all
+    dtypes (float64 for float64 tensors) and rounded once, to the dtype of q.
 
     Shape legend: B batch, T tokens, H heads (may differ between q and k), D head_dim, W = D or H · D weights.
 
@@ -63,17 +63,17 @@ def qk_norm_rope(
             sections, sections_interleaved, context_parallel: the position of each token; pairing, rotary_dim,
             rotary_start, scale: the rotation: all as in `rope`. Tokens past the last of `cu_seqlens` are normalized but
             not rotated.
-        impl: "auto", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows what auto
-            selects.
+        impl: "auto", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows what
+            auto selects.
 
     Returns:
         y for q, or the pair for q and k if k is given, in the physical layout (stride order) of the input; gradients
         likewise.
 
-    Gradients of q, k and the weights take one launch that reads dy and x and writes dx, and one that reduces the partial
-    sums of the weight gradients in a fixed order: no atomics, bitwise reproducible. Only q, k and the weights are saved
-    for backward; the mean is recomputed. Higher-order gradients, forward mode and torch.func transforms use the formula
-    in plain torch. Tables get no gradient.
+    Gradients of q, k and the weights take one launch that reads dy and x and writes dx, and one that reduces the
+    partial sums of the weight gradients in a fixed order: no atomics, bitwise reproducible. Only q, k and the weights
+    are saved for backward; the mean is recomputed. Higher-order gradients, forward mode and torch.func transforms use
+    the formula in plain torch. Tables get no gradient.
 
     A position without a table row makes the rotated features of its token NaN, and in backward the gradients of its heads
     and of the weights; memory outside the table is never read.

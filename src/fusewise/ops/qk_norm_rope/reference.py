@@ -24,7 +24,7 @@ def formula(xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation,
     layout = _layout(rotation)
     zs = []
     for x, weight in _with_weights(xs, weights):
-        x_hat, _ = _normalised(x, layout, norm)
+        x_hat, _ = _normalized(x, layout, norm)
         zs.append(x_hat if weight is None else x_hat * _scale(weight, x, layout, norm))
     return [y.to(x.dtype) for y, x in zip(_rotated(zs, rotation), xs, strict=True)]
 
@@ -42,7 +42,7 @@ def gradients(
     dzs = _rotated([dy.to(compute_dtype(dy)) for dy in dys], transposed)
     dxs, dweights = [], []
     for dz, (x, weight) in zip(dzs, _with_weights(xs, weights), strict=True):
-        x_hat, r = _normalised(x, layout, norm)
+        x_hat, r = _normalized(x, layout, norm)
         g = dz if weight is None else dz * _scale(weight, x, layout, norm)
         dx = r * (g - x_hat * (g * x_hat).mean(_dims(layout, norm), keepdim=True))
         dxs.append(dx.to(x.dtype))
@@ -90,7 +90,7 @@ def _dims(layout: str, norm: Norm) -> tuple[int, ...]:
     return (-1,) if norm.over == "head" else (layout_dims(layout)[2], -1)
 
 
-def _normalised(x: Tensor, layout: str, norm: Norm) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, layout: str, norm: Norm) -> tuple[Tensor, Tensor]:
     """x̂ and r in the compute dtype."""
     x = x.to(compute_dtype(x))
     r = torch.rsqrt(x.square().mean(_dims(layout, norm), keepdim=True) + norm.eps)

@@ -1,11 +1,11 @@
 """Selects the implementation of a RoPE call.
 
-`impl="auto"` takes the first of IMPLEMENTATIONS that supports the tensors, with two exceptions on a GPU. CUDA serves calls whose
-kernel is shorter than Triton's launch, as its host overhead is a fifth; and partial rotation, where it is the faster at any size.
-No call waits for a compiler it did not ask for: CUDA is selected once its library has been built, by `fusewise build` or by a
-call with `impl="cuda"`. (Without Triton, CUDA is the GPU implementation and the first call builds it.) So the selection may
-change within a process, but results do not: CUDA is bitwise equal to Triton, and where it would not be, with angles computed in
-the kernel, auto leaves the call to Triton whatever its size.
+`impl="auto"` takes the first of IMPLEMENTATIONS that supports the tensors, with two exceptions on a GPU. CUDA serves
+calls whose kernel is shorter than Triton's launch, as its host overhead is a fifth; and partial rotation, where it is
+the faster at any size. No call waits for a compiler it did not ask for: CUDA is selected once its library has been
+built, by `fusewise build` or by a call with `impl="cuda"`. (Without Triton, CUDA is the GPU implementation and the
+first call builds it.) So the selection may change within a process, but results do not: CUDA is bitwise equal to
+Triton, and where it would not be, with angles computed in the kernel, auto leaves the call to Triton whatever its size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .._choice import Choice
 from .._common import KERNEL_FLOATS
 from ._problem import Spec, Table
 
-# In order of preference. Each has `launch(xs, ys, rotation)`, which writes the rotation of every x into its y; with y is x
-# it works in place.
+# In order of preference. Each has `launch(xs, ys, rotation)`, which writes the rotation of every x into its y; with y
+# is x it works in place.
 IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 
-# Bytes read and written up to which auto selects CUDA. An H200 moves them in 65 µs (4.1 TB/s); in the published rows the host
-# overhead of a call is 46 to 106 µs in Triton, 5 to 16 µs in CUDA. Larger calls are bound by the device, where Triton's kernel is
-# 1 to 4 % faster; with partial rotation CUDA's is equal or up to 7 % faster, in training of Phi-2, GLM-4, DeepSeek-V3, GPT-NeoX.
+# Bytes read and written up to which auto selects CUDA. An H200 moves them in 65 µs (4.1 TB/s); in the published rows
+# the host overhead of a call is 46 to 106 µs in Triton, 5 to 16 µs in CUDA. Larger calls are bound by the device, where
+# Triton's kernel is 1 to 4 % faster; with partial rotation CUDA's is equal or up to 7 % faster, in training of Phi-2,
+# GLM-4, DeepSeek-V3, GPT-NeoX.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 
 COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
@@ -65,8 +66,8 @@ def _copies(xs: tuple[Tensor, ...], spec: Spec, in_place: bool) -> bool:
 
 
 def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
-    """What auto selects for a call on a GPU with these arguments of `rope` by name: the implementation, why, and why not
-    Triton or CUDA. None if the order of preference decides."""
+    """What auto selects for a call on a GPU with these arguments of `rope` by name: the implementation, why, and why
+    not Triton or CUDA. None if the order of preference decides."""
     xs = tuple(arguments[name] for name in ("q", "k") if isinstance(arguments[name], Tensor))
     if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None

@@ -116,8 +116,8 @@ class RopeCase:
         return by_pass("rope_cases", direction, 6 * pairs, 6 * pairs)
 
     def output_bytes(self, dtype: str) -> int:
-        """Memory that a call must allocate: the outputs (or the input gradients), and nothing in place. Nothing is saved
-        for backward."""
+        """Memory that a call must allocate: the outputs (or the input gradients), and nothing in place. Nothing is
+        saved for backward."""
         return 0 if self.serving else self.elements * DTYPES[dtype].itemsize
 
     def frequencies(self) -> tuple[Tensor, float]:

@@ -92,8 +92,8 @@ def served(implementation: Any, device_type: str, impl: str) -> None:
 
 
 def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> tuple[bytes, int] | None:
-    """The packed plan of an operator call that Python has just served, for the extension's cache; None if no native code
-    served it. `arguments` are the operator's tensors and the common ones, `ys` its outputs for q and k."""
+    """The packed plan of an operator call that Python has just served, for the extension's cache; None if no native
+    code served it. `arguments` are the operator's tensors and the common ones, `ys` its outputs for q and k."""
     packed: Callable[..., tuple[bytes, int]]
     call: tuple[Any, ...]
     *given, impl = arguments
@@ -151,8 +151,8 @@ def without(impl: str) -> bool:
 
 
 def keeper(form: int, arguments: tuple[Any, ...], implementation: Any, impl: str) -> Any:
-    """The extension, if it should cache a call that `implementation` has just served as native code (whose entry point it
-    gets); None for other implementations and for calls that are already cached."""
+    """The extension, if it should cache a call that `implementation` has just served as native code (whose entry point
+    it gets); None for other implementations and for calls that are already cached."""
     tell = getattr(implementation, "tell", None)
     if tell is None or unavailable(arguments[0].device.type, impl) is not None:
         return None

@@ -1,4 +1,4 @@
-"""The RoPE of nine published models, as cases."""
+"""RoPE configurations of nine published models, as cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._case import RopeCase
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """The fields of a published configuration (config.json of the named checkpoint) that decide its RoPE."""
+    """The fields of a published configuration (config.json of the named checkpoint) that determine its RoPE."""
 
     checkpoint: str
     heads: int
@@ -24,7 +24,7 @@ class _Model:
     rotary_start: int = 0
     k_head_dim: int = 0
     pairing: Literal["half", "interleaved", "interleaved_to_half"] = "half"
-    train: tuple[int, int] = (4, 4096)  # batch and sequence length: 16384 tokens a device and step
+    train: tuple[int, int] = (4, 4096)  # batch and sequence length: 16384 tokens per device and step
 
 
 # Values: the checkpoint's config.json. Mistral and Qwen2.5 publish no scaling of the frequencies for their native context.
@@ -157,9 +157,9 @@ def model_case(
 
 
 def serving_case(name: str, batch: int, seqlen: int = 1) -> RopeCase:
-    """A decode step of `batch` sequences, or a prefill chunk of one, as a serving engine calls it."""
+    """A decode step of `batch` sequences, or a prefill chunk of one sequence, as a serving engine calls RoPE."""
     regime: Literal["prefill", "decode"] = "decode" if seqlen == 1 else "prefill"
     suffix = f"serve-decode-b{batch}" if regime == "decode" else f"serve-prefill-{seqlen}"
     found = model_case(name, suffix, batch, seqlen, regime)
-    rows = max(seqlen, min(MODELS[name].context, 8192))  # the cache is the model's, whatever the call is
+    rows = max(seqlen, min(MODELS[name].context, 8192))  # the cache has the model's length, whatever the call is
     return replace(found, serving=True, layout="thd", table_rows=rows)

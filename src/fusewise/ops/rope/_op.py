@@ -20,8 +20,8 @@ from .._register import copies_wrongly, register
 from . import _auto, _host
 from ._problem import Spec, transposed_spec
 
-# Schema of the arguments after the rotated tensors, the same in every operator: a `Rotation` and the implementation name
-# or "auto".
+# Schema of the arguments after the rotated tensors, the same in every operator: a `Rotation` and the implementation
+# name or "auto".
 ROTATION = (
     "Tensor cos, Tensor? sin, Tensor? positions, Tensor? offsets, Tensor? cu_seqlens, SymInt offset, str spec, str impl"
 )
@@ -86,9 +86,9 @@ def _fake_rope_qk(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def fake_writing(op: str, written: dict[str, int]) -> Callable[..., None]:
-    """Fake implementation of an operator that mutates the arguments with these names and indices. This is the only point
-    in tracing `op` where aliasing is known. Aliasing of a written and a read tensor is fine: the compiler reads before
-    it writes."""
+    """Fake implementation of an operator that mutates the arguments with these names and indices. This is the only
+    point in tracing `op` where aliasing is known. Aliasing of a written and a read tensor is fine: the compiler reads
+    before it writes."""
 
     def fake(*args: Any) -> None:
         check_apart(op, {name: args[place] for name, place in written.items()}, {})
@@ -352,8 +352,8 @@ def _copy(rotated: Any, to: tuple[Tensor, ...]) -> None:
 
 
 def _rebased_apart(q: Tensor, k: Tensor) -> bool:
-    """Whether autograd needs one call per tensor: it rebases the history of a view only for single-output functions, and
-    makes every output of a function require grad."""
+    """Whether autograd needs one call per tensor: it rebases the history of a view only for single-output functions,
+    and makes every output of a function require grad."""
     return q._is_view() or k._is_view() or q.requires_grad != k.requires_grad
 
 

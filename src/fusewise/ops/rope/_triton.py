@@ -42,7 +42,7 @@ def choose_tiles(tokens: int, heads: tuple[int, ...], lanes: int, processors: in
     """One tile per tensor for heads that occupy `lanes` threads each, a thread holding 16 bytes of either half."""
     rows = max(1, THREADS // lanes)
     blocks = [min(rows, _divisor_power_of_2(count)) for count in heads]
-    return _enough([Tile(rows // block, block) for block in blocks], tokens, heads, 4 * processors)
+    return _fill_device([Tile(rows // block, block) for block in blocks], tokens, heads, 4 * processors)
 
 
 def _divisor_power_of_2(heads: int) -> int:
@@ -60,10 +60,10 @@ def choose_flat_tiles(tokens: int, features: tuple[int, ...], itemsize: int, pro
         divisor = width & -width
         block = min(elements, divisor if divisor >= elements // 4 else triton.next_power_of_2(max(width, 1)))
         tiles.append(Tile(elements // block, block))
-    return _enough(tiles, tokens, features, 2 * processors)
+    return _fill_device(tiles, tokens, features, 2 * processors)
 
 
-def _enough(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: int) -> list[Tile]:
+def _fill_device(tiles: list[Tile], tokens: int, widths: tuple[int, ...], programs: int) -> list[Tile]:
     """Halve the tokens per tile until the tensors together make at least `programs` programs, enough to fill the GPU."""
 
     def count(tile: Tile, width: int) -> int:

@@ -45,8 +45,8 @@ DEFAULTS: dict[str, Any] = {
     "pairing": "half", "rotary_dim": None, "rotary_start": 0, "scale": 1.0, "inverse": False, "impl": "auto",
 }  # fmt: skip
 
-# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec and
-# the largest valid offset. Training uses one key, serving a few hundred; the bound only guards against a leak.
+# Calls that passed validation, keyed by everything except the values of tensors and of an int offset: the encoded spec
+# and the largest valid offset. Training uses one key, serving a few hundred; the bound only guards against a leak.
 _VALIDATED: Memo[tuple[Any, ...], tuple[str, float]] = Memo(4096)
 
 
@@ -352,13 +352,13 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
 
 
 def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int | None) -> float:
-    """Check that positions offset, offset + 1, ... have a row each, or where there is no table that kernels can count so far;
-    returns the largest offset that passes."""
+    """Check that positions offset, offset + 1, ... have a row each or, without a table, are below the limit of the kernels'
+    32-bit counters; returns the largest offset that passes."""
     if tokens == 0:
         return float(MAX_POSITION)
     span = tokens if size == 1 else tokens // 2 * (2 * size - rank)
     if rows is None:
-        # A trace would guard every length by this.
+        # Under tracing this would add a guard on every length.
         if not torch.compiler.is_compiling() and offset + span > MAX_POSITION + 1:
             contract = f"leave the {span} positions from it on below 2^31"
             fail(op, "offset", contract, offset, "pass the first position")

@@ -40,8 +40,8 @@ def check_out(op: str, xs: tuple[Tensor, ...], out: Any, options: tuple[Any, ...
 def check_written(
     op: str, ys: tuple[Tensor, ...], options: tuple[Any, ...], names: tuple[str, str] = ("q", "k")
 ) -> None:
-    """Tensors to write to must be writable and must not overlap each other, themselves, or a tensor among the options (in
-    the order of DEFAULTS), which is read at the same time."""
+    """Tensors to write to must be writable and must not overlap each other, themselves, or a tensor among the options
+    (in the order of DEFAULTS), which is read at the same time."""
     for name, y in zip(names, ys, strict=False):
         if y.is_inference() and not torch.is_inference_mode_enabled():
             fail(op, name, "not be an inference tensor outside inference mode", "one", f"clone {name}", RuntimeError)

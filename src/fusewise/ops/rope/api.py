@@ -17,8 +17,8 @@ from ._problem import Layout, Pairing
 from ._validate import validated_as_far
 from ._written import check_followed, check_out, check_written
 
-# Arguments after k are meant to be passed by keyword, but there is no `*`: CPython looks up the default of every omitted
-# keyword-only parameter in a dict, which costs 0.3 µs here, in a call that takes one µs.
+# Arguments after k are meant to be passed by keyword, but there is no `*`: CPython looks up the default of every
+# omitted keyword-only parameter in a dict, which costs 0.3 µs here, in a call that takes 1 µs.
 
 
 def rope(
@@ -57,8 +57,8 @@ def rope(
     Args:
         q, k: (B, T, H, D), (T, B, H, D), (B, H, T, D) or (tokens, H, D), according to `layout`; float32, bfloat16 or
             float16 (float64 through the reference); D even, 2 to 512, and the same for both unless rotary_dim is given
-            (the shared key of DeepSeek's attention has only the rotary features). The last dimension must be contiguous,
-            other strides are arbitrary; nothing is copied, so views of a packed qkv tensor are welcome.
+            (the shared key of DeepSeek's attention has only the rotary features). The last dimension must be
+            contiguous, other strides are arbitrary; nothing is copied, so views of a packed qkv tensor are welcome.
         cos, sin: the table, half width (R, P) or (1 | B, R, P), or duplicated: 2P columns with every angle twice
             (`cat(f, f)`; for the interleaved pairing `repeat_interleave(f, 2)`), of which only one copy is read. Row r
             holds position r. float32, bfloat16 or float16; any strides, the same for both.
@@ -79,8 +79,8 @@ def rope(
             sequence (load-balanced causal attention). cu_seqlens then holds the boundaries of the whole sequences.
         pairing: positions of a and b in a head: "half" (i, i + P; NeoX, Llama), "interleaved" (2i, 2i + 1; GPT-J),
             "interleaved_to_half" (read interleaved, written half: DeepSeek), "half_to_interleaved" (its transpose).
-        rotary_dim: number of rotated features, even; None: the whole head. `rotary_start` is the first of them; negative
-            values count from the end: `rotary_start=-rotary_dim` rotates the trailing part.
+        rotary_dim: number of rotated features, even; None: the whole head. `rotary_start` is the first of them;
+            negative values count from the end: `rotary_start=-rotary_dim` rotates the trailing part.
         scale: factor applied to cos and sin computed from angles or frequencies (YaRN's attention scaling).
         inverse: rotate by −θ.
         out: output tensors with the shape, dtype and device of q and k that share no memory with any argument; not
@@ -96,9 +96,10 @@ def rope(
     A position without a table row makes the rotated features of its token NaN in every implementation; memory outside
     the table is never read. If this can be detected before the launch, it is a ValueError.
 
-    The backward is the inverse rotation by the same kernel; q and k are not saved, tables get no gradient. Differentiable
-    any number of times, also in forward mode and under vmap. Bitwise deterministic. Native code rotates a gradient in
-    place if nothing else can read it any more; one that a hook, a saved tensor or other code holds is never written to.
+    The backward is the inverse rotation by the same kernel; q and k are not saved, tables get no gradient.
+    Differentiable any number of times, also in forward mode and under vmap. Bitwise deterministic. Native code rotates
+    a gradient in place if nothing else can read it any more; one that a hook, a saved tensor or other code holds is
+    never written to.
 
     Raises:
         TypeError, ValueError: `rope: <argument> must <contract>, got <value>; <one fix>`, before anything is written.

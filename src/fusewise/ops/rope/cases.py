@@ -1,4 +1,4 @@
-"""The RoPE cases that tests, benchmarks, the study and the reports share: shapes, inputs, bytes and flops by name.
+"""Named RoPE cases, shared by tests, benchmarks, the study and the reports: shapes, inputs, bytes and flops.
 
     cases("rope-models")  -> list of RopeCase        case("llama-3-8b-train") -> RopeCase
     inputs = c.make_inputs("cuda", "bf16", seed=0)   fusewise.rope(*inputs.operands, **inputs.kwargs)
@@ -28,7 +28,7 @@ def _models() -> list[RopeCase]:
 
 
 def _serving() -> list[RopeCase]:
-    """32/8 heads of 128 at every batch of decode and every chunk of prefill; of the other models fewer chunks."""
+    """All decode batches and prefill chunks for 32/8 heads of 128 (Llama 3 8B); fewer chunks for the other models."""
     found = []
     for name in MODELS:
         chunks = [128 * 2**k for k in range(7)] if name == "llama-3-8b" else [128, 1024, 8192]

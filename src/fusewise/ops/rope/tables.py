@@ -1,15 +1,15 @@
-"""Inverse frequencies of every RoPE variant in use, and the cos/sin tables made from them. Torch only.
+"""Inverse frequencies of every RoPE variant in use, and cos/sin tables made from them. Imports only torch.
 
     angle(position p, pair i) = p * inv_freq[i]        table entry = scaling * cos(angle), scaling * sin(angle)
 
-One function a variant, each named as in the `rope_type` field of a transformers configuration, with that configuration's
+One function per variant, named as in the `rope_type` field of a transformers configuration, with that configuration's
 keys as keyword arguments: `default`, `linear`, `dynamic`, `yarn`, `longrope`, `llama3`, `proportional`. All return
-`(inv_freq, scaling)`: float32 inverse frequencies (P,) on the CPU, in radians a position, and the factor that cos and sin
-are multiplied with (`attention_scaling`; 1.0 except for yarn and longrope). Everything is computed in float64 and rounded
-once. P = rotary_dim / 2 rotated pairs, R table rows.
+`(inv_freq, scaling)`: float32 inverse frequencies (P,) on the CPU, in radians per position, and the factor applied to
+cos and sin (`attention_scaling`; 1.0 except for yarn and longrope). Everything is computed in float64 and rounded once.
+P = rotary_dim / 2 rotated pairs, R table rows.
 
-A value of another type is a TypeError and one outside its range a ValueError, `rope_tables: <argument> must <contract>, got
-<value>; <one fix>`. Nothing is cached: a caller that needs a table twice keeps it, as `fusewise.nn.RotaryEmbedding` does.
+A wrong type is a TypeError and a value out of range a ValueError, `rope_tables: <argument> must <contract>, got
+<value>; <one fix>`. Nothing is cached: a caller that needs a table again keeps it, as `fusewise.nn.RotaryEmbedding` does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def default(*, rotary_dim: int, base: float = 10000.0) -> Frequencies:
     """inv_freq[i] = base^(-2i / rotary_dim), scaling 1 (RoFormer, arXiv:2104.09864).
 
     Args:
-        rotary_dim: number of rotated features, even, at least 2; with partial rotary this is the rotated part alone.
+        rotary_dim: number of rotated features, even, at least 2; with partial rotation only the rotated part.
         base: `rope_theta`, above 1.
     """
     return _inverse_powers(rotary_dim, base).float(), 1.0
@@ -51,10 +51,10 @@ def dynamic(
     max_position_embeddings: int,
     seq_len: int | None = None,
 ) -> Frequencies:
-    """`default` with the base grown to base * (factor * L / M - factor + 1)^(rotary_dim / (rotary_dim - 2)), scaling 1:
-    NTK-aware interpolation, M = max_position_embeddings, L = max(seq_len, M).
+    """`default` with the base increased to base * (factor * L / M - factor + 1)^(rotary_dim / (rotary_dim - 2)),
+    scaling 1: NTK-aware interpolation, M = max_position_embeddings, L = max(seq_len, M).
 
-    Up to M positions this is `default`; a longer sequence needs other frequencies.
+    Up to M positions this equals `default`; a longer sequence needs other frequencies.
     """
     dim = _rotary_dim(rotary_dim)
     if dim < 4:
@@ -82,7 +82,7 @@ def yarn(
 ) -> Frequencies:
     """inv_freq = f * (1 - ramp) + f / factor * ramp with f of `default` (YaRN, arXiv:2309.00071).
 
-    ramp[i] = clamp((i - low) / (high - low), 0, 1), where low and high are the pairs that turn beta_fast (32) and
+    ramp[i] = clamp((i - low) / (high - low), 0, 1), where low and high are the pairs that rotate beta_fast (32) and
     beta_slow (1) times over the original context: pair(n) = rotary_dim ln(original / (2 pi n)) / (2 ln base), rounded
     outwards if `truncate`. Scaling: `attention_factor` if given; else m(mscale) / m(mscale_all_dim) if both are given and
     not zero (DeepSeek); else m(1); m(s) = 1 + 0.1 s ln(factor).
@@ -138,7 +138,7 @@ def longrope(
     attention_factor: float | None = None,
     seq_len: int | None = None,
 ) -> Frequencies:
-    """inv_freq[i] = base^(-2i / rotary_dim) / ext[i] (LongRoPE, arXiv:2402.13753); ext is `long_factor` where seq_len is
+    """inv_freq[i] = base^(-2i / rotary_dim) / ext[i] (LongRoPE, arXiv:2402.13753); ext is `long_factor` if seq_len is
     above original_max_position_embeddings, else `short_factor`, P numbers each.
 
     Scaling: `attention_factor` if given, else sqrt(1 + ln(factor) / ln(original)) for factor > 1, else 1.
@@ -153,7 +153,7 @@ def longrope(
     for name, values in lists.items():
         counted = (
             isinstance(values, Sized) and getattr(values, "shape", None) != ()
-        )  # an array of no dimension has no length
+        )  # a zero-dimensional array has no length
         if not counted or isinstance(values, (str, bytes)):
             raise TypeError(f"rope_tables: {name} must be a sequence of numbers, got {shown(values)}; pass a list")
         if len(values) != dim // 2:
@@ -185,8 +185,8 @@ def llama3(
     """inv_freq = f / factor * (1 - s) + f * s with f of `default`, scaling 1 (Llama 3.1 report, arXiv:2407.21783).
 
     s = clamp((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1), where turns =
-    original_max_position_embeddings * f / (2 pi) is how often the pair turns over the original context: slow pairs are
-    interpolated, fast ones kept.
+    original_max_position_embeddings * f / (2 pi) is the number of rotations of a pair over the original context: slow
+    pairs are interpolated, fast ones kept.
     """
     low = _number("low_freq_factor", low_freq_factor, above=0)
     high = _number("high_freq_factor", high_freq_factor, above=0)
@@ -206,9 +206,9 @@ def proportional(
     """inv_freq[i] = base^(-2i / rotary_dim) / factor for i < A = floor(partial_rotary_factor * rotary_dim / 2) and 0 for
     the others, scaling 1 (Gemma 4's full-attention layers).
 
-    Not partial rotary: `rotary_dim` is the whole head, the exponent's divisor is the whole head, and the pairs of "half"
-    pairing are (i, i + rotary_dim / 2) over the whole head; the zero frequencies leave features A … rotary_dim / 2 - 1 and
-    their partners as they are. Partial rotary rotates the first 2A features, pairs (i, i + A), exponent divisor 2A.
+    This is not partial rotation: `rotary_dim` and the exponent's divisor are the whole head, and the "half" pairing is
+    (i, i + rotary_dim / 2) over the whole head; the zero frequencies leave features A … rotary_dim / 2 - 1 and their
+    partners unchanged. Partial rotation rotates the first 2A features, pairs (i, i + A), with exponent divisor 2A.
     """
     dim = _rotary_dim(rotary_dim)
     share = _number("partial_rotary_factor", partial_rotary_factor, at_least=0)
@@ -229,7 +229,7 @@ BUILDERS: dict[str, Callable[..., Frequencies]] = {
     "proportional": proportional,
 }
 
-# names that published configurations carry for the same formulas: multimodal default and early Phi-3 longrope
+# other names of the same formulas in published configurations: multimodal default and early Phi-3 longrope
 _ALIASES = {"mrope": "default", "su": "longrope"}
 
 
@@ -237,8 +237,8 @@ def inv_freq(rope_type: str = "default", *, rotary_dim: int, base: float = 10000
     """`(inv_freq, scaling)` of the builder named `rope_type`; `parameters` are that builder's other keyword arguments.
 
     Raises:
-        ValueError: unknown rope_type, or a value outside its range.
-        TypeError: a parameter that the builder does not have, lacks, or of the wrong type.
+        ValueError: unknown rope_type, or a value out of range.
+        TypeError: an unknown or missing parameter, or one of the wrong type.
     """
     builder = _builder(rope_type)
     accepted = inspect.signature(builder).parameters
@@ -261,16 +261,16 @@ def arguments_from_config(
     *,
     max_position_embeddings: int | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `inv_freq` that the `rope_parameters` (or older `rope_scaling`) of a model configuration stand for.
+    """The arguments of `inv_freq` for the `rope_parameters` (or older `rope_scaling`) of a model configuration.
 
     Args:
         rope_parameters: flat dictionary with transformers' keys; `rope_type` or the older `type` (absent: "default"),
             `rope_theta` (absent: 10000), `partial_rotary_factor` (absent: 1; the rotary width is then
             int(head_dim * partial_rotary_factor), except for "proportional", which covers the whole head). Keys that the
-            type does not use are ignored, as configurations carry keys of their models.
+            type does not use are ignored, as configurations contain model-specific keys.
         head_dim: features of a head.
-        seq_len: length in use; only "dynamic" and "longrope" depend on it.
-        max_position_embeddings: the configuration's field of that name; needed by "dynamic", and where `factor`
+        seq_len: current sequence length; only "dynamic" and "longrope" depend on it.
+        max_position_embeddings: the configuration's field of that name; needed by "dynamic", and if `factor`
             (yarn, longrope) or `original_max_position_embeddings` (yarn, longrope, llama3) is absent from the dictionary.
     """
     if not isinstance(rope_parameters, Mapping):
@@ -326,13 +326,13 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Half-width tables `(cos, sin)`, each `scaling * cos(p * inv_freq)`, of shape (*positions.shape, P).
 
-    Angles, cos and sin are float64 and rounded to `dtype` once: a float32 frequency times a position is exact there below
-    2^29 positions, so the table is the correctly rounded one at any length in use.
+    Angles, cos and sin are computed in float64 and rounded to `dtype` once: a float32 frequency times a position is
+    exact in float64 below 2^29 positions, so the table is correctly rounded at any length in use.
 
     Args:
         inv_freq: (P,) floating point.
         positions: int R for the rows 0 … R - 1, or an integer tensor of any shape.
-        device: where the tables are made; None: the device of `positions` if it is a tensor, else of `inv_freq`.
+        device: device of the tables; None: that of `positions` if it is a tensor, else of `inv_freq`.
     """
     cos, sin = _cos_sin_float64(inv_freq, positions, scaling, dtype, device)
     return cos.to(dtype), sin.to(dtype)
@@ -407,7 +407,7 @@ def _count(name: str, value: int, least: int = 1, most: int | None = None) -> in
 
 
 def _given(value: Any, default: Any) -> Any:
-    """The default for None and zero, by which configurations leave a number out."""
+    """The default for None and for zero, with which configurations omit a number."""
     return default if value is None or (isinstance(value, (int, float)) and value == 0) else value
 
 

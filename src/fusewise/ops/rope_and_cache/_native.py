@@ -20,8 +20,8 @@ _PLACES: Memo[tuple[Any, ...], bytes] = Memo(4096)
 
 
 def planned(q: Tensor, k: Tensor, *rest: Any) -> tuple[bytes, int]:
-    """The packed plan, and the byte distance from cos to sin if both are in one tensor; cached. The arguments are those of
-    `CacheProblem.build`."""
+    """The packed plan, and the byte distance from cos to sin if both are in one tensor; cached. The arguments are those
+    of `CacheProblem.build`."""
     plan, sin_distance = rope.planned((q, k), (q, k), rest[5:-1])
     return plan + _places(q, k, *rest), sin_distance
 

@@ -34,8 +34,8 @@ def serving(impl: str, q: Tensor, spec: str) -> Any:
 
 
 def _passes_cuda_over(table: str) -> str | None:
-    """Why auto does not select CUDA for a call on a GPU, or None if it does. In the published rows it is faster at every size
-    except the largest, where both are equal, and its host overhead is a tenth."""
+    """Why auto does not select CUDA for a call on a GPU, or None if it does. In the published rows it is faster at
+    every size except the largest, where both are equal, and its host overhead is a tenth."""
     if (reason := choice.unready(build.loads())) is not None:
         return reason
     return COMPUTED_ANGLES if table in ("angles", "inv_freq") else None
@@ -71,8 +71,8 @@ def _keeping_k(*arguments: Any) -> None:
     _run(*arguments, write_k=False)
 
 
-# Two operators, so that the schema declares whether k is mutated. The arguments shared with rope's operators are described
-# there; slots and block_table in `CacheProblem`.
+# Two operators, so that the schema declares whether k is mutated. The arguments shared with rope's operators are
+# described there; slots and block_table in `CacheProblem`.
 _writing = register(
     f"rope_and_cache_(Tensor(a!) q, Tensor(b!) k, {_CACHES}, {ROTATION}) -> ()", _writing_k,
     fake_writing("rope_and_cache_", {"q": 0, "k": 1, "key_cache": 3, "value_cache": 4}),
@@ -105,8 +105,8 @@ def write(tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool) -> Non
 def remember(
     arguments: tuple[Any, ...], tensors: tuple[Any, ...], call: tuple[Any, ...], write_k: bool, reach: float
 ) -> None:
-    """Cache a call that has just succeeded, if native code served it: the `arguments` of `_host.rope_and_cache_`, those of
-    `write`, and the largest int offset for which it is valid."""
+    """Cache a call that has just succeeded, if native code served it: the `arguments` of `_host.rope_and_cache_`, those
+    of `write`, and the largest int offset for which it is valid."""
     q, impl = tensors[0], call[-1]
     if _host.without(impl):
         return

@@ -31,8 +31,8 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
     counts = ((q_tile, q.heads), (k_tile, k.heads), (k_tile, k.heads))
     group_tiles = sum(group // tile.block_t * triton.cdiv(heads, tile.block_h) for tile, heads in counts)
 
-    # Triton specializes a stride only on divisibility by 16, but heads of 72 features are divisible by 8: strides are passed
-    # divided by a common unit, which is a constexpr.
+    # Triton specializes a stride only on divisibility by 16, but heads of 72 features are divisible by 8: strides are
+    # passed divided by a common unit, which is a constexpr.
     key_strides, value_strides = (
         (cache.stride(0), cache.stride(1), cache.stride(2)) for cache in (key_cache, value_cache)
     )
@@ -81,8 +81,8 @@ def arguments(problem: CacheProblem, processors: int) -> tuple[int, dict[str, An
 
 POINTERS = 12  # leading pointer arguments of the kernel, which the offset follows
 
-# Bound launches: the compiled kernel with its grid, the arguments after the offset, and the byte distance from cos to sin if
-# both are in one tensor. Keyed by everything these depend on.
+# Bound launches: the compiled kernel with its grid, the arguments after the offset, and the byte distance from cos to
+# sin if both are in one tensor. Keyed by everything these depend on.
 _PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
 

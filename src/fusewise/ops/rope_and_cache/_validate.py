@@ -41,8 +41,8 @@ class _Passed:
     spec: str
     reach: float  # the largest int offset for which it is valid
     extents: list[int]  # bytes from the first element to the end of the last, for every tensor of the call
-    # `apart`: pairs of tensors (by index, with their distance) that do not overlap although their address ranges do, like q, k
-    # and v that are views of one tensor. `addresses`: address sets of calls known to be free of overlap.
+    # `apart`: pairs of tensors (by index, with their distance) that do not overlap although their address ranges do,
+    # like q, k and v that are views of one tensor. `addresses`: address sets of calls known to be free of overlap.
     apart: Memo[tuple[int, int, int], None] = field(default_factory=lambda: Memo(4096))
     addresses: Memo[tuple[int, ...], None] = field(default_factory=lambda: Memo(4096))
 
@@ -62,9 +62,9 @@ def validated(
     write_k: bool,
     options: tuple[Any, ...],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], float]:
-    """Check a call; `options` are rope's in the order of its DEFAULTS. Returns the arguments of the operators (q, k and v
-    with heads, the caches with slots before heads, slots, block_table), those shared with rope, and the largest int offset
-    for which the check holds."""
+    """Check a call; `options` are rope's in the order of its DEFAULTS. Returns the arguments of the operators (q, k and
+    v with heads, the caches with slots before heads, slots, block_table), those shared with rope, and the largest int
+    offset for which the check holds."""
     if transforms_active():
         fix = "call it outside, or use rope and write k and v yourself"
         fail(OP, "q, k and v", "not be under a torch.func transform or forward mode", "one of them", fix, RuntimeError)
@@ -110,7 +110,8 @@ def validated(
 def _remembered(
     given: tuple[Any, ...], cache_layout: Any, write_k: Any, options: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, _Passed | None]:
-    """The key, made of everything the checks examine except addresses and the value of an int offset, and the cached result."""
+    """The key, made of everything the checks examine except addresses and the value of an int offset, and the cached
+    result."""
     try:
         key = (
             *[

@@ -62,8 +62,8 @@ def rope_and_cache_(
         block_table: alternative, int32 or int64 (sequences, blocks): a token at position p of its sequence goes to slot
             p % S of block `block_table[sequence, p // S]`. Sequences are batch entries; in layout thd those of
             `cu_seqlens`, or without these each token is a sequence (decode). With neither, sequence i has block i.
-        write_k: also rotate k in place, as the engines' kernels do. False: k is unchanged, which saves writing 2 · G · D
-            bytes per token in 16 bits.
+        write_k: also rotate k in place, as the engines' kernels do. False: k is unchanged, which saves writing 2 · G ·
+            D bytes per token in 16 bits.
         cos, sin, cos_sin, angles, inv_freq: the table, as in `rope`.
         positions, offset, cu_seqlens, sections, sections_interleaved: the position of each token in its sequence, which
             determines its rotation and its slot in a block table, as in `rope`. `sections` require a slot_mapping.
@@ -71,14 +71,15 @@ def rope_and_cache_(
         impl: "auto", "cuda", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows
             what auto selects.
 
-    A slot outside [0, N · S), such as -1, a block outside [0, N) or a position outside the block table is skipped: q and k
-    are rotated, nothing is cached, and memory outside the caches is never written. If several tokens have the same slot,
-    each element is written by one of them; which one is undefined. A position without a table row gives NaN, as in `rope`.
+    A slot outside [0, N · S), such as -1, a block outside [0, N) or a position outside the block table is skipped: q
+    and k are rotated, nothing is cached, and memory outside the caches is never written. If several tokens have the
+    same slot, each element is written by one of them; which one is undefined. A position without a table row gives NaN,
+    as in `rope`.
 
     Returns None. Not differentiable: an argument that requires grad is an error if gradients are recorded. Bitwise
-    deterministic except for slots shared by several tokens. Works in CUDA graphs and under torch.compile. Pass a combined
-    cache whole to a compiled function, since two views of it as graph inputs are copied; before torch 2.13 a compiled call
-    requires caches with their own memory.
+    deterministic except for slots shared by several tokens. Works in CUDA graphs and under torch.compile. Pass a
+    combined cache whole to a compiled function, since two views of it as graph inputs are copied; before torch 2.13 a
+    compiled call requires caches with their own memory.
 
     Raises:
         TypeError, ValueError, RuntimeError: `rope_and_cache_: <argument> must <contract>, got <value>; <one fix>`, before

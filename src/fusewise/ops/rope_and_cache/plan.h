@@ -16,8 +16,8 @@ struct CachePlan {
   int64_t sequence_is_token;
 };
 
-// Everything that changes from call to call. Absent tensors are null, and so are tensors without elements; has_slots and has_table tell
-// which.
+// Everything that changes from call to call. Absent tensors are null, and so are tensors without elements: has_slots and
+// has_table distinguish them.
 struct CacheCall {
   Call rotation;
   const void* v;

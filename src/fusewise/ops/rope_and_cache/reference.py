@@ -1,5 +1,5 @@
-"""Reference implementation of `rope_and_cache_` in plain torch, on any device, in float64 for float64 tensors; every kernel is
-tested against it."""
+"""Reference implementation of `rope_and_cache_` in plain torch, on any device, in float64 for float64 tensors; every
+kernel is tested against it."""
 
 from __future__ import annotations
 

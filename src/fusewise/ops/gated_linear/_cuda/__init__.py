@@ -1,5 +1,5 @@
-"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu`, compiled on first use with the user's
-nvcc for the dtype and the activation of a call, and their launcher.
+"""`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu`, compiled on first use with the
+user's nvcc for the dtype and the activation of a call, and their launcher.
 
 The interface is complete; functions for which `lacks` is true are left to the implementation named by `OTHERWISE`.
 
@@ -77,8 +77,8 @@ def unavailable(device_type: str) -> str | None:
 def refuses(
     hidden: int, matrices: tuple[Tensor, ...], activation: str, *, by_choice: bool, alone: bool = False
 ) -> str | None:
-    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is not.
-    Builds the library for the activation if necessary."""
+    """Why a call with these matrices, x first, and F = `hidden` is left to another implementation, or None if it is
+    not. Builds the library for the activation if necessary."""
     rows = matrices[0].shape[0]
     if by_choice and rows < TILES_FROM:
         if not alone:
@@ -120,8 +120,8 @@ def _run(
     outputs: tuple[Tensor | None, Tensor | None] = (None, None), inputs: tuple[Tensor | None, Tensor | None] = (None, None),
     dbias: Tensor | None = None, width: int = 0,
 ) -> None:  # fmt: skip
-    """Launch the product of x with an epilogue that writes y and `outputs` (u and g or their gradients) and reads `inputs` (dy,
-    or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
+    """Launch the product of x with an epilogue that writes y and `outputs` (u and g or their gradients) and reads
+    `inputs` (dy, or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
     rows = x.shape[0]
     if rows == 0:
         if dbias is not None:
@@ -154,8 +154,8 @@ def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
 
 
 def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:
-    """What the host fast path needs to replay a call: the entry point, the function that explains its error codes, and the
-    result of `_for_y`."""
+    """What the host fast path needs to replay a call: the entry point, the function that explains its error codes, and
+    the result of `_for_y`."""
     return *_kernel(x.dtype, activation).addresses(), *_for_y(x, hidden)  # type: ignore[union-attr]
 
 

@@ -1,5 +1,5 @@
-"""Selects the tiles that compute y, by wave quantization: those that leave least of the device idle. The kernels' sizes are
-in `tiles.cuh`.
+"""Selects the tiles that compute y, by wave quantization: those that leave least of the device idle. The kernels' sizes
+are in `tiles.cuh`.
 
     for_y(160, 14336, processors=132)           -> sideways tiles, of 160 rows
     gluon_takes_less(512, 14336, processors=132)   whether Gluon's are better still
@@ -61,8 +61,8 @@ def columns_of_few(rows: int) -> int | None:
 
 @functools.lru_cache(maxsize=1024)
 def width_of_few(rows: int, hidden: int, processors: int) -> int:
-    """Features of a tile in the weight-streaming kernel. From 33 to 96 rows, tiles of a single warpgroup (up to 64 features)
-    are 2 % faster at the same cost."""
+    """Features of a tile in the weight-streaming kernel. From 33 to 96 rows, tiles of a single warpgroup (up to 64
+    features) are 2 % faster at the same cost."""
     columns = columns_of_few(rows) or FEW_ROWS
     narrow, wide = (choose_width(columns, hidden, processors, widest) for widest in (64, 128))
     cost = functools.partial(busiest, columns=columns, hidden=hidden, processors=processors)

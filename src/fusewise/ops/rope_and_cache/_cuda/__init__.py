@@ -1,5 +1,5 @@
-"""`impl="cuda"` of `rope_and_cache_`: the kernels in `rope_and_cache.cu` and `direct.cuh`, which use RoPE's headers, and
-their launcher; built and cached like RoPE's."""
+"""`impl="cuda"` of `rope_and_cache_`: the kernels in `rope_and_cache.cu` and `direct.cuh`, which use RoPE's headers,
+and their launcher; built and cached like RoPE's."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Cache
     return with_dtype(plan->kind, [&](auto element) { return launch_direct<decltype(element)>(d, *plan, stream); });
 
   Places& c = params.places;
-  // The kernel tells by the pointers which there are. One without elements is never read from, but must not be null.
+  // The kernel detects absent tensors by null pointers. One without elements is never read, but must not be null.
   c.slots = cache->has_slots && !cache_call->slots ? cache_call : cache_call->slots;
   c.table = cache->has_table && !cache_call->table ? cache_call : cache_call->table;
   for (int i = 0; i < 2; ++i) c.slot_strides[i] = cache->slot_strides[i], c.table_strides[i] = cache->table_strides[i];
