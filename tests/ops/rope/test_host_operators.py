@@ -24,7 +24,7 @@ from .support import Case, Place, assert_bits, copy_of, in_threads, make, make_t
 from .test_matrix import CASES
 from .test_operators import OPERATORS, SPECS
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 TABLE = make_table("half", 8, 2, torch.float32)

@@ -174,7 +174,7 @@ def test_inference_tensors() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 def test_transforms_and_forward_mode() -> None:
     message = r"^rope_: q and k must not be under a torch.func transform or forward mode, got one of them; use rope$"
     x = torch.randn(2, 4, 2, 16)

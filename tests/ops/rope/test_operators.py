@@ -14,7 +14,7 @@ import fusewise
 from .support import Operators, Place, assert_bits, places, require
 from .test_compile import COS, FREQ, SIN, TABLE, _cold, tensors  # noqa: F401 (a fixture)
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 OPERATORS = ["rope", "rope_qk", "rope_out", "rope_qk_out", "rope_", "rope_qk_"]
