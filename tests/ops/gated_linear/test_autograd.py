@@ -165,7 +165,7 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("how", ["called", "compiled"])
 @pytest.mark.parametrize("shape", [(5,), (6, 5), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -288,7 +288,7 @@ def test_backward_under_autocast_keeps_its_dtypes() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(usual, inputs, dy), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode does
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch's forward-mode AD
 def test_transforms_go_through_the_formula() -> None:
     x, weight, bias = (t.detach() for t in leaves())
     torch.testing.assert_close(torch.func.vmap(geglu_linear, (0, None, None))(x, weight, bias), eager(x, weight, bias))
@@ -340,7 +340,7 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("layout", ["stacked", "interleaved"])
 def test_compiles_whole_and_once_for_all_row_counts(layout: str, save: str) -> None:

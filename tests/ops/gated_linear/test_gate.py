@@ -140,7 +140,7 @@ def test_inputs_are_saved_as_they_are_and_never_written_to() -> None:
     assert torch.equal(u, before[0]) and torch.equal(g, before[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_compiles_whole_and_once_for_all_row_counts() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(

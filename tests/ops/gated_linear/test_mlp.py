@@ -148,7 +148,7 @@ def test_leading_dimensions_no_rows_and_no_gradients() -> None:
         assert not ours(x, *weights, "silu").requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("save", SAVES)
 def test_compiles_whole(save: str) -> None:
     leaves = make(torch.float32)

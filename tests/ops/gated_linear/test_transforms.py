@@ -171,7 +171,7 @@ def test_one_weight_used_twice() -> None:
     close(twice(geglu_linear), twice(eager_unit))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (8, 8), (8,)))
 
@@ -186,7 +186,7 @@ def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("hidden", [1, 2])
 def test_a_bias_shaped_as_its_weight_compiles_where_sizes_are_symbols(hidden: int) -> None:
     x, weight, bias = randn(3, 8), randn(2, hidden, 8), randn(2, hidden)
