@@ -140,7 +140,7 @@ class _RotatePartsInPlace(torch.autograd.Function):
         if _alone(x):
             _rotate_parts(seen if x.shape == shape else seen.view(shape), None, parts, call, tables_k)
             if not _source(x).is_leaf:
-                ctx.mark_dirty(x)  # not allowed on leaves; there only the returned tensor carries the gradient
+                ctx.mark_dirty(x)  # not allowed for a leaf; then only the returned tensor carries the gradient
         else:  # as for a leaf; a version bump would also make autograd reject the sibling views
             with _unsafe_preserve_version_counter(x):
                 _rotate_parts(seen, None, parts, call, tables_k)
