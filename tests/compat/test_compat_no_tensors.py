@@ -67,9 +67,8 @@ PLACES = [
 
 @pytest.mark.parametrize(("function", "arguments", "name"), PLACES)
 def test_none_for_a_tensor(function: Any, arguments: dict[str, Any], name: str) -> None:
-    message = (
-        r"\w+ must be a torch\.Tensor, got NoneType" if name != "sin" else r".+ must be .+, got \w+"
-    )  # for sin: cos without sin
+    # A missing sin is reported as cos without sin.
+    message = r"\w+ must be a torch\.Tensor, got NoneType" if name != "sin" else r".+ must be .+, got \w+"
     with pytest.raises((TypeError, ValueError), match=rf"^\w+: {message}; "):
         function(**{**arguments, name: None})
 

@@ -300,7 +300,7 @@ def test_the_space_of_the_elementwise_kernel(rows: int, hidden: int) -> None:
 def test_the_space_of_the_elementwise_kernel_in_gluon(rows: int, hidden: int, sums: bool) -> None:
     space = _gluon.gate_configurations(rows, hidden, 132, sums=sums)
     assert space[0] == _gluon.choose_gate(rows, hidden, 132, sums=sums) and len(space) == len(set(space)) > 1
-    # Eight columns a thread, and no idle one.
+    # Eight columns per thread, and no idle threads.
     assert all(config.block_m * config.block_f >= 8 * 32 * config.num_warps for config in space)
 
 

@@ -6,7 +6,8 @@ For elements (a, b) of a pair and the angle θ of its token and frequency:
 
 Computed in float32 (float64 if x is float64) and rounded once to the dtype of x. In diffusers, some models round the tables
 and the products, others rotate in float64. Tables are float32, bfloat16, float16 or complex64; float64 and complex128 tables
-are converted unless x is float64. Tables get no gradient. Of duplicated angles only one copy is read.
+are converted unless x is float64. Tables get no gradient. `cat(f, f)` and `repeat_interleave(f, 2)` are tables in which every
+angle f of a token occurs twice; one copy is read.
 Errors are TypeError or ValueError: `<function or rope>: <argument> must <contract>, got <value>; <one fix>`.
 Shape legend: B batch, S tokens, H heads, D head_dim, P pairs, W = 2P rotated features, R table rows.
 """
@@ -49,8 +50,12 @@ def apply_rotary_emb(
 
 
 def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1) -> Tensor:
-    """`apply_rotary_emb_qwen` of Qwen-Image: with use_real=False, x (B, S, H, D) and complex freqs_cis (S, D / 2); with True
-    as `apply_rotary_emb`, x (B, H, S, D)."""
+    """`apply_rotary_emb_qwen` of Qwen-Image.
+
+    Args:
+        x: (B, H, S, D) as in `apply_rotary_emb`; (B, S, H, D) with use_real=False.
+        freqs_cis: (cos, sin) as in `apply_rotary_emb`; complex (S, D / 2) with use_real=False.
+    """
     op = "apply_rotary_emb_qwen"
     if not flag(op, "use_real", use_real):
         return _rotated_by_complex(op, x, freqs_cis, 2)

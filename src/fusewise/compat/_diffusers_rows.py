@@ -70,8 +70,8 @@ def _over_the_width(op: str, x: Tensor, freqs: Any) -> Tensor:
 def apply_split_rotary_emb(x: Tensor, freqs: Any) -> Tensor:
     """Rotate pairs (i, i + D / 2) of each head of x (B, S, C) by per-head tables, as in LTX-2.
 
-    One launch on views. Copied are what `apply_rotary_emb_ltx` copies, and tables of several sequences that are contiguous in
-    their shape; LTX-2 makes them as (B, S, H, D / 2) transposed.
+    One launch on views. x is copied as in `apply_rotary_emb_ltx`. Tables that differ between sequences are copied if they are
+    contiguous as (B, H, S, D / 2); those of LTX-2 are transposed from (B, S, H, D / 2) and are not.
 
     Args:
         x: (B, S, H · D), or (B, H, S, D).

@@ -97,7 +97,7 @@ def pairing_of_neox(op: str, is_neox: bool) -> Any:
 def gate_of_halves(
     op: str, x: Tensor, activation: Activation, out: Tensor | None = None, gate_first: bool = True, name: str = "input"
 ) -> Tensor:
-    """Gate one half of the last dimension of x by the other, (..., 2F) to (..., F); write to out if given."""
+    """act(g) · u with (g, u) the halves of x (..., 2F), or (u, g) if not gate_first; returns (..., F), out if given."""
     check_tensor(op, name, x)
     if out is None:
         return stacked_gate(x, activation, gate_first=gate_first, op=op)

@@ -101,6 +101,7 @@ class RotaryEmbedding(nn.Module):
         return tables.fused_cos_sin(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
     def get_cos_sin(self, seqlen: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions 0 … seqlen − 1, each (seqlen, P)."""
         cos, sin = self.cos_sin_cache[:seqlen].chunk(2, -1)
         return cos, sin
 

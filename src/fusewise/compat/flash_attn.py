@@ -167,7 +167,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """The kernel wrapper under `apply_rotary_emb`. `conjugate` rotates by −θ. Out of place differentiable, unlike flash-attn's."""
+    """The function below `apply_rotary_emb`; differentiable out of place, unlike flash-attn's. `conjugate` rotates by −θ."""
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if inplace is not False and flag("apply_rotary", "inplace", inplace):
         rope_(x, **call, inverse=conjugate)

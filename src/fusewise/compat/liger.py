@@ -58,7 +58,7 @@ def liger_rotary_pos_emb(
     Args:
         cos, sin: (1 | B, T, W) or (T, W), `cat(f, f)`; or 4-D with size 1 at unsqueeze_dim, 1 or 2.
         position_ids: ignored, as in Liger.
-        rotary_dim: None: W. Required if the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
+        rotary_dim: None: W, at most D. Required if the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
     """
     op = "liger_rotary_pos_emb"
     head_dim, shape = shape_of(op, "q", q, 1)[-1], shape_of(op, "cos", cos, 2)

@@ -292,9 +292,8 @@ class _SplitRotate(torch.autograd.Function):
         )
         dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)
         call = {**call, **rest, "inverse": True}
-        if any(
-            wants_formula(d) for d in grads if d is not None
-        ):  # double backward or vmap: use differentiable operations
+        # Double backward or vmap: use differentiable operations.
+        if any(wants_formula(d) for d in grads if d is not None):
             dq, dk = (d.reshape(*shape[:3], -1) for d in _rotate(dq, dk, tables, call))
             return torch.cat((dq, dk, dv.reshape(*shape[:3], -1)), -1), *(None,) * (3 + count)
         _rotate(dq, dk, tables, call, parts[:2])

@@ -5,7 +5,8 @@
 
 Each model file of transformers 4 and 5 defines its own rotary function. They follow the conventions below, one function
 each. The result has the dtype of q; some models return the promoted dtype if the tables have another dtype.
-Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W table width.
+Tables get no gradient. In `cat(f, f)` and `repeat_interleave(f, 2)` every angle f of a token occurs twice.
+Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W table width.
 
     apply_rotary_pos_emb                llama and most others, also partial rotary: gpt_neox, phi3, glm4_moe, olmo, esm
     apply_rotary_pos_emb_single         gemma3n, gemma4: one tensor
@@ -104,8 +105,11 @@ def apply_rotary_pos_emb_glm(
 def apply_rotary_pos_emb_interleave(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """`apply_rotary_pos_emb` of whole heads that reads pairs (2i, 2i + 1) and writes pairs (i, i + D / 2); tables
-    (1 | B, T, D), `cat(f, f)`."""
+    """`apply_rotary_pos_emb` that reads pairs (2i, 2i + 1) and writes pairs (i, i + D / 2) of whole heads.
+
+    Args:
+        cos, sin: (1 | B, T, D), `cat(f, f)`.
+    """
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, pairing="interleaved_to_half")
 
 

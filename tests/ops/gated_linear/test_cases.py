@@ -59,7 +59,7 @@ def test_bytes_and_flops_of_a_case_counted_by_hand() -> None:
 
 
 def test_predictions_for_each_form_in_units_of_one_output() -> None:
-    """At (16384, 4096) an output is 512 MiB; measured were 2048, 1536, 512 MiB forward, 3072 and 2560 MiB with backward."""
+    """At (16384, 4096) an output is 512 MiB; measured: 2048, 1536, 512 MiB forward, 3072 and 2560 MiB with backward."""
     found, mib = case("memory-n16384-d4096"), 2**20
     forward = {form: found.predicted_bytes("fwd", "bf16", form) // mib for form in ("eager", "two-kernels", "fused")}
     assert forward == {"eager": 2048, "two-kernels": 1536, "fused": 512}
@@ -67,9 +67,8 @@ def test_predictions_for_each_form_in_units_of_one_output() -> None:
         found.predicted_bytes("fwd+bwd", "bf16", form) for form in ("eager", "two-kernels", "fused", "fused-recompute")
     ]
     gradients = found.gradient_bytes("bf16")
-    half = (
-        found.weight_elements
-    )  # bytes of half of dW and db: one of two pre-activations is freed before the other half
+    # Bytes of half of dW and db: one of two pre-activations is freed before the other half.
+    half = found.weight_elements
     assert train == [3072 * mib, 2560 * mib, 1536 * mib + gradients - half, 1024 * mib + gradients]
     small = case("memory-n1024-d1024")  # small enough that the recomputed gradient is not split
     recomputed = small.predicted_bytes("fwd+bwd", "bf16", "fused-recompute")

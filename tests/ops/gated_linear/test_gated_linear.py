@@ -72,9 +72,8 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gate_
 
 def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tensor) -> list[Tensor]:
     """Return the result of `of` and the gradients of the leaves."""
-    leaves = [
-        None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves
-    ]  # not clone, which may change strides
+    # Not clone, which may change strides.
+    leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
     y = of(*leaves)
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
 
@@ -156,7 +155,8 @@ def test_infinities_and_nan_are_those_of_eager(impl: str, activation: str, save:
     x, weight = torch.zeros(2, 16, device=DEVICE), torch.zeros(2 * len(pairs), 16, device=DEVICE)
     bias = torch.cat((values, gates)).detach().requires_grad_()
     y = gated_linear(x, weight, bias, activation=activation, impl=impl, save=save)
-    with torch.backends.mkldnn.flags(enabled=False):  # its GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not
+    # oneDNN's GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not.
+    with torch.backends.mkldnn.flags(enabled=False):
         usual = values * ACT[activation](gates)
         torch.testing.assert_close(y, usual.expand_as(y), equal_nan=True)
         for size in (1.0, 0.0, math.inf):

@@ -27,9 +27,8 @@ from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_pr
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
-INSTRUCTIONS = (
-    80 * 1024
-)  # bytes of code, mostly the loops of the two warp groups: beyond 128 KiB they miss the instruction cache
+# Bytes of code, mostly the loops of the two warp groups: beyond 128 KiB they miss the instruction cache.
+INSTRUCTIONS = 80 * 1024
 EPILOGUES = ("y", "preact", "gradient", "down")
 STACKED = Spec("gelu_tanh", "stacked")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

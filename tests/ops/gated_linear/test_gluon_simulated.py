@@ -236,7 +236,8 @@ def test_infinities_and_nan_are_those_of_eager(activation: str) -> None:
         "y", x, halves.value, halves.gate, hidden, spec, 1, "early", y=y, bias=(halves.value_bias, halves.gate_bias)
     )  # fmt: skip
     value, gate = (t.float().requires_grad_() for t in (u, g))
-    with torch.backends.mkldnn.flags(enabled=False):  # its GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not
+    # oneDNN's GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not.
+    with torch.backends.mkldnn.flags(enabled=False):
         usual = value * EAGER[activation](gate)
         expected = torch.autograd.grad(usual, (value, gate), dy.float())
     torch.testing.assert_close(y, usual.detach().bfloat16(), equal_nan=True)

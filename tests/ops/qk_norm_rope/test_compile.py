@@ -110,7 +110,8 @@ def test_one_graph_for_all_lengths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of the capture, and after it
+# Raised by the capture, and after it.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_cuda_graph(norm: str) -> None:
     """Captured once including backward, replayed on other values."""

@@ -182,7 +182,7 @@ def cubed(q: Tensor) -> Tensor:
     ],
     ids=["grad", "grad-grad", "vmap-grad", "vjp", "jvp"],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, where it traces jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # raised by torch when it traces jvp
 def test_compiled_transforms(transformed: Any) -> None:
     """An operator inside a traced transform would become a constant: silently zero gradients."""
     q = torch.randn(2, 6, 4, 16)
