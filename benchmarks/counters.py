@@ -1,14 +1,14 @@
-"""A study's ledgers and times of kernels against the counters of the GPU, by NVIDIA's Nsight Compute:
+"""Check a study's byte ledgers and kernel times against the GPU's hardware counters, with NVIDIA Nsight Compute:
 
     fusewise study gelu --case gelu-16384 --pass fwd --code --out runs/gelu
     python benchmarks/counters.py runs/gelu
 
-For each right row of the runs that has a ledger (a copy by the driver is no kernel, so ncu does not see floor-copy), on the
-machine that made them, nine more calls run under `ncu`, the clocks left alone, twice: with the caches emptied before each kernel, for
-the bytes that device memory moved, and each after the study's own flush for the kernels' durations; medians, added up.
-Beside each other, in a table: the bytes of the ledger and those, what kernels took in the study and those, and the study's
-time of a call. What stays in the cache after the last write, up to its size, has not been moved when a kernel ends: compare
-bytes only where a call writes many times that.
+Run it on the machine of the study. For each correct row with a ledger (not floor-copy: a driver copy is not a kernel, so ncu
+does not see it) nine more calls run under `ncu`, without clock control, twice: with caches flushed before each kernel, to
+measure DRAM bytes, and after the study's own flush, to measure kernel durations. Medians are summed over kernels.
+The table shows ledger bytes and counted bytes, kernel time in the study and counted kernel time, and the study's time per call.
+Written data that is still in the cache when a kernel ends is not counted, so compare bytes only if a call writes many
+times the cache size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusewise.lab.timing import Work
 
 NCU = os.environ.get("NCU", "ncu")
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
-CALLS = 9  # that are watched one after the other
+CALLS = 9  # profiled calls
 UNITS = {
     "ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6,
     "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9,
@@ -41,7 +41,7 @@ UNITS = {
 
 
 class Counted(NamedTuple):
-    """One kernel: microseconds, and bytes between the caches and device memory."""
+    """One kernel: microseconds, and bytes read from and written to device memory."""
 
     name: str
     us: float
@@ -51,7 +51,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """A row, its ledger, and its kernels as counted: with the caches emptied before each, and after a flush as in a study."""
+    """A row, its ledger, and its counted kernels: with caches flushed before each, and after a study's own flush."""
 
     row: Row
     ledger: Ledger
@@ -68,8 +68,7 @@ class Check:
 
 
 def parsed(text: str) -> list[Counted]:
-    """The kernels in what `ncu --csv --page raw` prints: names, then units, then a line a kernel; other lines are the
-    program's own."""
+    """Parse the output of `ncu --csv --page raw`: a line of names, one of units, one per kernel; other lines are skipped."""
     lines = text.splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if first is None:
@@ -85,13 +84,13 @@ def parsed(text: str) -> list[Counted]:
 
 
 def count(row: Row, device: str, caches: str) -> list[Counted]:
-    """The kernels of one call, in a process of its own. `caches`: all, emptied by ncu; none, filled by a flush."""
+    """The kernels of one call, run in a subprocess. `caches`: "all", flushed by ncu; "none", flushed as in a study."""
     program = [sys.executable, __file__, "--call", row.op, row.case, row.dtype, row.pass_, device, row.provider, caches]
     return typical(parsed(printed(program, caches)))
 
 
 def printed(program: Sequence[str], caches: str) -> str:
-    """What ncu prints of a program that has it watch its calls."""
+    """Run a program under ncu and return the output."""
     command = [
         NCU, "--csv", "--page", "raw", "--metrics", f"{TIME},{READ},{WRITTEN}", "--profile-from-start", "off",
         "--clock-control", "none", "--cache-control", caches, "--target-processes", "application-only", *program,
@@ -105,7 +104,7 @@ def printed(program: Sequence[str], caches: str) -> str:
 
 
 def typical(kernels: Sequence[Counted]) -> list[Counted]:
-    """The medians of CALLS calls that start the same kernels."""
+    """Medians over CALLS calls that launch the same kernels."""
     count, rest = divmod(len(kernels), CALLS)
     calls = [kernels[i * count : (i + 1) * count] for i in range(CALLS)]
     if rest or any([k.name for k in call] != [k.name for k in calls[0]] for call in calls):
@@ -116,7 +115,7 @@ def typical(kernels: Sequence[Counted]) -> list[Counted]:
 
 
 def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str, caches: str) -> None:
-    """What ncu watches: CALLS calls behind two."""
+    """The profiled process: CALLS calls after two warm-up calls."""
     from fusewise.lab import machine, plugin, targets
     from fusewise.lab.problem import Task
     from fusewise.lab.worker import make_work
@@ -130,7 +129,7 @@ def call(op: str, case: str, dtype: str, pass_: str, device: str, provider: str,
 
 
 def watch(work: Work, flush_bytes: int, device: str) -> None:
-    """CALLS calls behind two, each after the flush; ncu sees nothing but the calls."""
+    """Run two warm-up calls, then CALLS calls, each after a flush; only the calls are profiled."""
     import torch
 
     from fusewise.lab.timing import fill_cache

@@ -1,19 +1,17 @@
-"""What a call of `rope` and `rope_` costs the host, beside bare floors measured in the same run.
+"""Host (CPU) overhead per call of `rope` and `rope_`, compared with minimal floors in the same run.
 
     python benchmarks/host_cost.py [--device cpu|cuda] [--rounds 15] [--json]
 
-The floors are functions behind pybind11 that take q, k, cos and sin and start one kernel that does nothing: in place; with
-two outputs allocated; with autograd around that, as a Python `autograd.Function` and as a C++ one; as operators of torch.
-Those of compiled functions are RoPE in the formula, fused by Inductor: alone, and between two other operations, where its
-one kernel is compared with three. On a CPU nothing is started, and q and k are a token of one head, so that the kernel's own
-time is next to nothing.
+The floors are pybind11 functions that take q, k, cos and sin and launch one empty kernel: in place; with two allocated
+outputs; with autograd around that, as a Python and as a C++ `autograd.Function`; as torch operators. For compiled functions
+the floor is the RoPE formula fused by Inductor: alone, and between two other operations, where its one kernel competes
+with three. On a CPU nothing is launched, and q and k are one token of one head, so the kernel time is negligible.
 
-A time is the median over rounds of the host's seconds for a loop of calls that nobody waits for, by the number of calls;
-the rows take turns in every round. The last column is the ratio to the fastest floor of the
-same group. `both` is forward and backward.
+A time is the host time of a loop of asynchronous calls divided by the number of calls, median over rounds; rows are run in
+random order in every round. The last column is the ratio to the fastest floor of the group. `both` is forward and backward.
 
-On a GPU, `graph`: the replay of a CUDA graph with the RoPE calls of a decode step of 32 layers, in place, on the device's own
-clock, beside the sum of its kernels' times in a profile.
+On a GPU, `graph` is the replay of a CUDA graph with the in-place RoPE calls of a 32-layer decode step, timed by CUDA events,
+compared with the sum of its kernel times in a profile.
 """
 
 from __future__ import annotations
@@ -40,22 +38,22 @@ from fusewise.ops.rope import _host, _op
 from fusewise.ops.rope_and_cache import _op as rope_and_cache
 
 HERE = Path(__file__).parent
-CALLS = 300  # of a loop: fewer than a stream takes before it makes the host wait
-LAYERS = 32  # of the decode step in a graph
+CALLS = 300  # per loop: below the number of queued launches at which a stream blocks the host
+LAYERS = 32  # of the decode step in the CUDA graph
 
 
 @dataclass(frozen=True)
 class Call:
-    """A row to measure: in the group, what is compared with what."""
+    """A row to measure; rows of one group are compared."""
 
     group: str
     name: str
     run: Callable[[], Any]
-    quick: bool = True  # False: with the quick way of a repeated call taken out, every call through Python
+    quick: bool = True  # False: disable the fast path of repeated calls, so that every call goes through Python
 
 
 def floors(device: str) -> Any:
-    """The extension with the floors, built if need be."""
+    """Load the extension with the floors; build it if needed."""
     path = build.prepared("host-floors", [HERE / "host_floors.cpp"], build.cxx(), host.flags())
     spec = importlib.util.spec_from_file_location("host_floors", path)
     assert spec is not None and spec.loader is not None
@@ -122,7 +120,7 @@ def calls(device: str) -> list[Call]:
 
 
 def cached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
-    """`rope_and_cache_` of the same q and k, a token a slot of a paged cache: its floor is that of `rope_`."""
+    """`rope_and_cache_` of the same q and k, one paged-cache slot per token; its floor is that of `rope_`."""
     q, k, v = q[:, 0], k[:, 0], torch.randn_like(k[:, 0])
     key_cache, value_cache = k.new_zeros(2, 64, 16, *k.shape[1:])
     given: dict[str, Any] = {"slot_mapping": torch.arange(len(q), device=q.device), "cos": cos, "sin": sin}
@@ -141,7 +139,7 @@ def cached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
 
 
 def operators(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
-    """The operators, as code calls them that `fusewise.rope` does not stand before."""
+    """The torch operators called directly, without `fusewise.rope`."""
     ours, floor = torch.ops.fusewise, torch.ops.host_floors
     rest = (cos, sin, None, None, None, 0, "", impl)
     found = [
@@ -158,7 +156,7 @@ def operators(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list
 
 
 def compiled(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
-    """Functions of torch.compile, without gradients."""
+    """Functions compiled by torch.compile, without gradients."""
 
     def formula(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
@@ -187,7 +185,7 @@ def compiled(impl: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[
 
 
 def graph(impl: str, rounds: int) -> list[dict[str, Any]]:
-    """Rows of the replay of a decode step's calls: 64 tokens, 32/8 heads of 128, one table."""
+    """Rows for the CUDA graph replay of a decode step: 64 tokens, 32/8 heads of 128, one table."""
     shape = {"dtype": torch.bfloat16, "device": "cuda"}
     layers = [(torch.randn(64, 1, 32, 128, **shape), torch.randn(64, 1, 8, 128, **shape)) for _ in range(LAYERS)]
     cos, sin = (torch.ones(4096, 64, device="cuda") for _ in range(2))
@@ -226,7 +224,7 @@ def graph(impl: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def loop(call: Call, device: str) -> float:
-    """Seconds of the host for a call."""
+    """Host seconds per call."""
     run = call.run
     with contextlib.nullcontext() if call.quick else _host.through_python():
         run()
@@ -239,7 +237,7 @@ def loop(call: Call, device: str) -> float:
 
 
 def measure(device: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for every call: its group and name, microseconds with their interquartile range, and the ratio to the floor."""
+    """One row per call: group, name, microseconds with interquartile range, and ratio to the floor."""
     found = calls(device)
     times: list[list[float]] = [[] for _ in found]
     order = list(range(len(found)))
@@ -270,7 +268,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("argument --rounds: must be at least 2, for quartiles")
-    _host.extension()  # on a CPU it is taken only where it is built
+    _host.extension()  # build it: on a CPU it is used only if already built
     torch.set_num_threads(1)
     rows = measure(options.device, options.rounds)
     if options.device == "cuda":

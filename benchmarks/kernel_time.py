@@ -1,10 +1,10 @@
-"""What a study, CUPTI and Nsight Compute say of a kernel that keeps its own time:
+"""Compare the times that a study, CUPTI and Nsight Compute report for a kernel that times itself:
 
     python benchmarks/kernel_time.py
 
-Its blocks, four a multiprocessor, turn until the GPU's own clock has gone on by so many microseconds, and keep when they began and
-ended: between the first begin and the last end is what the kernel took. On a machine with an NVIDIA GPU, Triton and ncu; the clocks
-are left alone. Medians, in microseconds.
+The kernel's blocks, four per SM, spin until the GPU's global timer has advanced by a given number of microseconds, and store
+their start and end times. Its duration is the last end minus the first start. Needs an NVIDIA GPU, Triton and ncu. No clock
+control. Medians, in microseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def turning(begun, ended, nanoseconds):
 
 
 class Turning:
-    """The kernel, and what it took in the last call."""
+    """The spinning kernel and the duration of its last call."""
 
     def __init__(self, us: int, device: str) -> None:
         blocks = 4 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -60,7 +60,7 @@ class Turning:
 
 
 def by_cupti(kernel: Turning, flush: torch.Tensor) -> float:
-    """The profiler's duration, each call after the flush."""
+    """Median duration in the profiler, each call after a flush."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -83,7 +83,7 @@ def main(device: str) -> None:
     rows = []
     for us in MICROSECONDS:
         kernel = Turning(us, device)
-        kernel()  # compiled
+        kernel()  # compile
         known = []
         for _ in range(SAMPLES):
             fill_cache(flush)

@@ -1,9 +1,9 @@
-"""Publish what studies measured: `python benchmarks/publish.py RUN... benchmarks/baselines/h200.jsonl`.
+"""Publish the results of studies: `python benchmarks/publish.py RUN... benchmarks/baselines/h200.jsonl`.
 
-RUN is a run directory, also that of an interrupted study, or a file of rows. A comparison (operation, case, dtype, pass) takes
-the place of the published one as a whole, so that rows of two runs never stand side by side. One in which fusewise has part and
-nothing of it is right, or memory did not suffice, stays out, and so does one that would lose a provider, unless `--fewer` is
-given. Of paths in reasons the names of files are published, not where they lie on the machine.
+RUN is a run directory (also of an interrupted study) or a file of rows. A comparison (operation, case, dtype, pass) replaces
+the published one as a whole, so rows of different runs are never mixed. A comparison is rejected if fusewise takes part but
+none of its rows is correct, if a provider ran out of memory, or, without `--fewer`, if a published provider would be lost.
+Paths in reasons are reduced to file names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Comparisons = dict[Key, list[Row]]
 
 
 def comparisons(rows: Iterable[Row]) -> Comparisons:
-    """Rows by comparison; of one that was measured several times the latest run, whose id begins with its time."""
+    """Group rows by comparison and keep the latest run of each; run ids start with a timestamp."""
     found: Comparisons = {}
     for row in rows:
         there = found.setdefault(row.key, [])
@@ -33,12 +33,12 @@ def comparisons(rows: Iterable[Row]) -> Comparisons:
     return found
 
 
-#: The folders of an absolute path, which no URL and no ratio begins like.
+#: The directories of an absolute path; does not match URLs and ratios.
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+")
 
 
 def anywhere(row: Row) -> Row:
-    """The row without folders of the machine that it was measured on."""
+    """The row without directories of the machine it was measured on."""
     return replace(row, reason=_FOLDERS.sub("", row.reason))
 
 
@@ -47,7 +47,7 @@ def right(rows: Iterable[Row]) -> set[str]:
 
 
 def objection(new: Sequence[Row], old: Sequence[Row], fewer: bool) -> str | None:
-    """Why a comparison is not to be published, or None."""
+    """The reason to reject a comparison, or None."""
     ours = {row.provider for row in (*new, *old) if row.provider.startswith("fusewise")}
     if ours and not ours & right(new):
         return "nothing of fusewise's is right"
@@ -62,13 +62,13 @@ def objection(new: Sequence[Row], old: Sequence[Row], fewer: bool) -> str | None
 
 
 def publish(runs: Iterable[Path], to: Path, fewer: bool = False) -> list[str]:
-    """Renew the file; returns a line for each comparison that stays out."""
+    """Update the file; return one line per rejected comparison."""
     published = comparisons(record.read_rows(to)) if to.exists() else {}
     refused = []
     for key, rows in comparisons(row for run in runs for row in record.read_rows(run)).items():
         why = objection(rows, published.get(key, []), fewer)
         if why is None:
-            published[key] = rows  # where the one before was: pages have the order of the file
+            published[key] = rows  # keeps the position of the replaced one: pages follow the order of the file
         else:
             refused.append(f"{' '.join(key)}: {why}")
     rows = (anywhere(row) for group in published.values() for row in group)

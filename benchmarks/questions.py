@@ -1,7 +1,7 @@
-"""docs/questions.md, made from the published rows and from ledgers computed here: `python benchmarks/questions.py [FILE]`.
+"""Generate docs/questions.md from the published rows and from computed ledgers: `python benchmarks/questions.py [FILE]`.
 
-Every figure on that page is a function of `benchmarks/baselines/*.jsonl` or of the bytes of operators, which no machine
-changes; a test holds the page to both. Of a comparison that was measured more than once the latest run counts.
+Every number on the page is a function of `benchmarks/baselines/*.jsonl` or of the operators' byte counts, which do not depend
+on the machine; a test checks the page against both. If a comparison was measured several times, the latest run is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "baselines"
 PAGE = ROOT / "docs" / "questions.md"
 COMPILED = "torch.compile"
-#: Kernels of ours that give new tensors, as those they are compared with do.
+#: fusewise implementations that work out of place, like those they are compared with.
 OURS = ("fusewise-cuda", "fusewise-triton", "fusewise-cpu")
 Groups = dict[tuple[str, str, str, str], dict[str, Row]]
 
 
 def latest(rows: Iterable[Row], needed: Sequence[str] = (COMPILED,)) -> Groups:
-    """Right and timed rows by group, then by provider: those of the latest run that has what is needed."""
+    """Correct, timed rows by group, then by provider, from the latest run that has all `needed` providers."""
     runs: dict[tuple[str, str, str, str], dict[str, dict[str, Row]]] = {}
     for row in rows:
         if row.status == "ok" and row.device_us is not None:
@@ -37,7 +37,7 @@ def latest(rows: Iterable[Row], needed: Sequence[str] = (COMPILED,)) -> Groups:
     found: Groups = {}
     for key, of_runs in runs.items():
         fitting = [run for run, group in of_runs.items() if set(needed) <= set(group)]
-        if fitting:  # a run's id begins with the time at which it began
+        if fitting:  # run ids start with a timestamp
             found[key] = of_runs[max(fitting)]
     return found
 
@@ -49,12 +49,12 @@ def time(group: Mapping[str, Row], provider: str) -> float:
 
 
 def best(group: Mapping[str, Row], of: Sequence[str] = OURS) -> Row:
-    """The fastest of these that the group has."""
+    """The fastest of the given providers in the group."""
     return group[min((name for name in of if name in group), key=lambda name: time(group, name))]
 
 
 def spread(values: Sequence[float]) -> str:
-    """`1.05 to 1.40, median 1.20`."""
+    """Format as `1.05 to 1.40, median 1.20`."""
     return f"{number(min(values))} to {number(max(values))}, median {number(median(values))}"
 
 
@@ -70,7 +70,7 @@ def where(rows: Sequence[Row]) -> str:
 
 
 def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
-    """Kernel against kernel: what fusing RoPE is worth on the device."""
+    """Kernel against kernel: the device-time gain of fusing RoPE."""
     parts = [
         "## How much faster is a fused RoPE, kernel against kernel?",
         "Device time only, without launch or Python overhead; cold cache, same tensors, every result within the error bound "
@@ -129,7 +129,7 @@ def kernels(h200: Sequence[Row], cpu: Sequence[Row]) -> list[str]:
 
 
 def launches(h200: Sequence[Row]) -> list[str]:
-    """PyTorch and CUDA have similar device times: why a kernel of one's own?"""
+    """PyTorch and CUDA have similar device times: why write a kernel?"""
     served = [row for row in h200 if "-serve-" in row.case]
     rows = [row for group in latest(served or h200).values() for row in group.values() if row.pass_ == "fwd"]
     found = [g for g in host.groups(rows) if served or "width" not in g.key[1]]
@@ -163,8 +163,7 @@ def launches(h200: Sequence[Row]) -> list[str]:
 
 
 def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, int, float]]) -> list[str]:
-    """Computing or moving memory? `excess(op, case, dtype)`: bytes of eager code over the least, its kernels, and the
-    compiler's bytes over the least."""
+    """Compute-bound or memory-bound? `excess(op, case, dtype)` is the function `excess` below."""
     gelu, count, fused = excess("gelu", "gelu-256", "fp32")
     rope, rope_count, rope_fused = excess("rope", "llama-3-8b-step-4k", "bf16")
     parts = [
@@ -218,7 +217,7 @@ def moving(h200: Sequence[Row], excess: Callable[[str, str, str], tuple[float, i
 
 
 def by_size(groups: Sequence[Mapping[str, Row]]) -> list[str]:
-    """GELU over its sizes, smallest first: where moving memory takes over from starting kernels."""
+    """GELU by size, smallest first: where memory traffic outweighs kernel launches."""
     shown = ("floor-launch", "floor-copy", "eager", COMPILED, "aten-gelu")
     lines = [
         [g["eager"].case, size(g["eager"].bytes_min), *(number(time(g, n)) if n in g else "–" for n in shown)]
@@ -239,8 +238,10 @@ def by_size(groups: Sequence[Mapping[str, Row]]) -> list[str]:
 
 
 def excess(op: str, case: str, dtype: str) -> tuple[float, int, float]:
-    """Bytes of eager code over the least, its kernels, and the bytes over the least of what Inductor makes for Hopper. No
-    GPU is needed; torch is made to believe in one, so this belongs in a process that does nothing else."""
+    """Return (eager bytes / minimum bytes, number of eager kernels, bytes of Inductor's Hopper kernels / minimum bytes).
+
+    Needs no GPU: torch is patched to report one, so call this in a separate process.
+    """
     problem = targets.problem_for(Task(op, case, dtype, "fwd", "cpu", 0))
     eager = Server(pytorch.Eager()).ledger(problem, "sm_90")
     assert eager.excess is not None

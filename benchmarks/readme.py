@@ -1,5 +1,5 @@
-"""The figures of README.md and docs/results.md, made from the published rows: `python benchmarks/readme.py` writes them
-between the comments that name them, and draws docs/rope-h200.png. A test compares both pages with the rows.
+"""Generate the numbers in README.md and docs/results.md from the published rows: `python benchmarks/readme.py` writes them
+between their marker comments and draws docs/rope-h200.png. A test compares both pages with the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINES = ROOT / "benchmarks" / "baselines"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 
-#: Those marked * work in place.
+#: Names marked * work in place.
 GPU = {
     "fusewise-triton": "Triton",
     "fusewise-cuda": "CUDA",
@@ -33,7 +33,7 @@ GPU = {
     "vllm": "vLLM*",
     "transformer_engine-fused": "TE",
 }
-# Ours in shades of one colour, which nobody else has.
+# fusewise in shades of one color that no other provider has.
 COLOURS = dict(
     zip(GPU, ["#08306b", "#2171b5", "#6baed6", "#c6dbef", *(f"C{i}" for i in (1, 2, 3, 4, 5, 6, 7))], strict=True)
 )
@@ -70,7 +70,7 @@ MLP = {
     "torch.compile": "torch.compile",
     "liger": "Liger",
 }
-# Those of the table with both passes: the others are for few rows.
+# For the table with both passes; the other providers are measured for few rows only.
 TRAINED = {name: word for name, word in GATED.items() if name not in ("fusewise-triton", "eager")}
 MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (
@@ -96,7 +96,7 @@ Groups = dict[tuple[str, str, str], Group]
 
 
 def groups(name: str, op: str = "rope") -> Groups:
-    """Right and timed rows of an operation by (case, dtype, pass), then by provider."""
+    """Correct, timed rows of an operation by (case, dtype, pass), then by provider."""
     found: Groups = defaultdict(dict)
     for line in (BASELINES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -112,7 +112,7 @@ def time(group: Group, provider: str) -> float:
 
 
 def share(group: Group, provider: str) -> float:
-    """Time of a copy of the same bytes over the provider's time, in percent; NaN where it was not measured."""
+    """Time of a copy of the same bytes over the provider's time, in percent; NaN if not measured."""
     return 100 * time(group, "floor-copy") / time(group, provider) if provider in group else math.nan
 
 
@@ -125,12 +125,12 @@ def others(group: Group) -> list[float]:
 
 
 def against(group: Group) -> float:
-    """The time of the best of ours over that of the best other."""
+    """Time of the fastest fusewise provider over that of the fastest other."""
     return min(ours(group)) / min(others(group))
 
 
 def published(case: str) -> bool:
-    """Whether it is a case of `rope-models`."""
+    """Whether the case belongs to `rope-models`."""
     return case.startswith(MODELS) and SERVING not in case
 
 
@@ -154,7 +154,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def folded(sentence: str, table: str) -> str:
-    """What a long table says in a sentence, and the table for those who want it."""
+    """A summary sentence, and the table in a collapsed section."""
     said = textwrap.fill(sentence.replace(" %", "\N{NO-BREAK SPACE}%"), 120, break_on_hyphens=False)
     return f"{said}\n\n<details><summary>The table</summary>\n\n{table}\n\n</details>"
 
@@ -166,7 +166,7 @@ def span(values: Iterable[float], form: str = ".0f") -> str:
 
 
 def shares(found: Groups, pass_: str) -> str:
-    """Each provider's share of the rate of a copy, in the cases shown."""
+    """Each provider's percentage of copy bandwidth, for the cases in SHOWN."""
     present = [p for p in GPU if any(p in group for key, group in found.items() if key[2] == pass_)]
     rows = []
     for case, label in SHOWN.items():
@@ -174,13 +174,13 @@ def shares(found: Groups, pass_: str) -> str:
             if (name, of) == (case, pass_):
                 cells = [percent(share(group, provider)) for provider in present]
                 rows.append([f"{label}, {dtype}", f"{time(group, 'floor-copy'):.1f}", *cells])
-    # Backward, ours in CUDA and Liger rotate the gradient where it lies.
+    # In backward, fusewise-cuda (like Liger) rotates the gradient in place.
     names = GPU if pass_ == "fwd" else {**GPU, "fusewise-cuda": "CUDA*"}
     return markdown([{"fwd": "forward", "bwd": "backward"}[pass_], "copy µs", *(names[p] for p in present)], rows)
 
 
 def host(found: Groups) -> str:
-    """The time of one call on the host: medians over the calls of serving engines, in place."""
+    """Host time per call: medians over the in-place serving cases."""
     groups = [group for (case, _, _), group in found.items() if SERVING in case]
     names = {"floor-triton-launch": "bare Triton launch", **GPU, "eager": "eager"}
     present = [p for p in names if any(p in group for group in groups)]
@@ -192,7 +192,7 @@ def host(found: Groups) -> str:
 
 
 def glance() -> str:
-    """A line an operation and pass: the best of ours against the best other, whichever each is."""
+    """One line per operation and pass: the fastest fusewise provider against the fastest other."""
     lines: tuple[tuple[str, str, Callable[[str], bool], str], ...] = (
         ("RoPE: training, prefill, decode", "rope", published, "fwd"),
         ("RoPE: training", "rope", published, "bwd"),
@@ -218,14 +218,14 @@ def glance() -> str:
 
 
 def slowest(ratio: Mapping[str, float]) -> str:
-    """In how many cases ours is slower by more than 2 %, and in which."""
+    """The number of cases where fusewise is slower by more than 2 %, and their names."""
     slower = sorted(((value, case) for case, value in ratio.items() if value > 1.02), reverse=True)
     names = ": " + ", ".join(f"{case} ({100 * value - 100:.0f} %)" for value, case in slower)
     return f"{len(slower)}{names if slower else ''}"
 
 
 def summary(found: Groups) -> str:
-    """Ours against the best other, over all cases of the published models and over all head widths."""
+    """fusewise against the fastest other provider, over all cases of `rope-models` and over all head widths."""
     forward = {case: group for (case, _, pass_), group in found.items() if pass_ == "fwd" and published(case)}
     ratio = {case: against(group) for case, group in forward.items()}
     small = [ratio[case] for case in ratio if forward[case]["floor-copy"]["bytes_min"] < 64 * 2**20]
@@ -263,7 +263,7 @@ def serving(found: Groups) -> str:
 
 
 def sweep(found: Groups) -> str:
-    """Ours against torch.compile along the lengths of `rope-seqlen`."""
+    """fusewise against torch.compile over the sequence lengths of `rope-seqlen`."""
     said = []
     for of, name in (("fwd", "forward"), ("bwd", "backward")):
         groups = {
@@ -285,7 +285,7 @@ def sweep(found: Groups) -> str:
 
 
 def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -> str:
-    """Time over that of the bare products, and the peak of memory beyond the inputs."""
+    """Time relative to the bare matmuls, and peak memory beyond the inputs."""
     shown = {key: group for key, group in found.items() if key[0] in cases}
     present = [p for p in names if any(p in group for group in shown.values())]
     rows = []
@@ -362,7 +362,7 @@ def normed(found: Groups) -> str:
 
 
 def cached(found: Groups) -> str:
-    """Rotation and the write into a cache: one call of ours, a library's calls one after the other."""
+    """Rotation plus KV cache write: one fusewise call, or a library's calls in sequence."""
     shown = {"fusewise-cuda": "fusewise", "vllm": "vLLM, two calls", "torch.compile": "torch.compile", "eager": "eager"}
     rows = [
         [f"{case}, {dtype}", *(f"{time(group, p):.1f}" if p in group else "–" for p in ("floor-copy", *shown))]
@@ -399,7 +399,7 @@ def cpu_gated(found: Groups, shown: dict[str, str]) -> str:
 
 
 def parts() -> dict[str, str]:
-    """What stands on the pages between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    """The text between `<!-- NAME -->` and `<!-- /NAME -->` on the pages, by name."""
     gpu = groups("h200")
     return {
         "h200-glance": glance(),
@@ -423,7 +423,7 @@ def parts() -> dict[str, str]:
 
 
 def filled(pages: Mapping[Path, str]) -> dict[Path, str]:
-    """The pages with their figures made anew."""
+    """The pages with regenerated parts."""
     texts = dict(pages)
     for name, part in parts().items():
         count = 0

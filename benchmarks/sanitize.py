@@ -1,12 +1,12 @@
-"""Calls of every kernel of fusewise, wide and small, for a tool that watches them:
+"""Call every fusewise kernel, with small and large inputs, under NVIDIA's compute-sanitizer:
 
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py rope triton
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py gated_linear gluon
 
-for each of memcheck, racecheck, synccheck and initcheck, and rope, rope_and_cache, qk_norm_rope and gated_linear with each
-implementation. The calls of the first three are those of the tests' matrices, which have a case for everything that can break
-alone, and larger ragged ones; nothing is compared here. PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor an allocation
-of its own, whose end memcheck sees. A third argument names another device than cuda.
+Tools: memcheck, racecheck, synccheck and initcheck. Operations: rope, rope_and_cache, qk_norm_rope and gated_linear, with each
+implementation. The first three run the cases of the tests' matrices, which cover every feature separately, and larger
+ragged cases; results are not compared. PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor its own allocation, so that
+memcheck detects out-of-bounds accesses. A third argument selects a device other than cuda.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 import fusewise
 
-# The tests are no package, and others install one of that name.
+# tests/ is not a package, and other distributions install a package named tests.
 package = sys.modules["fusewise_tests"] = types.ModuleType("fusewise_tests")
 package.__path__ = [str(Path(__file__).resolve().parent.parent / "tests")]
 
@@ -36,7 +36,7 @@ def rope(impl: str, device: str) -> Calls:
     from fusewise_tests.ops.rope import test_cuda_bulk, test_cuda_light, test_matrix
     from fusewise_tests.ops.rope.support import Case, copy_of, make
 
-    # In CUDA large calls have kernels of their own.
+    # The CUDA implementation has separate kernels for large calls.
     large = (
         [*map(test_cuda_light.grown, test_cuda_light.CASES), *(case for case, _ in test_cuda_bulk.LARGE)]
         if impl == "cuda"
@@ -122,8 +122,8 @@ def qk_norm_rope(impl: str, device: str) -> Calls:
 
 
 def gated_linear(impl: str, device: str) -> Calls:
-    """Rows, widths off every tile, biases, what is saved, layouts and activations; the product of none of them."""
-    widths = [(72, 136), (200, 328), (136, 40)]  # D, F: rows of 16 bytes, as TMA wants them
+    """Vary rows, widths off the tile sizes, biases, `save`, layouts and activations, without their full product."""
+    widths = [(72, 136), (200, 328), (136, 40)]  # D, F: rows are multiples of 16 bytes, as TMA requires
     kinds = [(torch.bfloat16, "silu", True), (torch.float16, "gelu_tanh", False)]
     if impl not in ("cuda", "gluon"):
         widths = [(72, 136), (77, 131), (33, 257)]
@@ -158,7 +158,7 @@ def gated_linear(impl: str, device: str) -> Calls:
         if grad:
             torch.autograd.grad(z, list(tensors.values()), tensor(*z.shape, dtype=dtype, grad=False))
 
-    # Rows vary fastest: they change no kernel, or few, and neighbours then run in one process.
+    # Rows vary fastest: they select few different kernels, so adjacent calls can share a process.
     n = 0
     for (dtype, activation, bias), (D, F), save in product(kinds, widths, ("preact", "input")):
         for rows in ROWS if widths[0] == (D, F) else (3, 65, 300):
@@ -170,7 +170,7 @@ def gated_linear(impl: str, device: str) -> Calls:
             if save == "preact":
                 yield f"gated_linear {what} {layout} y alone", lambda a=a, layout=layout: linear(*a, layout, False)
                 yield f"gated_mlp {what}", lambda a=a: mlp(*a, True)
-    for rows in (3, 20, 64):  # tiles of more than 64 features, where F is shared among an H200's multiprocessors
+    for rows in (3, 20, 64):  # tiles of more than 64 features, when F is distributed over an H200's SMs
         a = rows, 72, 14336, torch.bfloat16, True, "preact", "silu"
         yield f"{rows} rows, wide tiles", lambda a=a: linear(*a, "stacked", False)
     for activation in ACTIVATIONS:
@@ -210,7 +210,7 @@ def main(op: str, impl: str, device: str = "cuda") -> None:
     torch.manual_seed(0)
     calls = 0
     for name, call in OPERATIONS[op](impl, device):
-        print(name, flush=True)  # before it, so that a report follows the call that it is about
+        print(name, flush=True)  # before the call, so that a report follows its call's name
         call()
         if device == "cuda":
             torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""What eager PyTorch really moves for a rotation.
+"""How many bytes eager PyTorch moves for a rotation.
 
-Eager code runs one kernel an operation, and each kernel reads its inputs from memory and writes its result there. A
-TorchDispatchMode sees every operation; adding up the bytes of its tensors gives the traffic, on a laptop as on a GPU.
+Eager mode runs one kernel per operation, and each kernel reads its inputs from memory and writes its result back. A
+TorchDispatchMode sees every operation; summing the bytes of its tensors gives the memory traffic, with or without a GPU.
 """
 
 import torch
@@ -12,7 +12,7 @@ VIEWS = {"view", "slice", "unsqueeze", "split", "alias", "expand", "transpose", 
 
 
 def size(x):
-    """Bytes that a tensor has in memory: an expanded dimension is stored once."""
+    """Bytes of a tensor in memory; an expanded dimension is stored once."""
     stored = 1
     for length, stride in zip(x.shape, x.stride(), strict=True):
         stored *= length if stride else 1
@@ -20,7 +20,7 @@ def size(x):
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes read and written, operation by operation. Views move nothing."""
+    """Record bytes read and written per operation. Views move nothing."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def rotate_half(x):
 
 
 def eager(x_BTHD, cos_TD, sin_TD):
-    """The code of most model files; their table has every angle twice."""
+    """The code of most model files; tables hold every angle twice, `cat(f, f)`."""
     cos, sin = cos_TD[:, None, :], sin_TD[:, None, :]
     return x_BTHD * cos + rotate_half(x_BTHD) * sin
 
@@ -62,13 +62,13 @@ print(f"{'operation':10} {'reads KiB':>10} {'writes KiB':>10}")
 for name, read, written in traffic.rows:
     print(f"{name:10} {read / 1024:10.0f} {written / 1024:10.0f}")
 
-must_move = 2 * size(x) + size(cos)  # half of each duplicated table is enough
+must_move = 2 * size(x) + size(cos)  # half of each duplicated table suffices
 print(
     f"moved {traffic.total() / 1024:.0f} KiB, must move {must_move / 1024:.0f}: {traffic.total() / must_move:.1f} times"
 )
 
-# By hand, in sizes of x: product 2, negation of one half 1, concatenation 2, product 2, sum 3. Two would do.
+# By hand, in units of x: mul 2, neg of one half 1, cat 2, mul 2, add 3. The minimum is 2.
 tables = size(cos) + size(sin)
 assert traffic.total() - tables == 10 * size(x)
 assert 4.5 < traffic.total() / must_move < 5.5
-# On a GPU, where memory decides, this is the factor in time. The next rung does it in one kernel.
+# On a GPU, where memory bandwidth is the limit, this is also the slowdown. The next rung uses one kernel.

@@ -1,10 +1,10 @@
-"""The first Triton kernel: one program a token.
+"""The first Triton kernel: one program per token.
 
-A Triton program is one block of work, written as operations on arrays. Here a program takes one token: it loads that
-token's row of the table once, all heads as a block of (heads, pairs), turns them, and stores them. Everything between a
-load and a store stays in registers, so each element of x is read once and written once.
+A Triton program is one block of work, written as operations on arrays. Here a program handles one token: it loads the
+token's table row once and all heads as a block of (heads, pairs), rotates them and stores them. Intermediate values stay
+in registers, so each element of x is read once and written once.
 
-Without a GPU the program is run by Triton's interpreter: numpy plays the hardware, the code is the same.
+Without a GPU, Triton's interpreter runs the same code on numpy.
 """
 
 import os
@@ -21,8 +21,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @triton.jit
 def rope_kernel(x_ptr, y_ptr, cos_ptr, sin_ptr, tokens, H: tl.constexpr, P: tl.constexpr):
-    """x, y (B, T, H, 2P) contiguous, cos, sin (T, P). H and P are powers of two: the sizes of a block must be."""
-    token = tl.program_id(0)  # of all B · T
+    """x, y (B, T, H, 2P) contiguous, cos, sin (T, P). H and P must be powers of two, as block sizes are."""
+    token = tl.program_id(0)  # one of B · T
     offs_p = tl.arange(0, P)
     cos = tl.load(cos_ptr + (token % tokens) * P + offs_p)[None, :]  # [1, P]
     sin = tl.load(sin_ptr + (token % tokens) * P + offs_p)[None, :]
@@ -32,19 +32,19 @@ def rope_kernel(x_ptr, y_ptr, cos_ptr, sin_ptr, tokens, H: tl.constexpr, P: tl.c
     offs_b = offs_a + P
     a = tl.load(x_ptr + offs_a).to(tl.float32)
     b = tl.load(x_ptr + offs_b).to(tl.float32)
-    tl.store(y_ptr + offs_a, a * cos - b * sin)  # rounded once, to the type of y
+    tl.store(y_ptr + offs_a, a * cos - b * sin)  # rounded once, to the dtype of y
     tl.store(y_ptr + offs_b, b * cos + a * sin)
 
 
 def rope(x_BTHD, cos_TP, sin_TP):
     B, T, H, D = x_BTHD.shape
-    y = torch.full_like(x_BTHD, float("nan"))  # whatever the kernel forgets to write will show
+    y = torch.full_like(x_BTHD, float("nan"))  # elements that the kernel does not write stay NaN
     rope_kernel[(B * T,)](x_BTHD, y, cos_TP, sin_TP, T, H, D // 2)
     return y
 
 
 def reference(x, cos, sin):
-    """In float64, from the same rounded inputs."""
+    """The formula in float64, from the same rounded inputs."""
     a, b = x.double().chunk(2, dim=-1)
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -60,10 +60,10 @@ for dtype in (torch.float32, torch.float16):
     x = torch.randn(B, T, H, D, device=DEVICE).to(dtype)
     right = reference(x, cos, sin)
     ours = rope(x, cos, sin).double() - right
-    a, b = x.chunk(2, dim=-1)  # eager code, which rounds after every operation
+    a, b = x.chunk(2, dim=-1)  # eager code rounds after every operation
     c, s = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
     eager = torch.cat((a * c - b * s, b * c + a * s), dim=-1).double() - right
 
     print(f"{dtype}: typical error {ours.square().mean().sqrt():.1e}, of eager code {eager.square().mean().sqrt():.1e}")
-    assert ours.abs().max() <= torch.finfo(dtype).eps * right.abs().max()  # one rounding; a NaN would fail, too
+    assert ours.abs().max() <= torch.finfo(dtype).eps * right.abs().max()  # one rounding; a NaN also fails
     assert ours.square().mean() <= 1.01 * eager.square().mean()

@@ -1,8 +1,8 @@
 """Strides instead of copies: one kernel for every layout.
 
-Models hold q as (B, T, H, D), as (B, H, T, D), as (T, B, H, D), or as a slice of one packed qkv tensor. All of them are
-the same elements at different distances. A kernel that is told the distances reads each where it lies; one that is not
-needs `.contiguous()` before it, which moves as many bytes as the rotation itself.
+Models store q as (B, T, H, D), as (B, H, T, D), as (T, B, H, D), or as a slice of one packed qkv tensor: the same elements
+with different strides. A kernel that takes strides reads them in place. One that assumes a contiguous tensor needs
+`.contiguous()` first, which moves as many bytes as the rotation itself.
 """
 
 import os
@@ -23,10 +23,10 @@ def rope_kernel(
     stride_x_b, stride_x_t, stride_x_h, stride_y_b, stride_y_t, stride_y_h,
     BLOCK_H: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """One program a token; only the features of a head must lie next to each other."""
+    """One program per token; only the features of a head must be contiguous."""
     b, t = tl.program_id(0) // tokens, tl.program_id(0) % tokens
     offs_h, offs_p = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, P)[None, :]
-    mask = (offs_h < heads) & (offs_p < P)  # 3 heads are a block of 4 with one switched off
+    mask = (offs_h < heads) & (offs_p < P)  # 3 heads use a block of 4 with one masked
     cos = tl.load(cos_ptr + t * P + offs_p)
     sin = tl.load(sin_ptr + t * P + offs_p)
     x_ptrs = x_ptr + b * stride_x_b + t * stride_x_t + offs_h * stride_x_h + offs_p
@@ -38,7 +38,7 @@ def rope_kernel(
 
 
 def rope(x_BTHD, cos_TP, sin_TP, out=None):
-    """x in any strides with contiguous features; the result has the stride order of x, or is written to out."""
+    """Rotate x with any strides and contiguous features; the result has the stride order of x, or is written to out."""
     B, T, H, D = x_BTHD.shape
     y = torch.empty_like(x_BTHD) if out is None else out
     block = triton.next_power_of_2(H)
@@ -51,7 +51,7 @@ B, T, H, D = 2, 8, 3, 32
 angles = torch.outer(torch.arange(T), 10000.0 ** (-torch.arange(0, D, 2) / D))
 cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
 values = torch.randn(B, T, H, D, device=DEVICE)
-packed = torch.randn(B, T, H, 3, D, device=DEVICE)  # q, k and v of a head side by side, as one projection writes them
+packed = torch.randn(B, T, H, 3, D, device=DEVICE)  # q, k and v of a head adjacent, from one projection
 packed[:, :, :, 0] = values
 
 layouts = {
@@ -63,17 +63,17 @@ layouts = {
 expected = rope(values, cos, sin)
 a, b, c, s = (x.double() for x in (*values.chunk(2, dim=-1), cos[:, None], sin[:, None]))
 right = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
-# Against float64 and within one rounding, as in rung 3: a GPU does not round the product that it adds to, eager code does.
+# Within one rounding of float64, as in rung 3. Not compared with eager code, which rounds products that a GPU's FMA does not.
 assert (expected - right).abs().max() <= torch.finfo(torch.float32).eps * right.abs().max()
 
 for name, x in layouts.items():
     y = rope(x, cos, sin)
     spared = 0 if x.is_contiguous() else 2 * x.numel() * x.element_size()
     print(f"{name:13} strides {x.stride()!s:19} bytes that a copy before the kernel would move: {spared}")
-    assert torch.equal(y, expected)  # the same numbers, to the bit
-    assert sorted(range(3), key=y.stride) == sorted(range(3), key=x.stride)  # the layout is kept
+    assert torch.equal(y, expected)  # bitwise equal
+    assert sorted(range(3), key=y.stride) == sorted(range(3), key=x.stride)  # the layout is preserved
 
-# The proof that nothing is copied: write where it was read, inside the packed tensor. q is rotated, k and v stay.
+# To prove that nothing is copied, rotate q in place inside the packed tensor. k and v do not change.
 before = packed.clone()
 rope(packed[:, :, :, 0], cos, sin, out=packed[:, :, :, 0])
 assert torch.equal(packed[:, :, :, 0], expected)

@@ -1,10 +1,10 @@
-"""One launch for q and k, and table rows that all heads of a token share.
+"""One launch for q and k, and table rows shared by all heads of a token.
 
-Every head of a token needs the same row of cos and sin. A program that takes one head loads it for each; a program that
-takes a group of heads loads it once a group. And since k needs the row that q needs, one launch can turn both: half of
-the launches, which is what a decoding step of a few tokens mostly consists of.
+Every head of a token needs the same cos/sin row. With one program per head the row is loaded once per head; with one
+program per group of heads, once per group. k needs the same row as q, so one launch can rotate both. That halves the
+launches, which dominate a decode step of a few tokens.
 
-The kernel counts for itself how many elements of the table it loads.
+The kernel counts the table elements it loads.
 """
 
 import os
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @triton.jit
 def turn(x_ptr, y_ptr, cos, sin, token, heads, group, GROUP: tl.constexpr, P: tl.constexpr):
-    """Heads [group · GROUP, (group + 1) · GROUP) of one token, those of them that exist."""
+    """Rotate heads [group · GROUP, (group + 1) · GROUP) of one token, masked to the existing heads."""
     offs_h = group * GROUP + tl.arange(0, GROUP)[:, None]
     offs = (token * heads + offs_h) * 2 * P + tl.arange(0, P)[None, :]
     mask = offs_h < heads
@@ -36,7 +36,7 @@ def rope_qk_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, loaded_ptr, tokens, q_heads, k_heads,
     GROUP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """A program a token and group of heads, q and k at once: with grouped queries the later groups have no k left."""
+    """One program per token and group of heads, for q and k. With grouped-query attention later groups have no k heads."""
     token, group = tl.program_id(0), tl.program_id(1)
     offs_p = (token % tokens) * P + tl.arange(0, P)
     cos, sin = tl.load(cos_ptr + offs_p)[None, :], tl.load(sin_ptr + offs_p)[None, :]
@@ -47,7 +47,7 @@ def rope_qk_kernel(
 
 
 def rope_qk(q_BTHD, k_BTHD, cos_TP, sin_TP, group):
-    """The rotated q and k, and the elements of the table that were loaded. One launch."""
+    """Return the rotated q and k, and the number of table elements loaded. One launch."""
     B, T, H, D = q_BTHD.shape
     out, loaded = (torch.empty_like(q_BTHD), torch.empty_like(k_BTHD)), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     grid = (B * T, triton.cdiv(H, group))
@@ -61,7 +61,7 @@ def reference(x, cos, sin):
 
 
 torch.manual_seed(0)
-B, T, Q_HEADS, K_HEADS, D = 1, 8, 8, 2, 64  # grouped queries: four heads of q share one of k
+B, T, Q_HEADS, K_HEADS, D = 1, 8, 8, 2, 64  # grouped-query attention: four q heads per k head
 angles = torch.outer(torch.arange(T), 10000.0 ** (-torch.arange(0, D, 2) / D))
 cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
 q, k = torch.randn(B, T, Q_HEADS, D, device=DEVICE), torch.randn(B, T, K_HEADS, D, device=DEVICE)
@@ -76,5 +76,5 @@ for group in (1, 4, 8):
         f"{group} heads a program: {B * T * Q_HEADS // group:3} programs, {loaded} table elements loaded: {share:.0%} of all"
     )
     assert loaded == B * T * (Q_HEADS // group) * D
-# A cache will catch many of those loads, but not their instructions. Larger groups have fewer programs, too, and a GPU
-# with few programs is idle: how large a group should be is for a measurement to say.
+# Many of those loads hit a cache, but their instructions still execute. Larger groups mean fewer programs, and too few
+# leave a GPU idle, so the best group size has to be measured.

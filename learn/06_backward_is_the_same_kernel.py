@@ -1,7 +1,7 @@
-"""The backward is the same kernel with -sin, and nothing of x is kept for it.
+"""The backward is the same kernel with -sin, and does not need x.
 
-A rotation by an angle is a linear map, y = R x, so the gradient is dx = R^T dy: it has no x in it. And R is orthogonal:
-R^T turns by the negative angle, cos stays, sin changes its sign. One kernel does both directions.
+A rotation is a linear map, y = R x, so the gradient dx = R^T dy does not depend on x. R is orthogonal: R^T rotates by the
+negative angle, so cos stays and sin changes sign. One kernel does both directions.
 """
 
 import os
@@ -23,7 +23,7 @@ def rope_kernel(x_ptr, y_ptr, cos_ptr, sin_ptr, tokens, INVERSE: tl.constexpr, H
     cos = tl.load(cos_ptr + (token % tokens) * P + offs_p)[None, :]
     sin = tl.load(sin_ptr + (token % tokens) * P + offs_p)[None, :]
     if INVERSE:
-        sin = -sin  # all that the backward needs
+        sin = -sin  # the only change for backward
     offs = (token * H + tl.arange(0, H)[:, None]) * 2 * P + offs_p[None, :]
     a, b = tl.load(x_ptr + offs), tl.load(x_ptr + offs + P)
     tl.store(y_ptr + offs, a * cos - b * sin)
@@ -47,7 +47,7 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return Rope.apply(dy, cos, sin, not ctx.inverse), None, None, None  # itself differentiable, any number of times
+        return Rope.apply(dy, cos, sin, not ctx.inverse), None, None, None  # differentiable any number of times
 
 
 def eager(x, cos, sin):
@@ -62,12 +62,12 @@ cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
 x, dy = torch.randn(2, B, T, H, D, device=DEVICE)
 x.requires_grad_()
 
-# 1. There and back again.
+# 1. Rotate and rotate back.
 back = launch(launch(x.detach(), cos, sin, False), cos, sin, True)
 print(f"rotated and rotated back: largest difference {(back - x).abs().max():.1e}")
 assert torch.allclose(back, x, atol=1e-6)
 
-# 2. The gradient that autograd finds through eager code.
+# 2. Compare with the gradient of eager code.
 kept = []
 with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
     y = Rope.apply(x, cos, sin, False)
@@ -76,11 +76,11 @@ with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lam
 print(f"gradient against autograd's: largest difference {(ours - theirs).abs().max():.1e}")
 assert torch.allclose(ours, theirs, atol=1e-6)
 
-# 3. What waits in memory for the backward: the two tables, which the model has anyway.
+# 3. Saved for backward: only the two tables, which the model keeps anyway.
 print(f"kept for backward: {[tuple(t.shape) for t in kept]}; x has shape {tuple(x.shape)}")
 assert {t.data_ptr() for t in kept} == {cos.data_ptr(), sin.data_ptr()}
 
-# 4. And the gradient of the gradient, by the same kernel once more.
+# 4. Double backward uses the same kernel.
 v = dy.clone().requires_grad_()
 (dx,) = torch.autograd.grad(Rope.apply(x, cos, sin, False), x, v, create_graph=True)
 (dv,) = torch.autograd.grad(dx, v, x.detach())

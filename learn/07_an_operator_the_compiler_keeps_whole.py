@@ -1,11 +1,11 @@
 """An operator that torch.compile keeps whole.
 
-torch.compile traces Python into a graph of operators. A kernel launched from Python, from ctypes or from C++ is none, and
-the graph would break there. Three things make it one:
+torch.compile traces Python into a graph of operators. A kernel launched from Python, ctypes or C++ is not an operator and
+causes a graph break. Three steps make it one:
 
-    1. a schema and an implementation    the compiler sees one node and does not look inside
-    2. a fake implementation             shapes, strides and types without data, which is all that a compiler needs
-    3. autograd outside the operator     the backward is a call of the same operator, so it is one node, too
+    1. a schema and an implementation    the compiler sees one opaque node
+    2. a fake implementation             shapes, strides and dtypes without data, all that a compiler needs
+    3. autograd outside the operator     backward calls the same operator, so it is also one node
 """
 
 import ctypes
@@ -14,12 +14,12 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-memcpy = ctypes.CDLL(None).memcpy  # stands for any launch that a compiler cannot trace
+memcpy = ctypes.CDLL(None).memcpy  # stands in for any launch that the compiler cannot trace
 memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def launch(x, cos, sin, inverse):
-    """The rotation of a contiguous x, (T, H, D), put where it belongs through a raw pointer."""
+    """Rotate a contiguous x (T, H, D) and write the result through a raw pointer."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], (-sin if inverse else sin)[:, None]
     rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -28,19 +28,19 @@ def launch(x, cos, sin, inverse):
     return y
 
 
-# 1. The operator. Its schema is read from the annotations: rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor
+# 1. The operator. Its schema is inferred from the annotations: rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor
 @torch.library.custom_op("learn::rope", mutates_args=())
 def rope_op(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
     return launch(x, cos, sin, inverse)
 
 
-# 2. What it returns, for tensors that have no data.
+# 2. The fake implementation: the output for tensors without data.
 @rope_op.register_fake
 def _(x, cos, sin, inverse):
     return torch.empty_like(x)
 
 
-# 3. Autograd around it. A call without gradients goes to the operator directly.
+# 3. Autograd around it. A call without gradients calls the operator directly.
 class Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, inverse):
@@ -65,19 +65,19 @@ angles = torch.outer(torch.arange(T), 10000.0 ** (-torch.arange(0, D, 2) / D))
 cos, sin = angles.cos(), angles.sin()
 x = torch.randn(T, H, D, requires_grad=True)
 
-# A launch in the middle of Python is not traced.
+# A bare launch inside Python cannot be traced.
 try:
     torch.compile(launch, backend="eager", fullgraph=True)(x.detach(), cos, sin, False)
     raise AssertionError("the launch was traced")
 except torch._dynamo.exc.Unsupported as error:
     print(f"the bare launch: {str(error).splitlines()[0]}")
 
-# PyTorch's own check of schema, fake and implementation against each other.
+# PyTorch's own consistency check of schema, fake and implementation.
 checked = torch.library.opcheck(rope_op, (x.detach(), cos, sin, True))
 print("opcheck:", ", ".join(checked))
 assert set(checked.values()) == {"SUCCESS"}
 
-# The graphs that the compiler makes of a function around it, forward and backward.
+# The forward and backward graphs of a compiled function that calls it.
 graphs = []
 
 
@@ -93,7 +93,7 @@ loss = compiled(x)
 (dx,) = torch.autograd.grad(loss, x)
 for name, targets in zip(("forward", "backward"), graphs, strict=True):
     print(f"{name}: {', '.join(str(target) for target in targets)}")
-    assert targets.count(torch.ops.learn.rope.default) == 1  # whole, once, in both directions
+    assert targets.count(torch.ops.learn.rope.default) == 1  # exactly one node in each direction
 
 (expected,) = torch.autograd.grad((rope(x * 2, cos, sin) + 1).sum(), x)
 assert torch.allclose(dx, expected)

@@ -1,11 +1,11 @@
-"""A linear layer and its gate in one kernel, and the memory that this saves.
+"""A linear layer and its gate in one kernel, and the memory it saves.
 
     h = x W^T + b            (N, 8d)      x (N, d), W (8d, d)
     y = h1 · gelu(h2)        (N, 4d)      the two halves of h
 
 Eager code writes h to memory, reads half of it, writes gelu(h2), reads both and writes y. A kernel that computes the two
-columns of h which meet in one y keeps both in registers: h never exists. Of activations there are then 5 N d elements, x
-and y; 9 N d if h is counted beside x; and what eager code holds at its peak is more than either. Measured below.
+columns of h for each column of y keeps both in registers and never materializes h. The activations are then 5 N d elements
+(x and y), where x and h are 9 N d, and the peak of eager code is higher than both. Measured below.
 """
 
 import os
@@ -28,7 +28,7 @@ def geglu_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, N, F,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of y: two accumulators, for the value and for the gate, over the same rows of x."""
+    """One block of y: two accumulators, for value and gate, over the same rows of x."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask_n, mask_f = offs_n < N, offs_f < F
@@ -53,7 +53,7 @@ def fused(x, weight, bias):
     F = weight.shape[0] // 2
     y = torch.empty(N, F, device=x.device)
     grid = triton.cdiv(N, 32), triton.cdiv(F, 64)
-    with _disable_current_modes():  # a launch allocates nothing; what the interpreter does for one is not to be counted
+    with _disable_current_modes():  # a launch allocates nothing; do not count the interpreter's own tensors
         geglu_kernel[grid](x, weight, bias, y, N, F, D, 32, 64, 32)
     return y
 
@@ -64,12 +64,12 @@ def eager(x, weight, bias):
 
 
 class Held(TorchDispatchMode):
-    """The most elements that exist at once, beside the parameters: counted when made, forgotten when gone."""
+    """Track the peak number of live elements, parameters excluded: counted on creation, removed when freed."""
 
     def __init__(self, x, parameters):
         super().__init__()
         self.now = self.most = x.numel()
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in (x, *parameters)}  # and views of them
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in (x, *parameters)}  # includes their views
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

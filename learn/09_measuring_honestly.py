@@ -2,12 +2,12 @@
 
 Three things make most published speedups wrong:
 
-    warm caches     a loop over one small tensor measures the cache; in a model other tensors have been there since
-    drift           A measured first and B afterwards differ by clock, temperature and neighbours, too
+    warm caches     a loop over one small tensor measures the cache; in a model other tensors evict it between calls
+    drift           if A runs before B, they also differ in clock, temperature and other load
     no noise floor  a difference means nothing until you know how much the same code differs from itself
 
-So: throw the cache out before every sample, take the candidates in random order in every round, compare medians, and
-measure one of them twice under two names. What those two differ by is what cannot be told apart here.
+So: flush the cache before every sample, run the candidates in random order in every round, compare medians, and measure
+one of them twice under two names. The difference of those two is the noise floor.
 """
 
 import random
@@ -18,8 +18,8 @@ import torch
 
 torch.manual_seed(0)
 random.seed(0)
-torch.set_num_threads(1)  # or every sample waits for the slowest thread, and for whoever else uses its core
-eviction = torch.empty(64 * 2**20, dtype=torch.uint8)  # more than the last cache of most processors
+torch.set_num_threads(1)  # with more, every sample waits for the slowest thread and the load on its core
+eviction = torch.empty(64 * 2**20, dtype=torch.uint8)  # larger than the last-level cache of most processors
 
 
 def microseconds(function, cold=True):
@@ -31,10 +31,10 @@ def microseconds(function, cold=True):
 
 
 def measure(candidates, rounds):
-    """Samples of every candidate; each round takes all of them in an order of its own."""
+    """Samples of every candidate; each round runs all of them in random order."""
     samples = {name: [] for name in candidates}
     for function in candidates.values():
-        function()  # first calls allocate, import and compile
+        function()  # warm-up: first calls allocate, import and compile
     for _ in range(rounds):
         for name, function in random.sample(list(candidates.items()), len(candidates)):
             samples[name].append(microseconds(function))
@@ -42,13 +42,13 @@ def measure(candidates, rounds):
 
 
 def compare(samples, a, b):
-    """The median ratio of a to b, and bounds that hold it in 99 of 100 resamplings of the rounds."""
+    """The median ratio of a to b and its 99 % bootstrap confidence interval over the rounds."""
     ratios = [x / y for x, y in zip(samples[a], samples[b], strict=True)]
     resampled = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(1000))
     return statistics.median(ratios), resampled[5], resampled[-6]
 
 
-# 1. The cache. A tensor of half a megabyte, copied.
+# 1. The cache: copy a tensor of half a megabyte.
 small = torch.randn(2**17)
 target = torch.empty_like(small)
 times = {True: [], False: []}
@@ -60,8 +60,8 @@ cold, warm = statistics.median(times[True]), statistics.median(times[False])
 print(f"the same copy: {warm:.0f} µs warm, {cold:.0f} µs cold")
 assert cold > warm
 
-# 2. The candidates: a rotation as most models write it, the same again under another name, and the same in float64.
-B, T, H, D = 1, 64, 8, 64  # small: memory that the allocator returns to the system is made anew page by page
+# 2. The candidates: a rotation as most models write it, the same under another name, and in float64.
+B, T, H, D = 1, 64, 8, 64  # small: larger buffers go back to the OS, and new ones page-fault
 x = torch.randn(B, T, H, D)
 angles = torch.outer(torch.arange(T), 10000.0 ** (-torch.arange(0, D, 2) / D))
 cos2, sin2 = (torch.cat((table, table), -1)[:, None] for table in (angles.cos(), angles.sin()))
@@ -80,14 +80,14 @@ def in_double():
     return rotated(x.double()).float()  # "to be on the safe side"
 
 
-assert torch.allclose(usual(), in_double(), atol=1e-6)  # what is wrong gets no time
+assert torch.allclose(usual(), in_double(), atol=1e-6)  # only time correct code
 
 samples = measure({"usual": usual, "usual again": usual, "in double": in_double}, rounds=41)
 for name, values in samples.items():
     quarters = statistics.quantiles(values, n=4)
     print(f"{name:13} median {quarters[1]:7.0f} µs, half of all samples in {quarters[0]:.0f} to {quarters[2]:.0f}")
 
-# 3. The noise floor first, then the difference.
+# 3. First the noise floor, then the difference.
 same, low, high = compare(samples, "usual again", "usual")
 noise = max(abs(low - 1), abs(high - 1))
 print(
@@ -97,4 +97,4 @@ print(
 ratio, low, high = compare(samples, "in double", "usual")
 verdict = "slower" if low > 1 + noise else "faster" if high < 1 - noise else "same or cannot tell"
 print(f"in double against usual: ratio {ratio:.2f}, between {low:.2f} and {high:.2f}: {verdict}")
-assert high > 1  # it cannot be the faster one: it moves twice the bytes
+assert high > 1  # it cannot be faster: it moves twice the bytes

@@ -1,9 +1,8 @@
-"""Make the environment that `make study` and `make test` run in. Standard library only.
+"""Create the virtual environment for `make study` and `make test`. Standard library only.
 
-On a machine whose Python already has a GPU build of torch >= 2.10, the new environment sees the packages of that Python
-and only what is missing is added, each by itself where not all can be (what cannot be installed is named, and what needs it says
-so, too).
-Elsewhere the pinned development set is installed.
+If the current Python already has a GPU build of torch >= 2.10, the new environment inherits its packages and only missing
+ones are installed, one by one if they cannot be installed together. Packages that fail are listed, and the features that
+need them report it. Otherwise the pinned development set is installed.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 MINIMUM_TORCH = (2, 10)
 
-# Asked of the Python that runs this file, in a process of its own: importing torch is slow and may fail. What torch needs may
-# lie elsewhere than torch: `pip install --user` takes a distribution's packages as they are.
+# Runs in a subprocess of the current Python, as importing torch is slow and may fail. torch's dependencies may be in another
+# directory than torch: `pip install --user` reuses packages that the system already has.
 PROBE = """
 import sys, torch
 from pathlib import Path
@@ -36,7 +35,7 @@ def main() -> None:
     target = Path(sys.argv[1])
     (target / "ready").unlink(missing_ok=True)
     python = str(target / "bin" / "python")
-    try:  # what an earlier checkout left serves if it is of this Python
+    try:  # reuse an existing environment if it has the same Python version
         venv.EnvBuilder(with_pip=True, clear=version(python) != version(sys.executable)).create(target)
     except subprocess.CalledProcessError:
         sys.exit(
@@ -56,7 +55,7 @@ def main() -> None:
             if failed:
                 print(f"environment: could not install {', '.join(failed)}; what needs them will say so", flush=True)
     else:
-        # In this order: a torch that names its own triton must not be forced to another.
+        # torch first: it may pin its own triton, which must not be replaced.
         install(python, "torch.txt")
         if not has(python, "triton"):
             install(python, "triton.txt")
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def gpu_site_packages() -> list[str]:
-    """Where the packages of this Python lie, torch's place first, if that is a GPU build of a recent one; else empty."""
+    """The package directories of this Python, torch's first, if it has a recent GPU build of torch; else empty."""
     probe = subprocess.run(
         [sys.executable, "-c", PROBE.format(minimum=MINIMUM_TORCH)], capture_output=True, text=True, check=False
     )
@@ -76,7 +75,7 @@ def gpu_site_packages() -> list[str]:
 
 
 def version(python: str) -> str:
-    """The version of an interpreter; empty where it does not run."""
+    """The version of an interpreter; empty if it does not run."""
     try:
         found = subprocess.run(
             [python, "-c", "import sys; print(sys.version)"], capture_output=True, text=True, check=True
@@ -92,7 +91,7 @@ def site_packages(python: str) -> Path:
 
 
 def missing_requirements(python: str, part: str) -> list[str]:
-    """The pinned requirements, markers included, of which no version is there; an inherited version is good enough."""
+    """The pinned requirements (with markers) that have no installed version; any inherited version is accepted."""
     lines = (REQUIREMENTS / part).read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#") and not has(python, line.split("==")[0])]
 
@@ -103,7 +102,7 @@ def has(python: str, distribution: str) -> bool:
 
 
 def install(python: str, part: str) -> None:
-    """Install a file of pinned requirements, or end with what to do."""
+    """Install a file of pinned requirements, or exit with instructions."""
     if not pip(python, "-r", str(REQUIREMENTS / part)):
         sys.exit(
             f"environment: requirements/{part} could not be installed; pip says why above. It needs a package index"
@@ -111,7 +110,7 @@ def install(python: str, part: str) -> None:
 
 
 def pip(python: str, *arguments: str) -> bool:
-    """Whether `pip install` with these arguments worked."""
+    """Run `pip install` with these arguments; return whether it succeeded."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
     return subprocess.run(command, check=False).returncode == 0
 

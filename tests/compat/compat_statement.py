@@ -1,4 +1,4 @@
-"""What the functions of every library compute, stated in float64, and how close a result must come to it."""
+"""float64 references for the functions of every library, and the tolerances of the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, *, start: int = 0, interleaved: bool = False, to_half: bool = False
 ) -> Tensor:
-    """x in float64 with 2P features from `start` on multiplied, pair by pair as complex numbers, by cos + i sin (…, P)."""
+    """Reference: x in float64, the pairs of its 2P features from `start` multiplied as complex numbers by cos + i sin (…, P)."""
     x = x.double()
     width = 2 * cos.shape[-1]
     before, part, after = x[..., :start], x[..., start : start + width], x[..., start + width :]
@@ -32,14 +32,14 @@ def rotate(
 
 
 def assert_rotated(actual: Tensor, expected: Tensor, angle_error: float = 0.0) -> None:
-    """One rounding to the dtype of `actual`, on top of float32 arithmetic and an error of the angles (in radians)."""
+    """Allow one rounding to the dtype of `actual`, plus float32 arithmetic and an angle error (in radians)."""
     dtype = actual.dtype if actual.dtype != torch.float64 else torch.float32
     atol = (8 * torch.finfo(torch.float32).eps + angle_error) * max(float(expected.detach().abs().max()), 1.0)
     torch.testing.assert_close(actual.double(), expected, rtol=0.51 * torch.finfo(dtype).eps, atol=atol)
 
 
 def assert_gradient(output: Any, x: Tensor, statement: Any) -> None:
-    """The gradient of x through `output` is that through `statement`, a function of x, for the same random cotangents."""
+    """Check that x gets the same gradient through `output` and `statement`, a function of x, for random cotangents."""
     outputs = output if isinstance(output, tuple) else (output,)
     cotangents = [torch.randn_like(y) for y in outputs]
     given = [dy.clone() for dy in cotangents]
@@ -61,7 +61,7 @@ VIEWS = {
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that launch something: all but views and allocations."""
+    """Count operators that launch kernels: all except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def launches(function: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
 
 
 def assert_transforms(function: Callable[[Tensor], Any], x: Tensor) -> None:
-    """The transforms of torch.func and batches of gradients of `function`, which may write to x, are what autograd gives."""
+    """Check torch.func transforms and batched gradients of `function` (may be in place on x) against autograd."""
     call = lambda x: results if isinstance(results := function(x), tuple) else (results,)  # noqa: E731
     loss = lambda x: sum((y**3).sum() for y in call(x * 1))  # noqa: E731
     leaf = x.clone().requires_grad_()
@@ -112,8 +112,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def assert_same(ours: Any, statement: Any, leaves: list[Tensor], products: int = 0) -> None:
-    """Results and gradients of `ours` are those of `statement` in float64: within one rounding for a gate, and one more
-    for every product on the way."""
+    """Check results and gradients of `ours` against `statement` in float64: within one rounding for the gate, plus one per
+    matmul."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     y, true = ours(*leaves), statement(*wide)
@@ -134,7 +134,7 @@ FORM = re.compile(r"\w+: [\w. ]+ must .+, got .+; .+", re.DOTALL)
 
 
 def check_named(function: Any, arguments: dict[str, Any], **wrong: Any) -> str:
-    """The message of a call with something wrong, which must be in the form that all have."""
+    """Call with invalid arguments, check the form of the error message and return it."""
     with pytest.raises((TypeError, ValueError)) as raised:
         function(**{**arguments, **wrong})
     assert FORM.fullmatch(str(raised.value))

@@ -1,4 +1,4 @@
-"""Whatever is passed to a function or module of a library, a wrong argument has an error in the form of all others."""
+"""Every invalid argument of a compat function or module raises an error in the common form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPLIT = {"q_freqs": FREQS, "k_freqs": FREQS.clone(), "qkv_split_arg_list": [D, D
 GATES, WEIGHT = {"a": rand(3, D), "b": rand(3, D)}, rand(D, D)
 WEIGHTS = {"input": rand(3, D), "gate_weight": WEIGHT, "up_weight": WEIGHT.clone(), "down_weight": WEIGHT.clone()}
 
-# Right calls. Arguments that have no effect in a call are not given: what they are is not looked at.
+# Valid calls. Arguments without effect in a call are omitted, as they are not checked.
 CALLS: list[tuple[Any, dict[str, Any]]] = [
     (flash_attn.apply_rotary_emb, {"x": X, **HALF, "interleaved": False, "inplace": False, "seqlen_offsets": 0}),
     (flash_attn.apply_rotary_emb, {"x": X, **HALF, "inplace": True}),
@@ -230,7 +230,7 @@ def name_of(function: Any) -> str:
 
 
 def places(kind: type) -> list[Any]:
-    """The arguments of the calls above that are annotated with this type and have a value of it."""
+    """Arguments of the calls above that are annotated with this type and have a value of it."""
     found = []
     for i, (function, arguments) in enumerate(CALLS):
         parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
@@ -257,7 +257,7 @@ def test_what_is_no_tensor(function: Any, arguments: dict[str, Any], name: str) 
 def test_a_tensor_of_too_few_dimensions(function: Any, arguments: dict[str, Any], name: str) -> None:
     x = arguments[name]
     check_named(function, arguments, **{name: x.flatten()[0].clone()})
-    # Of what is computed elementwise, or laid out by other arguments, one dimension is as good as several.
+    # Elementwise inputs, and those whose shape other arguments determine, may also be 1-D.
     if x.dim() > 1 and name not in ("input", "y") and not isinstance(function, vllm.GeluAndMul):
         check_named(function, arguments, **{name: x.flatten()})
 
@@ -266,7 +266,7 @@ def test_a_tensor_of_too_few_dimensions(function: Any, arguments: dict[str, Any]
 @pytest.mark.parametrize(("function", "arguments", "name"), places(Tensor))
 def test_a_tensor_without_strides(function: Any, arguments: dict[str, Any], name: str) -> None:
     x = arguments[name]
-    if arguments.get("gate_multiplier", 1.0) == 1.0 or "input" not in arguments:  # else `F.linear` takes it
+    if arguments.get("gate_multiplier", 1.0) == 1.0 or "input" not in arguments:  # otherwise `F.linear` accepts it
         check_named(function, arguments, **{name: x.to_sparse()})
     check_named(function, arguments, **{name: torch.nested.nested_tensor([x, x])})
 
@@ -381,7 +381,7 @@ def test_q_is_not_written_to_where_kv_is_refused(kv: Any) -> None:
 
 
 class Own(Tensor):
-    """A tensor with a mistake of its user."""
+    """A tensor subclass with a bug of its user."""
 
     @property
     def shape(self) -> Any:

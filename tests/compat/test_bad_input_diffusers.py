@@ -1,4 +1,4 @@
-"""Whatever is passed to a rotary function of diffusers' models, a wrong argument has an error in the form of all others."""
+"""Every invalid argument of the rotary functions for diffusers raises an error in the common form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def axes() -> tuple[Tensor, ...]:
 X, XH, WIDE = rand(B, S, H, D), rand(B, H, S, D), rand(B, S, H * D)
 FREQS = torch.complex(*both(9, D // 2))
 
-# Right calls.
+# Valid calls.
 CALLS: dict[Any, dict[str, Any]] = {
     diffusers.apply_rotary_emb_qwen_neuron: {"x": X, "freqs": rand(S, D // 2)},
     diffusers.apply_rotary_emb_wan: {"hidden_states": X, "freqs_cos": rand(1, S, 1, D), "freqs_sin": rand(1, S, 1, D)},
@@ -58,7 +58,7 @@ CALLS: dict[Any, dict[str, Any]] = {
 
 
 def within(value: Any, wrong: Any) -> list[Any]:
-    """What is wrong of one tensor in the place of each of those that an argument holds; of a tensor, wrong of itself."""
+    """Replace each tensor in an argument, one at a time, by its invalid variants `wrong(tensor)`."""
     if isinstance(value, Tensor):
         return wrong(value)  # type: ignore[no-any-return]
     return [

@@ -1,5 +1,4 @@
-"""The rotary functions of diffusers' models that have one angle for all heads of a token, against what they stand for in
-float64."""
+"""The rotary functions of diffusers with angles shared by all heads of a token, against float64 references."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def repeated(x: Tensor) -> Tensor:
 
 
 def packed(layout: str = "bshd", dtype: torch.dtype = torch.float32) -> Tensor:
-    """A q that is a part of a projection of q, k and v, its memory (B, S, 3, H, D)."""
+    """q as a slice of a packed qkv projection (B, S, 3, H, D)."""
     q = randn(B, S, 3, H, D, dtype=dtype)[:, :, 1]
     return q.transpose(1, 2) if layout == "bhsd" else q
 
@@ -39,7 +38,7 @@ def packed(layout: str = "bshd", dtype: torch.dtype = torch.float32) -> Tensor:
 def wan(dtype: torch.dtype, batch: int) -> Case:
     a = angles(batch, S, P)
     cos, sin = repeated(a.cos())[:, :, None], repeated(a.sin())[:, :, None]
-    # What is not read: the sines of even columns and the cosines of odd ones.
+    # Not read: sin in even columns and cos in odd ones.
     cos[..., 1::2], sin[..., 0::2] = torch.nan, torch.nan
     statement = lambda x: rotate(x, a.cos()[:, :, None], a.sin()[:, :, None], interleaved=True)  # noqa: E731
     return lambda x: diffusers.apply_rotary_emb_wan(x, cos, sin), packed(dtype=dtype), statement
@@ -48,7 +47,7 @@ def wan(dtype: torch.dtype, batch: int) -> Case:
 def helios(dtype: torch.dtype, batch: int) -> Case:
     a = angles(batch, S, P)
     freqs = torch.cat((repeated(a.cos()), repeated(a.sin())), -1)
-    freqs[..., 1:D:2], freqs[..., D::2] = torch.nan, torch.nan  # what is not read
+    freqs[..., 1:D:2], freqs[..., D::2] = torch.nan, torch.nan  # not read
     statement = lambda x: rotate(x, a.cos()[:, :, None], a.sin()[:, :, None], interleaved=True)  # noqa: E731
     return lambda x: diffusers.apply_rotary_emb_transposed(x, freqs), packed(dtype=dtype), statement
 
@@ -115,7 +114,7 @@ def stable_audio3(dtype: torch.dtype, batch: int) -> Case:
 
 
 def matrices(a: Tensor) -> Tensor:
-    """[[cos, −sin], [sin, cos]] with a second column that nobody is to read."""
+    """[[cos, −sin], [sin, cos]] with NaN in the second column, which must not be read."""
     nan = torch.full_like(a, torch.nan)
     return torch.stack((a.cos(), nan, a.sin(), nan), -1).unflatten(-1, (2, 2))
 
@@ -181,7 +180,7 @@ def test_one_launch_and_nothing_is_copied(case: Any) -> None:
     assert launches(function, x) == {f"fusewise::{name}": 1, **converted}
 
 
-INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"  # Dynamo does
+INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"  # raised by Dynamo
 
 
 @pytest.mark.filterwarnings(INSTANTIATED)
@@ -205,7 +204,7 @@ def test_compiled_for_all_lengths() -> None:
         compiled(x, a.cos()[:, :8], a.sin()[:, :8])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 def test_transforms() -> None:
     for case in (wan, kolors, stable_audio3):
         function, x, _ = case(torch.float32, 1)
@@ -214,7 +213,7 @@ def test_transforms() -> None:
 
 @pytest.mark.parametrize("case", [wan, anyflow])
 def test_float64(case: Any) -> None:
-    """Tables of 64 bits are read as they are where x has as many."""
+    """float64 and complex128 tables are not converted if x is float64."""
     a = angles(1, S, P).double()
     cos, sin = repeated(a.cos())[:, :, None], repeated(a.sin())[:, :, None]
     x, freqs = randn(B, S, H, D).double(), torch.polar(torch.ones_like(a), a)[:, None]
@@ -230,7 +229,7 @@ def test_float64(case: Any) -> None:
 
 
 def grid_statement(x: Tensor, grids: Tensor, theta: Tensor, stride: int) -> Tensor:
-    """Token by token, with the angles theta (R, P)."""
+    """Reference for each token in a loop, with angles theta (R, P)."""
     thirds = [P - 2 * (P // 3), P // 3, P // 3]
     rows = []
     for i, (frames, height, width) in enumerate(grids.tolist()):
@@ -253,7 +252,7 @@ def test_a_grid_of_tokens(dtype: torch.dtype, stride: int) -> None:
     y = diffusers.rope_apply(x, grids, freqs, stride)
     assert y.dtype == dtype
     assert_rotated(y, grid_statement(x, grids, theta, stride))
-    assert torch.equal(y[:, 12:], x[:, 12:])  # behind both grids of 12
+    assert torch.equal(y[:, 12:], x[:, 12:])  # beyond the 12 tokens of both grids
     assert_gradient(y, x, lambda x: grid_statement(x, grids, theta, stride))
     compiled = torch.compile(diffusers.rope_apply, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, grids, freqs, stride), y)
@@ -264,7 +263,7 @@ def test_a_grid_of_tokens(dtype: torch.dtype, stride: int) -> None:
 def test_a_grid_larger_than_the_table_is_nan() -> None:
     theta, x = angles(2, P), randn(1, 6, H, D)
     freqs = torch.polar(torch.ones_like(theta), theta)
-    y = diffusers.rope_apply(x, torch.tensor([[1, 2, 3]]), freqs)  # of three columns the last has no row
+    y = diffusers.rope_apply(x, torch.tensor([[1, 2, 3]]), freqs)  # the last of three columns is outside the table
     lost = torch.zeros(6, D, dtype=torch.bool)
     lost[2::3, 2 * (P - P // 3) :] = True
     assert torch.equal(y.isnan()[0].cpu(), lost[:, None].expand(6, H, D))

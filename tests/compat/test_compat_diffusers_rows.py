@@ -1,5 +1,4 @@
-"""The rotary functions of diffusers' models whose angles differ between heads, or parts of a head, against what they stand
-for in float64."""
+"""The rotary functions of diffusers whose angles differ between heads or parts of a head, against float64 references."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ B, S, H, D = 2, 5, 4, 12
 LTX = [diffusers.apply_rotary_emb_ltx, diffusers.apply_interleaved_rotary_emb]
 DTYPES = [torch.float32, torch.bfloat16]
 ONE = {"fusewise::rope": 1}
-INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"  # Dynamo does
+INSTANTIATED = "ignore:.*should not be instantiated:DeprecationWarning"  # raised by Dynamo
 
 
 def angles(*shape: int) -> Tensor:
@@ -32,14 +31,14 @@ def twice(x: Tensor) -> Tensor:
 
 
 def memory(order: str, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, S, C) with memory of one kind."""
-    if order == "packed":  # a part of a projection of q, k and v
+    """x (B, S, C) with a given memory layout."""
+    if order == "packed":  # a slice of a packed qkv projection
         return randn(batch, tokens, 3 * width, dtype=dtype)[..., width : 2 * width]
     if order == "tokens first":
         return randn(tokens, batch, width, dtype=dtype).transpose(0, 1)
     if order == "longer":
         return randn(batch, tokens + 2, width, dtype=dtype)[:, 1:-1]
-    if order == "cut":  # of longer, packed sequences: neither dimensions can be one
+    if order == "cut":  # a slice of longer, packed sequences: neither (B, S) nor (S, parts) can be flattened
         return randn(batch, tokens + 2, 3 * width, dtype=dtype)[:, 1:-1, :width]
     return randn(batch, tokens, width, dtype=dtype)
 
@@ -71,7 +70,7 @@ def test_over_the_width(function: Any, order: str, batch: int, width: int) -> No
 def test_the_width_is_one_launch_of_views(function: Any, order: str, batch: int) -> None:
     a, x = angles(batch, S, 512), memory(order, B, S, 1024)
     freqs = repeated(a.cos()), repeated(a.sin())
-    # What is documented: a copy of x where nothing of it can be one dimension and the tables differ in the batch.
+    # As documented: x is copied if it cannot be flattened and the tables differ between sequences.
     copied = batch == B and order in ("tokens first", "cut")
     assert launches(function, x, freqs) == {**ONE, **({"aten::clone": 1} if copied else {})}
     lone = memory(order, 1, S, 1024)
@@ -79,7 +78,7 @@ def test_the_width_is_one_launch_of_views(function: Any, order: str, batch: int)
 
 
 def heads_of(a: Tensor, made: str) -> Tensor:
-    """Angles (b, S, H, P) as tables (b, H, S, P), in memory as LTX-2 makes them or as their shape says."""
+    """Angles (b, S, H, P) as tables (b, H, S, P), transposed as in LTX-2, or contiguous."""
     table = a.transpose(1, 2)
     return table if made == "as there" else table.contiguous()
 
@@ -136,7 +135,7 @@ def test_mochi(order: str, dtype: torch.dtype) -> None:
 
 
 def test_mochi_learns_its_frequencies() -> None:
-    """Tables of a parameter are refused where a gradient would be lost, and taken where none is recorded."""
+    """Tables that require grad are rejected, except under no_grad, where no gradient would be lost."""
     a, x = angles(S, H, D // 2).requires_grad_(), randn(B, S, H, D)
     with pytest.raises(ValueError, match=r"^rope: sin must not require grad: .*; call sin\.detach\(\)$"):
         diffusers.apply_rotary_emb_mochi(x, a.cos(), a.sin())
@@ -149,7 +148,7 @@ ROWS = (3, 6, 4)
 
 
 def of_allegro(batch: int, kind: torch.dtype = torch.int64) -> tuple[Any, Any, Any]:
-    """The angles of three tables, what the function takes, and the positions."""
+    """The angles of three tables, the tables as the function takes them, and the positions."""
     theta = [angles(n, D // 6) for n in ROWS]
     positions = tuple(torch.randint(n, (batch, S), device=DEVICE, dtype=kind) for n in ROWS)
     return theta, tuple((twice(t.cos()), twice(t.sin())) for t in theta), positions
@@ -176,13 +175,13 @@ def test_allegro(order: str, batch: int, heads_first: bool) -> None:
         check(y, x, lambda x, theta=theta, at=positions: thirds(x, theta, at))
         counted = launches(diffusers.apply_rotary_emb_allegro, x.detach(), freqs, positions)
         assert counted["fusewise::rope"] == 1
-        # The positions of one sequence are copied for the others, and x where it is documented.
+        # Positions of one sequence are copied for the others, and x as documented.
         apart = order in ("tokens first", "longer", "cut")
         assert counted.get("aten::clone", 0) == (0 if heads_first else (batch < B) + apart)
 
 
 def test_allegro_without_a_row_is_nan() -> None:
-    """Also where the tables of the other axes would have one."""
+    """Also if the tables of the other axes have that row."""
     theta, freqs, positions = of_allegro(B)
     x = randn(B, H, S, D)
     want = thirds(x, theta, positions)
@@ -227,7 +226,7 @@ def test_compiled_in_one_graph(which: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, x, dy), torch.autograd.grad(want, x, dy))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 def test_transforms() -> None:
     for function, x in calls():
         assert_transforms(function, x)

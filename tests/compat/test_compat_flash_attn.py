@@ -1,5 +1,5 @@
-"""The functions of fusewise.compat.flash_attn against their documented semantics. What autograd and transforms make of them in
-place, and the module, have files of their own, which share what is made here."""
+"""The functions of fusewise.compat.flash_attn against their documented semantics. In-place autograd and transforms, and the
+module, are tested in separate files that import helpers from this one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rows(t: Tensor, offset: int | Tensor) -> Tensor:
-    """(B or 1, T, 1, P): the table rows of the tokens."""
+    """The table rows of the tokens, (B or 1, T, 1, P)."""
     start = torch.as_tensor(offset, device=DEVICE).view(-1, 1)
     return t[start + torch.arange(T, device=DEVICE)][:, :, None]
 
@@ -120,7 +120,7 @@ def test_a_last_dimension_that_is_not_contiguous() -> None:
         apply_rotary_emb(x, cos, sin, inplace=True)
 
 
-# A packed tensor: how it is made, and which heads are q, k and the rest once (3, H) is one dimension.
+# A packed tensor: its constructor, and which heads are q, k and the rest after flattening (3, H).
 PACKED = {
     "stacked": lambda: randn(B, T, 3, H, D),
     "gqa": lambda: randn(B, T, H + 2 * 2, D),
@@ -142,7 +142,7 @@ def qkv_statement(cos: Tensor, sin: Tensor, cos_k: Tensor, sin_k: Tensor, offset
 
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_tables_that_were_not_made_together(which: str) -> None:
-    """cos and sin of unlike strides are taken for q and for k alike."""
+    """cos and sin with different strides are accepted for q and for k."""
     tables = {"q": table(8), "k": table(8, seed=1)}
     cos, sin = tables[which]
     tables[which] = cos, sin.t().contiguous().t()
@@ -183,7 +183,7 @@ def test_apply_rotary_emb_qkv_(form: str, interleaved: bool, separate: bool, off
     hidden = source * 2
     y = call(hidden)
     assert torch.equal(y, hidden)
-    assert_gradient(hidden, source, lambda x: statement(2 * x))  # the handle and the result are one
+    assert_gradient(hidden, source, lambda x: statement(2 * x))  # the argument also carries the gradient
 
 
 def test_apply_rotary_emb_kv_() -> None:

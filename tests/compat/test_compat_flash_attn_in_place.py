@@ -1,5 +1,5 @@
-"""The functions of fusewise.compat.flash_attn where they write to what they are given: derivatives, transforms, views and
-torch.compile, each of which could miss the write."""
+"""The in-place functions of fusewise.compat.flash_attn under autograd, transforms, views and torch.compile, each of which
+could miss the write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_derivatives_of_every_order_in_place() -> None:
     ):
         assert torch.autograd.gradcheck(function, x)
         assert torch.autograd.gradgradcheck(function, x)
-        assert not torch.autograd.grad(function(x).sgn().sum(), x)[0].any()  # zeros without memory
+        assert not torch.autograd.grad(function(x).sgn().sum(), x)[0].any()  # a ZeroTensor gradient
 
 
 IN_PLACE: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -42,7 +42,7 @@ IN_PLACE: dict[str, tuple[tuple[int, ...], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 @pytest.mark.parametrize("form", IN_PLACE)
 def test_transforms_in_place(form: str) -> None:
     shape, function = IN_PLACE[form]
@@ -75,7 +75,7 @@ def test_in_place_through_a_view(form: str) -> None:
     y = apply_rotary_emb_qkv_(packed, cos, sin)
     assert y.data_ptr() == hidden.data_ptr()
     assert_gradient(y.flatten(2), source, lambda x: statement(x, 2))
-    if form == "view of the whole":  # one launch backward and the copy of v; and every handle has the gradient
+    if form == "view of the whole":  # backward is one launch and the copy of v, and every alias has the gradient
         g = torch.randn_like(y)
         again = apply_rotary_emb_qkv_((source * 2).view(B, T, 3, H, D), cos, sin)
         counted = launches(torch.autograd.grad, again, source, g)
@@ -116,7 +116,7 @@ def test_in_place_on_one_of_several_views_made_at_once(made: Any) -> None:
     y = apply_rotary_emb(q, cos, sin, inplace=True)
     assert y.data_ptr() == q.data_ptr()
     assert_rotated(y, want)
-    # the other views are not spoilt, and the returned tensor has the gradient
+    # the other views stay usable, and the returned tensor has the gradient
     g, g_other = torch.randn_like(y), torch.randn_like(y)
     found = torch.autograd.grad((y, others[-1]), source, (g, g_other))[0]
     twin = source.detach().clone().requires_grad_()
@@ -155,7 +155,7 @@ def test_offsets_changed_before_backward_are_noticed() -> None:
         y.sum().backward()
 
 
-# dynamo makes an instance of every autograd function that it traces
+# Dynamo instantiates every autograd.Function it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiles_to_one_graph(grad: bool) -> None:

@@ -1,4 +1,4 @@
-"""RotaryEmbedding of fusewise.compat.flash_attn: what it computes, and the frequencies and tables that models read from it."""
+"""RotaryEmbedding of fusewise.compat.flash_attn: its results, and the frequencies and tables that models read from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rotary_embedding_module(scale_base: float | None, interleaved: bool) ->
     assert_rotated(q_out, expected[0], angle_error=1e-6)
     assert_rotated(kv_out, torch.stack((expected[1], v.double()), 2), angle_error=1e-6)
 
-    if scale_base is None:  # XPos scales by distance from the middle of the table
+    if scale_base is None:  # not for XPos, which scales by the distance from the middle of the table
         shifted = module(
             torch.stack((q, k, v), 2)[:, :2].clone(), seqlen_offset=torch.tensor([1, 3], device=DEVICE), max_seqlen=T
         )
@@ -114,7 +114,7 @@ def test_rotary_embedding_frequencies_are_the_buffer() -> None:
 
 
 def test_rotary_embedding_positions_in_the_dtype_of_a_cast_module() -> None:
-    """As models that were trained wholly in bfloat16 by flash-attn of that time need them: 257 is 256 there."""
+    """Models trained in pure bfloat16 with that flash-attn need them: position 257 is rounded to 256."""
     for pos_idx_in_fp32 in (True, False):
         module = RotaryEmbedding(D, device=DEVICE, pos_idx_in_fp32=pos_idx_in_fp32)
         module._update_cos_sin_cache(300)

@@ -1,4 +1,4 @@
-"""The gates of fusewise.compat against what they stand for, stated in float64; the gated MLPs are in test_compat_mlps.py."""
+"""The gates of fusewise.compat against float64 references. The gated MLPs are in test_compat_mlps.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_liger_gates(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert_same(
             lambda a, b, f=scaled: f(a, b, 1.7, 0.85), lambda a, b: functional.silu(1.7 * a) * b * 0.85, [a, b], 2
         )
-    # Which of Liger's kernels is wanted is without effect.
+    # The selection of a Liger kernel is ignored.
     assert torch.equal(liger.geglu(a, b, impl="nvidia-cutile", mode="chunked"), liger.liger_geglu(a, b))
     assert torch.equal(liger.swiglu(a, b, backend="cutedsl"), liger.liger_swiglu(a, b))
 

@@ -1,5 +1,5 @@
-"""fusewise.compat.liger and fusewise.compat.transformers against their documented semantics, and against the functions of
-the transformers that is installed."""
+"""fusewise.compat.liger and fusewise.compat.transformers against their documented semantics, and against the installed
+transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def pair(layout: str = "bhsd", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """q and k as models have them: (B, T, H, D) in memory."""
+    """q and k as in models: stored as (B, T, H, D)."""
     q, k = randn(B, T, HQ, D, dtype=dtype), randn(B, T, HK, D, dtype=dtype)
     return (q.transpose(1, 2), k.transpose(1, 2)) if layout == "bhsd" else (q, k)
 
@@ -45,7 +45,7 @@ def once(*tables: Tensor) -> tuple[Tensor, ...]:
     return tables
 
 
-# function, form of its tables, and the statement's arguments
+# function: form of its tables, arguments of the reference
 PAIRS = {
     "apply_rotary_pos_emb": (twice, {}),
     "apply_rotary_pos_emb_interleaved": (repeated, {"interleaved": True}),
@@ -61,7 +61,7 @@ PAIRS = {
 @pytest.mark.parametrize("width", [D, 8])
 def test_pairs(name: str, layout: str, dtype: torch.dtype, batch: int, width: int) -> None:
     if name.endswith("interleave"):
-        width = D  # of whole heads alone
+        width = D  # rotates whole heads only
     form, kinds = PAIRS[name]
     function: Any = getattr(compat, name)
     q, k = pair(layout, dtype)
@@ -77,8 +77,8 @@ def test_pairs(name: str, layout: str, dtype: torch.dtype, batch: int, width: in
     assert_rotated(k_out, statement(k))
     assert q_out.dtype == dtype
     assert_gradient(q_out, q, statement)
-    fifth = function(q, k, *form(cos, sin), dim)  # the fifth argument of transformers 5
-    older = function(q, k, *form(cos, sin), torch.arange(T), dim)  # and of transformers 4
+    fifth = function(q, k, *form(cos, sin), dim)  # unsqueeze_dim as the fifth argument, transformers 5
+    older = function(q, k, *form(cos, sin), torch.arange(T), dim)  # position_ids as the fifth, transformers 4
     assert torch.equal(fifth[0], q_out)
     assert torch.equal(older[1], k_out)
     alone, nothing = function(q, None, *form(cos, sin), unsqueeze_dim=dim)
@@ -90,7 +90,7 @@ def test_pairs(name: str, layout: str, dtype: torch.dtype, batch: int, width: in
 @pytest.mark.parametrize("rows", [HQ, 40])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_position_ids_are_rows_of_two_dimensional_tables(name: str, rows: int, layout: str) -> None:
-    """As before transformers 4.38, also where there are as many rows as heads."""
+    """As before transformers 4.38, also if the number of rows equals the number of heads."""
     form, kinds = PAIRS[name]
     q, k = pair(layout)
     angles = torch.rand(rows, D // 2, device=DEVICE) * 6.3
@@ -182,7 +182,7 @@ def test_complex_tables(function: Any, dim: int) -> None:
     q, k = pair("bshd" if dim == 2 else "bhsd")
     cos, sin = table(D)
     freqs = torch.complex(cos, sin)
-    for given, sign in ((freqs, 1), (freqs.conj(), -1)):  # conj() is lazy: the imaginary part is not what lies there
+    for given, sign in ((freqs, 1), (freqs.conj(), -1)):  # conj() is lazy: memory holds the unconjugated imaginary part
         for y, x in zip(function(q, k, given), (q, k), strict=True):
             assert_rotated(y, rotate(x, cos.unsqueeze(dim), sign * sin.unsqueeze(dim), interleaved=True))
 
@@ -190,7 +190,7 @@ def test_complex_tables(function: Any, dim: int) -> None:
 @pytest.mark.parametrize("function", [compat.vision_apply_rotary_emb, liger.liger_llama4_vision_rotary_pos_emb])
 @pytest.mark.parametrize("shape", [(), (1,), (0, 2)])
 def test_complex_tables_for_images(function: Any, shape: tuple[int, ...]) -> None:
-    """(T, P), (T, 1, P) as transformers keeps it, and (1, T, 1, P)."""
+    """(T, P), (T, 1, P) as in transformers, and (1, T, 1, P)."""
     q, k = pair("bshd")
     cos, sin = (x[0] for x in table(D))
     freqs = torch.complex(cos, sin)
@@ -279,7 +279,7 @@ def test_one_launch_and_nothing_else() -> None:
     assert multimodal == {"fusewise::rope_qk": 1, "aten::arange": 1}
 
 
-# dynamo makes an instance of every autograd function that it traces
+# Dynamo instantiates every autograd.Function it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiles_to_one_graph(grad: bool) -> None:
@@ -353,7 +353,7 @@ def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> 
     assert message in str(raised.value)
 
 
-# Models by the function here that stands for theirs, the form of their tables, and their widths.
+# Models with the function that replaces theirs, the form of their tables, and their widths.
 MODELS = [
     *[("apply_rotary_pos_emb", model, twice, D) for model in ("llama", "qwen3", "mistral", "gemma", "gemma2", "phi")],
     *[("apply_rotary_pos_emb", model, twice, D) for model in ("olmo2", "modernbert", "esm", "starcoder2")],
@@ -383,7 +383,7 @@ def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form:
     except ModuleNotFoundError:
         pytest.skip(f"the installed transformers has no {model}")
     name = next(n for n in (ours, "apply_rotary_pos_emb", "apply_rotary_emb") if hasattr(module, n))
-    # On the CPU and in float32, rounded once, theirs is exact to the last bits.
+    # On the CPU in float32, rounded once, the original is accurate to the last bits.
     q, k = (x.cpu() for x in pair("bshd" if ours.endswith(("llama4", "gptj", "vision")) else "bhsd", dtype))
     tables = form(*(t.cpu() for t in table(width)))
     if ours.endswith("vision"):
@@ -399,7 +399,7 @@ def test_is_what_the_model_of_transformers_computes(ours: str, model: str, form:
 
 @pytest.mark.parametrize("function", [compat.vision_apply_rotary_emb, liger.liger_llama4_vision_rotary_pos_emb])
 def test_llama4_frequencies_that_a_cast_made_real(function: Any) -> None:
-    """Of a model in bfloat16: cos θ is left, and multiplies both elements of a pair."""
+    """After a cast of the model to bfloat16 only cos θ is left; both elements of a pair are multiplied by it."""
     freqs = torch.polar(torch.ones(10, 1, 8), torch.rand(10, 1, 8)).to(DEVICE).real.bfloat16()
     q = torch.randn(2, 10, 4, 16, device=DEVICE).bfloat16()
     want = (q.float().view(2, 10, 4, 8, 2) * freqs.float()[None, ..., None]).view_as(q).bfloat16()
@@ -434,7 +434,7 @@ def test_diffusers(dtype: torch.dtype) -> None:
 
 
 def test_diffusers_without_a_batch() -> None:
-    """As CogView4 rotates one image of a packed batch: the result has a batch of one."""
+    """As CogView4 rotates one image of a packed batch: the result has B = 1."""
     x, tables = randn(HQ, T, D), twice(*(t[0] for t in table(D, 1)))
     y = diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=-2)
     assert torch.equal(y, diffusers.apply_rotary_emb(x[None], tables, use_real_unbind_dim=-2))

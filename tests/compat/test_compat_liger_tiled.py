@@ -1,4 +1,4 @@
-"""The tiled MLPs and Megatron's gate of fusewise.compat.liger against what they stand for in float64."""
+"""The tiled MLPs and Megatron's gate of fusewise.compat.liger against float64 references."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_results_and_gradients(
     if not x.numel():
         assert ours(x, *parameters).shape == x.shape
         return
-    # Gradients of weights are rounded once a part, where they are added up.
+    # Accumulation rounds weight gradients once per shard.
     assert_same(ours, truth, [x, *parameters], products=4 + min(shards or 3, x.numel() // D))
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_held_but_x(kind: Any, act: Any) -> None:
     assert x.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize(("kind", "act"), KINDS)
 def test_compiled_in_one_graph(kind: Any, act: Any) -> None:
     module, x = kind(CONFIG).to(DEVICE), randn(2, 19, D).requires_grad_()
@@ -130,7 +130,7 @@ def test_bad_input(kind: Any, act: Any) -> None:
     for shards in ("4", 4.0, [4], True):
         assert "num_shards must be an int, got " in check_named(kind, {"config": CONFIG, "num_shards": shards})
     check_named(kind, {"config": None})
-    assert torch.equal(kind(CONFIG, 0)(x).isnan(), torch.zeros(4, D, dtype=torch.bool))  # one part, as there
+    assert torch.equal(kind(CONFIG, 0)(x).isnan(), torch.zeros(4, D, dtype=torch.bool))  # one shard, as in Liger
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""The gated MLPs of fusewise.compat against what they stand for, stated in float64 or by transformers itself."""
+"""The gated MLPs of fusewise.compat against float64 references or transformers itself."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PHI3_OF = partial(stacked, names=("gate_up_proj", "down_proj"))
 PHI3 = PHI3_OF(functional.silu)
 DOUBLE = {"use_double_wide_mlp": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 MLPS: list[tuple[Any, Any]] = [
-    (lambda: liger.LigerGEGLUMLP(config(hidden_act="gelu")), separate(gelu_tanh)),  # the tanh form all the same
+    (lambda: liger.LigerGEGLUMLP(config(hidden_act="gelu")), separate(gelu_tanh)),  # tanh GELU nevertheless
     (lambda: liger.LigerGEGLUMLPForGemma4(config(**DOUBLE), 2), separate(gelu_tanh)),
     (lambda: liger.LigerSwiGLUMLP(config()), SILU),
     (lambda: liger.LigerSwiGLUMLP(config(), intermediate_size=16), SILU),
@@ -120,7 +120,7 @@ def test_mlps_are_one_operation(build: Any) -> None:
     with torch.no_grad():
         count = launches(module, randn(5, 24))
     assert {name: n for name, n in count.items() if name.startswith("fusewise")} == {"fusewise::gated_linear": 1}
-    assert sum(count.values()) - count.pop("aten::dropout", 0) == 2, count  # and the product behind it
+    assert sum(count.values()) - count.pop("aten::dropout", 0) == 2, count  # and the down projection
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_another_unit_in_the_feed_forward_layer_of_flux2_is_called() -> None:
 
 
 class Scaled(nn.Module):
-    """Stands for an adapted or quantised projection: more than the weight that it shows."""
+    """Stand-in for an adapted or quantized projection: computes more than its weight suggests."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_projection_that_is_more_than_its_weight_is_called(build: Any, stateme
         assert not torch.allclose(changed(x), module(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_hooks_of_all_modules_see_every_part() -> None:
     seen: list[str] = []
 
@@ -265,7 +265,7 @@ def test_a_unit_with_hooks_or_dropout_is_called() -> None:
 
 
 def test_weights_that_were_put_there_transposed() -> None:
-    """As several test suites do; such a weight is copied."""
+    """As several test suites set them; such a weight is copied."""
     module = transformers.LlamaMLP(config()).to(DEVICE)
     for linear in (module.gate_proj, module.up_proj, module.down_proj):
         linear.weight.data = linear.weight.data.T.contiguous().T
@@ -336,7 +336,7 @@ THEIR_MODULES = [
 def test_liger_forwards_of_modules_that_are_not_liger_s(
     model: str, theirs: str, configuration: str, changed: dict[str, Any], ours: str
 ) -> None:
-    """Liger binds them to the modules of a model that was built already."""
+    """Liger patches them onto the modules of an existing model."""
     pytest.importorskip("transformers")
     package = f"transformers.models.{model}"
     settings = getattr(importlib.import_module(f"{package}.configuration_{model}"), configuration)(

@@ -1,4 +1,4 @@
-"""What is no tensor where a function of a library takes one has an error in the form of all others."""
+"""A non-tensor where a compat function takes a tensor raises an error in the common form."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CALLS: list[tuple[Any, dict[str, Any]]] = [
          "mrope_section": (2, 1, 1)},
     ),
 ]  # fmt: skip
-# (k may be None where its library lets it be, and means that only q is rotated.)
+# (k may be None if the library allows it; then only q is rotated.)
 PLACES = [
     pytest.param(function, arguments, name, id=f"{function.__module__.rpartition('.')[2]}.{function.__name__}-{name}")
     for function, arguments in CALLS
@@ -67,9 +67,8 @@ PLACES = [
 
 @pytest.mark.parametrize(("function", "arguments", "name"), PLACES)
 def test_none_for_a_tensor(function: Any, arguments: dict[str, Any], name: str) -> None:
-    message = (
-        r"\w+ must be a torch\.Tensor, got NoneType" if name != "sin" else r".+ must be .+, got \w+"
-    )  # or cos alone
+    # A missing sin is reported as cos without sin.
+    message = r"\w+ must be a torch\.Tensor, got NoneType" if name != "sin" else r".+ must be .+, got \w+"
     with pytest.raises((TypeError, ValueError), match=rf"^\w+: {message}; "):
         function(**{**arguments, name: None})
 

@@ -40,7 +40,7 @@ def test_vllm_rotary_embedding(
     both, cos, sin = cache(width, table_dtype)
     lead = (3, 3) if batched else (N,)
     positions = torch.randint(ROWS, lead, device=DEVICE)
-    qkv = randn(*lead, (HQ + 2 * HK) * D, dtype=dtype)  # slices of a packed projection, as vLLM has them
+    qkv = randn(*lead, (HQ + 2 * HK) * D, dtype=dtype)  # slices of a packed qkv projection, as in vLLM
     before = qkv.clone()
     q, k, v = qkv.split([HQ * D, HK * D, HK * D], -1)
     expected = []
@@ -168,7 +168,7 @@ def test_vllm_bad_input_is_named(arguments: dict[str, Any], error: type[Exceptio
 
 
 def frequencies(width: int, scale: float, theta: float, llama31: tuple[float, ...] | None) -> Tensor:
-    """θ_i, written out: one pair at a time, by wavelength."""
+    """Reference frequencies, one pair at a time, by wavelength."""
     result = []
     for i in range(width // 2):
         f = theta ** (-2 * i / width)
@@ -202,7 +202,7 @@ def test_flashinfer(llama31: bool, by_position: bool, interleave: bool, width: A
         torch.tensor(x, dtype=index, device=DEVICE) for x in ((POSITIONS,) if by_position else (BOUNDS, OFFSETS))
     )
     q, k = randn(N, HQ, D, dtype=dtype).requires_grad_(), randn(N, HK, D, dtype=dtype)
-    # a context that puts pairs on every branch of the formula
+    # a context length that reaches every branch of the formula
     extra = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 64} if llama31 else {}
     arguments: dict[str, Any] = {
         "rotary_dim": width,
@@ -265,7 +265,7 @@ def test_flashinfer_one_launch_and_nothing_else() -> None:
     flashinfer._FREQUENCIES.clear()
     q, k, positions = randn(N, HQ, D), randn(N, HK, D), torch.arange(N, device=DEVICE)
     first = launches(flashinfer.apply_llama31_rope_pos_ids_inplace, q, k, positions)
-    assert first["fusewise::rope_qk_"] == 1 and len(first) > 1  # the frequencies, once
+    assert first["fusewise::rope_qk_"] == 1 and len(first) > 1  # the frequencies are computed once
     assert launches(flashinfer.apply_llama31_rope_pos_ids_inplace, q, k, positions) == {"fusewise::rope_qk_": 1}
     assert launches(flashinfer.apply_llama31_rope_pos_ids, q, k, positions) == {"fusewise::rope_qk": 1}
     both, *_ = cache(D)
@@ -298,7 +298,7 @@ def test_frequencies_kept_in_inference_mode_serve_gradients() -> None:
 
 
 def test_flashinfer_traces_of_like_numbers_have_their_own_frequencies() -> None:
-    """1 and 2.5 have the digits of 1.2 and 5."""
+    """1 and 2.5 have the same digits as 1.2 and 5."""
     q, k, positions = randn(6, 4, 64), randn(6, 2, 64), torch.arange(6)
 
     def rotated(scale: float, theta: float) -> Any:
@@ -346,7 +346,7 @@ def test_flashinfer_bad_input_is_named() -> None:
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_flashinfer_numbers_that_change_between_compiled_calls(dynamic: bool | None) -> None:
-    """One compiled function for layers of other bases and widths, which torch.compile takes for variables then."""
+    """One compiled function for layers with different bases and widths, which torch.compile then treats as symbolic."""
     q, wide, positions = (
         torch.randn(10, 4, 16, device=DEVICE),
         torch.randn(10, 4, 32, device=DEVICE),
@@ -361,7 +361,7 @@ def test_flashinfer_numbers_that_change_between_compiled_calls(dynamic: bool | N
 
 
 def test_vllm_positions_made_in_a_dynamic_graph() -> None:
-    """Their length is known there, that of the query is not."""
+    """The length of positions is static there, that of the query is dynamic."""
     table, x = torch.randn(64, 16, device=DEVICE), torch.randn(10, 64, device=DEVICE)
 
     def rotated(x: Tensor) -> Tensor:

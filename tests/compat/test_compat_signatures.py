@@ -1,4 +1,4 @@
-"""The signatures of the libraries, as they stand in their sources, and what importing a module here imports."""
+"""The signatures of the libraries, from their sources, and what importing a compat module imports."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SIGNATURES = {
         **dict.fromkeys((f"ApplyRotaryEmb.forward{end}" for end in ("", "_native", "_cuda")), "self, x, cos, sin"),
         "ApplyRotaryEmb.forward_static": "x, cos, sin, is_neox_style=True, enable_fp32_compute=False",
         "packed_qk_rope_": "xqkv, freqs_cis",
-        # Ours alone: what the files of the module share.
+        # Internal: shared between the module's files.
         "stretched": "positions, factor",
         "moved": "op, positions, offsets",
     },
@@ -109,8 +109,8 @@ SIGNATURES = {
         ),
         "triton_mrope": "q, k, cos, sin, mrope_section, head_size, rotary_dim, mrope_interleaved, is_neox_style",
         "apply_interleaved_rope": "x, mrope_section",
-        "axes_of": "op, positions, rows",  # ours alone
-        "pairs_of_axes": "op, sections, pairs, order='(t, h, w)', least=3",  # ours alone
+        "axes_of": "op, positions, rows",  # internal
+        "pairs_of_axes": "op, sections, pairs, order='(t, h, w)', least=3",  # internal
     },
     "_vllm_axes": {
         "Ernie4_5_VLRotaryEmbedding": (
@@ -120,7 +120,7 @@ SIGNATURES = {
         "BailingMRotaryEmbedding.select_cos_sin": "self, positions, cos_sin_cache=None",
         "MRotaryEmbeddingInterleaved": f"{LAYER}, dtype, mrope_section, mrope_interleaved=True",
         "MRotaryEmbeddingInterleaved.get_mrope_interleaved_id_list": "a, b, c, force_last=False",
-        # (offsets is that of MRotaryEmbedding here for all of them.)
+        # (All of them have the `offsets` of MRotaryEmbedding here.)
         **{
             f"{kind}.forward{end}": ROTATED
             for kind in (
@@ -145,7 +145,7 @@ SIGNATURES = {
         },
     },
     "_vllm_scaling": {
-        "of_grown_base": "layer, base, growth",  # ours alone
+        "of_grown_base": "layer, base, growth",  # internal
         "LinearScalingRotaryEmbedding": f"{LAYER}, scaling_factors, dtype",
         "NTKScalingRotaryEmbedding": f"{LAYER}, scaling_factor, dtype, mixed_b=None",
         "DynamicNTKScalingRotaryEmbedding": (
@@ -173,7 +173,7 @@ SIGNATURES = {
             (f"DeepseekV4ScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")),
             f"{ROTATED}, inverse=False",
         ),
-        "yarn_cache": "layer, factor, options",  # ours alone
+        "yarn_cache": "layer, factor, options",  # internal
     },
     "_vllm_get_rope": {
         "get_rope": (
@@ -222,7 +222,7 @@ SIGNATURES = {
         "LigerMLPFunction.apply": (
             "input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0"
         ),
-        # Ours alone: what the files of the module share.
+        # Internal: shared between the module's files.
         "silu_mul": "a, b, gate_multiplier=1.0, down_multiplier=1.0",
         "stacked_silu_mul": "y, in_place=False",
         "multiplied": "name, x, factor",
@@ -288,7 +288,7 @@ SIGNATURES = {
         "apply_rotary_kandinsky5": "x, rope",
         "apply_rotary_pos_emb_kolors": "x, rope_cache",
         "rope_apply": "x, grid_sizes, freqs, time_stride=1",
-        # Ours alone: what the files of the module share.
+        # Internal: shared between the module's files.
         "rotated": "op, x, cos, sin, layout, pairing, **options",
         "by_complex": "x, freqs, layout, **options",
         "both_tables": "op, name, tables",

@@ -22,7 +22,7 @@ B, T, H, D, ROWS = 2, 6, 4, 16, 40
 
 
 def freqs(width: int = D, interleaved: bool = False, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The argument (R, 1, 1, width) and its angles once, (R, width / 2)."""
+    """The argument (R, 1, 1, width), and its angles without duplication (R, width / 2)."""
     angles = (torch.rand(ROWS, width // 2, generator=torch.Generator().manual_seed(seed)) * 9).to(DEVICE)
     twice = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     return twice[:, None, None], angles
@@ -37,7 +37,7 @@ def ints(*values: int) -> Tensor:
 
 
 def position_of(tokens: int, cp_size: int, cp_rank: int) -> list[int]:
-    """The positions of a rank's tokens: its two chunks of the whole sequence, written out."""
+    """Reference positions of a rank's tokens: its two chunks of the whole sequence."""
     half = tokens // 2
     if cp_size == 1:
         return list(range(tokens))
@@ -46,7 +46,7 @@ def position_of(tokens: int, cp_size: int, cp_rank: int) -> list[int]:
 
 
 def table_rows(angles: Tensor, tokens: int, start: list[int], cp: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """cos, sin (B, T, 1, P) of batch entries that start at `start`."""
+    """cos, sin (B, T, 1, P) for batch entries starting at positions `start`."""
     at = torch.tensor([[p + s for p in position_of(tokens, *cp)] for s in start], device=DEVICE)
     return angles.double()[at].cos()[:, :, None], angles.double()[at].sin()[:, :, None]
 
@@ -110,7 +110,7 @@ def test_packed_sequences(cp: tuple[int, int], start: Any) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("start", "cp"), [(None, (1, 0)), ([3, 0], (1, 0)), (None, (2, 1))])
 def test_the_autograd_functions(interleaved: bool, start: Any, cp: tuple[int, int]) -> None:
-    """Their order of arguments: start_positions stands before the format."""
+    """Their argument order has start_positions before tensor_format."""
     argument, angles = freqs(interleaved=interleaved)
     starts = None if start is None else ints(*start)
     cos, sin = table_rows(angles, T, start or [0, 0], cp)
@@ -214,11 +214,11 @@ def test_derivatives_of_every_order_and_unused_results() -> None:
     assert torch.autograd.gradgradcheck(function, qkv)
     (d,) = torch.autograd.grad(function(qkv)[1].sum(), qkv)
     assert d[..., :8].abs().max() == 0 and d[..., 16:].abs().max() == 0 and d[..., 8:16].abs().min() > 0
-    (d,) = torch.autograd.grad(function(qkv)[0].sgn().sum(), qkv)  # zeros without memory
+    (d,) = torch.autograd.grad(function(qkv)[0].sgn().sum(), qkv)  # a ZeroTensor gradient
     assert d.shape == qkv.shape and not d.any()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_transforms_of_the_packed_form(tensor_format: str, separate: bool) -> None:
@@ -247,7 +247,7 @@ def test_one_launch_and_nothing_else() -> None:
     }  # the copy: v
 
 
-# dynamo makes an instance of every autograd function that it traces
+# Dynamo instantiates every autograd.Function it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiles_to_one_graph(grad: bool) -> None:
@@ -334,7 +334,7 @@ def test_bad_input_is_named(call: Any, message: str) -> None:
 
 
 def test_split_results_may_be_modified_in_place_in_training() -> None:
-    """q and k; v is a view of qkv."""
+    """q and k may; v is a view of qkv."""
     freqs, leaf = RotaryPositionEmbedding(8)(16), torch.randn(4, 2, 3, 32, requires_grad=True)
     gradients = []
     for in_place in (True, False):

@@ -1,5 +1,5 @@
-"""The layers of fusewise.compat.vllm whose pairs follow several axes, against angles written out here in float64: ERNIE 4.5 VL, Bailing,
-openPangu, HunYuan-VL and Llama 4's vision tower."""
+"""The multi-axis layers of fusewise.compat.vllm against float64 references: ERNIE 4.5 VL, Bailing, openPangu, HunYuan-VL and
+Llama 4's vision tower."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def made(name: str, is_neox: bool = False, dtype: torch.dtype = torch.float32) -
 
 
 def frequencies(width: int) -> Tensor:
-    """(P,), as a table has them: rounded to float32."""
+    """Frequencies (P,), rounded to float32 as in the tables."""
     return torch.tensor([BASE ** (-2 * i / width) for i in range(width // 2)]).double()
 
 
 def tables_of(name: str, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin (N, 1, P) of the position on the axis of every pair, rounded to the table's dtype."""
+    """cos and sin (N, 1, P), each pair at the position on its axis, rounded to the table's dtype."""
     order = ORDERS[name][2]
     columns = [positions[axis].cpu().double() * f for axis, f in zip(order, frequencies(2 * len(order)), strict=True)]
     angles = torch.stack(columns, -1)[:, None]
@@ -79,7 +79,7 @@ def test_every_pair_turns_by_its_axis(name: str, is_neox: bool, table: Any, dtyp
     native = layer.forward_native(positions, q, k)
     assert torch.equal(packed, before)
     found = layer(positions, q, k)
-    in_place = name.startswith("bailing") and not is_neox  # where theirs has a kernel of its own
+    in_place = name.startswith("bailing") and not is_neox  # vLLM has an in-place kernel for this
     assert (found[0] is q and found[1] is k) if in_place else torch.equal(packed, before)
     assert torch.equal(packed[:, -5:], before[:, -5:])
     for x, y, exact in zip(found, native, expected, strict=True):
@@ -276,7 +276,7 @@ def vision() -> Llama4VisionRotaryEmbedding:
 
 
 def on_grid(x: Tensor) -> Tensor:
-    """x (B, patches + 1, H, D) in float64 with every patch's pairs turned by column and row, one patch at a time."""
+    """Reference: x (B, patches + 1, H, D) in float64, rotated by column and row of each patch."""
     f = frequencies(D // 2)
     angles = torch.zeros(PATCHES + 1, D // 2, dtype=torch.float64)
     for row in range(EDGE):

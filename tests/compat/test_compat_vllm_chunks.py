@@ -1,5 +1,5 @@
-"""The layer of dual chunk attention of fusewise.compat.vllm, against its definition in float64 and against what it is for: scores of
-plain RoPE where the distance is one that the model was trained on."""
+"""The dual chunk attention layer of fusewise.compat.vllm against its definition in float64, and against its purpose: scores equal
+plain RoPE at distances that the model was trained on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def made(is_neox: bool = True, width: int = D, dtype: torch.dtype = torch.float3
 
 
 def turned(x: Tensor, places: list[int], is_neox: bool = True, width: int = D, dtype: Any = torch.float32) -> Tensor:
-    """x (N, heads · D) in float64, each token turned as plain RoPE does at its place."""
+    """Reference: x (N, heads · D) in float64, rotated by plain RoPE at the given positions."""
     f = torch.tensor([BASE ** (-2 * i / width) for i in range(width // 2)]).double()
     angles = (torch.tensor(places).double()[:, None] * f)[:, None]
     cos, sin = angles.cos().to(x.device, dtype), angles.sin().to(x.device, dtype)
@@ -77,7 +77,7 @@ def test_the_longest_rows_are_there(local: int) -> None:
 
 
 def test_scores_are_those_of_plain_rope() -> None:
-    """Within a chunk, and to the chunk before, where query_succ is not clamped; query_succ_critical never is."""
+    """Within a chunk, and to the previous chunk where query_succ is not clamped; query_succ_critical never is."""
     layer, plain = made(), RotaryEmbedding(D, D, ROWS, BASE, True, torch.float32).to(DEVICE)
     positions, q, k = torch.arange(2 * STEP, device=DEVICE), randn(2 * STEP, D), randn(2 * STEP, D)
     query, key = layer(positions, q, k)
@@ -106,7 +106,7 @@ def test_launches() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_gradients_and_graph() -> None:
     torch._dynamo.reset()
     layer, positions = made(), torch.arange(7, 7 + N, device=DEVICE)

@@ -1,5 +1,5 @@
-"""get_rope of fusewise.compat.vllm and its layers with scaling: their tables against formulas written out here, what they do
-with them, which of them are the same, and what is said of wrong arguments."""
+"""get_rope of fusewise.compat.vllm and the scaled layers: tables against reference formulas, rotation, caching of layers, and
+error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def power(i: int, width: int = D, base: float = BASE) -> float:
 
 
 def turning(i: int, original: int, fast: float = 32, slow: float = 1, truncate: bool = True) -> float:
-    """YaRN's share of interpolation of a pair: 0 for the fast ones, 1 for the slow ones."""
+    """YaRN's interpolation weight of a pair: 0 for high frequencies, 1 for low ones."""
     low, high = (D * math.log(original / (2 * math.pi * n)) / (2 * math.log(BASE)) for n in (fast, slow))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -102,7 +102,7 @@ TABLES: dict[str, tuple[dict[str, Any] | None, str, int, Frequency, float]] = {
         {"rope_type": "yarn", **STRETCHED, "mscale": 0.7, "mscale_all_dim": 1.2}, "YaRNScalingRotaryEmbedding", 100,
         lambda i: yarn(i, 4, 25), (1 + 0.07 * math.log(4)) / (1 + 0.12 * math.log(4)),
     ),
-    "yarn of axes": (  # the context that the ramp is made of is that of the table
+    "yarn of axes": (  # the ramp uses the context length of the table
         {"rope_type": "yarn", **STRETCHED, "mrope_section": [4, 6, 6]}, "MRotaryEmbedding", 400,
         lambda i: yarn(i, 4, 100), M4,
     ),
@@ -146,7 +146,7 @@ def test_the_table_of_every_type(name: str, dtype: torch.dtype) -> None:
     exact = scale * torch.cat((angles.cos(), angles.sin()), -1)
     found = layer.cos_sin_cache.cpu()
     assert found.shape == exact.shape and found.dtype == (torch.float32 if "v4" in name else dtype)
-    # One rounding of a frequency to float32, times the position; and one of the entry.
+    # One rounding of the frequency to float32, times the position, plus one of the table entry.
     eps = torch.finfo(found.dtype).eps
     torch.testing.assert_close(found.double(), exact, rtol=0.51 * eps, atol=0.6 * 2**-23 * rows * scale + 0.01 * eps)
 
@@ -275,7 +275,7 @@ def test_longrope(mscale: dict[str, float], maximum: int) -> None:
         for x, y in zip((q, k), result, strict=True):
             assert_rotated(y.view(N, -1, D), rotate(x.view(N, -1, D), cos, sin))
         assert torch.equal(q, before) and layer(positions, q)[1] is None
-    assert layer(positions + original, q)[0].isnan().all()  # there, these would be rows of the other table
+    assert layer(positions + original, q)[0].isnan().all()  # in vLLM these would be rows of the other table
     LAYERS.clear()
 
 

@@ -1,4 +1,4 @@
-"""M-RoPE, ApplyRotaryEmb and the rotary functions below them of fusewise.compat.vllm against statements written out here."""
+"""M-RoPE, ApplyRotaryEmb and the underlying rotary functions of fusewise.compat.vllm against references."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEEPSEEK = {"rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_
 
 
 def axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]:
-    """The axis of every pair, one at a time."""
+    """Reference: the axis of every pair."""
     if not interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
     pairs, left = [0] * sum(sections), list(sections)
@@ -179,7 +179,7 @@ def test_apply_rotary_emb(is_neox: bool, batched: bool, dtype: Any, table: Any, 
         assert_rotated(y, statement(x))
     assert_gradient(layer(x, cos, sin), x, statement)
     assert launches(layer, x.detach(), cos, sin) == {"fusewise::rope": 1}
-    if batched:  # a table of each sequence
+    if batched:  # one table per sequence
         both = randn(2, N, width, dtype=table)
         cos, sin = both[:, :, None].chunk(2, -1)
         assert_rotated(layer(x, *both.chunk(2, -1)), rotate(x, cos, sin, interleaved=not is_neox))

@@ -1,4 +1,4 @@
-"""A machine with a GPU as far as dispatch looks, on one that has none."""
+"""Make dispatch behave as on a machine with a GPU, without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusewise.ops._choice import Choice
 
 
 def as_dispatch_sees_it(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """For a fixture: Triton serves, and CUDA once it is built, which is when the list that is yielded is empty. Nothing is
+    """For a fixture: Triton is available, and CUDA once it is built, simulated by emptying the yielded list. Nothing is
     compiled."""
     missing = ["its library is not built"]
     monkeypatch.setattr(cuda, "no_gpu", lambda _: None)

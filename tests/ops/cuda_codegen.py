@@ -1,4 +1,4 @@
-"""What CUDA kernels compile to, without a GPU: one compilation for three generations of GPUs, and what to ask of it."""
+"""Machine code of CUDA kernels without a GPU: one compilation for three GPU generations, and checks on it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ import pytest
 from fusewise._shared import build
 
 GENERATIONS = ((8, 0), (9, 0), (10, 0))
-THREADS_RESIDENT = 768  # of a multiprocessor with 65536 registers, at least
-#: As a shell would run the compiler: what it says is kept beside the library, and said where there is none.
+THREADS_RESIDENT = 768  # required resident threads of an SM with 65536 registers
+#: Shell wrapper around the compiler: keeps its messages next to the library, and prints them if it fails.
 KEEPING_WHAT_IT_SAYS = ("sh", "-c", '"$0" "$@" 2> said || { cat said >&2; exit 1; }')
 
 
 def compiled(module: ModuleType) -> tuple[Path, str]:
-    """The library of an implementation in CUDA for GENERATIONS, and what the assembler said of each kernel."""
+    """The library of a CUDA implementation for GENERATIONS, and ptxas' report on each kernel."""
     return prepared(lambda: module.recipe(GENERATIONS))
 
 
 def prepared(recipe: Callable[[], build.Recipe]) -> tuple[Path, str]:
-    """A library, and what the assembler said of each kernel. Compiled once for all tests, whose processes wait for it, and
-    kept in the cache of native code until the sources change: up to minutes of two cores. Skips without nvcc."""
+    """A library, and ptxas' report on each kernel. Compiled once for all test processes, which wait for it, and kept in the
+    cache of native code until the sources change; takes up to minutes on two cores. Skips without nvcc."""
     try:
         name, sources, nvcc, flags = recipe()
     except build.BuildError as error:
         pytest.skip(str(error))
     keeping = build.Compiler((*KEEPING_WHAT_IT_SAYS, *nvcc.command), nvcc.version)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "TIMEOUT_S", 3600)  # for three builds, beside other tests
+        patch.setattr(build, "TIMEOUT_S", 3600)  # three builds, in parallel with other tests
         path = build.prepared(f"{name}-of-tests", sources, keeping, (*flags, "-Xptxas=-v"))
     return path, (path.parent / "said").read_text()
 
 
 def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
-    """No instance of a kernel spills, and its registers let THREADS_RESIDENT threads be resident."""
+    """Check that no instance of a kernel spills, and that registers allow THREADS_RESIDENT resident threads."""
     entries = re.compile(rf"Compiling entry function '(\S*{kernel}\S*)' for '(sm_\d+)'")
     seen = set()
     for entry in said.split("ptxas info    : Compiling entry function")[1:]:
@@ -58,7 +58,7 @@ def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
 
 @functools.cache
 def listing(library: Path, target: str = "sm_90") -> list[str]:
-    """What the library has for a target, function by function."""
+    """The disassembly of the library for a target, by function."""
     tool = shutil.which("cuobjdump")
     if tool is None:
         triton = pytest.importorskip("triton")
@@ -69,7 +69,7 @@ def listing(library: Path, target: str = "sm_90") -> list[str]:
 
 
 def machine_code(library: Path, kernel: str) -> list[str]:
-    """The listing for sm_90 of every function whose name has `kernel` in it; none touches local memory."""
+    """The sm_90 disassembly of all functions with `kernel` in their name; checks that none uses local memory."""
     bodies = [body for body in listing(library) if kernel in body.splitlines()[0]]
     assert bodies
     for body in bodies:

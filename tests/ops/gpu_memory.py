@@ -1,4 +1,4 @@
-"""What the allocator of a GPU counts."""
+"""Statistics of the CUDA caching allocator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def settled() -> int:
-    """Bytes that are in use, of which nothing is about to be let go. The peak is counted anew."""
+    """Bytes in use, after pending frees. Resets the peak."""
     torch.cuda.synchronize()
     gc.collect()
-    time.sleep(0.05)  # the engine's thread lets go of gradients a moment after it has handed them over
+    time.sleep(0.05)  # the autograd thread frees gradients shortly after it returns them
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 

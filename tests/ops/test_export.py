@@ -1,4 +1,4 @@
-"""Exported graphs are trained like the modules that they are of: their nodes record gradients themselves. And traces of another kind."""
+"""Exported graphs can be trained like their modules: their nodes record gradients themselves. Also torch.jit traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fusewise
 from fusewise.ops.gated_linear._gate import gate, stacked_gate
 
-# An operator without a formula warns of the gradients that are missing.
+# An operator without an autograd formula warns about missing gradients.
 pytestmark = [
     pytest.mark.filterwarnings("error:.*autograd kernel was not registered:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # strict export makes one
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 class After(nn.Module):
-    """A module after a layer with parameters, of whose result also others depend on that layer."""
+    """A module after a linear layer, whose output is also used directly."""
 
     def __init__(self, call: Callable[..., Any], *parts: nn.Module) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("name", ["rope", "qk_norm_rope", "rope_and_cache_", "gated_linear"])
 def test_a_jit_trace_refuses_the_constants_that_torch_refuses(name: str) -> None:
-    """Torch raises at the first look at their sizes and ends the trace; to go on from there is a segmentation fault."""
+    """torch raises when their sizes are first read and ends the trace; continuing would be a segmentation fault."""
     child = subprocess.run([sys.executable, "-c", TRACED.replace("NAME", repr(name))], capture_output=True, text=True)
     assert child.returncode == 1, child.stderr
     assert "Cannot insert a Tensor that requires grad as a constant" in child.stderr

@@ -1,4 +1,4 @@
-"""benchmarks/sanitize.py: what a sanitizer is to watch can be called. The watching needs a GPU."""
+"""benchmarks/sanitize.py: its calls run. The sanitizer itself needs a GPU."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Results of `fusewise tune`: what is read back, what is not, and that calls use them."""
+"""Results of `fusewise tune`: which are loaded, which are rejected, and that calls use them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def tuned(source: Path, space: list[Tile] = SPACE) -> Tuned[Tile]:
-    """As another process would have it."""
+    """A new instance, as in another process."""
     return Tuned("op", "impl", [source], lambda key, device: space if key.kernel == "y" else [])
 
 
@@ -96,7 +96,7 @@ def test_results_of_another_version_or_device_are_stale(
         monkeypatch.setattr(__import__(what), "__version__", "0.0.1")
     later = tuned(source)
     assert later.find(-1, KEY) is None and not later.problems
-    # Nor does a file that was copied to the new name bring them back.
+    # Nor are they loaded from a file copied to the new name.
     later.path(-1).write_bytes(path.read_bytes())
     later.path(-1).chmod(0o600)
     assert tuned(source).find(-1, KEY) is None
@@ -105,7 +105,7 @@ def test_results_of_another_version_or_device_are_stale(
 def test_an_entry_outside_of_the_space_is_ignored(source: Path) -> None:
     first = tuned(source)
     first.keep(-1, KEY, Tile(128), FOUND)
-    first.keep(-1, KEY._replace(rows=8), Tile(4096), FOUND)  # of no space
+    first.keep(-1, KEY._replace(rows=8), Tile(4096), FOUND)  # not in the search space
     first.keep(-1, KEY._replace(kernel="other"), Tile(128), FOUND)
     assert first.known(-1) == {KEY: Tile(128)}
     assert tuned(source, [Tile(64)]).known(-1) == {}
@@ -300,7 +300,7 @@ def test_the_space_of_the_elementwise_kernel(rows: int, hidden: int) -> None:
 def test_the_space_of_the_elementwise_kernel_in_gluon(rows: int, hidden: int, sums: bool) -> None:
     space = _gluon.gate_configurations(rows, hidden, 132, sums=sums)
     assert space[0] == _gluon.choose_gate(rows, hidden, 132, sums=sums) and len(space) == len(set(space)) > 1
-    # Eight columns a thread, and no idle one.
+    # Eight columns per thread, and no idle threads.
     assert all(config.block_m * config.block_f >= 8 * 32 * config.num_warps for config in space)
 
 

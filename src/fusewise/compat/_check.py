@@ -1,7 +1,7 @@
-"""What the functions of the libraries look into before an operation does, and what they say where it is wrong.
+"""Argument checks shared by the compat modules.
 
-A call that is right pays next to nothing: a function tries what it needs, and only where that fails does `explain`
-find out what to say. An error that no argument explains is raised as it was.
+Valid calls pay almost nothing: a function tries the expression it needs, and `explain` looks for the invalid argument
+only after a failure. If no argument explains the failure, the original exception is re-raised.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from torch import Tensor
 
 from ..ops._common import MAX_POSITION, fail, shown
 
-# What Python and torch raise of a value that is not what an expression needs.
+# What Python and torch raise when a value has the wrong type or shape for an expression.
 WRONG = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 def check_tensor(op: str, name: str, x: object) -> None:
-    """Check that x is a tensor, in a function that looks into it before an operation would."""
+    """Check that x is a tensor, where x is inspected before the operator validates it."""
     if not isinstance(x, Tensor):
         fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
 
 
 def explain(op: str, name: str, x: Any, least: int = 0) -> None:
-    """Where something that was done with x failed: the error that says why, if x is not a strided tensor of at least
-    so many dimensions."""
+    """After an expression on x failed: raise if x is not a strided tensor with at least `least` dimensions."""
     check_tensor(op, name, x)
     if x.is_nested or x.layout != torch.strided:
         got = "a nested tensor" if x.is_nested else x.layout
@@ -38,7 +37,7 @@ def explain(op: str, name: str, x: Any, least: int = 0) -> None:
 
 
 def shape_of(op: str, name: str, x: Tensor, least: int = 0) -> torch.Size:
-    """The shape of x, a tensor of at least so many dimensions."""
+    """Return the shape of x; raise unless x is a tensor with at least `least` dimensions."""
     try:
         shape = x.shape
     except WRONG:
@@ -52,11 +51,13 @@ def shape_of(op: str, name: str, x: Tensor, least: int = 0) -> torch.Size:
 def check_shape(
     op: str, name: str, x: Any, form: str, sizes: tuple[int | tuple[int, int] | None, ...], fix: str
 ) -> torch.Size:
-    """Check that x is a strided tensor of these sizes, None being any and (1, n) one or n, and return its shape; `form` is
-    what the documentation calls them."""
+    """Check that x is a strided tensor with the given sizes and return its shape.
+
+    In `sizes`, None matches any size and (1, n) matches 1 or n. `form` is the shape as documented.
+    """
     explain(op, name, x)
     shape: torch.Size = x.shape
-    # Written out: `in` would not make torch.compile guard lengths that it does not know.
+    # Explicit comparisons: with `in`, torch.compile would not guard on dynamic sizes.
     fits = len(shape) == len(sizes) and all(
         size is None or (n == 1 or n == size[1] if isinstance(size, tuple) else n == size)
         for n, size in zip(shape, sizes, strict=True)
@@ -69,7 +70,7 @@ def check_shape(
 
 
 def flag(op: str, name: str, value: object) -> bool:
-    """Whether an option is on, by what Python takes for true, as in the libraries."""
+    """Return the truth value of an option, as the libraries do."""
     try:
         return bool(value)
     except WRONG:
@@ -77,7 +78,7 @@ def flag(op: str, name: str, value: object) -> bool:
 
 
 def whole(op: str, name: str, value: Any, least: int | None = None, most: int = MAX_POSITION) -> int:
-    """An option that is a whole number, also one of numpy or of a tensor, from `least` to `most` where that is given."""
+    """Return an integer option, `least` <= value <= `most` if `least` is given; also accepts numpy and tensor scalars."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, bool):
             fail(op, name, "be an int", value, "convert it", TypeError)
@@ -91,7 +92,7 @@ def whole(op: str, name: str, value: Any, least: int | None = None, most: int = 
 
 
 def number(op: str, name: str, value: Any, least: float | None = None) -> float:
-    """An option that is a finite number, also one of numpy or of a tensor, and at least `least` where that is given."""
+    """Return a finite number, >= `least` if given; also accepts numpy and tensor scalars."""
     contract = "be a finite number"
     if not isinstance(value, (int, float)) and getattr(value, "ndim", None) != 0:
         fail(op, name, contract, shown(value), "convert it", TypeError)
@@ -99,7 +100,7 @@ def number(op: str, name: str, value: Any, least: float | None = None) -> float:
         result = value if isinstance(value, int) else float(value)
     except WRONG:
         fail(op, name, contract, shown(value), "convert it", TypeError)
-    # Torch takes no larger int; and of an int that torch.compile does not know, `isfinite` cannot be traced.
+    # Torch accepts no larger int, and torch.compile cannot trace `isfinite` of a SymInt.
     if not (abs(result) < 2**63 if isinstance(result, int) else math.isfinite(result)):
         fail(op, name, contract, shown(value), f"check what is passed for {name}")
     if least is not None and result < least:
@@ -108,7 +109,7 @@ def number(op: str, name: str, value: Any, least: float | None = None) -> float:
 
 
 def setting(op: str, config: Any, name: str) -> Any:
-    """What a model's configuration says."""
+    """Return an attribute of a model's configuration."""
     try:
         return getattr(config, name)
     except AttributeError:
@@ -116,7 +117,7 @@ def setting(op: str, config: Any, name: str) -> Any:
 
 
 def width(op: str, config: Any, name: str, given: int | None = None) -> int:
-    """A number of features: the one that is given, or else what a model's configuration says."""
+    """Return a feature count: `given`, or else the attribute of the model's configuration."""
     if given is not None:
         return whole(op, name, given, 0)
     return whole(op, f"config.{name}", setting(op, config, name), 0)

@@ -1,14 +1,15 @@
-"""The rotary functions of diffusers with one angle for all heads of a token and pair; `diffusers` names them.
+"""The rotary functions of diffusers whose angles are shared by all heads of a token; exported by `compat.diffusers`.
 
-With (a, b) the elements of pair i of a head and θ the angle of its token and pair,
+For elements (a, b) of a pair and the angle θ of its token and frequency:
 
-    (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ),
+    (y_a, y_b) = (x_a cos θ − x_b sin θ, x_b cos θ + x_a sin θ)
 
-in float32 (in float64 where x is), rounded once to the dtype of x, which the result has; theirs rounds the tables and
-between products in some models, and rotates in float64 in others. Tables may be float32, bfloat16 or float16, or complex64;
-those of 64 bits a number are converted unless x has as many. They get no gradient. Of tables that hold every angle twice
-one is read. A mistake is a TypeError or ValueError, `<function or rope>: <argument> must <contract>, got <value>; <one fix>`.
-Shape legend: B batch, S tokens, H heads, D head_dim, P pairs, W = 2P rotated features, R rows of a table.
+Computed in float32 (float64 if x is float64) and rounded once to the dtype of x. In diffusers, some models round the tables
+and the products, others rotate in float64. Tables are float32, bfloat16, float16 or complex64; float64 and complex128 tables
+are converted unless x is float64. Tables get no gradient. `cat(f, f)` and `repeat_interleave(f, 2)` are tables in which every
+angle f of a token occurs twice; one copy is read.
+Errors are TypeError or ValueError: `<function or rope>: <argument> must <contract>, got <value>; <one fix>`.
+Shape legend: B batch, S tokens, H heads, D head_dim, P pairs, W = 2P rotated features, R table rows.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _BHSD: Any = "(B, H, S, D)", (None,) * 4, "pass (B, H, S, D), the heads before t
 def apply_rotary_emb(
     x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2
 ) -> Tensor:
-    """Rotate x (B, H, S, D), or (B, S, H, D) with sequence_dim=1; without B it is a batch of one in the result, as there.
+    """Rotate x (B, H, S, D), or (B, S, H, D) with sequence_dim=1. A 3-D x gives a result with B = 1, as in diffusers.
 
-    Of `diffusers.models.embeddings`; Flux, HunyuanVideo, CogVideoX, Bria, Chroma and most others have it from there.
+    Replaces `diffusers.models.embeddings.apply_rotary_emb`, used by Flux, HunyuanVideo, CogVideoX, Bria, Chroma and most others.
 
     Args:
         freqs_cis: (cos, sin), each (S, D), every angle twice; with use_real=False complex (1 | B, S, D / 2) for x (B, S, H, D).
-            What is in float64, as the tables of Lumina, is converted unless x is, too.
-        use_real_unbind_dim: -1: pairs (2i, 2i + 1), angles repeated side by side; -2: pairs (i, i + D / 2), `cat(f, f)`.
+            float64 tables (Lumina) are converted unless x is float64.
+        use_real_unbind_dim: -1: pairs (2i, 2i + 1), tables `repeat_interleave(f, 2)`; -2: pairs (i, i + D / 2), `cat(f, f)`.
     """
     op = "apply_rotary_emb"
     if not flag(op, "use_real", use_real):
@@ -49,8 +50,12 @@ def apply_rotary_emb(
 
 
 def apply_rotary_emb_qwen(x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1) -> Tensor:
-    """`apply_rotary_emb` as Qwen-Image has it: with use_real=False x (B, S, H, D) and complex freqs_cis (S, D / 2), else x
-    (B, H, S, D)."""
+    """`apply_rotary_emb_qwen` of Qwen-Image.
+
+    Args:
+        x: (B, H, S, D) as in `apply_rotary_emb`; (B, S, H, D) with use_real=False.
+        freqs_cis: (cos, sin) as in `apply_rotary_emb`; complex (S, D / 2) with use_real=False.
+    """
     op = "apply_rotary_emb_qwen"
     if not flag(op, "use_real", use_real):
         return _rotated_by_complex(op, x, freqs_cis, 2)
@@ -74,7 +79,7 @@ def _rotated_by_pairs(op: str, x: Tensor, tables: Any, unbind_dim: int, layout: 
 
 
 def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Tensor:
-    """x (B, S, H, D), whose heads are missing in freqs_cis of so many dimensions."""
+    """Rotate x (B, S, H, D) by complex freqs_cis with `dims` dimensions and no head dimension."""
     shape, freqs = shape_of(op, "x", x, 4), shape_of(op, "freqs_cis", freqs_cis)
     if len(freqs) != dims or freqs[-2:] != (shape[1], shape[3] // 2):
         wanted = f"have shape ({'1 | B, ' if dims == 3 else ''}S, D / 2) of x, {(shape[1], shape[3] // 2)}"
@@ -83,13 +88,13 @@ def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Ten
 
 
 def table_dtype(x: Tensor, table: Tensor) -> torch.dtype:
-    """That of the table, in half the bits where it has 64 for a real number and x has not."""
+    """The dtype of the table; float32 for float64, complex64 for complex128, unless x is float64."""
     narrower = {torch.float64: torch.float32, torch.complex128: torch.complex64}
     return table.dtype if x.dtype == torch.float64 else narrower.get(table.dtype, table.dtype)
 
 
 def rotated(op: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str, **options: Any) -> Tensor:
-    """x by tables (R, …) or (1 | B, R, …) of any float dtype and strides."""
+    """Rotate x by tables (R, …) or (1 | B, R, …) of any float dtype and strides."""
     return _rotated_both(op, x, None, cos, sin, layout, pairing, **options)[0]
 
 
@@ -101,25 +106,25 @@ def _rotated_both(
 
 
 def by_complex(x: Tensor, freqs: Tensor, layout: str, **options: Any) -> Tensor:
-    """Pairs (2i, 2i + 1) of x by complex tables."""
+    """Rotate interleaved pairs of x by complex tables."""
     tables = complex_tables(freqs.to(table_dtype(x, freqs)))
     return rotate_pair(x, None, **tables, layout=layout, pairing="interleaved", **options)[0]
 
 
 def both_tables(op: str, name: str, tables: Any) -> tuple[Any, Any]:
-    """The cos and sin of an argument that holds both."""
+    """Unpack an argument (cos, sin)."""
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
         fail(op, name, "be (cos, sin)", type(tables).__name__, "pass both tables", TypeError)
     return tables[0], tables[1]
 
 
 def apply_rotary_emb_wan(hidden_states: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of hidden_states (B, S, H, D), with cos θ from column 2i and sin θ from column 2i + 1.
+    """Rotate interleaved pairs (2i, 2i + 1) of hidden_states (B, S, H, D).
 
-    Inside the attention processors of Wan, Wan-Animate, ChronoEdit, SkyReels-V2 and SANA-Video, `apply_rotary_emb` there.
+    Replaces `apply_rotary_emb` inside the attention processors of Wan, Wan-Animate, ChronoEdit, SkyReels-V2 and SANA-Video.
 
     Args:
-        freqs_cos, freqs_sin: (1 | B, S, 1, D), every angle twice, side by side.
+        freqs_cos, freqs_sin: (1 | B, S, 1, D), `repeat_interleave(f, 2)`. Column 2i of freqs_cos and 2i + 1 of freqs_sin are read.
     """
     op = "apply_rotary_emb_wan"
     batch, tokens, _, width = check_shape(op, "hidden_states", hidden_states, *_BSHD)
@@ -130,11 +135,11 @@ def apply_rotary_emb_wan(hidden_states: Tensor, freqs_cos: Tensor, freqs_sin: Te
 
 
 def apply_rotary_emb_transposed(hidden_states: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of hidden_states (B, S, H, D) as Helios does.
+    """Rotate interleaved pairs (2i, 2i + 1) of hidden_states (B, S, H, D), as in Helios.
 
     Args:
-        freqs_cis: (1 | B, S, 2D), D columns of cosines and then D of sines, every angle twice, side by side, of which
-            cos θ is read from column 2i and sin θ from column D + 2i + 1.
+        freqs_cis: (1 | B, S, 2D), D columns of cos, then D of sin, each `repeat_interleave(f, 2)`. Columns 2i (cos) and
+            D + 2i + 1 (sin) are read.
     """
     op = "apply_rotary_emb_transposed"
     batch, tokens, _, width = check_shape(op, "hidden_states", hidden_states, *_BSHD)
@@ -144,7 +149,7 @@ def apply_rotary_emb_transposed(hidden_states: Tensor, freqs_cis: Tensor) -> Ten
 
 
 def apply_rotary_emb_qwen_neuron(x: Tensor, freqs: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of x (B, S, H, D) by the angles freqs (S, D / 2) in radians, of Qwen-Image."""
+    """Rotate interleaved pairs (2i, 2i + 1) of x (B, S, H, D) by angles freqs (S, D / 2) in radians, as in Qwen-Image."""
     op = "apply_rotary_emb_qwen_neuron"
     _, tokens, _, width = check_shape(op, "x", x, *_BSHD)
     check_shape(op, "freqs", freqs, "(S, D / 2)", (tokens, width // 2), OF_TOKENS)
@@ -153,9 +158,9 @@ def apply_rotary_emb_qwen_neuron(x: Tensor, freqs: Tensor) -> Tensor:
 
 
 def apply_rotary_emb_anyflow(hidden_states: Tensor, freqs: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of hidden_states (B, H, S, D) by complex freqs (1 | B, 1, S, D / 2).
+    """Rotate interleaved pairs (2i, 2i + 1) of hidden_states (B, H, S, D) by complex freqs (1 | B, 1, S, D / 2).
 
-    `apply_rotary_emb` of AnyFlow's files, and of Wan's file before July 2025.
+    Replaces `apply_rotary_emb` of AnyFlow, and of Wan before July 2025.
     """
     op = "apply_rotary_emb_anyflow"
     batch, _, tokens, width = check_shape(op, "hidden_states", hidden_states, *_BHSD)
@@ -164,13 +169,16 @@ def apply_rotary_emb_anyflow(hidden_states: Tensor, freqs: Tensor) -> Tensor:
 
 
 def apply_rotary_emb_joyimage(xq: Tensor, xk: Tensor, freqs_cis: Any) -> Pair:
-    """Rotate pairs (2i, 2i + 1) of xq and xk (B, S, H, D) in one launch; freqs_cis is (cos, sin), each (S, D), every angle twice,
-    side by side. `_apply_rotary_emb` of JoyImage."""
+    """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, S, H, D) in one launch; `_apply_rotary_emb` of JoyImage.
+
+    Args:
+        freqs_cis: (cos, sin), each (S, D), `repeat_interleave(f, 2)`.
+    """
     return _joyimage("apply_rotary_emb_joyimage", xq, xk, freqs_cis, batched=False)
 
 
 def apply_rotary_emb_batched(xq: Tensor, xk: Tensor, freqs_cis: Any) -> Pair:
-    """The same with tables (1 | B, S, D): `_apply_rotary_emb_batched` of JoyImage's edit model."""
+    """`apply_rotary_emb_joyimage` with tables (1 | B, S, D); `_apply_rotary_emb_batched` of JoyImage's edit model."""
     return _joyimage("apply_rotary_emb_batched", xq, xk, freqs_cis, batched=True)
 
 
@@ -185,21 +193,24 @@ def _joyimage(op: str, xq: Tensor, xk: Tensor, freqs_cis: Any, batched: bool) ->
 
 
 def apply_rotary_emb_minimax_h3(hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first W features of hidden_states (B, S, H, D), pairs (i, i + W / 2), with tables (S, W) `cat(f, f)`.
+    """Partial rotary: rotate the first W features of hidden_states (B, S, H, D), pairs (i, i + W / 2); the rest is copied.
 
-    `_apply_rotary_emb` of MiniMax-H3. What does not rotate is copied to the result as it is.
+    Replaces `_apply_rotary_emb` of MiniMax-H3.
+
+    Args:
+        cos, sin: (S, W), `cat(f, f)`.
     """
     return _leading("apply_rotary_emb_minimax_h3", "hidden_states", hidden_states, cos, sin, "bshd")
 
 
 def apply_partial_rotary_emb_minimax_music3(hidden_states: Tensor, rotary_emb: Any) -> Tensor:
-    """The same of rotary_emb, (cos, sin): `_apply_partial_rotary_emb` of MiniMax-Music3."""
+    """`apply_rotary_emb_minimax_h3` with rotary_emb = (cos, sin); `_apply_partial_rotary_emb` of MiniMax-Music3."""
     op = "apply_partial_rotary_emb_minimax_music3"
     return _leading(op, "hidden_states", hidden_states, *both_tables(op, "rotary_emb", rotary_emb), "bshd")
 
 
 def apply_partial_rotary_emb(x: Tensor, freqs_cis: Any) -> Tensor:
-    """The same of x (B, H, S, D) and freqs_cis, (cos, sin): a method of `StableAudioAttnProcessor2_0`."""
+    """`apply_rotary_emb_minimax_h3` for x (B, H, S, D), freqs_cis = (cos, sin); a method of `StableAudioAttnProcessor2_0`."""
     op = "apply_partial_rotary_emb"
     cos, sin = both_tables(op, "freqs_cis", freqs_cis)
     return _leading(op, "x", x, cos, sin, "bhsd")
@@ -215,12 +226,12 @@ def _leading(op: str, name: str, x: Tensor, cos: Tensor, sin: Tensor, layout: st
 
 
 def apply_rotary_partial(t: Tensor, freqs: Tensor) -> Tensor:
-    """Rotate the first W features of t (B, S, H, D), pairs (i, i + W / 2), by angles in radians.
+    """Partial rotary: rotate the first W features of t (B, S, H, D), pairs (i, i + W / 2), by angles in radians.
 
-    `_apply_rotary_partial` of Stable Audio 3 and of the autoencoder SAME.
+    Replaces `_apply_rotary_partial` of Stable Audio 3 and of the SAME autoencoder.
 
     Args:
-        freqs: (R, W), every angle twice, `cat(f, f)`; the last S of the R >= S rows are those of the tokens.
+        freqs: (R, W), R >= S, `cat(f, f)`. The last S rows are used.
     """
     op = "apply_rotary_partial"
     tokens = check_shape(op, "t", t, *_BSHD)[1]
@@ -232,11 +243,10 @@ def apply_rotary_partial(t: Tensor, freqs: Tensor) -> Tensor:
 
 
 def apply_rope_hidream(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
-    """Rotate pairs (2i, 2i + 1) of xq and xk (B, S, H, D) in one launch; `apply_rope` of HiDream.
+    """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, S, H, D) in one launch; `apply_rope` of HiDream.
 
     Args:
-        freqs_cis: (1 | B, S, 1, D / 2, 2, 2), the matrix [[cos θ, −sin θ], [sin θ, cos θ]] of every pair, of which the first
-            column is read.
+        freqs_cis: (1 | B, S, 1, D / 2, 2, 2), a matrix [[cos θ, −sin θ], [sin θ, cos θ]] per pair; its first column is read.
     """
     op = "apply_rope_hidream"
     batch, tokens, _, width = check_shape(op, "xq", xq, *_BSHD)
@@ -247,7 +257,7 @@ def apply_rope_hidream(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
 
 
 def apply_rope_prx(xq: Tensor, freqs_cis: Tensor) -> Tensor:
-    """The same of xq (B, H, S, D) and freqs_cis (1 | B, 1, S, D / 2, 2, 2): `apply_rope` of PRX."""
+    """`apply_rope_hidream` for one xq (B, H, S, D) and freqs_cis (1 | B, 1, S, D / 2, 2, 2); `apply_rope` of PRX."""
     op = "apply_rope_prx"
     batch, _, tokens, width = check_shape(op, "xq", xq, *_BHSD)
     sizes = (1, batch), 1, tokens, width // 2, 2, 2
@@ -256,8 +266,8 @@ def apply_rope_prx(xq: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def apply_rotary_kandinsky5(x: Tensor, rope: Tensor) -> Tensor:
-    """The same of x (B, S, H, D) and rope (1 | B, S, 1, D / 2, 2, 2) or (S, 1, D / 2, 2, 2): `apply_rotary` inside
-    Kandinsky 5's attention processor, which rounds to bfloat16 whatever x is."""
+    """`apply_rope_hidream` for one x (B, S, H, D) and rope ((1 | B,) S, 1, D / 2, 2, 2); `apply_rotary` inside Kandinsky 5's
+    attention processor, which rounds to bfloat16 for any dtype of x."""
     op = "apply_rotary_kandinsky5"
     batch, tokens, _, width = check_shape(op, "x", x, *_BSHD)
     if len(shape_of(op, "rope", rope)) == 5:
@@ -268,15 +278,15 @@ def apply_rotary_kandinsky5(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def _columns(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """cos θ and sin θ of rotation matrices, views."""
+    """Views of cos θ and sin θ in rotation matrices."""
     return matrices[..., 0, 0], matrices[..., 1, 0]
 
 
 def apply_rotary_pos_emb_kolors(x: Tensor, rope_cache: Tensor) -> Tensor:
-    """Rotate the first 2P features of x (S, B, H, D), pairs (2i, 2i + 1): `apply_rotary_pos_emb` of Kolors' text encoder.
+    """Rotate the first 2P features of x (S, B, H, D), pairs (2i, 2i + 1); `apply_rotary_pos_emb` of Kolors' text encoder.
 
     Args:
-        rope_cache: (R, 1 | B, P, 2), cos θ and sin θ side by side; the first S of the R >= S rows are those of the tokens.
+        rope_cache: (R, 1 | B, P, 2), R >= S, of (cos θ, sin θ). The first S rows are used.
     """
     op = "apply_rotary_pos_emb_kolors"
     tokens, batch, *_ = check_shape(op, "x", x, "(S, B, H, D)", (None,) * 4, "pass the tokens first")
@@ -289,16 +299,16 @@ def apply_rotary_pos_emb_kolors(x: Tensor, rope_cache: Tensor) -> Tensor:
 
 
 def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 1) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of x (B, S, H, D), tokens of a grid of frames, rows and columns: that of Wan-Animate 2.
+    """3-D RoPE of Wan-Animate 2: rotate interleaved pairs of x (B, S, H, D) by each token's frame, row and column.
 
-    The first pairs follow the frame of a token, the next D / 2 // 3 its row, the last D / 2 // 3 its column. The tokens behind
-    the F · Y · X of a grid pass through. The result has the dtype of x (theirs: float32). Small kernels besides the launch
-    number the rows of the tokens and add one to the table; theirs waits for the device instead.
+    The first pairs use the frame index, the next D / 2 // 3 the row, the last D / 2 // 3 the column. Tokens beyond the
+    F · Y · X of a grid pass through. The result has the dtype of x (diffusers: float32). Extra small kernels compute the
+    table rows of the tokens and append a row to the table; diffusers synchronizes with the device instead.
 
     Args:
-        grid_sizes: whole numbers (B, 3), (F, Y, X) of each sequence, on any device.
-        freqs: complex (R, D / 2); row r is that of frame, row or column r. Without a row the result is NaN.
-        time_stride: frame f has row f · time_stride.
+        grid_sizes: integers (B, 3), (F, Y, X) of each sequence, on any device.
+        freqs: complex (R, D / 2); row r is for frame, row or column r. An index outside the table gives NaN.
+        time_stride: frame f uses row f · time_stride.
     """
     op = "rope_apply"
     batch, tokens, _, width = check_shape(op, "x", x, *_BSHD)
@@ -312,8 +322,8 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 
     in_frame = at % plane.clamp_min(1)
     frame, row, column = at // plane.clamp_min(1), in_frame // columns.clamp_min(1), in_frame % columns.clamp_min(1)
     axes = torch.stack((frame * stride, row, column))
-    axes = torch.where(axes < rows, axes, -1)  # no row, no number
-    axes = torch.where(at < frames * plane, axes, rows)  # the row that is added: no turn
+    axes = torch.where(axes < rows, axes, -1)  # outside the table: NaN
+    axes = torch.where(at < frames * plane, axes, rows)  # padding: the appended row, the identity
     freqs = freqs.to(table_dtype(x, freqs))
     if freqs.is_complex():
         freqs = torch.cat((freqs, freqs.new_ones(1, pairs)))

@@ -1,8 +1,8 @@
-"""The rotary functions of diffusers whose angles differ between the heads of a token, or between parts of a head.
+"""The rotary functions of diffusers whose angles differ between heads, or between parts of a head.
 
-The mathematics, the dtypes and the errors are those of `_diffusers_rope`. What has angles of its own is a token of `rope`, by
-strides alone: the parts of a hidden width in LTX, the heads in LTX-2 and Mochi, the thirds of a head in Allegro.
-Shape legend: B batch, S tokens, H heads, D head_dim, C = H · D, R rows of a table.
+Formula, dtypes and errors are those of `_diffusers_rope`. Each slice with its own angles is passed to `rope` as one token, by
+strides alone: parts of the hidden width in LTX, heads in LTX-2 and Mochi, thirds of a head in Allegro.
+Shape legend: B batch, S tokens, H heads, D head_dim, C = H · D, R table rows.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ from ._shared import alike
 
 
 def _one(x: Tensor, dim: int) -> bool:
-    """Whether dimensions dim and dim + 1 are one of the memory of x."""
+    """Whether dimensions dim and dim + 1 of x can be flattened without a copy."""
     return x.shape[dim] == 1 or x.shape[dim + 1] == 1 or x.stride(dim) == x.shape[dim + 1] * x.stride(dim + 1)
 
 
 def _by_rows(op: str, x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
-    """x (B, S, G, D) with tables (1 | B, S, G, …): a row for each part g of each token s."""
+    """Rotate x (B, S, G, D) by tables (1 | B, S, G, …), one row per group g of token s."""
     cos, sin = alike(op, cos.to(table_dtype(x, cos)), sin.to(table_dtype(x, sin)))
     if all(_one(t, 1) for t in (x, cos, sin)):
         y = rotated(op, x.flatten(1, 2).unsqueeze(2), cos.flatten(1, 2), sin.flatten(1, 2), "bshd", pairing)
         return y.squeeze(2).view(x.shape)
-    if cos.shape[0] == 1:  # what differs in the batch alone has the same angles, as heads have
+    if cos.shape[0] == 1:  # angles shared by the batch: pass the batch as the heads of `rope`
         return rotated(op, x.transpose(0, 1), cos[0], sin[0], "bhsd", pairing).transpose(0, 1)
     y = rotated(op, x.flatten(0, 1).unsqueeze(2), cos.flatten(0, 1), sin.flatten(0, 1), "bshd", pairing)
     return y.squeeze(2).view(x.shape)
 
 
 def apply_rotary_emb_ltx(x: Tensor, freqs: Any) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of the whole hidden width of x (B, S, C); `apply_rotary_emb` of LTX-Video.
+    """Rotate interleaved pairs (2i, 2i + 1) over the whole hidden width of x (B, S, C); `apply_rotary_emb` of LTX-Video.
 
-    Views of x and of the tables, in which the width is cut into heads of up to 512 features, go into one launch. Only of tables
-    of their own for every sequence and an x in which neither the parts of a token nor the tokens of all sequences lie at
-    equal distances, a copy is made.
+    One launch, on views that split the width into heads of up to 512 features. x is copied only if the tables differ between
+    sequences and neither (S, parts of a token) nor (B, S) of x can be flattened.
 
     Args:
-        freqs: (cos, sin), each (1 | B, S, C), every angle twice, side by side.
+        freqs: (cos, sin), each (1 | B, S, C), `repeat_interleave(f, 2)`.
     """
     return _over_the_width("apply_rotary_emb_ltx", x, freqs)
 
 
 def apply_interleaved_rotary_emb(x: Tensor, freqs: Any) -> Tensor:
-    """`apply_rotary_emb_ltx`, as LTX-2 calls it."""
+    """`apply_rotary_emb_ltx` under its name in LTX-2."""
     return _over_the_width("apply_interleaved_rotary_emb", x, freqs)
 
 
@@ -69,15 +68,15 @@ def _over_the_width(op: str, x: Tensor, freqs: Any) -> Tensor:
 
 
 def apply_split_rotary_emb(x: Tensor, freqs: Any) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of every head of x (B, S, C) with tables of its own; of LTX-2.
+    """Rotate pairs (i, i + D / 2) of each head of x (B, S, C) by per-head tables, as in LTX-2.
 
-    One launch of views, but for what `apply_rotary_emb_ltx` copies, and for tables that are not of one sequence and lie
-    in memory as their shape has it: LTX-2 makes them with the heads behind the tokens.
+    One launch on views. x is copied as in `apply_rotary_emb_ltx`. Tables that differ between sequences are copied if they are
+    contiguous as (B, H, S, D / 2); those of LTX-2 are transposed from (B, S, H, D / 2) and are not.
 
     Args:
         x: (B, S, H · D), or (B, H, S, D).
         freqs: (cos, sin), each (1 | B, H, S, D / 2), every angle once; or (1 | B, S, C / 2), for pairs (i, i + C / 2) of
-            x (B, S, C) of up to 512 features.
+            x (B, S, C) with C <= 512.
     """
     op = "apply_split_rotary_emb"
     cos, sin = both_tables(op, "freqs", freqs)
@@ -104,10 +103,10 @@ def apply_split_rotary_emb(x: Tensor, freqs: Any) -> Tensor:
 
 
 def apply_rotary_emb_mochi(x: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of x (B, S, H, D); `apply_rotary_emb` inside Mochi's attention processor.
+    """Rotate interleaved pairs (2i, 2i + 1) of x (B, S, H, D); `apply_rotary_emb` inside Mochi's attention processor.
 
     Args:
-        freqs_cos, freqs_sin: (S, H, D / 2), every angle once. Mochi learns its frequencies: detach tables that require grad.
+        freqs_cos, freqs_sin: (S, H, D / 2), every angle once. Mochi learns its frequencies; detach tables that require grad.
     """
     op = "apply_rotary_emb_mochi"
     _, tokens, heads, width = check_shape(op, "x", x, "(B, S, H, D)", (None,) * 4, "pass (B, S, H, D)")
@@ -117,14 +116,14 @@ def apply_rotary_emb_mochi(x: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> T
 
 
 def apply_rotary_emb_allegro(x: Tensor, freqs_cis: Any, positions: Any) -> Tensor:
-    """Rotate each third of every head of x (B, H, S, D) by its own position, pairs (i, i + D / 6) of the third.
+    """3-D RoPE of Allegro: rotate each third of every head of x (B, H, S, D) by its own position, pairs (i, i + D / 6).
 
-    One launch; small kernels besides join the three tables and number their rows. x is copied where neither the tokens of a
-    head nor those of all sequences lie at equal distances.
+    One launch; extra small kernels concatenate the three tables and compute row indices. x is copied if neither (S, thirds)
+    nor (B, S) of x can be flattened.
 
     Args:
-        freqs_cis: ((cos, sin), (cos, sin), (cos, sin)) of time, height and width, each (R, D / 3), `cat(f, f)`; R differs.
-        positions: three int32 or int64 tensors (1 | B, S), the rows of the tokens. Without a row the third is NaN.
+        freqs_cis: ((cos, sin), (cos, sin), (cos, sin)) of time, height and width, each (R, D / 3), `cat(f, f)`; R may differ.
+        positions: three int32 or int64 tensors (1 | B, S) of table rows. A position outside its table makes that third NaN.
     """
     op = "apply_rotary_emb_allegro"
     batch, _, tokens, width = check_shape(op, "x", x, "(B, H, S, D)", (None,) * 4, "pass (B, H, S, D)")
@@ -147,14 +146,14 @@ def apply_rotary_emb_allegro(x: Tensor, freqs_cis: Any, positions: Any) -> Tenso
         for name, one in (("cos", cos), ("sin", sin), ("positions", at)):
             if one.device != x.device:
                 fail(op, name, f"be on the device of x, {x.device}", one.device, f"move it with .to({str(x.device)!r})")
-            if one is not at and one.dtype != like.dtype:  # joined, both would be of the wider one
+            if one is not at and one.dtype != like.dtype:  # cat would promote to the wider dtype
                 fix = "build all tables the same way"
                 contract = f"have the dtype of the first table, {dtype_name(like.dtype)}"
                 fail(op, name, contract, dtype_name(one.dtype), fix, TypeError)
         tables.append((cos, sin))
         rows.append(torch.where((at >= 0) & (at < count), at + first, -1))
         first += count
-    cos, sin = (torch.cat(same) for same in zip(*tables, strict=True))  # `rotated` converts what is in float64
+    cos, sin = (torch.cat(same) for same in zip(*tables, strict=True))  # `rotated` converts float64
     thirds = x.unflatten(3, (3, width // 3))
     lines = torch.stack(rows, -1)
     if _one(thirds, 2):

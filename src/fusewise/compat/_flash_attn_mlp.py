@@ -1,7 +1,7 @@
-"""`flash_attn.modules.mlp.GatedMlp` and the gate of `flash_attn.ops.activations`, as `compat.flash_attn` has them.
+"""`flash_attn.modules.mlp.GatedMlp` and the gate of `flash_attn.ops.activations`; exported by `compat.flash_attn`.
 
-The parameters and their names are those of the library. A projection that is no longer a plain `nn.Linear` is called as it is,
-and only the gate is fused.
+Parameters keep their names, so checkpoints load. A projection that is no longer a plain `nn.Linear` is called as a module, and
+only the gate is fused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._check import flag, whole
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
-    """silu(x) · y, (..., F) each: flash_attn.ops.activations.swiglu."""
+    """silu(x) · y, each (..., F); flash_attn.ops.activations.swiglu."""
     return gate(y, x, "silu", op="swiglu")
 
 
@@ -31,7 +31,7 @@ class SwiGLUFunction:
     apply = staticmethod(swiglu)
 
 
-# The functions and modules that `GatedMlp` is given, by what they compute.
+# The activations that callers pass to `GatedMlp`.
 _ACTIVATIONS: dict[Any, Activation] = {
     functional.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", nn.Sigmoid: "sigmoid", functional.silu: "silu", nn.SiLU: "silu",
     functional.relu: "relu", torch.relu: "relu", nn.ReLU: "relu", functional.gelu: "gelu", nn.Identity: "identity",
@@ -57,11 +57,11 @@ def _activation(activation: Any) -> Activation:
 
 
 class GatedMlp(nn.Module):
-    """fc2(u · act(g)), (u, g) = fc1(x): flash_attn.modules.mlp.GatedMlp, one operation.
+    """fc2(u · act(g)) with (u, g) = fc1(x), as one operation; flash_attn.modules.mlp.GatedMlp.
 
     Args:
-        hidden_features: rounded up to a multiple of multiple_of; None: 8/3 of in_features.
-        activation: torch.nn.functional's sigmoid, silu, relu or gelu, also `partial(gelu, approximate="tanh")`, or their modules.
+        hidden_features: rounded up to a multiple of multiple_of; None: 8/3 · in_features.
+        activation: sigmoid, silu, relu or gelu of torch.nn.functional, `partial(gelu, approximate="tanh")`, or their modules.
         return_residual: return (y, x).
     """
 

@@ -1,4 +1,4 @@
-"""The gates and the functional MLP of `liger_kernel.ops` and `liger_kernel.functional`; `liger` names them."""
+"""The gates and the functional MLP of `liger_kernel.ops` and `liger_kernel.functional`; exported by `compat.liger`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ._shared import unit_stride
 
 
 def _is_one(name: str, factor: float) -> bool:
-    """Whether the argument of that name leaves everything as it is."""
+    """Whether the multiplier is 1; raise under its argument name if it is not a number."""
     if not isinstance(factor, (int, float)):
         number("liger_swiglu", name, factor)
     return bool(factor == 1.0)
 
 
 def multiplied(name: str, x: Tensor, factor: float) -> Tensor:
-    """x times the argument of that name."""
+    """x · factor; `name` is the argument name for errors."""
     if _is_one(name, factor):
         return x
     try:
@@ -33,31 +33,31 @@ def multiplied(name: str, x: Tensor, factor: float) -> Tensor:
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """gelu_tanh(a) · b, (..., F) each, in their dtype."""
+    """gelu_tanh(a) · b, each (..., F), in their dtype."""
     return gate(b, a, "gelu_tanh", op="liger_geglu")
 
 
 def geglu(
     a: Tensor, b: Tensor, *, impl: str | None = None, mode: str | None = None, backend: str | None = None
 ) -> Tensor:
-    """`liger_kernel.functional.geglu`; impl, mode and backend are without effect."""
+    """`liger_kernel.functional.geglu`; impl, mode and backend are ignored."""
     return liger_geglu(a, b)
 
 
 class LigerGELUMulFunction:
-    """For callers of `LigerGELUMulFunction.apply`; a and b are saved and never written to."""
+    """For callers of `LigerGELUMulFunction.apply`; a and b are saved for backward and never overwritten."""
 
     apply = staticmethod(liger_geglu)
 
 
 def silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
-    """silu(a · gate_multiplier) · b · down_multiplier; each factor that is not 1 is a kernel besides."""
+    """silu(a · gate_multiplier) · b · down_multiplier; each multiplier other than 1 costs an extra kernel."""
     y = gate(b, multiplied("gate_multiplier", a, gate_multiplier), "silu", op="liger_swiglu")
     return multiplied("down_multiplier", y, down_multiplier)
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) · b, (..., F) each, in their dtype."""
+    """silu(a) · b, each (..., F), in their dtype."""
     return silu_mul(a, b)
 
 
@@ -71,7 +71,7 @@ def swiglu(
     mode: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`liger_kernel.functional.swiglu`; impl, mode and backend are without effect."""
+    """`liger_kernel.functional.swiglu`; impl, mode and backend are ignored."""
     return silu_mul(a, b, gate_multiplier, down_multiplier)
 
 
@@ -82,7 +82,7 @@ class LigerSiLUMulFunction:
 
 
 def stacked_silu_mul(y: Tensor, in_place: bool = False) -> Tensor:
-    """silu of the first half of y (..., 2F), times the second; in_place is without effect: y is never overwritten."""
+    """silu(g) · u with (g, u) the halves of y (..., 2F). in_place is ignored: y is never overwritten."""
     return stacked_gate(y, "silu", gate_first=True, op="liger_swiglu")
 
 
@@ -100,7 +100,7 @@ def _mlp(
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
 ) -> Tensor:
-    """The SwiGLU MLP of (..., D), both multipliers as in `LigerSiLUMulFunction`; that of the gate undoes the fusion."""
+    """SwiGLU MLP of (..., D), multipliers as in `LigerSiLUMulFunction`; a gate_multiplier other than 1 disables fusion."""
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
     gate_weight, up_weight, down_weight = (unit_stride(w, name, "gated_mlp") for name, w in weights.items())
     if _is_one("gate_multiplier", gate_multiplier):
@@ -116,7 +116,7 @@ def _mlp(
 
 
 def explain_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
-    """Where their products failed: what `gated_mlp` would have said of them."""
+    """After a matmul failed: raise the error of `gated_mlp` for these arguments."""
     x, gate_weight, up_weight, down_weight = as_autocast(x, gate_weight, up_weight, down_weight)
     weights = {"w_up": up_weight, "w_gate": gate_weight, "b_up": None, "b_gate": None}
     options = "silu", "stacked", False, "preact", "auto"

@@ -1,4 +1,4 @@
-"""The gated MLPs of `liger_kernel.transformers`, and the gate of `liger_kernel.megatron`; `liger` names them."""
+"""The gated MLPs of `liger_kernel.transformers` and the gate of `liger_kernel.megatron`; exported by `compat.liger`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ._liger_gate import explain_mlp, multiplied, silu_mul
 
 
 class LigerGEGLUMLP(nn.Module):
-    """The MLP of Gemma, with the tanh form whatever `config` says, as there; the whole of it one operation."""
+    """The MLP of Gemma as one operation; always tanh GELU regardless of `config`, as in Liger."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self._build(config)
 
     def _build(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
-        """Of the configuration's width where none is given."""
+        """Create the projections; intermediate_size None: `config.intermediate_size`."""
         op = type(self).__name__
         self.config, self.hidden_size = config, width(op, config, "hidden_size")
         self.intermediate_size = width(op, config, "intermediate_size", intermediate_size)
@@ -32,14 +32,14 @@ class LigerGEGLUMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
 
-    # Liger binds the forward of this class and of those below to modules that are none of theirs: all it needs of self is
-    # what a model's own MLP has.
+    # Liger patches this forward, and those below, onto a model's own MLP instances, so it may only use attributes that
+    # those have.
     def forward(self, x: Tensor) -> Tensor:
         return mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation="gelu_tanh")
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """The same, twice as wide in layers that share keys and values, where the configuration wants that."""
+    """`LigerGEGLUMLP`, twice as wide in layers with shared KV if `config.use_double_wide_mlp`."""
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         nn.Module.__init__(self)
@@ -54,7 +54,11 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 class LigerSwiGLUMLP(LigerGEGLUMLP):
-    """The MLP of Llama and most others, without biases, of a width of its own where one is given; one operation."""
+    """The MLP of Llama and most others as one operation, without biases.
+
+    Args:
+        intermediate_size: None: `config.intermediate_size`.
+    """
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         nn.Module.__init__(self)
@@ -69,7 +73,7 @@ class LigerSwiGLUMLP(LigerGEGLUMLP):
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """The same, of a configuration that says `hidden_activation`."""
+    """`LigerSwiGLUMLP` for a config with `hidden_activation`."""
 
     def __init__(self, config: Any) -> None:
         nn.Module.__init__(self)
@@ -79,18 +83,18 @@ class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
 
 
 class LigerMLP(LigerSwiGLUMLP):
-    """The same, of the configuration's width: what Liger fuses in this class alone is fused in all of these."""
+    """`LigerSwiGLUMLP` with the config's width. What Liger fuses only in this class is fused in all classes here."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
-    """The same as `LigerSwiGLUMLP`."""
+    """`LigerSwiGLUMLP` under another name."""
 
 
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
-    """The same, with Hunyuan's arguments."""
+    """`LigerSwiGLUMLP` with Hunyuan's arguments."""
 
     def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False) -> None:
         super().__init__(config)
@@ -98,8 +102,10 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
-    """The MLP of Falcon-H1: `mlp_multipliers` scale the gate before its activation, which undoes the fusion, and the
-    result, its bias included."""
+    """The MLP of Falcon-H1: `mlp_multipliers` scale the gate before its activation and the result including its bias.
+
+    A gate multiplier other than 1 disables fusion.
+    """
 
     def __init__(self, config: Any) -> None:
         nn.Module.__init__(self)
@@ -127,11 +133,11 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
-    """The same."""
+    """`LigerFalconH1SwiGLUMLP` under another name."""
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """The MLP of Phi-3, whose gate_up_proj holds the gate and then the value; one operation."""
+    """The MLP of Phi-3 as one operation; gate_up_proj computes (gate, value), in this order."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -147,7 +153,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
 
 class LigerBlockSparseTop2MLP(nn.Module):
-    """An expert of Mixtral in transformers 4: w1 the gate, w3 the value, w2 down; one operation."""
+    """An expert of Mixtral in transformers 4 as one operation: w1 is the gate, w3 the value, w2 the down projection."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -163,15 +169,15 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
-    """`LigerGEGLUMLP` of a long sequence, x (..., T, D), in parts of its rows, each one operation.
+    """`LigerGEGLUMLP` for long sequences x (..., T, D): the rows are processed in shards, each one operation.
 
-    Nothing is held for backward but x: backward makes the pre-activations of a part again. So they, 2F elements a row, are
-    there for one part at a time, in forward and in backward; the results of the parts are joined by one copy. Gradients of
-    the weights are added up part by part in their dtype. A projection that is more than its weight holds what it wants.
+    Only x is saved; backward recomputes the pre-activations (2F elements per row) shard by shard, so at most one shard's are
+    in memory at a time. One copy concatenates the results. Weight gradients are accumulated over the shards in the weights'
+    dtype. A projection that is not a plain `nn.Linear` saves what its own backward needs.
 
     Args:
-        num_shards: the number of parts, at most the rows; None: ceil(T / D), so that a part of one sequence has at most as many
-            rows as features.
+        num_shards: number of shards, at most the number of rows; None: ceil(T / D), so that with one sequence a shard has at
+            most D rows.
     """
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
@@ -205,7 +211,7 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
 
 
 class LigerTiledSwiGLUMLP(LigerTiledGEGLUMLP):
-    """`LigerSwiGLUMLP` in the same parts."""
+    """`LigerSwiGLUMLP`, sharded like `LigerTiledGEGLUMLP`."""
 
     def _check(self, op: str, config: Any) -> None:
         if hasattr(config, "hidden_act"):
@@ -216,10 +222,13 @@ class LigerTiledSwiGLUMLP(LigerTiledGEGLUMLP):
 
 
 class LigerMegatronSwiGLU(nn.Module):
-    """silu of the first half of input (..., 2F), times the second, as Megatron calls its `bias_swiglu_impl`; no parameters.
+    """silu(g) · u with (g, u) the halves of input (..., 2F); called like Megatron's `bias_swiglu_impl`, no parameters.
 
-    Of `liger_kernel.megatron`. in_place is without effect: input is never overwritten. With a bias, or what Megatron would
-    store in FP8 or on the host, fallback_impl is called, Megatron's own; without one that is an error.
+    Replaces `liger_kernel.megatron.LigerMegatronSwiGLU`.
+
+    Args:
+        fallback_impl: Megatron's own function, called if there is a bias, fp8_input_store or cpu_offload_input; None: an error.
+        in_place: ignored; input is never overwritten.
     """
 
     def __init__(self, fallback_impl: Callable[..., Tensor] | None = None, in_place: bool = False) -> None:

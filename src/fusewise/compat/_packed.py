@@ -1,4 +1,4 @@
-"""Parts of a packed tensor, as q and k of qkv, rotated in place, with a gradient: what flash_attn's functions do."""
+"""In-place rotation of parts of a packed tensor (q and k of qkv), with autograd; for `compat.flash_attn`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..ops.rope._validate import DEFAULTS, validated
 from ..ops.rope._written import check_written
 from ._check import explain
 
-# A part of a packed tensor along its dimension 2: a whole entry (3 of qkv, 2 of kv), or (first head, number of heads).
+# A part of a packed tensor along dimension 2: an index (of 3 for qkv, of 2 for kv), or (first head, number of heads).
 Part = int | tuple[int, int]
-# The parts that are rotated with the tables of q and of k (None: with those of q, or not there), and what is left.
+# The parts rotated with the tables of q and of k, and the part that is not rotated. None: all of the tensor, or absent.
 Parts = tuple[Part | None, Part | None, Part | None]
 Q: Parts = (None, None, None)
 KV: Parts = (0, None, 1)
 
 
 def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Rotate the parts of x in place; return x, or what carries its gradient."""
+    """Rotate the parts of x in place; return x, or the tensor that carries its gradient."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         explain("apply_rotary_emb", "x", x)
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -34,9 +34,9 @@ def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tup
         return x
     covered = x
     if x._is_view():
-        # Of a tensor seen through a view that covers it, as a projection is, autograd can follow the tensor itself; of
-        # a part it copies the gradient of the whole. (A view of the result, as x has a history of its own to replay.) A
-        # tensor without a gradient, though, leaves it to a view that asked for one later.
+        # If x is a view of all of its base, as the output of a projection is, record the write on the base: recorded on
+        # a view, autograd would copy the gradient of the base. The result is then a view too, like x. If the base does
+        # not require grad, a view of it was set to later; then record on the view.
         base = x._base
         if base is not None and base.requires_grad and base.dtype == x.dtype and base.numel() == x.numel():
             covered = base if base.is_contiguous() and x.is_contiguous() else x
@@ -45,18 +45,17 @@ def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tup
 
 
 def _source(x: Tensor) -> Tensor:
-    """The tensor that x is a view of, or x."""
+    """The base of x, or x if it is not a view."""
     return x if x._base is None else x._base
 
 
 def _alone(x: Tensor) -> bool:
-    """Whether x is no view that was made with others at once, as by split, or without gradients: of those autograd cannot
-    follow a write."""
+    """Whether autograd can record an in-place write to x: not for views from multi-view ops (split) or made under no_grad."""
     return not x._is_view() or torch._C._autograd._get_creation_meta(x) == torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _take(x: Tensor, part: Part | None) -> Tensor:
-    """A view of a part; of all of x without one."""
+    """A view of one part of x; x if part is None."""
     if part is None:
         return x
     return x.select(2, part) if isinstance(part, int) else x.narrow(2, *part)
@@ -65,20 +64,20 @@ def _take(x: Tensor, part: Part | None) -> Tensor:
 def _groups(
     x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None
 ) -> list[tuple[tuple[Part | None, ...], dict[str, Any]]]:
-    """The launches: which parts go together, with which arguments."""
+    """The parts and arguments of each launch."""
     q, k, _ = parts
     if k is None:
         return [((q,), call)]
     if tables_k is not None:
         cos_k, sin_k = tables_k
         return [((q,), call), ((k,), {**call, "cos": cos_k, "sin": sin_k, "rotary_dim": 2 * cos_k.shape[1]})]
-    if isinstance(q, tuple) and isinstance(k, tuple):  # q and k heads are neighbours: one tensor
+    if isinstance(q, tuple) and isinstance(k, tuple):  # q and k heads are adjacent: one tensor
         return [(((0, k[0] + k[1]),), call)]
     return [((q, k), call)]
 
 
 def alike_in_kind(table: Tensor, other: Tensor) -> bool:
-    """Whether what can be rotated with one table can be with the other."""
+    """Whether one table is valid wherever the other is."""
     return (
         table.shape == other.shape
         and table.dtype == other.dtype
@@ -89,7 +88,7 @@ def alike_in_kind(table: Tensor, other: Tensor) -> bool:
 
 
 def check_all(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> None:
-    """Check all launches: the first is not to write where another is going to be refused."""
+    """Check all launches before the first writes, so that an error leaves x unchanged."""
     for together, arguments in _groups(x, parts, call, tables_k):
         for part in together:
             options = tuple({**DEFAULTS, **arguments}.values())
@@ -101,10 +100,10 @@ def check_all(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Ten
 def _rotate_parts(
     x: Tensor, y: Tensor | None, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Write the rotation of the parts of x into those of y, and the rest of x into that of y; in place without a y."""
+    """Rotate the parts of x into y and copy the rest; in place if y is None."""
     if x.dim() == 5 and parts[1] is not None and x.stride(2) == x.shape[3] * x.stride(3):
         heads = x.shape[3]
-        if y is None or y.stride(2) == heads * y.stride(3):  # (3, H) is one dimension of heads
+        if y is None or y.stride(2) == heads * y.stride(3):  # (3, H) flattens to one head dimension
             x, y = x.flatten(2, 3), None if y is None else y.flatten(2, 3)
             parts = ((0, heads), (heads, heads), (2 * heads, heads))
     for together, arguments in _groups(x, parts, call, tables_k):
@@ -125,7 +124,7 @@ def _save(ctx: Any, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, 
 
 
 def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], Any]:
-    """The arguments of the backward call: those of the forward, rotating by the negative angle."""
+    """The arguments of backward: those of forward, with the inverse rotation."""
     parts, names, rest = ctx.rest
     tensors = ctx.saved_tensors
     call = {**dict(zip(names, tensors, strict=False)), **rest, "inverse": not rest.get("inverse", False)}
@@ -133,8 +132,7 @@ def _transposed(ctx: Any) -> tuple[Parts, dict[str, Any], Any]:
 
 
 class _RotatePartsInPlace(torch.autograd.Function):
-    """In place on x, seen as `shape`. A function of the packed tensor, not of its parts: autograd would copy its gradient
-    for each."""
+    """Rotate x in place, viewed as `shape`. Takes the packed tensor, not its parts: autograd would copy the gradient per part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, parts: Parts, call: dict[str, Any], tables_k: Any) -> Tensor:
@@ -142,8 +140,8 @@ class _RotatePartsInPlace(torch.autograd.Function):
         if _alone(x):
             _rotate_parts(seen if x.shape == shape else seen.view(shape), None, parts, call, tables_k)
             if not _source(x).is_leaf:
-                ctx.mark_dirty(x)  # of a leaf autograd forbids it; there only the returned tensor has the gradient
-        else:  # there, too; and if it heard of the write, it would refuse the views that were made with this one
+                ctx.mark_dirty(x)  # not allowed for a leaf; then only the returned tensor carries the gradient
+        else:  # as for a leaf; a version bump would also make autograd reject the sibling views
             with _unsafe_preserve_version_counter(x):
                 _rotate_parts(seen, None, parts, call, tables_k)
         _save(ctx, parts, call, tables_k)
@@ -165,7 +163,7 @@ _rotate_parts_in_place: Any = _RotatePartsInPlace.apply
 
 
 def _joined(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
-    """x with its parts rotated, of functions that torch differentiates, maps and traces."""
+    """Rotate the parts of x out of place, with operations that autograd, vmap and torch.compile support."""
     pieces: list[Tensor] = []
     for together, arguments in _groups(x, parts, call, tables_k):
         views = [_take(x, part) for part in together]
@@ -177,7 +175,7 @@ def _joined(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tenso
 
 
 def _overwritten(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
-    """`rotate_in_place` where torch.compile or a transform is to see a gradient through the write."""
+    """`rotate_in_place` under torch.compile with gradients, or under a torch.func transform."""
     y = _joined(x, parts, call, tables_k)
     if x.requires_grad and x.is_leaf:
         x.detach().copy_(y.detach())

@@ -1,4 +1,4 @@
-"""What several libraries' conventions have in common."""
+"""Helpers shared by the compat modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._check import WRONG, check_tensor, explain, flag, shape_of
 
 
 def unit_stride(x: Tensor, name: str = "q", op: str = "rope") -> Tensor:
-    """x with a contiguous last dimension, a copy only where it has none."""
+    """Return x with a contiguous last dimension; copy only if needed."""
     try:
         return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     except WRONG:
@@ -26,8 +26,7 @@ def unit_stride(x: Tensor, name: str = "q", op: str = "rope") -> Tensor:
 
 
 def alike(op: str, cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tensor]:
-    """Both tables, the arguments cos and sin or cos_k and sin_k, with the same strides: themselves, or copies in the
-    rare case that they were not made together."""
+    """Return both tables (arguments cos{of} and sin{of}) with equal strides; copy only if their strides differ."""
     try:
         return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
     except WRONG:
@@ -37,7 +36,7 @@ def alike(op: str, cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tens
 
 
 def cut(op: str, cos: Tensor, sin: Tensor, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The same view of both tables."""
+    """Apply one view to both tables."""
     try:
         return view(cos), view(sin)
     except WRONG:
@@ -50,7 +49,7 @@ def cut(op: str, cos: Tensor, sin: Tensor, view: Callable[[Tensor], Tensor]) -> 
 
 
 def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
-    """x, of `dims` dimensions and (heads, head_size) or (heads · head_size,), as (…, heads, head_size), a view."""
+    """View x as (…, heads, head_size); x has `dims` leading dimensions, then (heads, head_size) or (heads · head_size,)."""
     shape = shape_of(op, name, x)
     check_count(op, "head_size", head_size)
     if len(shape) == dims + 2 and shape[-1] == head_size:
@@ -68,7 +67,7 @@ def heads(op: str, name: str, x: Tensor, dims: int, head_size: int) -> Tensor:
 
 
 def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
-    """The tables of complex numbers cos θ + i sin θ, views of them unless they are lazily conjugated."""
+    """Split cos θ + i sin θ into cos and sin tables: views, unless the tensor is lazily conjugated."""
     check_tensor("rope", "freqs_cis", freqs_cis)
     if not freqs_cis.is_complex():
         kind = dtype_name(freqs_cis.dtype)
@@ -82,7 +81,7 @@ def complex_tables(freqs_cis: Tensor) -> dict[str, Tensor]:
 
 
 def pairing(op: str, name: str, interleaved: bool) -> Any:
-    """The pairing of `rope` that a library's flag of that name stands for."""
+    """Map a library's `interleaved` flag to the `pairing` of `rope`."""
     try:
         return "interleaved" if interleaved else "half"
     except WRONG:
@@ -91,14 +90,14 @@ def pairing(op: str, name: str, interleaved: bool) -> Any:
 
 
 def pairing_of_neox(op: str, is_neox: bool) -> Any:
-    """The same of the flag that says the opposite."""
+    """Map a library's `is_neox` flag to the `pairing` of `rope`."""
     return "half" if flag(op, "is_neox", is_neox) else "interleaved"
 
 
 def gate_of_halves(
     op: str, x: Tensor, activation: Activation, out: Tensor | None = None, gate_first: bool = True, name: str = "input"
 ) -> Tensor:
-    """The gate of the two halves of the last dimension of x, (..., 2F) to (..., F); into out where that is given."""
+    """act(g) · u with (g, u) the halves of x (..., 2F), or (u, g) if not gate_first; returns (..., F), out if given."""
     check_tensor(op, name, x)
     if out is None:
         return stacked_gate(x, activation, gate_first=gate_first, op=op)
@@ -111,14 +110,14 @@ _MODULES: dict[type[nn.Module], Activation] = {
 
 
 def activation_module(activation: Activation) -> nn.Module:
-    """The activation as the child that a library's layer has, for who reads it or puts another in its place."""
+    """Return the activation as a child module, as the libraries' layers have it: users read or replace it."""
     if activation in ("gelu", "gelu_tanh"):
         return nn.GELU("none" if activation == "gelu" else "tanh")
     return next(kind for kind, name in _MODULES.items() if name == activation)()
 
 
 def fused_activation(module: nn.Module) -> Activation | None:
-    """The activation that the module is; None if it has to be called."""
+    """Return the activation a module computes; None if the module must be called (hooks, subclass, unknown type)."""
     if not is_untouched(module):
         return None
     if type(module) is nn.GELU:
@@ -127,7 +126,7 @@ def fused_activation(module: nn.Module) -> Activation | None:
 
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """`rope`, always a pair: (q, None) without a k."""
+    """Call `rope` and return a pair: (q, None) if k is None."""
     if k is None:
         return rope(unit_stride(q), **arguments), None
     rotated: tuple[Tensor, Tensor] = rope(unit_stride(q), unit_stride(k, "k"), **arguments)
@@ -137,7 +136,7 @@ def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, 
 def rotate_as_given(
     query: Tensor, key: Tensor | None, q: Tensor, k: Tensor | None, call: dict[str, Any], impl: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """`rotate_pair` of the views q and k with heads in a dimension, in the shapes of query and key."""
+    """`rotate_pair` on q and k, the views of query and key with a head dimension; results have the original shapes."""
     q, k = rotate_pair(q, k, **call, impl=impl)
     return q.reshape(query.shape), None if key is None or k is None else k.reshape(key.shape)
 
@@ -145,10 +144,10 @@ def rotate_as_given(
 def rotate_multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Any, layout: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """M-RoPE from tables (3, B, T, 2P) that hold the temporal, height and width angles of every token.
+    """M-RoPE with tables (3, B, T, 2P) of the temporal, height and width angles of every token.
 
-    The three tables are rows of one: token t of sequence b has row (axis · B + b) · T + t. Those rows are one small
-    int32 tensor, a kernel of its own.
+    The three tables are flattened into one: token t of sequence b has row (axis · B + b) · T + t. An extra small kernel
+    computes these int32 row indices.
     """
     shape = shape_of("rope", "cos", cos)
     if len(shape) != 4 or shape[0] != 3:
@@ -170,8 +169,10 @@ def rotate_multimodal(
 def rotate_images(
     query: Tensor, key: Tensor | None, freqs_ci: Tensor, impl: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate pairs (2i, 2i + 1) of (B, T, H, D) as llama4's towers do, by freqs_ci of T · D / 2 elements, the same for all batch
-    entries; where they are real, cos θ, both elements of a pair are multiplied."""
+    """Rotate interleaved pairs of (B, T, H, D) as Llama 4's vision towers do.
+
+    freqs_ci has T · D / 2 elements, shared by the batch. If it is real (cos θ), both elements of a pair are multiplied by it.
+    """
     shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
     try:
         table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])

@@ -1,5 +1,7 @@
-"""The rotary layers of vLLM whose pairs follow several axes in an order of their own, for `fusewise.compat.vllm`. Shape legend:
-T tokens, P = rotary_dim / 2 pairs, f_i = base^(−2i / rotary_dim)."""
+"""vLLM's multi-axis rotary layers with a model-specific assignment of axes to pairs; exported by `compat.vllm`.
+
+Shape legend: T tokens, P = rotary_dim / 2 pairs, f_i = base^(−2i / rotary_dim).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ from ._vllm_scaling import of_grown_base
 
 
 class _AxisOfEveryPair(MRotaryEmbedding):
-    """M-RoPE where every pair has an axis of its own, and the result is new memory. `fusewise.rope` has sections that follow one
-    another or take turns by three; for another order the rows of the tokens are gathered from the table, (T, 2P), and one launch
-    rotates by those."""
+    """M-RoPE with an arbitrary axis per pair, out of place.
+
+    `fusewise.rope` supports consecutive sections and the t, h, w interleaving. For any other order this class gathers the
+    cos/sin rows of the tokens, (T, 2P), and rotates by them in one launch.
+    """
 
     _pair_axes: Tensor
 
@@ -33,12 +37,12 @@ class _AxisOfEveryPair(MRotaryEmbedding):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key as new tensors; differentiable. Up to six small kernels gather the rows of the tokens.
+        """Rotate query and key out of place; differentiable. Up to six small kernels gather the cos/sin rows.
 
         Args:
-            positions: int64 or int32, a row (tokens,) an axis, or (tokens,), the same for all.
+            positions: int64 or int32, (axes, tokens), or (tokens,), the same for all axes.
             query, key: (tokens, heads · head_size) or (tokens, heads, head_size); key may be None.
-            offsets: without effect.
+            offsets: ignored.
         """
         axes_of(type(self).__name__, positions, self._axes)
         return self._rotated(positions, query, key)
@@ -59,7 +63,7 @@ class _AxisOfEveryPair(MRotaryEmbedding):
         return q, k, call | {"cos_sin": self._rows(positions, call["cos_sin"]), "positions": None}
 
     def _rows(self, positions: Tensor, cache: Tensor) -> Tensor:
-        """[cos | sin] of every token (T, 2P), each pair's at the position on its axis; NaN where the table has no such row."""
+        """[cos | sin] per token (T, 2P), each pair at the position on its axis; NaN for positions outside the table."""
         wanted = positions.index_select(0, self._pair_axes.to(positions.device)).T[:, None].long()
         there = wanted.clamp(0, cache.shape[0] - 1)
         rows = cache.view(len(cache), 2, -1).gather(0, there.expand(-1, 2, -1))
@@ -73,16 +77,16 @@ class _AxisOfEveryPair(MRotaryEmbedding):
         self._follow([1, 2] * height + [0] * time)
 
 
-class Ernie4_5_VLRotaryEmbedding(_AxisOfEveryPair):  # noqa: N801 - its name there
-    """M-RoPE of ERNIE 4.5 VL: the pairs of the image alternate between height and width, those of time come last.
+class Ernie4_5_VLRotaryEmbedding(_AxisOfEveryPair):  # noqa: N801 - vLLM's name
+    """M-RoPE of ERNIE 4.5 VL: spatial pairs alternate between height and width, temporal pairs come last.
 
         θ_i = f_i · height for even i < 2h,   f_i · width for odd i < 2h,   f_i · time for i ≥ 2h
 
-    Arguments, table and methods are those of `MRotaryEmbedding`, but that mrope_section is (h, w, t) with h = w, that
-    mrope_interleaved is without effect, and that the result is always new memory.
+    As `MRotaryEmbedding`, except: mrope_section is (h, w, t) with h = w, mrope_interleaved is ignored, and rotation is always
+    out of place.
 
     Raises:
-        TypeError, ValueError: `Ernie4_5_VLRotaryEmbedding: <argument> must …`, or in the name of `rope`.
+        TypeError, ValueError: `Ernie4_5_VLRotaryEmbedding: <argument> must …`, or `rope: …`.
     """
 
     def _order(self, sections: Sequence[int]) -> None:
@@ -90,10 +94,10 @@ class Ernie4_5_VLRotaryEmbedding(_AxisOfEveryPair):  # noqa: N801 - its name the
 
 
 class BailingMRotaryEmbedding(_AxisOfEveryPair):
-    """M-RoPE of Bailing (Ling V3 VL): that of `Ernie4_5_VLRotaryEmbedding`, but for mrope_section, which is (t, h, w) with h = w.
+    """M-RoPE of Bailing (Ling V3 VL): `Ernie4_5_VLRotaryEmbedding` with mrope_section (t, h, w), h = w.
 
     Raises:
-        TypeError, ValueError: `BailingMRotaryEmbedding: <argument> must …`, or in the name of `rope`.
+        TypeError, ValueError: `BailingMRotaryEmbedding: <argument> must …`, or `rope: …`.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class BailingMRotaryEmbedding(_AxisOfEveryPair):
         self._spatial_then_time(height, width, time)
 
     def select_cos_sin(self, positions: Tensor, cos_sin_cache: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin of the tokens, (T, P) each, from cos_sin_cache (rows, 2P), or from the layer's where that is None."""
+        """Gather cos and sin of the tokens, each (T, P), from cos_sin_cache (rows, 2P); None: the layer's."""
         op = type(self).__name__
         cache = self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache
         shape = shape_of(op, "cos_sin_cache", cache, 2)
@@ -133,8 +137,10 @@ class BailingMRotaryEmbedding(_AxisOfEveryPair):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key: with positions (3, tokens) and pairs (2i, 2i + 1) in place, else as new tensors, as there.
-        Up to six small kernels gather the rows of the tokens."""
+        """Rotate query and key: in place for positions (3, tokens) with interleaved pairs, else out of place, as in vLLM.
+
+        Up to six small kernels gather the cos/sin rows.
+        """
         if self.is_neox_style:
             return super().forward(positions, query, key)
         return MRotaryEmbedding.forward(self, positions, query, key)
@@ -143,19 +149,19 @@ class BailingMRotaryEmbedding(_AxisOfEveryPair):
 
 
 class MRotaryEmbeddingInterleaved(_AxisOfEveryPair):
-    """M-RoPE of openPangu: the axes are dealt out so that each is spread evenly over the pairs, as `mrope_dim` says.
+    """M-RoPE of openPangu: each axis is spread evenly over the pairs; `mrope_dim` holds the axis of each pair.
 
         θ_i = f_i · position on axis mrope_dim[i]
 
-    The table is that of `MRotaryEmbedding`, and so are the methods, but that the result is always new memory.
+    Table and methods are those of `MRotaryEmbedding`, but rotation is always out of place.
 
     Args:
-        mrope_section: numbers of pairs that sum to rotary_dim / 2, (t, h, w) with t at least 1, or (h, w), the axes 0 and 1; then
-            positions may have 2 rows, and a third is not read.
-        mrope_interleaved: True.
+        mrope_section: numbers of pairs that sum to rotary_dim / 2: (t, h, w) with t >= 1, or (h, w) for axes 0 and 1; then
+            positions may have 2 rows, and a third is ignored.
+        mrope_interleaved: must be True.
 
     Raises:
-        TypeError, ValueError: `MRotaryEmbeddingInterleaved: <argument> must …`, or in the name of `rope`.
+        TypeError, ValueError: `MRotaryEmbeddingInterleaved: <argument> must …`, or `rope: …`.
     """
 
     def __init__(
@@ -182,15 +188,18 @@ class MRotaryEmbeddingInterleaved(_AxisOfEveryPair):
         if len(counts) == 2:
             self._axes, order = (2, 3), self.get_mrope_interleaved_id_list(counts[0], counts[1], 0)
         else:
-            time = whole(op, "mrope_section", counts[0], 1)  # the last pair is time's
+            time = whole(op, "mrope_section", counts[0], 1)  # the last pair is temporal
             order = self.get_mrope_interleaved_id_list(time, counts[1], counts[2], force_last=True)
         self.mrope_dim = order * 2
         self._follow(order)
 
     @staticmethod
     def get_mrope_interleaved_id_list(a: int, b: int, c: int, force_last: bool = False) -> list[int]:
-        """The axis of every pair, of a pairs of axis 0, b of 1 and c of 2: in turn the axis that has the smallest share of its pairs
-        (the first of equals), but not the same twice while another has pairs left; force_last keeps one of axis 0 for the end."""
+        """The axis of every pair, given a pairs of axis 0, b of axis 1 and c of axis 2.
+
+        Greedy: the next pair goes to the axis with the smallest assigned fraction (ties: the lowest axis), never to the same
+        axis twice in a row while another has pairs left. force_last reserves one pair of axis 0 for the end.
+        """
         counts, order = (a - bool(force_last), b, c), list[int]()
         for _ in range(sum(counts)):
             left = [axis for axis in range(3) if order.count(axis) < counts[axis]]
@@ -200,17 +209,17 @@ class MRotaryEmbeddingInterleaved(_AxisOfEveryPair):
 
 
 class XDRotaryEmbedding(_AxisOfEveryPair):
-    """RoPE on any number of axes (HunYuan-VL has four: p, w, h, t), one section of the pairs after another.
+    """RoPE over any number of axes (HunYuan-VL has four: p, w, h, t), with consecutive sections of pairs.
 
-        θ_i = f_i · position on the axis whose section has pair i,   f_i of the base base · scaling_alpha^(P / (P − 1))
+        θ_i = f_i · position on the axis whose section contains pair i,   f_i with base · scaling_alpha^(P / (P − 1)) as base
 
-    The table has max_position_embeddings rows. The result is new memory, as there; positions may also be (tokens,).
+    The table has max_position_embeddings rows. Rotation is out of place, as in vLLM; positions may also be (tokens,).
 
     Args:
-        xdrope_section: number of pairs for each axis; they sum to rotary_dim / 2.
+        xdrope_section: number of pairs per axis; they sum to rotary_dim / 2.
 
     Raises:
-        TypeError, ValueError: `XDRotaryEmbedding: <argument> must …`, or in the name of `rope`.
+        TypeError, ValueError: `XDRotaryEmbedding: <argument> must …`, or `rope: …`.
     """
 
     def __init__(
@@ -245,34 +254,34 @@ class XDRotaryEmbedding(_AxisOfEveryPair):
     def get_next_input_positions(  # type: ignore[override]
         context_len: int, seq_len: int, xd_sections: int = 4
     ) -> list[list[int]]:
-        """The positions of tokens context_len … seq_len − 1 of a text, one list an axis."""
+        """Positions of text tokens context_len … seq_len − 1, one list per axis."""
         return [list(range(context_len, seq_len)) for _ in range(xd_sections)]
 
     @staticmethod
     def get_next_input_positions_tensor(  # type: ignore[override]
         out: Any, out_offset: int, context_len: int, num_new_tokens: int
     ) -> None:
-        """Write the positions of num_new_tokens tokens of a text from context_len on to columns out_offset … of out, a numpy array
-        (axes, columns)."""
+        """Write the positions of num_new_tokens text tokens from context_len on into out, a numpy array (axes, columns), from
+        column out_offset on."""
         out[:, out_offset : out_offset + num_new_tokens] = list(range(context_len, context_len + num_new_tokens))
 
 
 class Llama4VisionRotaryEmbedding(RotaryEmbedding):
-    """The layer of Llama 4's vision tower: a token for each of n · n patches, row by row, and one for the image, which comes last.
+    """2-D RoPE of Llama 4's vision tower: n · n patch tokens in row-major order, then the class token.
 
         θ_i = f_i · (column + 1) for i < P,   f_(i − P) · (row + 1) for P ≤ i < 2P,   0 for the last token
 
-    The pairs (2i, 2i + 1) are those of heads of 2 · rotary_dim features. `cos_sin_cache` is (n² + 1, 1, 2P) of cos θ + i sin θ,
-    and not to be cast to a real dtype, as `module.to(torch.bfloat16)` does.
+    Pairs are interleaved (2i, 2i + 1) in heads of 2 · rotary_dim features. `cos_sin_cache` is (n² + 1, 1, 2P) of
+    cos θ + i sin θ; do not cast it to a real dtype, as `module.to(torch.bfloat16)` does.
 
     Args:
-        rotary_dim: half the head, 2P.
+        rotary_dim: half of head_size, 2P.
         max_position_embeddings: n².
-        is_neox_style: without effect, as there.
+        is_neox_style: ignored, as in vLLM.
         dtype: torch.complex64.
 
     Raises:
-        TypeError, ValueError: `Llama4VisionRotaryEmbedding: <argument> must …`, or in the name of `rope`.
+        TypeError, ValueError: `Llama4VisionRotaryEmbedding: <argument> must …`, or `rope: …`.
     """
 
     def __init__(
@@ -301,7 +310,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbedding):
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key (batch, n² + 1, heads, 2 · rotary_dim) as new tensors; differentiable. key may be None."""
+        """Rotate query and key (batch, n² + 1, heads, 2 · rotary_dim) out of place; differentiable. key may be None."""
         return self._images(query, key)
 
     forward_cuda = forward  # type: ignore[assignment]
@@ -309,7 +318,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbedding):
     def forward_native(  # type: ignore[override]
         self, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same in torch's own operations."""
+        """`forward` with torch operations."""
         return self._images(query, key, impl="reference")
 
     def _images(self, query: Tensor, key: Tensor | None, impl: str = "auto") -> tuple[Tensor, Tensor | None]:

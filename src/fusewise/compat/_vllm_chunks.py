@@ -1,4 +1,7 @@
-"""The rotary layer of vLLM's dual chunk attention, for `fusewise.compat.vllm`. Shape legend: T tokens, H heads, D head_size."""
+"""The rotary layer of vLLM's dual chunk attention; exported by `compat.vllm`.
+
+Shape legend: T tokens, H heads, D head_size.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ from ._vllm_rope import RotaryEmbedding, moved
 
 
 class DualChunkRotaryEmbedding(RotaryEmbedding):
-    """RoPE of dual chunk attention (Qwen2.5-1M; An et al., arXiv 2402.17463): keys turn by their place in their chunk, and queries
-    come out five times, for keys of their own chunk, of the one before and of those before that.
+    """RoPE of dual chunk attention (Qwen2.5-1M; An et al., arXiv 2402.17463).
 
-        key, query              r                           for a token at position p, c = chunk_size − local_size, r = p mod c
+    Keys are rotated by their position within the chunk. Queries are rotated five times, for keys of the same chunk, of the
+    previous chunk and of earlier chunks. Rotary positions of a token at position p, with c = chunk_size − local_size and
+    r = p mod c:
+
+        key, query              r
         query_succ              min(r + c, chunk_size)
         query_inter             min(2c − 1, chunk_size)
         query_succ_critical     r + c
         query_inter_critical    r + chunk_size
 
-    `cos_sin_cache` has the rows 0 … chunk_size + c − 1, [cos | sin] of row · base^(−2i / rotary_dim); the five tables of theirs are
+    `cos_sin_cache` has rows 0 … chunk_size + c − 1, [cos | sin] of row · base^(−2i / rotary_dim). vLLM's five tables are
     rows of it.
 
     Args:
@@ -33,7 +39,7 @@ class DualChunkRotaryEmbedding(RotaryEmbedding):
         local_size: from 0 to chunk_size − 1.
 
     Raises:
-        TypeError, ValueError: `DualChunkRotaryEmbedding: <argument> must …`, or in the name of `rope`.
+        TypeError, ValueError: `DualChunkRotaryEmbedding: <argument> must …`, or `rope: …`.
     """
 
     def __init__(
@@ -58,15 +64,15 @@ class DualChunkRotaryEmbedding(RotaryEmbedding):
     def forward(  # type: ignore[override]
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rotate query, five times, and key as new tensors; differentiable. Two launches, and small kernels that number the rows.
+        """Rotate query (five times) and key out of place; differentiable. Two launches, plus small kernels for row indices.
 
         Args:
-            positions: int64 or int32 (T,). The key of a position outside 0 … max_position_embeddings − 1 is NaN.
+            positions: int64 or int32 (T,). A key at a position outside 0 … max_position_embeddings − 1 becomes NaN.
             query, key: (T, H · D) or (T, H, D).
             offsets: added to positions.
 
         Returns:
-            (T, 5 · H · D), the five in the order above side by side, and the key (T, H · D).
+            The five queries concatenated in the order above, (T, 5 · H · D), and the key (T, H · D).
         """
         return self._five(positions, query, key, offsets)
 
@@ -75,7 +81,7 @@ class DualChunkRotaryEmbedding(RotaryEmbedding):
     def forward_native(  # type: ignore[override]
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same in torch's own operations."""
+        """`forward` with torch operations."""
         return self._five(positions, query, key, offsets, impl="reference")
 
     def _five(

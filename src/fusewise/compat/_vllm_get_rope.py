@@ -1,4 +1,4 @@
-"""`get_rope` of vLLM, which makes its rotary layers and keeps them, for `fusewise.compat.vllm`."""
+"""vLLM's `get_rope`, which builds and caches rotary layers; exported by `compat.vllm`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ from ._vllm_yarn import (
     YaRNScalingRotaryEmbedding,
 )
 
-# The layers of `get_rope` by its arguments and the default device, for as long as the process lives, as there: their
-# identity is part of the contract.
+# Layers by the arguments of `get_rope` and the default device. Never evicted, as in vLLM: callers may rely on identity.
 _LAYERS: dict[tuple[Any, ...], nn.Module] = {}
 
 _TYPES = (
     "default", "mrope", "linear", "ntk", "dynamic", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3",
     "proportional", "mllama4", "openpangu", "bailing_mrope", "xdrope",
 )  # fmt: skip
-# Names that published configurations carry, which vLLM replaces by these before `get_rope` has them.
+# Names in published configs that vLLM normalizes before it calls `get_rope`.
 _ALIASES = {"mrope": "default", "su": "longrope"}
 
 
@@ -55,7 +54,7 @@ def get_rope(
     dual_chunk_attention_config: dict[str, Any] | None = None,
     mrope_positions_factor: int = 4,
 ) -> nn.Module:
-    """The layer that a model's rope_parameters stand for; the same one for the same arguments.
+    """Return the rotary layer for a model's rope_parameters; equal arguments return the same object.
 
         rope_type                               layer, further keys
         default (and mrope)                     RotaryEmbedding; MRotaryEmbedding with mrope_section, mrope_interleaved
@@ -79,19 +78,19 @@ def get_rope(
         xdrope                                  XDRotaryEmbedding: alpha, xdrope_section
 
     Args:
-        head_size: features of a head, even.
-        max_position: rows of the table, before what the type adds.
-        rope_parameters: flat dictionary; rope_theta (absent: 10000), rope_type or the older type (absent: default), and rope_dim,
-            the rotary width, or partial_rotary_factor in (0, 1], by which it is int(head_size · partial_rotary_factor). Keys
-            that the type does not use are ignored.
+        head_size: features per head, even.
+        max_position: table rows before scaling.
+        rope_parameters: flat dictionary; rope_theta (default 10000), rope_type or the older key type (default "default"), and
+            the rotary dimension: rope_dim, or int(head_size · partial_rotary_factor) with partial_rotary_factor in (0, 1].
+            Keys that the type does not use are ignored.
         dtype: of the table; None: torch's default.
-        dual_chunk_attention_config: with it the layer is DualChunkRotaryEmbedding whatever rope_type is, as there: its chunk_size
-            and local_size are read, the rest is the attention's.
-        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`, not of those that derive from it.
+        dual_chunk_attention_config: if given, the layer is DualChunkRotaryEmbedding for any rope_type, as in vLLM. Only
+            chunk_size and local_size are used; the other keys are for attention.
+        mrope_positions_factor: `positions_factor` of `MRotaryEmbedding`, not of its subclasses.
 
     Raises:
-        TypeError, ValueError: `get_rope: <argument> must …` for what it reads itself, also for a rope_type that is not here
-            and for use_fope; else in the name of the layer, or of `rope_tables`.
+        TypeError, ValueError: `get_rope: <argument> must …`, also for an unsupported rope_type and for use_fope; errors of the
+            layer start with its name or with `rope_tables`.
     """
     op = "get_rope"
     check_count(op, "head_size", head_size)
@@ -115,7 +114,7 @@ def get_rope(
     )  # fmt: skip
     layer = _LAYERS.get(key)
     if layer is None:
-        with torch.inference_mode(False):  # to be kept: others may want gradients through it
+        with torch.inference_mode(False):  # cached: a later call may need gradients
             if chunks:
                 base = rope_parameters.get("rope_theta", 10000)
                 layer = DualChunkRotaryEmbedding(head_size, width, max_position, base, is_neox_style, dtype, *chunks)
@@ -123,13 +122,13 @@ def get_rope(
                 layer = _build(
                     rope_parameters, (head_size, width), max_position, is_neox_style, dtype, mrope_positions_factor
                 )
-        if all(type(x) is Tensor for x in layer.buffers()):  # a fake one must not outlive its mode
+        if all(type(x) is Tensor for x in layer.buffers()):  # a FakeTensor must not outlive its mode
             _LAYERS[key] = layer
     return layer
 
 
 def _hashable(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parameters as a key: lists as tuples."""
+    """The parameters as a dictionary key; lists become tuples."""
     items = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in parameters.items())
     for name, value in items:
         try:
@@ -141,7 +140,7 @@ def _hashable(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _chunks(config: Any) -> tuple[int, int]:
-    """chunk_size and local_size of dual chunk attention."""
+    """Read chunk_size and local_size from dual_chunk_attention_config."""
     op, name, sizes = "get_rope", "dual_chunk_attention_config", ("chunk_size", "local_size")
     if not isinstance(config, Mapping):
         fail(op, name, "be a mapping or None", shown(config), "pass the dictionary", TypeError)

@@ -1,4 +1,4 @@
-"""M-RoPE of vLLM, positions on three axes, for `fusewise.compat.vllm`. Shape legend: P = rotary_dim / 2 pairs."""
+"""vLLM's M-RoPE (multimodal RoPE on three axes); exported by `compat.vllm`. Shape legend: P = rotary_dim / 2 pairs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ._vllm_yarn import yarn_cache
 
 
 class MRotaryEmbedding(RotaryEmbedding):
-    """M-RoPE: pair i of a token turns by its temporal, its height or its width position, whichever the sections give it.
+    """M-RoPE: each pair is rotated by the temporal, height or width position of its token, as assigned by mrope_section.
 
-    The table is that of `RotaryEmbedding`, or with scaling_factor that of YaRN, for positions below positions_factor ·
-    max_position_embeddings (· scaling_factor), as the positions of a video exceed its number of tokens.
+    The table is that of `RotaryEmbedding`, or of YaRN if scaling_factor is given. It has positions_factor ·
+    max_position_embeddings (· scaling_factor) rows, because the positions of a video exceed its number of tokens.
 
     Args:
-        mrope_section: numbers of pairs (t, h, w) that sum to rotary_dim / 2; None: for positions (tokens,) alone.
-        mrope_interleaved: the axes take turns, t, h, w, t, h, w, …, what is left is t's; else one after the other.
-        positions_factor: how much longer the table is.
-        scaling_factor: of YaRN, with the arguments after it as in `fusewise.ops.rope.tables.yarn`. Its original context is
-            taken to be positions_factor · max_position_embeddings, as there.
+        mrope_section: numbers of pairs (t, h, w) that sum to rotary_dim / 2; None: only positions (tokens,) are accepted.
+        mrope_interleaved: axes alternate t, h, w, t, h, w, …, and the remaining pairs are t; else sections are consecutive.
+        positions_factor: factor on the table length.
+        scaling_factor: YaRN factor; the arguments after it are those of `fusewise.ops.rope.tables.yarn`. The original context
+            is positions_factor · max_position_embeddings, as in vLLM.
     """
 
-    _axes: tuple[int, ...] = (3,)  # the rows that positions may have
+    _axes: tuple[int, ...] = (3,)  # valid numbers of rows in positions
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class MRotaryEmbedding(RotaryEmbedding):
             self._order(mrope_section)
 
     def _order(self, sections: Sequence[int]) -> None:
-        """Check the sections; a subclass that deals them out in another way notes how."""
+        """Check the sections; subclasses with another order of axes set it here."""
         pairs_of_axes(type(self).__name__, sections, self.rotary_dim // 2)
 
     def _compute_cos_sin_cache(self) -> Tensor:
@@ -85,12 +85,12 @@ class MRotaryEmbedding(RotaryEmbedding):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key, with positions (3, tokens) in place and with (tokens,) as new tensors, as there.
+        """Rotate query and key: in place for positions (3, tokens), out of place for (tokens,), as in vLLM.
 
         Args:
-            positions: int64 or int32, (3, tokens) of the axes t, h, w, or (tokens,), the same for the three.
+            positions: int64 or int32, (3, tokens) for axes t, h, w, or (tokens,), the same for all three.
             query, key: (tokens, heads · head_size) or (tokens, heads, head_size); key may be None.
-            offsets: without effect, as there.
+            offsets: ignored, as in vLLM.
         """
         if axes_of(type(self).__name__, positions, self._axes) == 1:
             return self._rotated(positions, query, key)
@@ -103,7 +103,7 @@ class MRotaryEmbedding(RotaryEmbedding):
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same as new tensors, in torch's own operations; differentiable."""
+        """`forward` out of place, with torch operations; differentiable."""
         axes_of(type(self).__name__, positions, self._axes)
         return self._rotated(positions, query, key, impl="reference")
 
@@ -134,7 +134,7 @@ class MRotaryEmbedding(RotaryEmbedding):
 
     @staticmethod
     def get_next_input_positions(mrope_position_delta: int, context_len: int, seq_len: int) -> list[list[int]]:
-        """The positions of tokens context_len … seq_len − 1 of a text that follows, one list an axis."""
+        """Positions of the following text tokens context_len … seq_len − 1, one list per axis."""
         first, last = context_len + mrope_position_delta, seq_len + mrope_position_delta
         return [list(range(first, last)) for _ in range(3)]
 
@@ -142,7 +142,7 @@ class MRotaryEmbedding(RotaryEmbedding):
     def get_next_input_positions_tensor(
         out: Any, out_offset: int, mrope_position_delta: int, context_len: int, num_new_tokens: int
     ) -> None:
-        """Write the positions of num_new_tokens tokens that follow to columns out_offset … of out, a numpy array (3, columns)."""
+        """Write the positions of the next num_new_tokens tokens into out, a numpy array (3, columns), from column out_offset on."""
         first = mrope_position_delta + context_len
         out[:, out_offset : out_offset + num_new_tokens] = list(range(first, first + num_new_tokens))
 
@@ -158,14 +158,16 @@ def triton_mrope(
     mrope_interleaved: bool,
     is_neox_style: bool,
 ) -> tuple[Tensor, Tensor]:
-    """M-RoPE of q and k in place from tables of the three axes; returns both. One launch, and a small kernel that numbers the rows.
+    """M-RoPE: rotate q and k in place by tables of the three axes; return both.
+
+    One launch; an extra small kernel computes table row indices.
 
     Args:
         q, k: (tokens, heads · head_size), any stride between tokens.
         cos, sin: (3, tokens, rotary_dim / 2), float32, bfloat16 or float16.
         mrope_section, mrope_interleaved: as in `MRotaryEmbedding`.
-        rotary_dim: rotated features, the first of every head.
-        is_neox_style: pairs (i, i + rotary_dim / 2), else (2i, 2i + 1).
+        rotary_dim: the first rotary_dim features of every head are rotated.
+        is_neox_style: pairs (i, i + rotary_dim / 2); else (2i, 2i + 1), GPT-J style.
     """
     op = "triton_mrope"
     shape = shape_of(op, "cos", cos)
@@ -185,8 +187,11 @@ def triton_mrope(
 
 
 def apply_interleaved_rope(x: Tensor, mrope_section: list[int]) -> Tensor:
-    """One table of the three of the axes, (3, …, P) to (…, P): column i is of axis h for i = 1, 4, … below 3 · h, of axis w for
-    i = 2, 5, … below 3 · w, else of t; new memory."""
+    """Merge the tables of three axes, (3, …, P) to a new (…, P).
+
+    With mrope_section (t, h, w), column i is from axis h for i = 1, 4, … below 3 · h, from axis w for i = 2, 5, … below
+    3 · w, else from axis t.
+    """
     op = "apply_interleaved_rope"
     shape = shape_of(op, "x", x, 2)
     if shape[0] != 3:
@@ -204,7 +209,7 @@ def apply_interleaved_rope(x: Tensor, mrope_section: list[int]) -> Tensor:
 
 
 def axes_of(op: str, positions: Tensor, rows: tuple[int, ...]) -> int:
-    """The number of dimensions of M-RoPE's positions, one or two; then they have one of those numbers of rows."""
+    """Check positions, (tokens,) or (n, tokens) with n in `rows`, and return their number of dimensions."""
     shape = shape_of(op, "positions", positions)
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] not in rows):
         contract = " or ".join(["have shape (tokens,)", *(f"({count}, tokens)" for count in rows)])
@@ -213,7 +218,7 @@ def axes_of(op: str, positions: Tensor, rows: tuple[int, ...]) -> int:
 
 
 def pairs_of_axes(op: str, sections: Sequence[int], pairs: int, order: str = "(t, h, w)", least: int = 3) -> list[int]:
-    """mrope_section, numbers of pairs in that order, three or from `least` on, that sum to `pairs`."""
+    """Check mrope_section, from `least` to three numbers of pairs that sum to `pairs`; `order` is for the error message."""
     contract = f"be three numbers of pairs {order} that sum to rotary_dim / 2 = {pairs}"
     fix = "pass the model's mrope_section"
     if not isinstance(sections, (list, tuple)):

@@ -1,5 +1,7 @@
-"""The rotary functions and layers of vLLM with one position a token and no scaling, for `fusewise.compat.vllm`. Shape legend: T tokens,
-B batch, H heads, D head_size, P = rotary_dim / 2 pairs, R table rows."""
+"""vLLM's unscaled, one-axis rotary functions and layers; exported by `compat.vllm`.
+
+Shape legend: T tokens, B batch, H heads, D head_size, P = rotary_dim / 2 pairs, R table rows.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ def rotary_embedding(
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    """Rotate query and key in place, in one launch; any strides with contiguous heads, so slices of a packed qkv too.
+    """Rotate query and key in place, in one launch; `vllm._custom_ops.rotary_embedding`.
 
     Args:
         positions: int64 (or int32), (tokens,) or (batch, tokens).
-        query, key: the shape of positions, then (heads, head_size) or (heads · head_size,); key may be None.
+        query, key: the shape of positions, then (heads, head_size) or (heads · head_size,); key may be None. Any strides
+            with contiguous heads, also slices of a packed qkv.
         cos_sin_cache: (rows, rotary_dim), [cos | sin], float32, bfloat16 or float16.
-        is_neox: pairs (i, i + rotary_dim / 2), else (2i, 2i + 1).
+        is_neox: pairs (i, i + rotary_dim / 2); else (2i, 2i + 1), GPT-J style.
         rope_dim_offset: first rotated feature of a head.
         inverse: rotate by −θ.
     """
@@ -42,7 +45,7 @@ def rotary_embedding(
 def _arguments(
     positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """What `rope` needs: views of query and key with their heads in a dimension, and its arguments."""
+    """The inputs of `rope`: views of query and key with a head dimension, and its other arguments."""
     op = "rotary_embedding"
     shape = shape_of(op, "positions", positions)
     dims = len(shape)
@@ -61,9 +64,11 @@ def _arguments(
 
 
 class RotaryEmbedding(nn.Module):
-    """The layer without scaling: the table [cos | sin] of p · base^(−2i / rotary_dim) for positions below max_position_embeddings,
-    in `dtype` as there, and its application. A subclass may define `_compute_inv_freq` and `_compute_cos_sin_cache`, or with
-    init_cache=False make the buffer cos_sin_cache itself."""
+    """Rotary layer without scaling: frequencies base^(−2i / rotary_dim), cos/sin cache [cos | sin] in `dtype`, as in vLLM.
+
+    The cache has max_position_embeddings rows. A subclass may override `_compute_inv_freq` and `_compute_cos_sin_cache`, or
+    pass init_cache=False and register the buffer cos_sin_cache itself.
+    """
 
     cos_sin_cache: Tensor
 
@@ -96,11 +101,12 @@ class RotaryEmbedding(nn.Module):
         return tables.fused_cos_sin(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
     def get_cos_sin(self, seqlen: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions 0 … seqlen − 1, each (seqlen, P)."""
         cos, sin = self.cos_sin_cache[:seqlen].chunk(2, -1)
         return cos, sin
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """`rotary_embedding` of query and key, in place; returns both."""
+        """Apply `rotary_embedding` to query and key in place; return both."""
         check_tensor("rotary_embedding", "query", query)
         cache = self.cos_sin_cache.to(query.device)
         rotary_embedding(positions, query, key, self.head_size, cache, self.is_neox_style)
@@ -111,7 +117,7 @@ class RotaryEmbedding(nn.Module):
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same as new tensors, in torch's own operations; differentiable."""
+        """`forward` out of place, with torch operations; differentiable."""
         check_tensor("rotary_embedding", "query", query)
         cache = self.cos_sin_cache.to(query.device)
         return self.forward_static(positions, query, key, self.head_size, self.rotary_dim, cache, self.is_neox_style)
@@ -126,7 +132,7 @@ class RotaryEmbedding(nn.Module):
         cos_sin_cache: Tensor,
         is_neox_style: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward_native` without a layer; rotary_dim is the width of the table."""
+        """`forward_native` without a layer. The width of cos_sin_cache is used, rotary_dim is ignored."""
         q, k, call = _arguments(positions, query, key, head_size, cos_sin_cache, is_neox_style)
         return rotate_as_given(query, key, q, k, call, impl="reference")
 
@@ -138,12 +144,12 @@ class RotaryEmbedding(nn.Module):
 
 
 class ApplyRotaryEmb(nn.Module):
-    """Rotate one tensor by tables of its tokens, as new memory; differentiable.
+    """Rotate one tensor by the cos and sin of its tokens, out of place; differentiable.
 
     Args:
-        enforce_enable: without effect: there is one way to compute it.
-        is_neox_style: pairs (i, i + P), else (2i, 2i + 1).
-        enable_fp32_compute: without effect: the arithmetic is always in float32, rounded once.
+        enforce_enable: ignored; there is one implementation.
+        is_neox_style: pairs (i, i + P); else (2i, 2i + 1), GPT-J style.
+        enable_fp32_compute: ignored; arithmetic is always float32, rounded once.
     """
 
     def __init__(
@@ -160,14 +166,14 @@ class ApplyRotaryEmb(nn.Module):
 
         Args:
             x: (T, H, D) or (B, T, H, D), float32, bfloat16 or float16.
-            cos, sin: (R, P) of at least T rows, row t for token t; of x of four dimensions also (B, R, P).
+            cos, sin: (R, P), R >= T, row t for token t; for a 4-D x also (B, R, P).
         """
         return _apply(x, cos, sin, self.is_neox_style)
 
     forward_cuda = forward
 
     def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The same in torch's own operations."""
+        """`forward` with torch operations."""
         return self.forward_static(x, cos, sin, self.is_neox_style, self.enable_fp32_compute)
 
     @staticmethod
@@ -196,9 +202,10 @@ def _apply(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool, impl: str =
 
 
 def packed_qk_rope_(xqkv: Tensor, freqs_cis: Tensor) -> None:
-    """Rotate pairs (2i, 2i + 1) of q and k of xqkv (tokens, 3, heads, head_size), contiguous, in place, in one launch.
+    """Rotate interleaved pairs (2i, 2i + 1) of q and k in xqkv in place, in one launch.
 
     Args:
+        xqkv: (tokens, 3, heads, head_size), contiguous.
         freqs_cis: (tokens, head_size / 2) of cos θ + i sin θ, complex64.
     """
     op = "packed_qk_rope_"
@@ -219,12 +226,12 @@ def packed_qk_rope_(xqkv: Tensor, freqs_cis: Tensor) -> None:
 
 
 def stretched(positions: int, factor: float) -> int:
-    """The rows of a context that is longer by a factor; of one that is too long, more than a table may have."""
+    """Table rows for `factor` times the positions; capped at one more than a table may have."""
     return math.ceil(min(positions * factor, MAX_POSITION + 1))
 
 
 def moved(op: str, positions: Tensor, offsets: Tensor | None) -> Tensor:
-    """Positions with their offsets added."""
+    """Add offsets to positions."""
     if offsets is None:
         return positions
     shape = shape_of(op, "positions", positions)

@@ -1,7 +1,7 @@
-"""The rotary layers of vLLM with scaling but YaRN's, for `fusewise.compat.vllm`.
+"""vLLM's rotary layers with scaling other than YaRN; exported by `compat.vllm`.
 
-Every layer is its table, [cos | sin] of float64 angles rounded once; what rotates is that of `RotaryEmbedding`. Shape legend:
-P = rotary_dim / 2 pairs; f is base^(−2i / rotary_dim), the frequency of pair i without scaling.
+The layers differ from `RotaryEmbedding` in their cos/sin cache, [cos | sin] of float64 angles rounded once.
+Legend: P = rotary_dim / 2 pairs; f = base^(−2i / rotary_dim), the unscaled frequency of pair i.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ._vllm_rope import RotaryEmbedding, moved, stretched
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies f / factor, ⌈max_position_embeddings · factor⌉ rows. Of several factors the tables follow one another, and
-    `scaling_factor_to_offset` has the first row of each.
+    """Linear scaling: frequencies f / factor, ⌈max_position_embeddings · factor⌉ rows.
+
+    Tables of several factors are concatenated; `scaling_factor_to_offset` maps a factor to its first row.
 
     Args:
         scaling_factors: one factor above 0, or several.
@@ -55,7 +56,7 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class NTKScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies of the base base · factor, divided by factor^(1 / P); or with mixed_b, f / factor^(((i + 1) / P)^mixed_b)."""
+    """Frequencies with base · factor as base, divided by factor^(1 / P); with mixed_b: f / factor^(((i + 1) / P)^mixed_b)."""
 
     def __init__(
         self,
@@ -79,14 +80,14 @@ class NTKScalingRotaryEmbedding(RotaryEmbedding):
             return tables.linear(rotary_dim=width, base=trained * factor, factor=factor ** (2 / width))[0]
         pairs = width // 2
         divisors = [_power(factor, _power((i + 1) / pairs, self.mixed_b)) for i in range(pairs)]
-        return tables.longrope(  # its form: every frequency has a divisor
+        return tables.longrope(  # used for its per-frequency divisors
             rotary_dim=width, base=base, short_factor=divisors, long_factor=divisors, original_max_position_embeddings=2,
             attention_factor=1.0,
         )[0]  # fmt: skip
 
 
 class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies of the base base · (factor · max_position_embeddings / max_trained_positions − factor + 1)^(P / (P − 1))."""
+    """Base scaled by (factor · max_position_embeddings / max_trained_positions − factor + 1)^(P / (P − 1))."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
-    """Frequencies of the base base · scaling_alpha^(P / (P − 1)) (Hunyuan)."""
+    """Base scaled by scaling_alpha^(P / (P − 1)) (Hunyuan)."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
-    """The frequencies of Llama 3.1, as `fusewise.ops.rope.tables.llama3` has them; orig_max_position is its original context."""
+    """Llama 3.1 scaling, see `fusewise.ops.rope.tables.llama3`; orig_max_position is the original context length."""
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
 
 
 class Gemma4RotaryEmbedding(RotaryEmbedding):
-    """The whole head rotates, pairs (i, i + head_size / 2), with frequencies base^(−2i / head_size) for i < rotary_dim / 2 and 0
-    for the others; the layer's rotary_dim is head_size."""
+    """Gemma 4: rotates whole heads, pairs (i, i + head_size / 2), frequencies base^(−2i / head_size) for i < rotary_dim / 2,
+    else 0. The layer's attribute rotary_dim is head_size."""
 
     def __init__(
         self,
@@ -186,16 +187,18 @@ class Gemma4RotaryEmbedding(RotaryEmbedding):
 
 
 class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
-    """LongRoPE: frequencies f / short_factor[i] or f / long_factor[i]; cos and sin times short_mscale or long_mscale, else
-    √(1 + ln(s) / ln(original)) for s = max_position_embeddings / original above 1.
+    """LongRoPE: frequencies f / short_factor[i] or f / long_factor[i].
 
-    `long_short_cos_sin_cache` has both tables, the short one (original_max_position_embeddings rows) first. `use_long_rope` says
-    which is read: the long one if max_position_embeddings is above the original (there the configured max_model_len decides,
-    which is not known here); set it to False to serve no more than the original context.
+    cos and sin are multiplied by short_mscale or long_mscale, by default √(1 + ln(s) / ln(original)) if
+    s = max_position_embeddings / original > 1.
+
+    `long_short_cos_sin_cache` holds both tables, the short one (original_max_position_embeddings rows) first. `use_long_rope`
+    selects one: the long table if max_position_embeddings exceeds the original context. (vLLM decides by the configured
+    max_model_len, which is unknown here.) Set it to False to serve only the original context.
 
     Args:
         short_factor, long_factor: P numbers each.
-        is_neox_style: True; the other pairing has no such model.
+        is_neox_style: must be True; no model uses the other pairing.
     """
 
     long_short_cos_sin_cache: Tensor
@@ -232,7 +235,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
         self.register_buffer("long_short_cos_sin_cache", cache, persistent=False)
 
     def _table(self, mscale: float | None, seq_len: int | None = None) -> tuple[Tensor, float]:
-        """The table for sequences of that length, and the factor that is in it."""
+        """The table for seq_len (None: the short one) and the factor applied to it."""
         inv_freq, scaling = tables.longrope(
             rotary_dim=self.rotary_dim, base=self.base, short_factor=self.short_factor, long_factor=self.long_factor,
             original_max_position_embeddings=self.original_max_position_embeddings,
@@ -244,12 +247,12 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key as new tensors (tokens, heads · head_size); differentiable.
+        """Rotate query and key out of place, (tokens, heads · head_size); differentiable.
 
         Args:
             positions: int64 or int32 (tokens,).
             query, key: (tokens, heads · head_size); key may be None.
-            offsets: added to positions, in a kernel of its own.
+            offsets: added to positions by an extra kernel.
         """
         op = type(self).__name__
         check_tensor(op, "query", query)
@@ -270,14 +273,14 @@ class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
 
 
 def of_grown_base(layer: RotaryEmbedding, base: float, growth: float) -> Tensor:
-    """The frequencies of base · growth^(P / (P − 1))."""
+    """Frequencies with base · growth^(P / (P − 1)) as base."""
     op = type(layer).__name__
     width = check_count(op, "rotary_dim", layer.rotary_dim, 4)
     return tables.default(rotary_dim=width, base=number(op, "base", base) * _power(growth, width / (width - 2)))[0]
 
 
 def _power(base: float, exponent: float) -> float:
-    """base^exponent, infinite where that is beyond the floats: what takes it says so of its own argument."""
+    """base^exponent, inf on overflow: the caller's check then names the argument."""
     try:
         return math.pow(base, exponent)
     except OverflowError:

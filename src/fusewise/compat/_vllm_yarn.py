@@ -1,4 +1,4 @@
-"""The rotary layers of vLLM with YaRN, for `fusewise.compat.vllm`: tables [cos | sin] of float64 angles rounded once."""
+"""vLLM's rotary layers with YaRN; exported by `compat.vllm`. Caches are [cos | sin] of float64 angles rounded once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ._vllm_rope import RotaryEmbedding, moved, rotary_embedding, stretched
 
 
 class YaRNScalingRotaryEmbedding(RotaryEmbedding):
-    """YaRN, as `fusewise.ops.rope.tables.yarn` has it, with the arguments of that; ⌈max_position_embeddings · scaling_factor⌉ rows.
+    """YaRN, arguments as in `fusewise.ops.rope.tables.yarn`; ⌈max_position_embeddings · scaling_factor⌉ rows.
 
     Args:
-        max_position_embeddings: the original context, before scaling.
+        max_position_embeddings: the original context length, before scaling.
     """
 
     def __init__(
@@ -57,8 +57,11 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
-    """YaRN with DeepSeek's scaling of cos and sin: m(mscale) / m(mscale_all_dim), m(s) = 1 + 0.1 s ln(scaling_factor), and 1 for
-    a factor up to 1. Heads of query and key lie in a dimension, and so may be slices of wider ones."""
+    """YaRN with DeepSeek's factor on cos and sin: m(mscale) / m(mscale_all_dim).
+
+    m(s) = 1 + 0.1 s ln(scaling_factor), or 1 if scaling_factor <= 1. query and key have a head dimension, so heads may be
+    slices of wider ones.
+    """
 
     def __init__(
         self,
@@ -91,10 +94,10 @@ class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key (tokens, heads, head_size) in place, as FlashInfer does for theirs; returns both.
+        """Rotate query and key (tokens, heads, head_size) in place, like vLLM's FlashInfer path; return both.
 
         Args:
-            offsets: added to positions, in a kernel of its own.
+            offsets: added to positions by an extra kernel.
         """
         return super().forward(moved(type(self).__name__, positions, offsets), query, key)
 
@@ -103,13 +106,15 @@ class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same as new tensors, in torch's own operations; differentiable."""
+        """`forward` out of place, with torch operations; differentiable."""
         return super().forward_native(moved(type(self).__name__, positions, offsets), query, key)
 
 
 class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
-    """The same for the last rotary_dim features of heads of any width, that of query's last dimension; the table is float32
-    whatever dtype is."""
+    """`DeepseekScalingRotaryEmbedding` for the last rotary_dim features of each head; the table is float32 for any dtype.
+
+    The head size is that of query's last dimension.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop("init_cache", None)
@@ -125,10 +130,10 @@ class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
         offsets: Tensor | None = None,
         inverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate in place; returns both.
+        """Rotate in place; return both.
 
         Args:
-            offsets: added to positions, in a kernel of its own.
+            offsets: added to positions by an extra kernel.
             inverse: rotate by −θ.
         """
         positions, width, cache = self._trailing(positions, query, offsets)
@@ -147,7 +152,7 @@ class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
         offsets: Tensor | None = None,
         inverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same as new tensors, in torch's own operations; differentiable."""
+        """`forward` out of place, with torch operations; differentiable."""
         positions, width, cache = self._trailing(positions, query, offsets)
         dims = len(shape_of(type(self).__name__, "positions", positions))
         q = heads("rotary_embedding", "query", query, dims, width)
@@ -170,7 +175,7 @@ class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
 
 
 def yarn_cache(layer: RotaryEmbedding, factor: float, options: dict[str, Any]) -> tuple[Tensor, float]:
-    """The table of YaRN for all of the stretched context of a layer, and the factor that is in it."""
+    """The YaRN table for a layer's extended context, and the factor applied to cos and sin."""
     original = layer.max_position_embeddings
     inv_freq, scaling = tables.yarn(
         rotary_dim=layer.rotary_dim,

@@ -4,12 +4,12 @@
     from diffusers.models.embeddings import apply_rotary_emb
     from fusewise.compat.diffusers import GEGLU, apply_rotary_emb # after
 
-Of the functions that the models' files have under one name, often inside another function, there is one for each
-convention, with the model in its name.
+Many model files define their own rotary function under the same name, often nested in another function. Here each
+convention is one function, named after the model.
 
-GEGLU and SwiGLU are `gated_linear` with the value first, as here; FeedForward and Flux2FeedForward are `gated_mlp` with
-their projection out. The parameters and their names are those of diffusers, so that its checkpoints load. A projection
-that is no longer a plain `nn.Linear` (LoRA, quantised) is called as it is, and only the gate is fused.
+GEGLU and SwiGLU run as `gated_linear` with the value first; FeedForward and Flux2FeedForward as `gated_mlp`, which
+includes the output projection. Parameters keep their names, so diffusers checkpoints load. A projection that is no
+longer a plain `nn.Linear` (LoRA, quantized) is called as a module, and only the gate is fused.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ from ._shared import fused_activation
 
 
 def _linear(op: str, taken: tuple[str, int], made: tuple[str, int], bias: bool) -> nn.Linear:
-    """A projection between two numbers of features, each with the name of the argument that it is from."""
+    """Make a projection; `taken` and `made` are (argument name, number of features) of its input and output."""
     return nn.Linear(whole(op, *taken, 0), whole(op, *made, 0), bias=flag(op, "bias", bias))
 
 
 def _inner_dim(op: str, dim: int, mult: float, inner_dim: int | None) -> int:
-    """The width of the gate."""
+    """The hidden width: inner_dim, or else dim · mult."""
     if inner_dim is None:
         return int(whole(op, "dim", dim, 0) * number(op, "mult", mult, 0))
     return whole(op, "inner_dim", inner_dim, 0)
 
 
 class GEGLU(nn.Module):
-    """u · gelu(g), (u, g) = proj(x), with the erf form; (..., dim_in) to (..., dim_out)."""
+    """u · gelu(g) with (u, g) = proj(x) and the exact (erf) GELU; (..., dim_in) to (..., dim_out)."""
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True) -> None:
         super().__init__()
         self.proj = _linear("GEGLU", ("dim_in", dim_in), ("dim_out", 2 * whole("GEGLU", "dim_out", dim_out)), bias)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Further arguments are without effect, as `scale` is there."""
+        """Further arguments are ignored, as diffusers ignores `scale`."""
         return stacked(hidden_states, self.proj, activation="gelu", gate_first=False)
 
 
 class SwiGLU(nn.Module):
-    """u · silu(g), (u, g) = proj(x); (..., dim_in) to (..., dim_out). The module `activation` may be replaced."""
+    """u · silu(g) with (u, g) = proj(x); (..., dim_in) to (..., dim_out). The child module `activation` may be replaced."""
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class SwiGLU(nn.Module):
 
 
 def _unit(unit: nn.Module) -> Activation | None:
-    """The activation of a unit that is fused with what is behind it; None if it has to be called."""
+    """The activation to fuse into the whole MLP; None if the unit must be called as a module."""
     if not is_untouched(unit):
         return None
     if type(unit) is GEGLU:
@@ -99,9 +99,9 @@ def _unit(unit: nn.Module) -> Activation | None:
 
 
 class FeedForward(nn.Module):
-    """The feed-forward layer with a gated unit: activation_fn "geglu" or "swiglu", the others are not gated.
+    """`diffusers.models.attention.FeedForward` with a gated unit: activation_fn "geglu" or "swiglu"; others are rejected.
 
-    Without dropout at work the whole of it is one operation.
+    One operation when dropout is inactive.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FeedForward(nn.Module):
             self.net.append(nn.Dropout(dropout))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Further arguments are without effect, as `scale` is there."""
+        """Further arguments are ignored, as diffusers ignores `scale`."""
         unit, dropout, out, *rest = self.net
         idle = isinstance(dropout, nn.Dropout) and not (dropout.training and dropout.p)
         activation = _unit(unit) if idle and is_untouched(dropout) else None
@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
 
 
 class Flux2SwiGLU(nn.Module):
-    """silu of the first half of x (..., 2F), times the second. The module `gate_fn` may be replaced."""
+    """silu(g) · u with (g, u) the halves of x (..., 2F). The child module `gate_fn` may be replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Flux2SwiGLU(nn.Module):
 
 
 class Flux2FeedForward(nn.Module):
-    """The feed-forward layer of FLUX.2: linear_in makes the gate and then the value; one operation."""
+    """The feed-forward layer of FLUX.2 as one operation; linear_in computes (gate, value), in this order."""
 
     def __init__(
         self,

@@ -1,15 +1,15 @@
-"""`flash_attn.layers.rotary`, `flash_attn.ops.triton.rotary.apply_rotary`; `flash_attn.modules.mlp.GatedMlp` and
-`flash_attn.ops.activations.swiglu`.
+"""Drop-in replacements for `flash_attn.layers.rotary`, `flash_attn.ops.triton.rotary.apply_rotary`,
+`flash_attn.modules.mlp.GatedMlp` and `flash_attn.ops.activations.swiglu`.
 
     from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_qkv_      # before
     from fusewise.compat.flash_attn import apply_rotary_emb, apply_rotary_emb_qkv_    # after
 
 Tables are half width (R, rotary_dim / 2), row r for position r. Shape legend: B batch, T tokens, H heads, D head_dim.
 
-In place under autograd: the input is overwritten and the returned tensor carries the gradient, also where the input is
-a leaf, as there. The incoming gradient is never overwritten (theirs is): backward writes a new one, of a packed tensor
-with one launch and one copy of v. Under torch.compile, which does not see a mutation in an autograd function, a call that
-needs a gradient rotates out of place and copies the result over the input.
+In place under autograd: the input is overwritten and the returned tensor carries the gradient, also if the input is a
+leaf, as in flash-attn. Unlike in flash-attn, backward does not overwrite the incoming gradient but allocates a new one;
+for a packed tensor it takes one launch and one copy of v. torch.compile cannot see a mutation inside an autograd
+function, so there a call that needs a gradient rotates out of place and copies the result into the input.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Rotate the first rotary_dim features of x (B, T, H, D), or (tokens, H, D) with cu_seqlens (B + 1,).
+    """Rotate the first rotary_dim features of x (B, T, H, D), or of packed x (tokens, H, D) with cu_seqlens (B + 1,).
 
     Args:
+        interleaved: pairs (2i, 2i + 1), GPT-J style; else (i, i + rotary_dim / 2), NeoX style.
         seqlen_offsets: position of each sequence's first token: an int, or an integer tensor (B,).
-        max_seqlen: only held against the rows of the table; the launch does not need it.
+        max_seqlen: used only to check the number of table rows.
     """
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if inplace is not False and flag("apply_rotary_emb", "inplace", inplace):
@@ -62,8 +63,10 @@ class ApplyRotaryEmb:
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate x (..., T, H, D) with tables (T, P), or x (B, T, H, D) with (1 | B, T, P); in float32 or wider, unlike theirs, and
-    the result has the dtype of x."""
+    """Rotate x (..., T, H, D) by tables (T, P), or x (B, T, H, D) by (1 | B, T, P).
+
+    Unlike in flash-attn, the arithmetic is float32 or wider and the result has the dtype of x.
+    """
     op = "apply_rotary_emb_torch"
     shape, table = shape_of(op, "x", x, 3), shape_of(op, "cos", cos, 2)
     cos, sin = alike(op, cos, sin)
@@ -90,9 +93,9 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k of qkv in place, in one launch; (B, T, 3, H, D), or (B, T, num_heads_q + 2 · num_heads_k, D).
+    """Rotate q and k of qkv in place, in one launch; qkv (B, T, 3, H, D), or (B, T, num_heads_q + 2 · num_heads_k, D).
 
-    With cos_k and sin_k (XPos), k has tables of its own and a launch of its own.
+    With cos_k and sin_k (XPos), k uses those tables in a second launch.
     """
     op = "apply_rotary_emb_qkv_"
     shape = shape_of(op, "qkv", qkv)
@@ -164,7 +167,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """The function below `apply_rotary_emb`: `conjugate` rotates by −θ. Differentiable out of place (theirs is not)."""
+    """The function below `apply_rotary_emb`; differentiable out of place, unlike flash-attn's. `conjugate` rotates by −θ."""
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if inplace is not False and flag("apply_rotary", "inplace", inplace):
         rope_(x, **call, inverse=conjugate)
@@ -181,7 +184,7 @@ def _call(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `rope` that the ones of this library stand for."""
+    """Convert flash-attn's arguments to those of `rope`."""
     op = "apply_rotary_emb"
     cos, sin = _tables(cos, sin)
     if isinstance(offset, Tensor):
@@ -209,7 +212,7 @@ def _call(
 
 
 def _tables(cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tensor]:
-    """The arguments cos and sin, or cos_k and sin_k, both (R, rotary_dim / 2) and with the same strides."""
+    """Check the arguments cos{of} and sin{of}, both (R, rotary_dim / 2), and return them with equal strides."""
     op = "apply_rotary_emb"
     try:
         if cos.dim() == 2 and cos.stride() == sin.stride():
@@ -224,7 +227,7 @@ def _tables(cos: Tensor, sin: Tensor, of: str = "") -> tuple[Tensor, Tensor]:
 
 
 def _rounded(index: int) -> property:
-    """A table as flash-attn's modules and tests read it: in the dtype of the call before, None without one."""
+    """A cached table, as flash-attn's modules and tests read it: in the dtype of the last call, None before the first."""
 
     def read(self: RotaryEmbedding) -> Tensor | None:
         return self._tables[index].to(self._dtype) if index < len(self._tables) else None
@@ -233,16 +236,18 @@ def _rounded(index: int) -> property:
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of θ_i = base^(−2i / dim) and their application in place. With scale_base XPos (arXiv 2212.10554): q times
-    s^((p − R / 2) / scale_base), k divided by it, s_i = (2i + 0.4 dim) / 1.4 dim, R rows of the table.
+    """`flash_attn.layers.rotary.RotaryEmbedding`: cos/sin cache of frequencies base^(−2i / dim), applied in place.
 
-    Tables are float32 whatever the dtype of qkv (theirs are rounded to it), made on first use, and made anew for a
-    longer sequence or another device. Their frequencies are the buffer inv_freq, or where that was cast
-    `_compute_inv_freq`, which a subclass may define.
+    With scale_base, XPos (arXiv 2212.10554): q is multiplied and k divided by s_i^((p − R / 2) / scale_base), where
+    s_i = (2i + 0.4 dim) / 1.4 dim, p is the position and R the number of table rows.
+
+    Tables are float32 for any dtype of qkv (flash-attn rounds them to it). They are built on first use, and rebuilt for a
+    longer sequence or another device. Frequencies come from the buffer inv_freq, or, if that was cast, from
+    `_compute_inv_freq`, which a subclass may override.
 
     Args:
-        pos_idx_in_fp32: of flash-attn 2.0 to 2.7.4, where it comes before device. False: positions and angles have the dtype
-            of inv_freq.
+        pos_idx_in_fp32: an argument of flash-attn 2.0 to 2.7.4, there before device. False: positions and angles have the
+            dtype of inv_freq.
     """
 
     inv_freq: Tensor
@@ -289,19 +294,19 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
         on_meta = self.inv_freq.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if on_meta:  # there was nothing to be moved
+        if on_meta:  # meta tensors have no data to move
             self.inv_freq = self._compute_inv_freq(self.inv_freq.device)
         return self
 
-    @torch.inference_mode(False)  # kept: a later call may want gradients
+    @torch.inference_mode(False)  # cached: a later call may need gradients
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Make `_tables` (cos, sin), with XPos (cos, sin, cos_k, sin_k), each (at least seqlen, dim / 2), on device."""
+        """Build `_tables`: (cos, sin), with XPos (cos, sin, cos_k, sin_k), each (>= seqlen, dim / 2), on device."""
         seqlen = whole("RotaryEmbedding", "max_seqlen", seqlen, 0)
         self._dtype = dtype or torch.float32
         device = device or self.inv_freq.device
-        fake = self._tables and isinstance(self._tables[0], torch._subclasses.FakeTensor)  # of a trace that has ended
+        fake = self._tables and isinstance(self._tables[0], torch._subclasses.FakeTensor)  # left by a finished trace
         kept = () if fake else self._tables
         if kept and kept[0].shape[0] >= seqlen and kept[0].device == device:
             return
@@ -325,10 +330,10 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate qkv in place, as `apply_rotary_emb_qkv_`; with kv (B, T, 2, H, D), qkv is q (B, T, H, D).
+        """Rotate qkv in place, as `apply_rotary_emb_qkv_`. With kv (B, T, 2, H, D), qkv is q (B, T, H, D).
 
         Args:
-            max_seqlen: rows of the table; needed on the first call where seqlen_offset is a tensor.
+            max_seqlen: table rows; required on the first call if seqlen_offset is a tensor.
         """
         op = "RotaryEmbedding"
         shape = shape_of(op, "qkv", qkv, 2)

@@ -1,11 +1,11 @@
-"""`flashinfer.rope` and the gates of `flashinfer.activation` (also exported as `flashinfer.apply_rope` and so on).
+"""Drop-in replacements for `flashinfer.rope` and the gates of `flashinfer.activation`.
 
     from flashinfer import apply_rope_pos_ids_inplace                    # before
     from fusewise.compat.flashinfer import apply_rope_pos_ids_inplace    # after
 
-Without a table the angles are computed in the kernel, exactly (theirs multiply in float32 and use the fast hardware
-sine); the frequencies, P numbers, are kept for each set of parameters and device. Out-of-place
-functions are differentiable (theirs are not). float32 is accepted as well, and tables of any dtype.
+Functions without a cos/sin cache compute the angles in the kernel, exactly (FlashInfer multiplies in float32 and uses the
+fast hardware sine); the P frequencies are cached per set of parameters and device. Out-of-place functions are
+differentiable (FlashInfer's are not). q and k may also be float32, tables any dtype.
 Shape legend: N tokens of all sequences, B sequences, H heads (q and k may differ), D head_dim, P = rotary_dim / 2.
 """
 
@@ -32,9 +32,14 @@ def apply_rope(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k (N, H, D) of sequences with bounds indptr (B + 1,) that start at positions offsets (B,).
+    """Rotate the first rotary_dim features (None: all) of q and k (N, H, D), packed sequences.
 
-    θ_i = rope_theta^(−2i / rotary_dim) / rope_scale for the first rotary_dim features (None: all of them).
+    Frequency of pair i: rope_theta^(−2i / rotary_dim) / rope_scale.
+
+    Args:
+        indptr: (B + 1,), sequence boundaries.
+        offsets: (B,), position of each sequence's first token.
+        interleave: pairs (2i, 2i + 1), GPT-J style; else (i, i + rotary_dim / 2), NeoX style.
     """
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
     return rotate_pair(q, k, **_call(inv_freq, interleave, cu_seqlens=indptr, offset=offsets))
@@ -64,7 +69,7 @@ def apply_rope_pos_ids(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> tuple[Tensor, Tensor | None]:
-    """`apply_rope` with the position of every token, pos_ids (N,), int32 or int64."""
+    """`apply_rope` with position ids pos_ids (N,), int32 or int64."""
     inv_freq = _frequencies(q, rotary_dim, rope_scale, rope_theta)
     return rotate_pair(q, k, **_call(inv_freq, interleave, positions=pos_ids))
 
@@ -161,7 +166,7 @@ def apply_rope_with_cos_sin_cache(
     cos_sin_cache: Tensor,
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate query and key (N, H · head_size) with the rows positions (N,) of [cos | sin] (R, rotary_dim)."""
+    """Rotate query and key (N, H · head_size) by rows positions (N,) of cos_sin_cache (R, rotary_dim), [cos | sin]."""
     op = "apply_rope_with_cos_sin_cache"
     q, k = (heads(op, n, unit_stride(x, n), 1, head_size) for n, x in (("query", query), ("key", key)))
     q, k = rope(q, k, **_cached(positions, cos_sin_cache, is_neox))
@@ -183,18 +188,22 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def silu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
-    """silu of the first half of input (..., 2F), times the second: (..., F), or into out, then without a gradient.
-    enable_pdl is without effect."""
+    """silu(g) · u with (g, u) the halves of input (..., 2F); returns (..., F).
+
+    Args:
+        out: written and returned if given; no gradient is recorded then.
+        enable_pdl: ignored.
+    """
     return gate_of_halves("silu_and_mul", input, "silu", out)
 
 
 def gelu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
-    """`silu_and_mul` with GELU, the erf form."""
+    """`silu_and_mul` with exact (erf) GELU."""
     return gate_of_halves("gelu_and_mul", input, "gelu", out)
 
 
 def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
-    """`silu_and_mul` with GELU, the tanh form."""
+    """`silu_and_mul` with tanh GELU."""
     return gate_of_halves("gelu_tanh_and_mul", input, "gelu_tanh", out)
 
 
@@ -209,7 +218,7 @@ def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str
     }
 
 
-# The names that the arguments of `rope` have there.
+# FlashInfer's names for the arguments of `rope`.
 _THEIRS = {"cu_seqlens": "indptr", "offset": "offsets", "positions": "pos_ids"}
 
 
@@ -234,14 +243,13 @@ def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, 
 
 
 def _fixed(value: Any) -> Any:
-    """A number as torch.compile knows it for this graph alone, where it would otherwise stand for others, too: a float by its
-    digits, an int by its place."""
+    """Specialize a number that torch.compile may keep symbolic: a float by its hex string, an int through `range`."""
     if isinstance(value, float):
         return ("float", value.hex())
     return range(value)[-1] + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
-# A model has one or two sets of frequencies; the bound is there only against a leak.
+# A model has one or two sets of frequencies; the bound only prevents a leak.
 _FREQUENCIES: dict[tuple[Any, ...], Tensor] = {}
 _FREQUENCIES_MAX = 256
 
@@ -249,7 +257,7 @@ _FREQUENCIES_MAX = 256
 def _kept(*key: Any) -> Tensor:
     try:
         inv_freq = _FREQUENCIES.get(key)
-    except TypeError:  # something is no number and cannot be hashed: the table names it
+    except TypeError:  # unhashable, so not a number: `tables` raises for it below
         inv_freq = None
     if inv_freq is None:
         device, rotary_dim, scale, theta, *llama31 = key
@@ -262,9 +270,9 @@ def _kept(*key: Any) -> Tensor:
             )  # fmt: skip
         else:
             inv_freq, _ = tables.linear(rotary_dim=rotary_dim, base=theta, factor=scale)
-        with torch.inference_mode(False):  # to be kept: others may want gradients through it
+        with torch.inference_mode(False):  # cached: a later call may need gradients
             inv_freq = inv_freq.to(device, copy=True)
-        if type(inv_freq) is Tensor:  # a fake one must not outlive its mode
+        if type(inv_freq) is Tensor:  # a FakeTensor must not outlive its mode
             if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
                 _FREQUENCIES.clear()
             _FREQUENCIES[key] = inv_freq
@@ -272,8 +280,8 @@ def _kept(*key: Any) -> Tensor:
 
 
 class _Traced:
-    """The frequencies of compiled graphs by name: of an object, unlike of a dict, torch.compile finds the attributes
-    that were set while it traced, and takes them for inputs of the graph."""
+    """Holds the frequencies of compiled graphs as attributes. Unlike dict entries, attributes set during tracing are
+    visible to torch.compile, which makes them graph inputs."""
 
 
 _TRACED = _Traced()
@@ -281,11 +289,11 @@ _TRACED = _Traced()
 
 def _keep_for_tracing(*key: Any) -> str:
     key = tuple(float.fromhex(part[1]) if isinstance(part, tuple) else part for part in key)
-    # Dynamo takes no dotted attribute; a number's digits alone would be those of others, 1.5 and 15.
+    # A hash, as Dynamo rejects a dot in the name, and digits alone are ambiguous (1.5 and 15).
     name = f"inv_freq_{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}"
     setattr(_TRACED, name, _kept(*key))
     return name
 
 
-# What torch.compiler.assume_constant_result does, which would import all of the compiler here.
+# Equivalent to torch.compiler.assume_constant_result, which would import the whole compiler.
 _keep_for_tracing.__dict__["_dynamo_marked_constant"] = True

@@ -1,14 +1,14 @@
-"""The rotary functions, gates and gated MLPs of `liger_kernel.transformers`, `.functional`, `.ops` and `.megatron`.
+"""Drop-in replacements for the RoPE, gates and MLPs of `liger_kernel.transformers`, `.functional`, `.ops`, `.megatron`.
 
     from liger_kernel.transformers.rope import liger_rotary_pos_emb    # before
     from liger_kernel.transformers import LigerSwiGLUMLP
     from fusewise.compat.liger import liger_rotary_pos_emb             # after
     from fusewise.compat.liger import LigerSwiGLUMLP
 
-Theirs overwrite q and k where their memory is (B, T, H, D), the inputs of a gate in its backward, and incoming
-gradients; these return the same values and gradients as new tensors and overwrite nothing. The MLPs have the
-parameters of theirs and compute the two projections with the gate, and the gradient of all three, as `gated_mlp` does.
-Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, F features of a gate.
+Liger overwrites q and k if their memory layout is (B, T, H, D), the inputs of a gate in backward, and incoming gradients.
+These functions return the same values and gradients as new tensors and overwrite nothing. The MLPs keep Liger's
+parameters and run as `gated_mlp`, which fuses the projections with the gate in forward and backward.
+Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, F gate features.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate the first features of q and k (B, H, T, D), pairs (i, i + rotary_dim / 2), in one launch.
+    """Rotate the first rotary_dim features of q and k (B, H, T, D), pairs (i, i + rotary_dim / 2), in one launch.
 
     Args:
-        cos, sin: (1 | B, T, W) or (T, W), every angle twice (`cat(f, f)`); 4-D with a dimension of 1 at unsqueeze_dim,
-            1 or 2.
-        position_ids: without effect, as there.
-        rotary_dim: None: W. Given where the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
+        cos, sin: (1 | B, T, W) or (T, W), `cat(f, f)`; or 4-D with size 1 at unsqueeze_dim, 1 or 2.
+        position_ids: ignored, as in Liger.
+        rotary_dim: None: W, at most D. Required if the tables hold every angle once, W = rotary_dim / 2 (GPT-OSS).
     """
     op = "liger_rotary_pos_emb"
     head_dim, shape = shape_of(op, "q", q, 1)[-1], shape_of(op, "cos", cos, 2)
@@ -95,23 +94,23 @@ def rope(
     mode: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`liger_kernel.functional.rope`; impl, mode and backend name kernels that are not here, and are without effect."""
+    """`liger_kernel.functional.rope`; impl, mode and backend select Liger's kernels and are ignored."""
     return liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim)
 
 
 class LigerRopeFunction:
-    """For callers of `LigerRopeFunction.apply`; not an autograd function, but what it stands for."""
+    """For callers of `LigerRopeFunction.apply`; not an autograd.Function, but differentiable."""
 
     apply = staticmethod(liger_rotary_pos_emb)
 
 
 def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rotate whole heads of q and k (B, H, T, D) with tables (1 | B, T, D / 2) that hold every angle once."""
+    """Rotate q and k (B, H, T, D) by tables (1 | B, T, D / 2) that hold every angle once."""
     return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=shape_of("liger_rotary_pos_emb", "q", q, 1)[-1])
 
 
 def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k (T, H, D) with tables (T, D) that hold every angle twice; in float32, rounded once."""
+    """Rotate q and k (T, H, D) by tables (T, D), `cat(f, f)`; in float32, rounded once."""
     columns = shape_of("liger_rotary_pos_emb", "cos", cos, 2)[-1]
     return rotate_pair(q, k, cos=cos, sin=sin, layout="thd", rotary_dim=columns)
 
@@ -119,10 +118,14 @@ def liger_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
 def liger_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k (B, H, T, D) with tables (3, B, T, D) of the temporal, height and width angles, each twice.
+    """M-RoPE: rotate q and k (B, H, T, D) by tables of the temporal, height and width angles.
 
-    mrope_section is the number of pairs of each; unsqueeze_dim is without effect, as there. One small kernel besides the
-    launch numbers the rows of the tables.
+    One launch; an extra small kernel computes table row indices.
+
+    Args:
+        cos, sin: (3, B, T, D), `cat(f, f)`.
+        mrope_section: number of pairs per axis (t, h, w).
+        unsqueeze_dim: ignored, as in Liger.
     """
     return rotate_multimodal(q, k, cos, sin, mrope_section, "bhsd")
 
@@ -137,18 +140,22 @@ class LigerQwen2VLMRopeFunction:
 
 
 def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis ((1 | B,) R, D / 2), R >= T."""
+    """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis ((1 | B,) R, D / 2), R >= T."""
     return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")
 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same with complex freqs_ci (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2), of all batch entries. What a cast of the model
-    to a real dtype left of them, cos θ, multiplies both elements of a pair, as there."""
+    """Rotate interleaved pairs of query and key (B, T, H, D) by freqs_ci, shared by the batch.
+
+    Args:
+        freqs_ci: complex (T, D / 2), (T, 1, D / 2) or (1, T, 1, D / 2). If casting the model to a real dtype left only cos θ,
+            both elements of a pair are multiplied by it, as in Liger.
+    """
     return rotate_images(query, key, freqs_ci)
 
 
 class LigerLlama4RopeFunction:
-    """For callers of `LigerLlama4RopeFunction.apply`; BLOCK_SIZE is without effect."""
+    """For callers of `LigerLlama4RopeFunction.apply`; BLOCK_SIZE is ignored."""
 
     @staticmethod
     def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,5 @@
-"""`transformer_engine.pytorch.attention.rope`, and the gates of `transformer_engine_torch` and `….pytorch.ops`.
+"""Drop-in replacements for `transformer_engine.pytorch.attention.rope` and the gates of `transformer_engine_torch` and
+`transformer_engine.pytorch.ops`.
 
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb      # before
     from transformer_engine.pytorch.ops import GEGLU
@@ -6,8 +7,8 @@
     from fusewise.compat.transformer_engine import GEGLU, apply_rotary_pos_emb      # after
     from fusewise.compat import transformer_engine as tex
 
-`freqs` are angles in radians (R, 1, 1, rotary_dim), each twice, as `RotaryPositionEmbedding` makes them: `cat(f, f)`, or
-`repeat_interleave(f, 2)` for `interleaved`; row r is position r. Shape legend: B batch, T tokens, H heads, D head_dim.
+`freqs` are angles in radians (R, 1, 1, rotary_dim), as `RotaryPositionEmbedding` returns them: `cat(f, f)`, or
+`repeat_interleave(f, 2)` if interleaved; row r is position r. Shape legend: B batch, T tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Rotate the first features of t; the result and its gradient are contiguous whatever the strides of t.
+    """Rotate the first rotary_dim features of t; the result and its gradient are contiguous for any strides of t.
 
     Args:
         t: (T, B, H, D) for sbhd, (B, T, H, D) for bshd, (tokens, H, D) for thd.
-        freqs: (R, 1, 1, rotary_dim), or (R, B, 1, rotary_dim) for angles of each sequence.
+        freqs: (R, 1, 1, rotary_dim), or (R, B, 1, rotary_dim) for per-sequence angles.
         start_positions: (B,), the position of each sequence's first token.
-        fused: without effect; one launch, float32 arithmetic and the same result either way.
-        cu_seqlens: (B + 1,), read for thd alone: bounds of the whole sequences, also with cp_size > 1.
-        cp_size, cp_rank: load-balanced context parallelism, rank r holds chunks r and 2 cp_size − 1 − r.
+        interleaved: pairs (2i, 2i + 1), GPT-J style; else (i, i + rotary_dim / 2), NeoX style.
+        fused: ignored; always one launch in float32 arithmetic.
+        cu_seqlens: (B + 1,), used only for thd: boundaries of the whole sequences, also with cp_size > 1.
+        cp_size, cp_rank: load-balanced context parallelism; rank r holds chunks r and 2 cp_size − 1 − r.
     """
     op = "apply_rotary_pos_emb"
     check_one_of(op, "tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
@@ -83,7 +85,7 @@ def apply_rotary_pos_emb(
     if contiguous:
         rotated: Tensor = rope(t, **call)
         return rotated
-    # `rope` keeps the stride order of its input; here the operator writes the contiguous result directly.
+    # `rope` keeps the stride order of its input, so call the operator with contiguous output strides instead.
     t = unit_stride(t, "t")
     arguments = validated("rope", t, None, tuple({**DEFAULTS, **call}.values()))
     rotated = _op.rotate(t, None, arguments, (_contiguous_strides(t), []))
@@ -91,7 +93,7 @@ def apply_rotary_pos_emb(
 
 
 class FusedRoPEFunc:
-    """For callers of `FusedRoPEFunc.apply`: `apply_rotary_pos_emb` with its arguments in another order."""
+    """For callers of `FusedRoPEFunc.apply`: `apply_rotary_pos_emb` with another argument order."""
 
     @staticmethod
     def apply(
@@ -115,16 +117,21 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q and k of a packed qkv (T, B, G, W) or (B, T, G, W); returns q (…, G · w_q / w_k, w_k), k (…, G, w_k), v.
+    """Split a packed qkv (T, B, G, W) or (B, T, G, W) and rotate q and k.
 
-    A group has w_q features of its q heads, w_k of its k head and w_v of its v head, in this order, and
-    qkv_split_arg_list is [w_q, w_k, w_v]. q and k are contiguous; v is a view of qkv (theirs is a copy). One launch
-    where q_freqs is k_freqs, else one each. Small kernels of their own compute the (B · T,) positions of bshd with B > 1,
-    and the B · G offsets of start_positions. Backward writes one new gradient: the launches, and a copy of v's.
-    cu_seqlens is without effect, as there: it would be read for thd alone.
+    One launch if q_freqs is k_freqs, else one each. Extra small kernels compute the (B · T,) positions for bshd with B > 1,
+    and the B · G offsets for start_positions. Backward allocates one gradient: the same launches, and a copy for v.
+
+    Args:
+        qkv: contiguous; each of the G groups has w_q features of its q heads, w_k of its k head and w_v of its v head.
+        qkv_split_arg_list: [w_q, w_k, w_v].
+        cu_seqlens: ignored, as in TransformerEngine, which uses it only for thd.
+
+    Returns:
+        q (…, G · w_q / w_k, w_k) and k (…, G, w_k), contiguous, and v, a view of qkv (TransformerEngine: a copy).
 
     Raises:
-        TypeError, ValueError: also for thd, and for start_positions with cp_size > 1, as there.
+        TypeError, ValueError: also for thd, and for start_positions with cp_size > 1, as in TransformerEngine.
     """
     op = "apply_fused_qkv_rotary_pos_emb"
     if not isinstance(tensor_format, str) or tensor_format not in ("sbhd", "bshd"):
@@ -168,7 +175,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
 
 class FusedQKVRoPEFunc:
-    """For callers of `FusedQKVRoPEFunc.apply`: `apply_fused_qkv_rotary_pos_emb` with its arguments in another order."""
+    """For callers of `FusedQKVRoPEFunc.apply`: `apply_fused_qkv_rotary_pos_emb` with another argument order."""
 
     @staticmethod
     def apply(
@@ -180,7 +187,7 @@ class FusedQKVRoPEFunc:
 
 
 def _angles(op: str, name: str, freqs: Tensor) -> Tensor:
-    """(R, 1, 1, W) as the table (R, W), (R, B, 1, W) as (B, R, W)."""
+    """View (R, 1, 1, W) as a table (R, W), and (R, B, 1, W) as (B, R, W)."""
     shape = shape_of(op, name, freqs)
     if len(shape) != 4 or shape[2] != 1:
         fix = "pass what RotaryPositionEmbedding returns"
@@ -193,7 +200,7 @@ def _angles(op: str, name: str, freqs: Tensor) -> Tensor:
 
 
 def _context_parallel(op: str, cp_size: int, cp_rank: int) -> tuple[int, int] | None:
-    """`context_parallel` of `rope`; the rank of one is without effect, as there."""
+    """The argument `context_parallel` of `rope`; cp_rank is ignored if cp_size is 1, as in TransformerEngine."""
     size = whole(op, "cp_size", cp_size, 1)
     return None if size == 1 else (whole(op, "cp_rank", cp_rank, 0, size - 1), size)
 
@@ -201,7 +208,7 @@ def _context_parallel(op: str, cp_size: int, cp_rank: int) -> tuple[int, int] | 
 def _widths(op: str, widths: Any) -> tuple[int, ...]:
     try:
         found = tuple(widths)
-        if type(sum(found)) is int:  # then they all are
+        if type(sum(found)) is int:  # then all elements are ints
             return found
         return tuple([whole(op, "qkv_split_arg_list", width) for width in found])
     except WRONG:
@@ -216,13 +223,13 @@ def _contiguous_strides(x: Tensor) -> list[int]:
     return strides[::-1]
 
 
-# The fused form. The heads of q lie in groups with those of k and v between them, so batch, token, group and head have
-# a stride each, one more than `rope` has. As qkv is contiguous, (T, B, G) folds into T tokens of B · G batch entries and
-# (B, T, G) into B · T tokens of G batch entries, both of layout sbhd with the q heads of a group as heads.
+# Packed qkv: the q heads of consecutive groups are separated by k and v heads, so batch, token, group and head need one
+# stride each, one more than `rope` supports. As qkv is contiguous, (T, B, G) folds into T tokens and B · G batch entries,
+# (B, T, G) into B · T tokens and G batch entries; both are layout sbhd with the q heads of a group as heads.
 
 
 def _fold(qkv: Tensor, widths: tuple[int, ...], tensor_format: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q (N, M, heads of a group, w_k), k (N, M, 1, w_k) and v, for (N, M) = (T, B · G) or (B · T, G)."""
+    """View qkv as q (N, M, q heads per group, w_k), k (N, M, 1, w_k) and v, with (N, M) = (T, B · G) or (B · T, G)."""
     w_q, w_k, w_v = widths
     folded = qkv.flatten(1, 2) if tensor_format == "sbhd" else qkv.flatten(0, 1)
     q = folded.narrow(-1, 0, w_q).view(*folded.shape[:2], w_q // w_k, w_k)
@@ -230,7 +237,7 @@ def _fold(qkv: Tensor, widths: tuple[int, ...], tensor_format: str) -> tuple[Ten
 
 
 def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `_fold` on contiguous q and k."""
+    """The inverse of `_fold` for contiguous q and k."""
     outer = qkv.shape[:2]
     return q.reshape(*outer, -1, q.shape[-1]), k.reshape(*outer, -1, k.shape[-1])
 
@@ -238,7 +245,7 @@ def _unfold(q: Tensor, k: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor]:
 def _folded_positions(
     qkv: Tensor, tensor_format: str, start: Tensor | None, context_parallel: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The arguments that give the folded tokens their positions."""
+    """The arguments of `rope` for the positions of the folded tokens."""
     if tensor_format == "sbhd" or qkv.shape[0] == 1:
         offset = 0 if start is None else start.repeat_interleave(qkv.shape[2])
         return {"layout": "sbhd", "offset": offset, "context_parallel": context_parallel}
@@ -257,7 +264,7 @@ def _folded_positions(
 
 
 class _SplitRotate(torch.autograd.Function):
-    """Split and rotate; the gradients of q, k and v go straight into one gradient of qkv."""
+    """Split and rotate; backward writes the gradients of q, k and v directly into one gradient of qkv."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, widths: Any, tensor_format: str, call: Any, *tables: Tensor) -> Any:
@@ -268,7 +275,7 @@ class _SplitRotate(torch.autograd.Function):
         ctx.rest = widths, tensor_format, names, {name: x for name, x in call.items() if name not in names}
         ctx.like = qkv.shape, qkv.dtype, qkv.device
         ctx.set_materialize_grads(False)
-        # No views of q and k, which autograd would not let be modified in place.
+        # Not views: autograd forbids in-place changes of views returned by a custom function.
         return *(torch.ops.aten._unsafe_view(x, x.shape) for x in _unfold(q, k, qkv)), v
 
     @staticmethod
@@ -285,9 +292,8 @@ class _SplitRotate(torch.autograd.Function):
         )
         dq, dk = dq.view(parts[0].shape), dk.view(parts[1].shape)
         call = {**call, **rest, "inverse": True}
-        if any(
-            wants_formula(d) for d in grads if d is not None
-        ):  # the same, of functions that torch differentiates and maps
+        # Double backward or vmap: use differentiable operations.
+        if any(wants_formula(d) for d in grads if d is not None):
             dq, dk = (d.reshape(*shape[:3], -1) for d in _rotate(dq, dk, tables, call))
             return torch.cat((dq, dk, dv.reshape(*shape[:3], -1)), -1), *(None,) * (3 + count)
         _rotate(dq, dk, tables, call, parts[:2])
@@ -298,7 +304,7 @@ class _SplitRotate(torch.autograd.Function):
 def _rotate(
     q: Tensor, k: Tensor, tables: tuple[Tensor, ...], call: dict[str, Any], out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q and k in one launch if they have one table."""
+    """Rotate q and k, in one launch if they share one table."""
     if len(tables) == 1:
         width = tables[0].shape[-1]
         rotated: tuple[Tensor, Tensor] = rope(q, k, angles=tables[0], out=out, rotary_dim=width, **call)
@@ -315,10 +321,10 @@ _split_rotate: Any = _SplitRotate.apply
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles for `apply_rotary_pos_emb`: p · rotary_base^(−2i / dim), (max_seq_len, 1, 1, dim), float32, each twice.
+    """Angles for `apply_rotary_pos_emb`: position · rotary_base^(−2i / dim), each twice, float32 (max_seq_len, 1, 1, dim).
 
-    On the current CUDA device if there is one. With seq_len_interpolation_factor f and
-    pretrained_max_position_embeddings M, positions are scaled by 1 / f, or by M / max_seq_len beyond M · f.
+    inv_freq is created on the current CUDA device if there is one. With seq_len_interpolation_factor f and
+    pretrained_max_position_embeddings M, positions are scaled by 1 / f, or by M / max_seq_len if max_seq_len > M · f.
     """
 
     def __init__(
@@ -351,7 +357,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.inv_freq: Tensor
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """The angles of positions offset, …, offset + max_seq_len − 1; in float32 under autocast too."""
+        """Angles of positions offset, …, offset + max_seq_len − 1; float32 also under autocast."""
         op = "RotaryPositionEmbedding"
         max_seq_len = whole(op, "max_seq_len", max_seq_len, 0)
         if not isinstance(offset, Tensor):
@@ -362,7 +368,7 @@ class RotaryPositionEmbedding(nn.Module):
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
             positions = positions * (trained / max_seq_len if max_seq_len > trained * factor else 1 / factor)
-        angles = positions[:, None] * self.inv_freq  # no matmul: autocast would round it
+        angles = positions[:, None] * self.inv_freq  # not a matmul: autocast would round it
         twice = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return twice[:, None, None]
 
@@ -380,50 +386,50 @@ def _gradient(op: str, grad: Tensor, fwd_input: Tensor, quantizer: None, activat
 
 
 def glu(input: Tensor, quantizer: None) -> Tensor:
-    """sigmoid of the first half of input (..., 2F), times the second."""
+    """sigmoid(g) · u with (g, u) the halves of input (..., 2F)."""
     return _activated("glu", input, quantizer, "sigmoid")
 
 
 def geglu(input: Tensor, quantizer: None) -> Tensor:
-    """GELU, the tanh form, of the first half of input (..., 2F), times the second."""
+    """gelu(g) · u with (g, u) the halves of input (..., 2F) and tanh GELU."""
     return _activated("geglu", input, quantizer, "gelu_tanh")
 
 
 def reglu(input: Tensor, quantizer: None) -> Tensor:
-    """ReLU of the first half of input (..., 2F), times the second."""
+    """relu(g) · u with (g, u) the halves of input (..., 2F)."""
     return _activated("reglu", input, quantizer, "relu")
 
 
 def swiglu(input: Tensor, quantizer: None) -> Tensor:
-    """SiLU of the first half of input (..., 2F), times the second."""
+    """silu(g) · u with (g, u) the halves of input (..., 2F)."""
     return _activated("swiglu", input, quantizer, "silu")
 
 
 def dglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
-    """The gradient of `glu` for grad (..., F): (..., 2F)."""
+    """Gradient (..., 2F) of `glu` given grad (..., F)."""
     return _gradient("dglu", grad, fwd_input, quantizer, "sigmoid")
 
 
 def dgeglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
-    """The gradient of `geglu` for grad (..., F): (..., 2F)."""
+    """Gradient (..., 2F) of `geglu` given grad (..., F)."""
     return _gradient("dgeglu", grad, fwd_input, quantizer, "gelu_tanh")
 
 
 def dreglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
-    """The gradient of `reglu` for grad (..., F): (..., 2F)."""
+    """Gradient (..., 2F) of `reglu` given grad (..., F)."""
     return _gradient("dreglu", grad, fwd_input, quantizer, "relu")
 
 
 def dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: None) -> Tensor:
-    """The gradient of `swiglu` for grad (..., F): (..., 2F)."""
+    """Gradient (..., 2F) of `swiglu` given grad (..., F)."""
     return _gradient("dswiglu", grad, fwd_input, quantizer, "silu")
 
 
 class _GateModule(nn.Module):
-    """A gate of the last dimension, its first half activated; in the autocast dtype under autocast, as there.
+    """Gate over the last dimension, first half activated; under autocast in the autocast dtype, as in TransformerEngine.
 
     Args:
-        cache_quantized_input: without effect: what backward reads is kept as it came, so that gradients are not rounded to FP8.
+        cache_quantized_input: ignored; the input is saved for backward unquantized, so gradients are not rounded to FP8.
     """
 
     activation: Activation
@@ -464,7 +470,7 @@ class ReGLU(_GateModule):
 
 
 class SwiGLU(_GateModule):
-    """`swiglu`; with glu_interleave_size n, blocks of n gates and of n values alternate in the last dimension."""
+    """`swiglu`; with glu_interleave_size n, blocks of n gate and n value features alternate in the last dimension."""
 
     activation = "silu"
 

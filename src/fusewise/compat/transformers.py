@@ -1,36 +1,37 @@
-"""`apply_rotary_pos_emb` and the gated MLPs of the models of Hugging Face transformers.
+"""Drop-in replacements for `apply_rotary_pos_emb` and the gated MLPs of Hugging Face transformers' model files.
 
     from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb    # before
     from fusewise.compat.transformers import LlamaMLP, apply_rotary_pos_emb                # after
 
-Each model file defines its own; they fall into the conventions below, one function each, for transformers 4 and 5.
-Where their tables come in another dtype than q, theirs return the promoted dtype in some models; here it is that of q.
-Tables get no gradient. Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W table width.
+Each model file of transformers 4 and 5 defines its own rotary function. They follow the conventions below, one function
+each. The result has the dtype of q; some models return the promoted dtype if the tables have another dtype.
+Tables get no gradient. In `cat(f, f)` and `repeat_interleave(f, 2)` every angle f of a token occurs twice.
+Shape legend: B batch, T tokens, H heads (q and k may differ), D head_dim, W table width.
 
-    apply_rotary_pos_emb                llama and most others, also partial: gpt_neox, phi3, glm4_moe, olmo, esm
+    apply_rotary_pos_emb                llama and most others, also partial rotary: gpt_neox, phi3, glm4_moe, olmo, esm
     apply_rotary_pos_emb_single         gemma3n, gemma4: one tensor
     apply_rotary_pos_emb_qwen4_exp      one tensor or two
-    apply_rotary_pos_emb_interleaved    cohere, cohere2, blt: tables of repeated angles
+    apply_rotary_pos_emb_interleaved    cohere, cohere2, blt: interleaved pairs, tables `repeat_interleave(f, 2)`
     apply_rotary_pos_emb_glm            glm, glm4, ernie4_5, helium, moonshine: interleaved pairs, tables `cat(f, f)`
     apply_rotary_pos_emb_interleave     deepseek_v3, longcat_flash, glm4_moe_lite: reads interleaved, writes halves
     apply_rotary_pos_emb_deepseek_v4    one tensor, trailing features, interleaved
     apply_rotary_pos_emb_gpt_oss        tables that hold every angle once
     apply_rotary_pos_emb_gptj           gptj, codegen: (tensor, sin, cos)
-    apply_rotary_pos_emb_nanochat       rotation by the negative angle
-    apply_rotary_pos_emb_vision         the towers of qwen2_vl, glm4v and others: no batch, heads after tokens
+    apply_rotary_pos_emb_nanochat       nanochat: rotation by −θ
+    apply_rotary_pos_emb_vision         the vision towers of qwen2_vl, glm4v and others: no batch, heads after tokens
     apply_multimodal_rotary_pos_emb     qwen2_vl and qwen2_5_vl of transformers 4
     apply_rotary_emb_llama4, apply_rotary_emb_deepseek_v2    complex tables
-    vision_apply_rotary_emb             the towers of llama4: complex tables of all images
+    vision_apply_rotary_emb             the vision tower of llama4: complex tables shared by all images
 
-Their MLPs have the five forms below, each under the name of its best-known model. The parameters and their names are
-theirs; the whole MLP is one operation, `gated_mlp`, unless a projection is no longer a plain `nn.Linear`, which is then
-called and only the gate fused. An activation that is none of `gated_linear`'s is refused when the module is built.
+The MLPs have the five forms below, each named after its best-known model. Parameters keep their names, so checkpoints
+load. The MLP runs as one operation, `gated_mlp`; a projection that is no longer a plain `nn.Linear` is called as a module,
+and only the gate is fused. An activation that `gated_linear` does not have is rejected at construction.
 
     GemmaMLP         gate_proj, up_proj, down_proj without biases: mistral, qwen2, qwen3, olmo, cohere, stablelm
     Gemma2MLP        the same with `hidden_activation`: vaultgemma; gemma3 with this signature
-    LlamaMLP         the same with biases where `mlp_bias` says so: granite, smollm3, helium, chameleon
-    DeepseekV3MLP    the same of a width of its own: qwen2_moe, qwen3_moe, glm4_moe, dots1, longcat_flash
-    Phi3MLP          gate_up_proj, the gate first, and down_proj: glm, glm4, dia, phi4_multimodal
+    LlamaMLP         the same with biases if `mlp_bias`: granite, smollm3, helium, chameleon
+    DeepseekV3MLP    the same with an intermediate_size argument: qwen2_moe, qwen3_moe, glm4_moe, dots1, longcat_flash
+    Phi3MLP          gate_up_proj (gate first) and down_proj: glm, glm4, dia, phi4_multimodal
 """
 
 from __future__ import annotations
@@ -60,27 +61,27 @@ Pair = tuple[Tensor, Tensor | None]
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate the first W features of q and k, pairs (i, i + W / 2), in one launch.
+    """Rotate the first W features of q and k, pairs (i, i + W / 2) (NeoX style), in one launch.
 
     Args:
         q, k: (B, H, T, D); (B, T, H, D) with unsqueeze_dim=2. k may be None and is then returned as None.
-        cos, sin: (1 | B, T, W), every angle twice, `cat(f, f)`; (T, W) for q and k without batch, (T, H, D) and
-            unsqueeze_dim=1; (R, W) with position_ids, as before transformers 4.38.
-        position_ids: (1 | B, T), the rows of tables (R, W); without effect on others, as there. An int here is
-            unsqueeze_dim, which has this place in transformers 5.
+        cos, sin: (1 | B, T, W), `cat(f, f)`; (T, W) for q and k (T, H, D) without batch and unsqueeze_dim=1; (R, W) with
+            position_ids, as before transformers 4.38.
+        position_ids: (1 | B, T), rows of tables (R, W); ignored for other tables, as in transformers. An int is taken as
+            unsqueeze_dim, which is the fifth parameter in transformers 5.
     """
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=1)
 
 
 def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """`apply_rotary_pos_emb` of one tensor."""
+    """`apply_rotary_pos_emb` for one tensor."""
     return _rotate(x, None, cos, sin, None, unsqueeze_dim, per_column=1)[0]
 
 
 def apply_rotary_pos_emb_qwen4_exp(
     q: Tensor, k: Tensor | None = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1
 ) -> Tensor | Pair:
-    """`apply_rotary_pos_emb` of q and k, `apply_rotary_pos_emb_single` of q alone."""
+    """`apply_rotary_pos_emb`; without k it returns the rotated q alone, not a pair."""
     rotated = _rotate(q, k, cos, sin, None, unsqueeze_dim, per_column=1)
     return rotated[0] if k is None else rotated
 
@@ -88,14 +89,14 @@ def apply_rotary_pos_emb_qwen4_exp(
 def apply_rotary_pos_emb_interleaved(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate the first W features, pairs (2i, 2i + 1); tables (1 | B, T, W) `repeat_interleave(f, 2)`, else as above."""
+    """`apply_rotary_pos_emb` with interleaved pairs (2i, 2i + 1) and tables (1 | B, T, W), `repeat_interleave(f, 2)`."""
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=1, pairing="interleaved")
 
 
 def apply_rotary_pos_emb_glm(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate the first W features, pairs (2i, 2i + 1), with tables (1 | B, T, W) `cat(f, f)`. Else as above."""
+    """`apply_rotary_pos_emb` with interleaved pairs (2i, 2i + 1) and tables (1 | B, T, W), `cat(f, f)`."""
     columns = shape_of("apply_rotary_pos_emb", "cos", cos, 2)[-1]
     cos, sin = cut("apply_rotary_pos_emb", cos, sin, lambda x: x.narrow(-1, 0, columns // 2))
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim=columns, pairing="interleaved")
@@ -104,13 +105,16 @@ def apply_rotary_pos_emb_glm(
 def apply_rotary_pos_emb_interleave(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate whole heads of q and k: read pairs (2i, 2i + 1), write pairs (i, i + D / 2); tables (1 | B, T, D)
-    `cat(f, f)`. Else as above."""
+    """`apply_rotary_pos_emb` that reads pairs (2i, 2i + 1) and writes pairs (i, i + D / 2) of whole heads.
+
+    Args:
+        cos, sin: (1 | B, T, D), `cat(f, f)`.
+    """
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, pairing="interleaved_to_half")
 
 
 def apply_rotary_pos_emb_deepseek_v4(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """Rotate the last 2W features of x, pairs (2i, 2i + 1); tables (1 | B, T, W) hold every angle once."""
+    """Rotate the last 2W features of x, pairs (2i, 2i + 1), by tables (1 | B, T, W) that hold every angle once."""
     rotated = 2 * shape_of("apply_rotary_pos_emb", "cos", cos, 2)[-1]
     arguments: dict[str, Any] = {"rotary_dim": rotated, "rotary_start": -rotated, "pairing": "interleaved"}
     return _rotate(x, None, cos, sin, None, unsqueeze_dim, **arguments)[0]
@@ -119,57 +123,62 @@ def apply_rotary_pos_emb_deepseek_v4(x: Tensor, cos: Tensor, sin: Tensor, unsque
 def apply_rotary_pos_emb_gpt_oss(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate 2W features, pairs (i, i + W), with tables (1 | B, T, W) that hold every angle once."""
+    """`apply_rotary_pos_emb` of 2W features, pairs (i, i + W), by tables (1 | B, T, W) that hold every angle once."""
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=2)
 
 
 def apply_rotary_pos_emb_gptj(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotate tensor (B, T, H, 2W), pairs (2i, 2i + 1), with tables (1 | B, T, W) that hold every angle once."""
+    """Rotate interleaved pairs (2i, 2i + 1) of tensor (B, T, H, 2W) by tables (1 | B, T, W) that hold every angle once."""
     return _rotate(tensor, None, cos, sin, None, 2, per_column=2, pairing="interleaved")[0]
 
 
 def apply_rotary_pos_emb_nanochat(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> Pair:
-    """`apply_rotary_pos_emb` by the negative angle."""
+    """`apply_rotary_pos_emb` by −θ."""
     return _rotate(q, k, cos, sin, position_ids, unsqueeze_dim, per_column=1, inverse=True)
 
 
 def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Rotate the first W features of q and k (T, H, D), or (B, T, H, D), with tables (T, W), (B, T, W), `cat(f, f)`."""
+    """Rotate the first W features of q and k (T, H, D) by tables (T, W), or (B, T, H, D) by (B, T, W); `cat(f, f)`."""
     return _rotate(q, k, cos, sin, None, -2, per_column=1)
 
 
 def apply_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
 ) -> Pair:
-    """Rotate q and k with tables (3, B, T, D), `cat(f, f)`, of the temporal, height and width angles of each token.
+    """M-RoPE: rotate q and k by tables (3, B, T, D), `cat(f, f)`, of the temporal, height and width angles.
 
-    mrope_section is the number of pairs of each, in this order. One small kernel besides the launch numbers the rows.
+    One launch; an extra small kernel computes table row indices.
+
+    Args:
+        mrope_section: number of pairs per axis (t, h, w).
     """
     dims, table_dims = (len(shape_of("apply_rotary_pos_emb", name, x)) for name, x in (("q", q), ("cos", cos)))
     return rotate_multimodal(q, k, cos, sin, mrope_section, _layout(dims, table_dims - 1, unsqueeze_dim))
 
 
 def apply_rotary_emb_llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
-    """Rotate pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (1 | B, T, D / 2)."""
+    """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, T, H, D) by complex freqs_cis (1 | B, T, D / 2)."""
     return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bshd", pairing="interleaved")
 
 
 def apply_rotary_emb_deepseek_v2(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
-    """Rotate pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
+    """Rotate interleaved pairs (2i, 2i + 1) of xq and xk (B, H, T, D) by complex freqs_cis (1 | B, T, D / 2)."""
     return rotate_pair(xq, xk, **complex_tables(freqs_cis), layout="bhsd", pairing="interleaved")
 
 
 def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
-    """Rotate pairs (2i, 2i + 1) of query and key (B, T, H, D) by complex freqs_ci (T, 1, D / 2), or what a cast to a real dtype
-    left of them, cos θ alone, as there."""
+    """Rotate interleaved pairs (2i, 2i + 1) of query and key (B, T, H, D) by complex freqs_ci (T, 1, D / 2).
+
+    If a cast to a real dtype left only cos θ, both elements of a pair are multiplied by it, as in transformers.
+    """
     return rotate_images(query, key, freqs_ci)
 
 
 def _layout(dims: int, table_dims: int, unsqueeze_dim: int) -> str:
-    """The layout of q with so many dimensions: the table gets its head dimension at unsqueeze_dim, and the two are
-    aligned from the right."""
+    """The layout of a q with `dims` dimensions: unsqueeze_dim inserts a head dimension into the table, which then
+    broadcasts against q."""
     unsqueeze_dim = whole("apply_rotary_pos_emb", "unsqueeze_dim", unsqueeze_dim)
     head_dim = unsqueeze_dim if unsqueeze_dim < 0 else unsqueeze_dim - table_dims - 1
     layout = {(4, -3): "bhsd", (4, -2): "bshd", (3, -2): "thd"}.get((dims, head_dim))
@@ -191,7 +200,7 @@ def _rotate(
     per_column: int | None = None,
     **arguments: Any,
 ) -> Pair:
-    """`per_column`: how many features rotate for each column of the tables, where no rotary_dim says how many do."""
+    """Rotate with layout and positions derived from the arguments; with `per_column`, rotary_dim = per_column · W."""
     op = "apply_rotary_pos_emb"
     shape, table = shape_of(op, "q", q), shape_of(op, "cos", cos, 2)
     if isinstance(position_ids, int):
@@ -214,7 +223,7 @@ def _rotate(
     return rotate_pair(q, k, cos=cos, sin=sin, layout=layout, **arguments)
 
 
-# The activations of transformers that are one of ours; several names of GELU differ in how they write it.
+# Activation names of transformers; several are the same GELU written differently.
 _ACTIVATIONS: dict[str, Activation] = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(
@@ -254,11 +263,11 @@ class _SeparateMLP(nn.Module):
 
 
 class GemmaMLP(_SeparateMLP):
-    """Without biases, `config.hidden_act`; for the Gemma of transformers 4 `hidden_activation`, the tanh form if None."""
+    """Without biases, `config.hidden_act`. Gemma of transformers 4: `config.hidden_activation`, tanh GELU if None."""
 
     def __init__(self, config: Any) -> None:
         activation = setting("GemmaMLP", config, "hidden_act")
-        if hasattr(config, "hidden_activation"):  # there `hidden_act` says "gelu", and is not meant
+        if hasattr(config, "hidden_activation"):  # such a config has `hidden_act` "gelu", which Gemma ignores
             activation = "gelu_pytorch_tanh" if config.hidden_activation is None else config.hidden_activation
         super().__init__(config, activation)
 
@@ -271,7 +280,7 @@ class Gemma2MLP(_SeparateMLP):
 
 
 class LlamaMLP(_SeparateMLP):
-    """With biases if `config.mlp_bias`, `config.hidden_act`."""
+    """Biases if `config.mlp_bias`, `config.hidden_act`."""
 
     def __init__(self, config: Any) -> None:
         bias = flag("LlamaMLP", "config.mlp_bias", setting("LlamaMLP", config, "mlp_bias"))
@@ -279,14 +288,14 @@ class LlamaMLP(_SeparateMLP):
 
 
 class DeepseekV3MLP(_SeparateMLP):
-    """Without biases, `config.hidden_act`, and a width of its own where one is given."""
+    """Without biases, `config.hidden_act`; intermediate_size overrides the config's."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__(config, setting("DeepseekV3MLP", config, "hidden_act"), intermediate_size)
 
 
 class Phi3MLP(nn.Module):
-    """gate_up_proj holds the gate and then the value; without biases, `config.hidden_act`."""
+    """gate_up_proj computes (gate, value), in this order; without biases, `config.hidden_act`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

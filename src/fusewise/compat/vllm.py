@@ -1,11 +1,11 @@
-"""`vllm._custom_ops.rotary_embedding`, the gates of `torch.ops._C`, and the layers of both in `vllm.model_executor.layers`.
+"""Drop-in replacements for vLLM's RoPE and gates: custom ops and layers of `vllm.model_executor.layers`.
 
-from vllm._custom_ops import rotary_embedding                                    # before
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from fusewise.compat.vllm import SiluAndMul, get_rope, rotary_embedding          # after
+    from vllm._custom_ops import rotary_embedding                                    # before
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from fusewise.compat.vllm import SiluAndMul, get_rope, rotary_embedding          # after
 
-Of `torch.ops._C.silu_and_mul(out, x)` and its like there is a function of that name.
+The gates `torch.ops._C.silu_and_mul(out, x)` and so on are functions of the same name.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from ._vllm_yarn import YaRNScalingRotaryEmbedding as YaRNScalingRotaryEmbedding
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:
-    """Write silu of the first half of x (..., 2F), times the second, to out (..., F). No gradient is recorded."""
+    """Write silu(g) · u to out (..., F), (g, u) the halves of x (..., 2F). No gradient is recorded."""
     _write("silu_and_mul", out, x, "silu")
 
 
 def mul_and_silu(out: Tensor, x: Tensor) -> None:
-    """`silu_and_mul` with the halves the other way about: the first times silu of the second."""
+    """`silu_and_mul` with the halves swapped: the second is activated."""
     _write("mul_and_silu", out, x, "silu", gate_first=False)
 
 
 def gelu_and_mul(out: Tensor, x: Tensor) -> None:
-    """`silu_and_mul` with GELU, the erf form."""
+    """`silu_and_mul` with exact (erf) GELU."""
     _write("gelu_and_mul", out, x, "gelu")
 
 
 def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
-    """`silu_and_mul` with GELU, the tanh form."""
+    """`silu_and_mul` with tanh GELU."""
     _write("gelu_tanh_and_mul", out, x, "gelu_tanh")
 
 
@@ -72,11 +72,11 @@ def _gate(op: str, x: Tensor, activation: Activation, gate_first: bool = True, i
     return stacked_gate(x, activation, gate_first=gate_first, op=op, impl=impl)
 
 
-# `forward_native` is the same as `forward` in torch's own operations, rounded once like it: theirs rounds the activation, too.
+# `forward_native` computes `forward` with torch operations and rounds once; vLLM's also rounds the activation.
 
 
 class SiluAndMul(nn.Module):
-    """silu of the first half of x (..., 2F), times the second; differentiable. compile_native is without effect."""
+    """silu(g) · u with (g, u) the halves of x (..., 2F); differentiable. compile_native is ignored."""
 
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class SiluAndMul(nn.Module):
 
 
 class MulAndSilu(nn.Module):
-    """The first half of x (..., 2F) times silu of the second; differentiable."""
+    """u · silu(g) with (u, g) the halves of x (..., 2F); differentiable."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _gate("MulAndSilu", x, "silu", gate_first=False)
@@ -105,10 +105,10 @@ class MulAndSilu(nn.Module):
 
 
 class GeluAndMul(nn.Module):
-    """GELU of the first half of x (..., 2F), times the second; differentiable.
+    """gelu(g) · u with (g, u) the halves of x (..., 2F); differentiable.
 
     Args:
-        approximate: "none", the erf form, or "tanh".
+        approximate: "none" (erf) or "tanh".
     """
 
     def __init__(self, approximate: str = "none") -> None:

@@ -1,6 +1,6 @@
-"""The CUDA kernels on a CPU: their own source compiled as C++ (`cuda_runtime.h`), so that what they compute, where they read and
-write, and what they wait for is tested where there is no GPU. Of Hopper's machinery there is a machine (`hopper.cuh`). What they
-compile to is tested beside this, without a GPU, too, and how they do on one there."""
+"""The CUDA kernels on a CPU: their source compiled as C++ (`cuda_runtime.h`), to test results, memory accesses and
+synchronization without a GPU. `hopper.cuh` simulates TMA, wgmma and barriers. Machine code is tested separately, also
+without a GPU, and execution on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusewise.ops._choice import Choice
 
 FOLDER = Path(__file__).parent
 HEADERS = tuple(sorted(path for path in FOLDER.iterdir() if path.suffix in (".h", ".cuh")))
-# Products and sums are fused where the source says so. nvcc fuses more, in angles that are computed.
+# FMA only where the source requests it. nvcc contracts more, in computed angles.
 FLAGS = (
     "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-shared",
     f"-I{FOLDER}", "-x", "c++",
@@ -30,7 +30,7 @@ FLAGS = (
 
 
 class Library(cuda.Library):
-    """A library of kernels for tensors in the memory of the host."""
+    """A library of kernels for tensors in host memory."""
 
     def __init__(self, sources: tuple[Path, ...], name: str, flags: tuple[str, ...]) -> None:
         recipe = f"{name}-on-cpu", (*sources, *HEADERS), build.cxx(), (*FLAGS, *flags)
@@ -42,8 +42,8 @@ class Library(cuda.Library):
         assert code == 0, f"{op}: {self.error(code)}"
 
     def plays(self, *, backwards: bool = False, processors: int = 1, late: bool = False) -> Library:
-        """A device with so many multiprocessors: of one, little work fills it, so that a thread has several heads. Its threads and
-        blocks run in the order of their numbers, or backwards; what is asynchronous is done at once, or late."""
+        """Configure the simulated device: its number of SMs (with one, little work fills it, so that a thread handles several
+        heads), the order of threads and blocks, and whether asynchronous operations run at once or as late as possible."""
         self.play(backwards, processors, late)
         return self
 
@@ -58,7 +58,7 @@ def _library(sources: tuple[Path, ...], name: str, flags: tuple[str, ...]) -> Li
 
 
 def _copied(source: Path, copy: Path) -> Path:
-    """A source, or what stands for it here, with launches that are C++."""
+    """Copy a source, or its replacement from this folder, with launches rewritten as C++."""
     instead = FOLDER / source.name
     copy.parent.mkdir(parents=True, exist_ok=True)
     text = (instead if instead.exists() else source).read_text()
@@ -79,12 +79,12 @@ def library(implementation: ModuleType, name: str, *flags: str) -> Library:
 
 @contextmanager
 def serving(implementation: ModuleType, choice: Choice, kernels: Library) -> Iterator[None]:
-    """`impl="cuda"` of an operation takes them for tensors of a CPU. Every call goes through Python."""
+    """Make `impl="cuda"` of an operation use these kernels for CPU tensors. Every call goes through Python."""
     answers: tuple[Any, ...] = (
         choice.unavailable,
         choice.choose,
         choice.serving,
-    )  # kept, of a machine without these kernels
+    )  # caches that hold answers without these kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implementation, "_kernel", lambda: kernels)
         patch.setattr(implementation, "unavailable", lambda device_type: None)

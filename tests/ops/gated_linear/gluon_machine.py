@@ -1,9 +1,9 @@
-"""A machine in Python that runs the device functions of the Gluon implementation on a CPU, with their own source.
+"""A simulator in Python that runs the source of the Gluon device functions on a CPU.
 
-Each group of warps is a thread. What is asynchronous on the GPU is as late here as its barrier or wait allows ("late"), or
-as early ("early"), or either, by chance: a block that is overwritten while a product still reads it, a store that is not
-waited for or a barrier that is waited for in the wrong phase gives wrong numbers; a wrong count of arrivals or bytes ends in
-a deadlock, which is an error here after a few seconds. Layouts are not modelled: what they decide is where values lie.
+Each warp group is a thread. Asynchronous operations complete as late as their barrier or wait allows ("late"), immediately
+("early"), or at random ("mixed"). A block overwritten while a wgmma still reads it, a missing wait for a store or a wait
+for the wrong barrier phase gives wrong numbers; a wrong arrival or byte count deadlocks, which is reported as an error
+after a timeout. Layouts are not modeled, as they only determine where values are stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def raw(x: Any) -> Any:
 
 
 class Value:
-    """A tensor or a scalar of the program."""
+    """A tensor or scalar of the program."""
 
     def __init__(self, value: Any) -> None:
         self.value: Tensor = torch.as_tensor(raw(value))
@@ -78,7 +78,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lt"
 
 
 class Pointer:
-    """An address in a flat tensor, or many."""
+    """One or more addresses in a flat tensor."""
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, torch.as_tensor(offset)
@@ -89,7 +89,7 @@ class Pointer:
 
     def load(self, mask: Any, other: float) -> Value:
         inside = raw(mask).expand(self.offset.shape)
-        found = self.memory[torch.where(inside, self.offset, 0)]  # an address outside is an error of this line
+        found = self.memory[torch.where(inside, self.offset, 0)]  # raises for an out-of-bounds address
         return Value(torch.where(inside, found, torch.tensor(other, dtype=found.dtype)))
 
     def store(self, value: Any, mask: Any) -> None:
@@ -98,7 +98,7 @@ class Pointer:
 
 
 def pointer(x: Tensor | None) -> Pointer | None:
-    """To the first element of x, of a tensor or a view, within all of its storage."""
+    """A pointer to the first element of x, bounded by its whole storage."""
     if x is None:
         return None
     memory = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
@@ -106,7 +106,7 @@ def pointer(x: Tensor | None) -> Pointer | None:
 
 
 class Map:
-    """A TMA descriptor: zeros are read beyond the edges, and nothing is written there."""
+    """A TMA descriptor: out-of-bounds reads give zeros, out-of-bounds writes are dropped."""
 
     def __init__(self, x: Tensor, block: tuple[int, int]) -> None:
         self.x, self.block, self.dtype, self.layout = x, block, x.dtype, None
@@ -131,7 +131,7 @@ class Map:
 
 
 class Shared:
-    """Shared memory or a part of it."""
+    """Shared memory or a slice of it."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.shape, self.dtype = memory, tuple(memory.shape), memory.dtype
@@ -154,11 +154,11 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when `count` have arrived and all announced bytes, too."""
+    """An mbarrier: a phase completes after `count` arrivals and all expected bytes."""
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
-        self.loads: list[Callable[[], None]] = []  # under way
+        self.loads: list[Callable[[], None]] = []  # in flight
 
     def settle(self) -> None:
         assert self.missing >= 0, "more arrived than the barrier counts"
@@ -176,7 +176,7 @@ class Barriers:
 
 
 class Accumulator(Value):
-    """Of products that may not have been made yet."""
+    """The accumulator of products that may still be pending."""
 
 
 class Machine:
@@ -186,7 +186,7 @@ class Machine:
         self.program, self.programs, self.timing = program, programs, timing
         self.chance = random.Random(seed)
         self.changed = threading.Condition()
-        self.mine = threading.local()  # what this thread has under way
+        self.mine = threading.local()  # this thread's pending operations
         self.errors: list[BaseException] = []
         self.namespace = self._namespace()
 
@@ -343,7 +343,7 @@ class Machine:
 
 
 def launch(kernel: str, grid: int, arguments: dict[str, Any], timing: str = "early") -> None:
-    """Run all programs of a launch, from the arguments that the kernel is given."""
+    """Run all programs of a launch with the kernel's arguments."""
 
     def operand(name: str, x: Any) -> Any:
         if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""What autograd and the compiler expect of an operator: repeated and second backwards, transforms, traces, memory."""
+"""Autograd and compiler support: repeated and double backward, transforms, tracing, memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_weight_changed_before_backward_raises() -> None:
 
 
 def held(save: str, bias: bool = True) -> int:
-    """Bytes that a forward keeps beside its inputs and y."""
+    """Bytes saved by forward in addition to its inputs and y."""
     x, weight, b = leaves(torch.bfloat16, 64, 32, 48)
     own = {t.untyped_storage().data_ptr() for t in (x, weight, b)}
     kept: dict[int, int] = {}
@@ -165,12 +165,12 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("how", ["called", "compiled"])
 @pytest.mark.parametrize("shape", [(5,), (6, 5), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_result_may_be_modified_in_place(name: str, shape: tuple[int, ...], how: str) -> None:
-    """As that of a product, in training too: residuals and dropout are added to it so."""
+    """Like the result of nn.Linear, also in training: in-place residual additions and dropout rely on it."""
     torch._dynamo.reset()
     _, weight, bias = leaves()
     x = torch.randn(shape, device=DEVICE, requires_grad=True)
@@ -192,10 +192,10 @@ def test_the_result_may_be_modified_in_place(name: str, shape: tuple[int, ...], 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("mlp", [False, True])
 def test_a_backward_that_failed_midway_does_not_go_on(mlp: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient has taken the place of the pre-activations by then, and would be taken for them."""
+    """By then the gradient has overwritten the pre-activations and would be mistaken for them."""
     x, weight, bias = leaves()
     if apart:
-        monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)  # value and gate have a tensor each
+        monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)  # separate tensors for value and gate
     y = gated_mlp(x, weight, None, weight[:3, :4], activation="gelu") if mlp else geglu_linear(x, weight, bias)
 
     def fail(*_: Any, **__: Any) -> Tensor:
@@ -214,7 +214,7 @@ def test_a_backward_that_failed_midway_does_not_go_on(mlp: bool, apart: bool, mo
 @pytest.mark.parametrize("mlp", [False, True])
 @pytest.mark.parametrize("builtin", [False, True])
 def test_what_a_hook_keeps_is_not_overwritten(mlp: bool, builtin: bool) -> None:
-    """`builtin`: it is a method of a list, which is of no module."""
+    """`builtin`: the hook is a list method, which has no module."""
     x, weight, bias = leaves()
     down = torch.randn(3, 4, device=DEVICE, requires_grad=True)
     kept: list[Tensor] = []
@@ -250,7 +250,7 @@ def test_a_hook_may_bring_back_other_strides(mlp: bool, save: Any) -> None:
 
 
 def test_a_checkpoint_overwrites_what_it_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hooks are torch's own: what it saves it needs once."""
+    """The hooks of torch's own checkpoint use saved tensors only once."""
     inputs, answers = leaves(), []
     ask = _autograd.may_overwrite
     monkeypatch.setattr(_autograd, "may_overwrite", lambda *args: answers.append(ask(*args)) or answers[-1])
@@ -284,11 +284,11 @@ def test_backward_under_autocast_keeps_its_dtypes() -> None:
     dy = torch.randn_like(y)
     with torch.autocast(DEVICE, torch.bfloat16):
         found = torch.autograd.grad(y, inputs, dy)
-    # Loose enough for another order of summation in float32; a bfloat16 product would be off by a hundred times that.
+    # Allows another summation order in float32; a bfloat16 matmul would be off by a hundred times that.
     torch.testing.assert_close(found, torch.autograd.grad(usual, inputs, dy), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode does
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch's forward-mode AD
 def test_transforms_go_through_the_formula() -> None:
     x, weight, bias = (t.detach() for t in leaves())
     torch.testing.assert_close(torch.func.vmap(geglu_linear, (0, None, None))(x, weight, bias), eager(x, weight, bias))
@@ -340,7 +340,7 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("layout", ["stacked", "interleaved"])
 def test_compiles_whole_and_once_for_all_row_counts(layout: str, save: str) -> None:

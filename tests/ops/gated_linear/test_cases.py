@@ -1,4 +1,4 @@
-"""The case registry: what the presets contain, what their counts mean, and that inputs are the same everywhere."""
+"""The case registry: contents of the presets, definition of their counts, and reproducible inputs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bytes_and_flops_of_a_case_counted_by_hand() -> None:
 
 
 def test_predictions_for_each_form_in_units_of_one_output() -> None:
-    """At (16384, 4096) an output is 512 MiB; measured were 2048, 1536, 512 MiB forward, 3072 and 2560 MiB with backward."""
+    """At (16384, 4096) an output is 512 MiB; measured: 2048, 1536, 512 MiB forward, 3072 and 2560 MiB with backward."""
     found, mib = case("memory-n16384-d4096"), 2**20
     forward = {form: found.predicted_bytes("fwd", "bf16", form) // mib for form in ("eager", "two-kernels", "fused")}
     assert forward == {"eager": 2048, "two-kernels": 1536, "fused": 512}
@@ -67,11 +67,10 @@ def test_predictions_for_each_form_in_units_of_one_output() -> None:
         found.predicted_bytes("fwd+bwd", "bf16", form) for form in ("eager", "two-kernels", "fused", "fused-recompute")
     ]
     gradients = found.gradient_bytes("bf16")
-    half = (
-        found.weight_elements
-    )  # bytes of half of dW and db: by when the rest comes, one of two pre-activations has gone
+    # Bytes of half of dW and db: one of two pre-activations is freed before the other half.
+    half = found.weight_elements
     assert train == [3072 * mib, 2560 * mib, 1536 * mib + gradients - half, 1024 * mib + gradients]
-    small = case("memory-n1024-d1024")  # of which the recomputed gradient is made at once
+    small = case("memory-n1024-d1024")  # small enough that the recomputed gradient is not split
     recomputed = small.predicted_bytes("fwd+bwd", "bf16", "fused-recompute")
     assert recomputed == small.predicted_bytes("fwd+bwd", "bf16", "fused") == 24 * mib + small.gradient_bytes("bf16")
 
@@ -97,7 +96,7 @@ def test_the_op_accepts_the_inputs(name: str) -> None:
     value, gate = (second, first) if found.gate_first else (first, second)
     act = torch.nn.functional.silu if found.activation == "silu" else torch.nn.functional.gelu
     torch.testing.assert_close(y, value * act(gate), rtol=1e-4, atol=1e-4)
-    assert 0.8 < float(gate.std()) < 1.7  # of unit size, with or without a bias
+    assert 0.8 < float(gate.std()) < 1.7  # unit variance, with or without bias
 
 
 def test_inputs_depend_on_the_seed_and_the_case_and_nothing_else() -> None:

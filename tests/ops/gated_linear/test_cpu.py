@@ -1,4 +1,4 @@
-"""The native gate: conversions of every 16-bit number, chunks, threads, and accuracy over the whole range of gates."""
+"""The native CPU gate: conversion of every 16-bit number, chunks, threads, and accuracy over the whole range of gates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_16_bit_number_survives_and_products_are_rounded_as_torch_does(dty
 
 
 def test_subnormal_halves_are_numbers_where_subnormal_floats_are_flushed() -> None:
-    """As small gradients in float16 are: they pass through no subnormal float, which is slow where it is not zero."""
+    """Small float16 gradients are subnormal. The conversion avoids subnormal floats, which are slow or flushed to zero."""
     small = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16)[None]
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormals")
@@ -59,13 +59,13 @@ def test_activations_are_exact_to_a_few_units_in_the_last_place(activation: str)
 
 
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_onednn, "there", lambda: False)  # which adds up a gradient chunk for chunk
+    monkeypatch.setattr(_onednn, "there", lambda: False)  # oneDNN accumulates a gradient chunk by chunk
     inputs = [torch.randn(700, 16), torch.randn(96, 16), torch.randn(96)]
     dy = torch.randn(700, 48)
 
     def run(save: str) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in inputs]
-        with torch.no_grad(), host.through_python():  # the quick way has the sizes of chunks from its build
+        with torch.no_grad(), host.through_python():  # the fast path has compile-time chunk sizes
             alone = geglu_linear(*leaves, impl="cpu")
         y = geglu_linear(*leaves, save=save, impl="cpu")
         return [alone, y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -81,7 +81,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """The bytes of every storage that was made."""
+    """Record the bytes of every new storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_the_kernel_works_without_an_openmp_runtime(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu"])
 def test_slopes_keep_their_digits_where_the_sigmoid_is_near_one(activation: str) -> None:
-    """1 − s of a sigmoid near 1 has lost most of its digits; times the gate that was twice eager's error."""
+    """For a sigmoid s near 1, 1 − s cancels; multiplied by the gate that doubled eager's error."""
     g = torch.linspace(-9, 9, 100_001)
     x, weight, bias = g[:, None].clone().requires_grad_(), torch.tensor([[0.0], [1.0]]), torch.tensor([1.0, 0.0])
     gated_linear(x, weight, bias, activation=activation, impl="cpu").backward(torch.ones(len(g), 1))

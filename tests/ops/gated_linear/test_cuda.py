@@ -1,5 +1,5 @@
-"""The CUDA kernels of the gated linear unit: what is refused and what is packed, what they compile to for Hopper without a
-GPU, and on a GPU their results."""
+"""The CUDA kernels of the gated linear unit: rejected calls, packed launch arguments, machine code for Hopper without a GPU, and
+results on a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         (384, 28672, 192, False),
         (512, 14336, 0, True),
         (640, 11008, 160, True),
-        (700, 64, 128, False),  # one round of either
+        (700, 64, 128, False),  # one wave of either
         (4096, 14336, 0, False),
         (8192, 2560, 0, True),
         (16384, 4096, 0, False),
@@ -68,7 +68,7 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_the_tiles_of_y_follow_from_its_rounds(rows: int, hidden: int, columns: int, by_others: bool) -> None:
-    """As on an H200: the quickest that was measured, or one that was within 3 % of it. 0 are upright ones."""
+    """The fastest tiles measured on an H200, or within 3 % of them. columns == 0 means upright tiles."""
     found = tiles.for_y(rows, hidden, 132)
     assert found == (tiles.UPRIGHT if columns == 0 else next(t for t in tiles.SIDEWAYS if t.columns == columns))
     assert tiles.gluon_takes_less(rows, hidden, 132) is by_others
@@ -81,7 +81,7 @@ def test_epilogues_have_the_headers_numbers() -> None:
 
 
 def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is there, and y is all that is made."""
+    """If Gluon is available and y is the only output."""
     x, weight = torch.empty(512, 64, dtype=torch.bfloat16), torch.empty(2 * 14336, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
     for there in (True, False):
@@ -94,7 +94,7 @@ def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler's own words; and it is not tried again in the same process."""
+    """With the compiler's message; and the build is not retried in the same process."""
     broken = tmp_path / "nvcc"
     broken.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exec echo broken 1.0\necho x >> {tmp_path}/tries\necho "no such GPU" >&2\nexit 3\n'
@@ -140,7 +140,7 @@ def test_what_it_lacks_is_that_of_the_implementation_it_names() -> None:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, int]]:
-    """What launches hand to the library, by the names that plan.h has for it; nothing runs."""
+    """The launch arguments passed to the library, by their names in plan.h; nothing runs."""
     header = _cuda.FOLDER / "plan.h"
     text = re.sub(r"//.*", "", header.read_text())
     names = {
@@ -212,7 +212,7 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
     summed = [{"sums": packed[i]["sums"], "dbias": dbias.data_ptr()} for i in (2, 4, 5)]
     assert all(each["sums"] != 0 for each in summed)
     assert packed == [
-        {**nothing, **weights, **biases, **tensors(y=y), "epilogue": 6},  # tiles on their side
+        {**nothing, **weights, **biases, **tensors(y=y), "epilogue": 6},  # sideways tiles
         {**nothing, **weights, **biases, **tensors(y=y, u=u, g=g), "epilogue": 1},
         {**nothing, **weights, **biases, **tensors(u=u, g=g, first=dy), **summed[0], "epilogue": 2},
         {**nothing, **weights, **tensors(u=u, g=g, first=dy), "epilogue": 2},
@@ -223,7 +223,7 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
 
 @pytest.mark.parametrize("odd", ["x", "weight", "hidden"])
 def test_what_tma_cannot_describe_is_copied(packed: list[dict[str, int]], odd: str) -> None:
-    """Operands before, to rows that it can; outputs have room of their own, and are copied from it."""
+    """Operands are copied to aligned rows before; outputs are computed in temporary memory and copied back."""
     features, hidden = (68 if odd == "weight" else 64), (95 if odd == "hidden" else 96)
     x = (
         torch.randn(200, 80, dtype=torch.float16)[:, 1:65]
@@ -255,8 +255,8 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Path, str]:
 
 
 def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
-    """Nothing is spilled where y is made, and never within a product; a step of it is eight instructions of the tensor cores, one
-    after the other; weights come for two blocks at once; results leave by TMA. Without a product all moves 16 bytes a thread."""
+    """No spills in the y kernel, and never inside the matmul loop; a step is eight consecutive tensor core instructions; weights
+    are multicast to two blocks; results are stored by TMA. Kernels without a matmul move 16 bytes per thread."""
     path, said = compiled
     assert "serialized" not in said
     bodies = cuda_codegen.listing(path, "sm_90a")
@@ -265,16 +265,16 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         for body in bodies
         if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
     }
-    assert set(kernels) == {"0", "1", "2", "3", "4", "5", "6"}  # the last three: y by tiles on their side
+    assert set(kernels) == {"0", "1", "2", "3", "4", "5", "6"}  # the last three: y with sideways tiles
     streams = [body for body in bodies if "few_rows_kernel" in body.splitlines()[0]]
-    assert len(streams) == 10  # for 16, 32, 64, 128 and 160 columns tiles of 64 and of 128 features
+    assert len(streams) == 10  # tiles of 64 and of 128 features, each for 16, 32, 64, 128 and 160 columns
     for body in streams:
         assert not re.search(r"\b(LDL|STL)\b", body) and "STG.E.128" in body and "STSM.16.MT88.4" in body
         assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {"16", "32", "64", "128", "160"}
-        assert "UTMALDG.2D" in body and "ACQBULK" in body  # waits for the kernel before
+        assert "UTMALDG.2D" in body and "ACQBULK" in body  # waits for the previous kernel
     (gate,) = (body for body in bodies if "gate_gradient_kernel" in body.splitlines()[0])
     assert not re.search(r"\b(LDL|STL)\b", gate)
-    assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", gate)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # the last: sums
+    assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", gate)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # STG.E: the sums
     for epilogue, body in kernels.items():
         code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
         columns = {"5": 160, "6": 128}.get(epilogue, 192)
@@ -287,11 +287,11 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         assert "UTMALDG.2D.MULTICAST" in body and stores in body and "UTMASTG.2D" in body
         assert not re.search(
             r"MEMBAR\S*GPU", "\n".join(code[products[0] : products[-1] + 20])
-        )  # would wait for all memory
+        )  # would wait for all memory operations
 
 
 def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec: Spec) -> list[Tensor]:
-    """All that an implementation writes."""
+    """All outputs of an implementation."""
     hidden = of.value.shape[0]
     y, preact = torch.full_like(dy, torch.nan), new_preact(x, hidden, spec).fill_(torch.nan)
     dbias = (
@@ -305,7 +305,7 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
     if epilogue == "preact":
         module.forward(x, of, spec, y, preact)
         return [y, *split_preact(preact, spec)]
-    if epilogue in ("down", "gate"):  # of pre-activations from elsewhere, in place
+    if epilogue in ("down", "gate"):  # from given pre-activations, in place
         for half, kept in zip(split_preact(preact, spec), (dy.roll(1, 1), dy.flip(0)), strict=True):
             half.copy_(kept)
     if epilogue == "down":
@@ -319,7 +319,7 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
 
 
 def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec, bias: bool = True) -> None:
-    """At most twice the error of the formula in float32 with its result rounded, plus a rounding; the same bits each time."""
+    """Allow twice the error of the float32 formula with a rounded result, plus one rounding; results must be deterministic."""
     rows, features, hidden = shape
     torch.manual_seed(0)
     x, dy = (torch.randn(rows, n, device="cuda", dtype=dtype) for n in (features, hidden))
@@ -365,8 +365,8 @@ class TestOnHopper:
         ids=str,
     )
     def test_shapes(self, epilogue: str, shape: tuple[int, int, int]) -> None:
-        """Sizes that no tile divides, one tile, some rounds of tiles on every multiprocessor, rows of no 16 bytes, and y by tiles on
-        their side, of 128, 160 and 192 rows."""
+        """Ragged sizes, one tile, several waves of tiles per SM, rows that are not multiples of 16 bytes, and y with sideways tiles
+        of 128, 160 and 192 rows."""
         assert_right(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -383,7 +383,7 @@ class TestOnHopper:
             )
 
     def test_a_bias_of_infinity_stays_where_it_is(self) -> None:
-        """Beyond the last row, too, it makes no sum NaN that is none."""
+        """Padding rows beyond the last must not turn a sum into NaN."""
         x, weight = torch.randn(200, 64, device="cuda").half(), torch.randn(256, 64, device="cuda").half()
         bias = torch.zeros(256, device="cuda").half()
         bias[:128] = torch.inf
@@ -395,7 +395,7 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("save", ["preact", "input"])
     def test_the_whole_operation(self, save: Any) -> None:
-        """Its gradients together with those of the implementation it names for the rest."""
+        """Gradients together with the implementation that dispatch names for the rest."""
         x, weight, bias = (
             (torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 8).requires_grad_()
             for shape in ((1000, 64), (1024, 64), (1024,))
@@ -410,11 +410,11 @@ class TestOnHopper:
         for one, two, three in zip(*results.values(), strict=True):
             assert torch.equal(one, two)
             torch.testing.assert_close(one, three, rtol=2e-2, atol=2e-2)
-        assert torch.equal(results["cuda"][0], results["gluon"][0])  # the same sums in the same order
+        assert torch.equal(results["cuda"][0], results["gluon"][0])  # the same summation order
 
     @pytest.mark.parametrize("rows", [16, 300])
     def test_a_thread_of_its_own(self, rows: int) -> None:
-        """Its first call to CUDA may be ours."""
+        """The kernel launch may be the thread's first CUDA call."""
         x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (rows, 256))
         expected = geglu_linear(x, weight, impl="cuda")
         with ThreadPoolExecutor(1) as thread:
@@ -441,7 +441,7 @@ class TestOnHopper:
 
 
 def test_without_a_choice_it_has_every_dtype_and_activation(tmp_path: Path) -> None:
-    """As CMake builds it."""
+    """As built by CMake."""
     try:
         nvcc = build.nvcc().needed()
     except build.BuildError as error:

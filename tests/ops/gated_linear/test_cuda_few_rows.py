@@ -1,4 +1,4 @@
-"""The CUDA kernel that streams the weights for few rows: its tiles, and on a GPU its results and when it is chosen."""
+"""The CUDA kernel that streams the weights for few rows: its tiles, and on a GPU its results and dispatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_cuda import assert_right, on_hopper
     [
         (1, 14336, 112),
         (16, 28672, 112),
-        (1, 11008, 88),  # 126 tiles of 132 multiprocessors; of 48 it were 230
+        (1, 11008, 88),  # 126 tiles on 132 SMs; with tiles of 48 it would be 230
         (64, 28672, 56),
         (64, 11008, 88),
         (80, 14336, 56),
@@ -29,7 +29,7 @@ from .test_cuda import assert_right, on_hopper
     ],
 )  # fmt: skip
 def test_tiles_of_few_rows_share_the_features_evenly(rows: int, hidden: int, width: int) -> None:
-    """As was the quickest on an H200, or within 2 % of it."""
+    """The fastest measured on an H200, or within 2 % of it."""
     assert tiles.width_of_few(rows, hidden, 132) == width
 
 
@@ -46,12 +46,12 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("rows", [1, 7, 16, 17, 32, 33, 64, 65, 81, 128, 129, 160])
     def test_few_rows(self, rows: int) -> None:
-        """Of every number of columns; tiles of 8 to 128 features, and two on some multiprocessors."""
+        """Every number of columns; tiles of 8 to 128 features, and two tiles on some SMs."""
         for features, hidden in ((72, 264), (2048, 8192), (4096, 14336), (520, 24576)):
             assert_right("y", (rows, features, hidden), torch.bfloat16, Spec("gelu_tanh", "stacked"))
 
     def test_it_is_chosen_for_few_rows(self) -> None:
-        """Where y alone is made of what TMA can describe."""
+        """If y is the only output and TMA can describe the operands."""
         x, weight = torch.randn(128, 64, device="cuda").bfloat16(), torch.randn(256, 64, device="cuda").bfloat16()
         training = weight.detach().clone().requires_grad_()
         for rows in (1, 16, 128):
@@ -63,7 +63,7 @@ class TestOnHopper:
             assert told.impl == "triton" and "16 bytes" in told.passed_over["cuda"]
 
     def test_few_rows_wait_for_what_the_kernel_before_writes(self) -> None:
-        """Which may be the weights, x, or y that the same call made a moment ago."""
+        """The previous kernel may write the weights or x, which may be the y of another such call."""
         x, weight = torch.randn(64, 4096, device="cuda").half(), torch.randn(8192, 4096, device="cuda").half() / 64
         weights = [torch.randn_like(weight) / 64 for _ in range(4)]
         expected, found = [], []

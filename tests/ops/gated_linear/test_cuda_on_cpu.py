@@ -1,5 +1,5 @@
-"""The CUDA kernels' own source against the reference, without a GPU: on a machine that does what is asynchronous at once, or as late
-as it may. How a tensor core rounds a sum is not modelled."""
+"""The CUDA kernel source, compiled for the CPU, against the reference. Asynchronous operations complete at once or as late as
+allowed. Tensor core rounding is not modeled."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_p
 from .. import cuda_on_cpu
 
 KINDS = [(torch.bfloat16, "gelu_tanh"), (torch.float16, "silu")]
-# (M, D, F): less than a tile and less than a step of the depth; ragged each way, with several turns of the ring and of both groups of
-# warps; a row more than two tiles.
+# (M, D, F): less than a tile and less than a K step; ragged in every dimension, with several passes through the ring buffer and by
+# both warp groups; one row more than two tiles.
 SHAPES = [(1, 8, 8), (150, 456, 296), (257, 64, 104)]
 TIMES = [{"late": False}, {"late": True}, {"late": True, "backwards": True}]
 Play = Callable[..., None]
@@ -32,7 +32,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, str]:
 
 @pytest.fixture
 def play(kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> Play:
-    """The kernels serve tensors of a CPU; calling it chooses how. Of two multiprocessors there is one cluster, which has all tiles."""
+    """Use the kernels for CPU tensors; call the fixture to configure them. With two SMs one cluster processes all tiles."""
     kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind))
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
     monkeypatch.setattr(_cuda, "processors_of", lambda _: 2)
@@ -40,7 +40,7 @@ def play(kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> Play
 
 
 class Operands:
-    """Views of larger matrices, which are held to be left alone, and what the reference makes of them."""
+    """Views of larger matrices, which must stay unchanged elsewhere, and the results of the reference."""
 
     def __init__(self, shape: tuple[int, int, int], kind: tuple[torch.dtype, str], bias: bool = True) -> None:
         rows, features, hidden = shape
@@ -67,7 +67,7 @@ class Operands:
         if made is not None:
             torch.testing.assert_close(self.made, made, rtol=1e-2, atol=1e-2)
         if dbias is not None:
-            # Sums of what is rounded later: each term is off by half a unit in its last place at most.
+            # Sums of terms that are rounded later: each differs by at most half an ulp.
             terms = torch.stack([part.float().abs().sum(0) for part in split_preact(self.made, self.spec)])
             assert ((self.dbias - dbias).abs() <= 2**-8 * terms + 1e-5).all()
 
@@ -119,8 +119,8 @@ def test_tiles_on_their_side(
     of.check(y, None, None)
 
 
-# (M, D, F) and the width of tiles: of each number of columns, tiles of up to 64 features and of more; a part of a tile, several turns
-# of the ring, a last stage of which a part is beyond D, and one row, and as many as there may be.
+# (M, D, F) and the tile width: for each number of columns, tiles of up to 64 features and of more; a partial tile, several passes
+# through the ring buffer, a last stage partly beyond D, one row, and the maximum number of rows.
 FEW = [
     ((1, 8, 8), 8),
     ((16, 456, 296), 40),
@@ -143,7 +143,7 @@ def test_few_rows(
     shape: tuple[int, int, int], width: int, bias: bool, how: dict[str, bool], kind: tuple[torch.dtype, str],
     play: Play,
 ) -> None:  # fmt: skip
-    """By the choice for two multiprocessors, and by tiles that leave one of them without work at the end."""
+    """With the tiles chosen for two SMs, and with tiles that leave one of them idle at the end."""
     play(**how)
     of = Operands(shape, kind, bias)
     y, *_ = of.expected()
@@ -158,7 +158,7 @@ def test_few_rows(
 def changed(
     file: str, right: str, wrong: str, kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> Any:
-    """The kernels with another text at one place."""
+    """The kernels with one replacement in their source."""
     for source in _cuda.SOURCES:
         text = source.read_text()
         assert source.name != file or right in text
@@ -171,7 +171,7 @@ def changed(
 
 @pytest.mark.parametrize("how", TIMES[1:], ids=str)
 def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The only one, and one of two, which waits in vain for the other: that runs when it has ended."""
+    """A single cluster, and one of two that waits in vain for the other, which only runs after the first has ended."""
     kind = KINDS[0]
     kernels = changed(
         "tiles.cuh", "SYNC_STEPS = 48, SYNC_WAVES = 16", "SYNC_STEPS = 11, SYNC_WAVES = 2", kind, monkeypatch, tmp_path
@@ -191,8 +191,8 @@ def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # what a product still reads may be written
-        ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # so may what a store still reads
+        ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # overwrites what a product still reads
+        ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # overwrites what a store still reads
         ("gated_linear.cu", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, 2 * x_bytes"),
         ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
         ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 * p.width", "mbarrier_arrive_expect_tx(ready, (p.width"),

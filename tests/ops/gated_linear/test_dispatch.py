@@ -1,4 +1,4 @@
-"""Which implementation a gated linear unit takes, which way through it, and what is said about it."""
+"""Dispatch of the gated linear unit: implementation, path, and how they are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_auto_takes_is_what_runs(op: Any, args: Any, kwargs: Any, monkeypat
     told = fusewise.explain_dispatch(op, *args, **kwargs)
     assert told.op == op.__name__ and (told.path == "" or "it is not built; `fusewise build` does that" in told.path)
     assert set(told.passed_over) == set(_op.IMPLEMENTATIONS) - {told.impl} and all(told.passed_over.values())
-    with host.through_python():  # the quick way goes past the module's `forward`
+    with host.through_python():  # the fast path bypasses the module's `forward`
         op(*args, **kwargs)
     op(*args, **kwargs, impl="reference")
     wide = [None if x is None else x.double() for x in args]
@@ -63,7 +63,7 @@ def test_a_named_implementation_never_falls_back() -> None:
             fusewise.explain_dispatch(op, *args, **kwargs, impl="triton")
     spec = _op.Spec("silu", "stacked").encode()
     with pytest.raises(ValueError, match=r"gated_linear: impl must be able to serve the tensors, got 'triton'"):
-        torch.ops.fusewise.gated_linear(X, WEIGHT, None, None, None, spec, "triton")  # as a compiled graph may
+        torch.ops.fusewise.gated_linear(X, WEIGHT, None, None, None, spec, "triton")  # as in a compiled graph
 
 
 @pytest.mark.interpreter

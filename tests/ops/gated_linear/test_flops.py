@@ -1,4 +1,4 @@
-"""FlopCounterMode counts the products of the gated linear unit as it counts those of eager code."""
+"""FlopCounterMode counts the matmuls of the gated linear unit as in eager code."""
 
 from __future__ import annotations
 

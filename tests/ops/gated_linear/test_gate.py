@@ -1,4 +1,4 @@
-"""The gate alone, elementwise: values and gradients against float64, and what autograd expects of it."""
+"""The elementwise gate alone: values and gradients against float64, and autograd support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewise.ops.gated_linear import _gate
 from fusewise.ops.gated_linear._gate import gate, stacked_gate, stacked_gate_into, stacked_gradient
 from fusewise.ops.gated_linear._problem import ACTIVATIONS
 
-# Of numpy, in the interpreter: exponentials that overflow are meant.
+# numpy warnings in the interpreter: exponentials overflow on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,8 +43,8 @@ def outcome(of: Any, leaves: Any, dy: Tensor) -> list[Tensor]:
 
 
 def assert_rounded_once(found: list[Tensor], truth: list[Tensor], u: Tensor, g: Tensor, dy: Tensor) -> None:
-    """y, du and dg are those of float64 within one rounding to their dtype (which Triton's interpreter does by cutting
-    off) and eight units of float32 of the product that each is, with a gate or a slope of size one or more."""
+    """Check y, du and dg against float64 within one rounding to their dtype (truncation in Triton's interpreter) and eight
+    float32 eps of the product of their factors, gates and slopes counted as at least one."""
     gates = g.double().abs().clamp(min=1)
     sizes = (u.double() * gates, dy.double() * gates, dy.double() * u.double() * gates)
     for result, true, size in zip(found, truth, sizes, strict=True):
@@ -90,9 +90,9 @@ def test_into_a_part_of_a_tensor(impl: str, dtype: torch.dtype) -> None:
 def test_any_strides_and_no_rows(impl: str) -> None:
     wide = randn(6, 5, 3 * 16)
     views = [
-        (wide[..., :16], wide[..., 16:32]),  # rows at the same distance
-        (wide[..., :16], randn(6, 5, 16)),  # at two
-        (randn(16, 6).T, randn(6, 16)),  # features at a distance
+        (wide[..., :16], wide[..., 16:32]),  # equal row strides
+        (wide[..., :16], randn(6, 5, 16)),  # different row strides
+        (randn(16, 6).T, randn(6, 16)),  # strided features
         (randn(1, 16).expand(6, 16), randn(6, 16)),
         (randn(0, 16), randn(0, 16)),
         (randn(16), randn(16)),
@@ -140,7 +140,7 @@ def test_inputs_are_saved_as_they_are_and_never_written_to() -> None:
     assert torch.equal(u, before[0]) and torch.equal(g, before[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_compiles_whole_and_once_for_all_row_counts() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -1,8 +1,7 @@
 """The gated linear unit against float64: every implementation, activation, layout, dtype and shape, both ways.
 
-The rule is the project's: an error of at most twice that of eager code in the same dtype, plus one rounding for every
-tensor that is stored on the way: y, the pre-activations, their gradient, and the gradient itself. Triton takes part where
-there is a GPU, and in a process with TRITON_INTERPRET=1.
+The error may be at most twice that of eager code in the same dtype, plus one rounding for every tensor stored on the way:
+y, the pre-activations, their gradient, and the gradient itself. Triton is tested on a GPU, or with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _autograd, _onednn, _op, gated_linear, geglu_linear
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, SAVES, Layout
 
-# Of numpy, in the interpreter: infinities and NaN are meant.
+# numpy warnings in the interpreter: infinities and NaN are intended.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +54,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale
 def make(
     rows: int, features: int, hidden: int, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, a stacked weight, its bias, and a gradient of y; pre-activations of about unit size times `scale`."""
+    """x, a stacked weight, its bias, and a gradient of y; pre-activations have a magnitude of about `scale`."""
     return (
         tensor(rows, features, dtype=dtype, seed=1),
         tensor(2 * hidden, features, dtype=dtype, seed=2, scale=scale / math.sqrt(features)),
@@ -65,15 +64,16 @@ def make(
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gate_first: bool = False) -> Tensor:
-    """The definition, as one writes it."""
+    """The definition in eager code."""
     first, second = functional.linear(x, weight, bias).chunk(2, -1)
     value, gate = (second, first) if gate_first else (first, second)
     return value * ACT[activation](gate)
 
 
 def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tensor) -> list[Tensor]:
-    """The result of `of` and the gradients of the leaves."""
-    leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]  # no clone: it may pack rows
+    """Return the result of `of` and the gradients of the leaves."""
+    # Not clone, which may change strides.
+    leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
     y = of(*leaves)
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy)]
 
@@ -81,8 +81,8 @@ def outcome(of: Callable[..., Tensor], leaves: Sequence[Tensor | None], dy: Tens
 def assert_right(
     found: Sequence[Tensor], usual: Sequence[Sequence[Tensor]], truth: Sequence[Tensor], dtype: torch.dtype
 ) -> None:
-    """`usual` are eager results; the worst of them counts, since that of few numbers may be exact by luck."""
-    # Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16.
+    """Check `found` against `truth`, relative to the worst of several eager results: a single small one may be exact by luck."""
+    # Triton's interpreter truncates float32 to bfloat16 where a GPU rounds.
     cut = 2 if INTERPRETER and dtype == torch.bfloat16 else 1
     for index, (result, true) in enumerate(zip(found, truth, strict=True)):
         assert result.shape == true.shape and result.dtype == dtype, index
@@ -96,7 +96,7 @@ def assert_right(
 def summed_in_another_order(
     leaves: Sequence[Tensor | None], dy: Tensor, activation: str, order: Tensor
 ) -> list[Tensor]:
-    """Eager's outcome with the features permuted: the same mathematics, other rounding errors."""
+    """Eager results with permuted features: the same mathematics with other rounding errors."""
     x, weight, bias = leaves
     assert x is not None and weight is not None
     y, dx, dweight, *rest = outcome(lambda *a: eager(*a, activation), (x[:, order], weight[:, order], bias), dy)
@@ -108,7 +108,7 @@ def check(impl: str, rows: int, features: int, hidden: int, dtype: torch.dtype, 
     x, weight, b, dy = make(rows, features, hidden, dtype, scale)
     leaves = (x, weight, b if bias else None)
     found = outcome(lambda *a: gated_linear(*a, activation=activation, save=save, impl=impl), leaves, dy)
-    # Of few results more orders: their worst error is otherwise a matter of luck.
+    # More permutations for few results, whose worst error would otherwise depend on luck.
     generator, others = torch.Generator().manual_seed(5), min(max(3, 1024 // (rows * hidden)), 15)
     orders = [torch.arange(features), *(torch.randperm(features, generator=generator) for _ in range(others))]
     usual = [summed_in_another_order(leaves, dy, activation, order.to(DEVICE)) for order in orders]
@@ -136,7 +136,7 @@ def test_activations_match_float64(impl: str, activation: str, bias: bool, save:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_large_pre_activations_match_float64(impl: str, activation: str) -> None:
-    """Where tanh, erf and the sigmoid saturate."""
+    """In the range where tanh, erf and sigmoid saturate."""
     for dtype, scale in itertools.product(DTYPES, (10.0, 100.0)):
         check(impl, 200, 32, 96, dtype, activation, scale=scale)
 
@@ -149,13 +149,14 @@ SPECIALS = [0.0, -0.0, 1.0, -1.0, 30.0, -30.0, 1e5, -1e5, 1e10, -1e10, 1e20, -1e
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_infinities_and_nan_are_those_of_eager(impl: str, activation: str, save: str) -> None:
-    """Gates and values of any float32, one a column, by a weight of zeros and a bias; also gradients that are 0 and ∞."""
+    """Special values of gate and value, one pair per column, from a zero weight and a bias; also gradients of 0 and ∞."""
     pairs = list(itertools.product((1.0, 0.0, -2.0, 1e20, math.inf, -math.inf, math.nan), SPECIALS))
     values, gates = (torch.tensor(column, device=DEVICE).requires_grad_() for column in zip(*pairs, strict=True))
     x, weight = torch.zeros(2, 16, device=DEVICE), torch.zeros(2 * len(pairs), 16, device=DEVICE)
     bias = torch.cat((values, gates)).detach().requires_grad_()
     y = gated_linear(x, weight, bias, activation=activation, impl=impl, save=save)
-    with torch.backends.mkldnn.flags(enabled=False):  # its GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not
+    # oneDNN's GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not.
+    with torch.backends.mkldnn.flags(enabled=False):
         usual = values * ACT[activation](gates)
         torch.testing.assert_close(y, usual.expand_as(y), equal_nan=True)
         for size in (1.0, 0.0, math.inf):
@@ -183,7 +184,7 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
     halves = (gate, value) if gate_first else (value, gate)
     biases = (b_gate, b_value) if gate_first else (b_value, b_gate)
     if layout == "separate":
-        # Rows at a distance of their own each, features contiguous.
+        # Weights with different row strides and contiguous features.
         three = torch.stack((value, value, value), 1).view(hidden, 3 * features)
         two = torch.stack((value, gate), 1).view(hidden, 2 * features)
         leaves = (x, three[:, :features], two[:, features:], b_value, b_gate)
@@ -220,7 +221,7 @@ def test_weight_layouts(impl: str, layout: str, form: str, gate_first: bool, sav
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_one_feature_of_wider_halves(impl: str) -> None:
-    """Of a dimension of one entry the stride says nothing."""
+    """The stride of a dimension of size 1 is arbitrary."""
     x, weight, bias = tensor(9, 24), tensor(2, 4, 24)[:, 1:2], tensor(2, 1)
     found = gated_linear(x, weight, bias, activation="silu", impl=impl)
     torch.testing.assert_close(found, eager(x, weight.reshape(2, 24), bias.view(-1), "silu"), rtol=1e-4, atol=1e-4)
@@ -229,8 +230,8 @@ def test_one_feature_of_wider_halves(impl: str) -> None:
 @pytest.mark.parametrize(("layout", "form", "gate_first"), LAYOUTS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_large_problems(impl: str, layout: str, form: str, gate_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they do, on a small one: pre-activations apart, or a slice and a ragged rest. In one dtype, since all differ from
-    small ones on the host alone."""
+    """The code path of large problems on a small one: separate pre-activations, or a slice and a ragged rest. One dtype
+    suffices, since the path differs only on the host."""
     monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
     for save in SAVES:
         test_weight_layouts(impl, layout, form, gate_first, save, torch.bfloat16)
@@ -252,7 +253,7 @@ def test_of_large_problems_wanted_gradients_alone_and_again(impl: str, monkeypat
 @pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
 @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
 def test_the_peak_of_large_problems(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """y, both pre-activations, dx and one half of dW; when the rest of dW comes, a half of the others is gone."""
+    """y, both pre-activations, dx and half of dW; before the other half one pre-activation is freed."""
     monkeypatch.setattr(_autograd, "LARGE_BYTES", 0)
     monkeypatch.setattr(_onednn, "there", lambda: False)
     rows, features, hidden = 4096, 1024, 512
@@ -265,7 +266,7 @@ def test_the_peak_of_large_problems(layout: Any, monkeypatch: pytest.MonkeyPatch
         y = gated_linear(*leaves[:2], activation="silu", **options)
         return y, torch.autograd.grad(y, leaves, dy)
 
-    step()  # builds
+    step()  # builds kernels
     _, grown = growth(step, torch.device(DEVICE))
     y, of_x, half = rows * hidden * 4, rows * features * 4, hidden * features * 4
     assert grown is not None and grown.peak == pytest.approx(3 * y + of_x + half, rel=0.02)
@@ -315,7 +316,7 @@ def test_gradients_that_arrive_strided_or_expanded(impl: str, save: str) -> None
         found = outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), (x, weight, bias), gradient)
         usual = outcome(lambda *a: eager(*a, "gelu_tanh"), (x, weight, bias), gradient)
         torch.testing.assert_close(found, usual)
-    zeros = torch._efficientzerotensor((33, 16), device=DEVICE)  # of no memory, as torch's own formulas may give it
+    zeros = torch._efficientzerotensor((33, 16), device=DEVICE)  # a ZeroTensor, as torch's own formulas may return
     assert not any(
         t.any() for t in outcome(lambda *a: geglu_linear(*a, save=save, impl=impl), (x, weight, bias), zeros)[1:]
     )
@@ -344,7 +345,7 @@ def test_bias_gradient_is_bitwise_reproducible(impl: str, save: str) -> None:
 
 @pytest.mark.parametrize("impl", FAST)
 def test_every_element_is_written_and_none_beside(impl: str) -> None:
-    """Outputs that start as NaN, in the middle of memory that must stay as it is."""
+    """NaN-filled outputs inside memory that must stay unchanged."""
     x, weight, bias, dy = make(37, 40, 24, torch.float32)
     module = _op.implementation(impl)
     spec = _op.Spec("gelu_tanh", "stacked")

@@ -1,4 +1,4 @@
-"""The Gluon kernels: what is chosen and refused, what they compile to for Hopper without a GPU, and on a GPU their results."""
+"""The Gluon kernels: chosen and rejected calls, machine code for Hopper without a GPU, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_pr
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED = 227 * 1024  # bytes of shared memory a program may have on sm_90
-INSTRUCTIONS = (
-    80 * 1024
-)  # bytes of code, of which most is the two groups' loops: beyond 128 KiB they are read anew each time
+# Bytes of code, mostly the loops of the two warp groups: beyond 128 KiB they miss the instruction cache.
+INSTRUCTIONS = 80 * 1024
 EPILOGUES = ("y", "preact", "gradient", "down")
 STACKED = Spec("gelu_tanh", "stacked")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -161,7 +160,7 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> Any:
 
 
 def machine_code(kernel: Any) -> tuple[int, int, Counter[str]]:
-    """Bytes of stack, bytes of code, and instructions by name with their modifiers."""
+    """Bytes of stack, bytes of code, and instruction counts by name with modifiers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -206,19 +205,19 @@ def test_compiles_for_hopper_without_spills(epilogue: str, activation: str, dtyp
     kernel = compiled(_gluon.gated_linear_kernel, arguments)
     stack, code, instructions = machine_code(kernel)
     assert stack == 0 and kernel.metadata.shared <= SHARED and code <= INSTRUCTIONS
-    type_name = "BF16" if dtype == torch.bfloat16 else "F16"  # of float16 the name is that of its accumulator's type
+    type_name = "BF16" if dtype == torch.bfloat16 else "F16"  # for float16 the name has the accumulator type
     products = {name: n for name, n in instructions.items() if name.startswith("HGMMA")}
-    # Two groups, twice 64 rows, a depth of 64 in four.
+    # Two warp groups, 2 × 64 rows, a depth of 64 in four steps.
     assert sum(products.values()) == 16 and all(name.startswith("HGMMA.64x128x16.F32") for name in products), products
     assert dtype == torch.float16 or all(type_name in name for name in products)
-    # In both groups; of what is looped once, of what has no gradient once for each of two pieces.
+    # Per warp group: epilogues without a gradient unroll two pieces, the others loop over them.
     stored = {"y": 2 * 1, "preact": 2 * 3, "gradient": 2, "down": 3}[epilogue]
     assert sum(n for name, n in instructions.items() if name.startswith("UTMASTG")) == 2 * stored
     assert any(name.startswith("STSM") for name in instructions)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize("hidden", [4096, 8200])  # of 16 elements a multiple, and of 8
+@pytest.mark.parametrize("hidden", [4096, 8200])  # a multiple of 16 elements, and of 8
 @pytest.mark.parametrize("summed", [True, False])
 def test_the_elementwise_kernel_moves_16_bytes_a_thread(summed: bool, hidden: int) -> None:
     preact, dy = empty(16384, 2 * hidden), empty(16384, hidden)
@@ -229,12 +228,12 @@ def test_the_elementwise_kernel_moves_16_bytes_a_thread(summed: bool, hidden: in
     stack, _, instructions = machine_code(compiled(_gluon.gate_gradient_kernel, arguments))
     moved = Counter(name for name in instructions.elements() if name.startswith(("LDG", "STG")))
     assert stack == 0 and all(name.endswith(".128") for name in moved), moved
-    assert sum(n for name, n in moved.items() if name.startswith("LDG")) == 6  # this block's and the next one's
+    assert sum(n for name, n in moved.items() if name.startswith("LDG")) == 6  # of this block and of the next one
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 def test_where_rows_are_not_aligned_threads_of_a_warp_are_neighbours() -> None:
-    """Each moves an element at a time, so it is the warp that must touch whole sectors of memory."""
+    """Each thread moves one element at a time, so the threads of a warp must cover whole memory sectors."""
     preact, dy = empty(16384, 8190), empty(16384, 4095)
     halves = split_preact(preact, STACKED)
     config = _gluon.choose_gate(16384, 4095, 132, sums=False)
@@ -265,7 +264,7 @@ def make(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple[Ten
 def outcome(
     module: Any, epilogue: str, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, spec: Spec
 ) -> tuple[Tensor, ...]:
-    """What an epilogue writes, from memory that held NaN."""
+    """The outputs of an epilogue, written to NaN-filled memory."""
     hidden = dy.shape[1]
     halves = Halves.of(spec, weight, None, bias)
     y = torch.full_like(dy, torch.nan)
@@ -287,8 +286,7 @@ def outcome(
 
 
 def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec) -> None:
-    """At most twice the error of the formula in float32 with its result rounded, plus a rounding for what is added up
-    rounded."""
+    """Allow twice the error of the float32 formula with a rounded result, plus one rounding for sums of rounded terms."""
     tensors = make(*shape, dtype)
     found = outcome(_gluon, epilogue, *tensors, spec)
     usual = outcome(reference, epilogue, *tensors, spec)
@@ -299,7 +297,7 @@ def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype,
             band = torch.finfo(dtype).eps / 2
             assert getattr(error, of) <= 2 * getattr(allowed, of) + band, (epilogue, shape, error, allowed)
     for one, two in zip(found, outcome(_gluon, epilogue, *tensors, spec), strict=True):
-        assert torch.equal(one, two)  # the same bits every time
+        assert torch.equal(one, two)  # deterministic
 
 
 class TestOnHopper:
@@ -346,12 +344,12 @@ class TestOnHopper:
             assert_right("y", shape, dtype, STACKED)
 
     def test_a_large_problem(self) -> None:
-        """Every multiprocessor several times around, and around the ring."""
+        """Several tiles per SM, and several passes through the ring buffer."""
         for epilogue in (*EPILOGUES, "elementwise"):
             assert_right(epilogue, (8192, 1024, 4096), torch.bfloat16, STACKED)
 
     def test_it_is_chosen_where_it_can_serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And no compiler of CUDA is there."""
+        """And if the CUDA implementation is unavailable."""
         monkeypatch.setattr(_cuda, "refuses", lambda *_, **__: "not here")
         x, weight, *_ = make(128, 64, 128, torch.bfloat16)
         assert fusewise.explain_dispatch(geglu_linear, x, weight).impl == "gluon"
@@ -397,7 +395,7 @@ class TestOnHopper:
             assert difference.rms <= 2e-2 and difference.max <= 5e-2
 
     def test_a_repeated_call_finds_other_addresses(self) -> None:
-        """The plan of a launch keeps no tensor."""
+        """A cached launch plan holds no tensor."""
         for _ in range(3):
             assert_right("preact", (256, 64, 128), torch.bfloat16, STACKED)
         assert all(t is None or t.base is None for plan in _gluon._PLANS.values() for t in plan[1])

@@ -1,4 +1,4 @@
-"""The Gluon kernels' own source against the reference, on a machine that is asynchronous as late or as early as it may be."""
+"""The Gluon kernel source in the simulator against the reference; asynchronous operations complete as late or as early as allowed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EAGER: dict[str, Any] = {
     "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"), "gelu": functional.gelu, "silu": functional.silu,
     "relu": functional.relu, "sigmoid": torch.sigmoid, "identity": lambda g: g,
 }  # fmt: skip
-# (M, D, F): one tile and less than a step; ragged each way with several turns of the ring; several row tiles.
+# (M, D, F): one tile and less than a K step; ragged in every dimension, several passes through the ring buffer; several row tiles.
 SHAPES = [(1, 8, 8), (150, 328, 136), (300, 64, 264)]
 
 
@@ -52,11 +52,11 @@ def run(
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
-    """Within a rounding, and nothing left unwritten."""
+    """Check within one rounding; unwritten (NaN) elements fail."""
     torch.testing.assert_close(found.float(), expected.float(), rtol=1e-2, atol=1e-2 + tolerance)
 
 
-# Every epilogue with every length of the ring and room for what it reads, and the one that may write over what it reads.
+# Every epilogue with every ring buffer length and separate outputs, and the one that may overwrite its inputs.
 CALLS = [(e, c, False) for e in ("y", "preact", "gradient", "down") for c in _gluon.configurations(e) if c.group_m == 8]
 CALLS.append(("down", _gluon.choose("down"), True))
 
@@ -105,7 +105,7 @@ def test_every_epilogue(
     if epilogue != "y":
         close(preact, expected)
     if epilogue not in ("y", "preact"):
-        # Sums of what is stored: each term is rounded to bfloat16, by half a unit in its last place at most.
+        # Sums of stored values: each term is rounded to bfloat16, an error of at most half an ulp.
         terms = torch.stack([part.float().abs().sum(0) for part in split_preact(expected, STACKED)])
         assert ((sums.sum(0) - dbias).abs() <= 2**-8 * terms + 1e-6).all()
 
@@ -113,8 +113,8 @@ def test_every_epilogue(
 @pytest.mark.parametrize("layout", ["stacked", "interleaved"])
 @pytest.mark.parametrize("shape", [(150, 84, 136), (150, 81, 135), (70, 72, 129), (5, 81, 135)], ids=str)
 def test_what_tma_cannot_describe_is_copied(shape: tuple[int, int, int], layout: Any, monkeypatch: Any) -> None:
-    """Rows of x and weight, of y and of pre-activations that are not aligned to 16 bytes, through the implementation's own
-    functions; what is beside an output is left alone."""
+    """Rows of x, weight, y and pre-activations that are not aligned to 16 bytes, through the implementation's own functions;
+    memory next to the outputs is unchanged."""
     monkeypatch.setattr(_gluon, "processors_of", lambda _: 2)
     monkeypatch.setattr(
         _gluon, "_start", lambda kernel, *rest: gluon_machine.launch(kernel.fn.__name__, *rest[-1](), "mixed")
@@ -143,12 +143,12 @@ def test_what_tma_cannot_describe_is_copied(shape: tuple[int, int, int], layout:
             found_sums = sums
     for found, expected in zip(*results, strict=True):
         close(found, expected)
-    torch.testing.assert_close(found_sums, sums, rtol=2e-2, atol=0.2)  # of values rounded to bfloat16
+    torch.testing.assert_close(found_sums, sums, rtol=2e-2, atol=0.2)  # sums of values rounded to bfloat16
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
-    """The gate and its gradient, in the product's epilogue and alone, with gates large and small; no bias."""
+    """The gate and its gradient, in the matmul epilogue and alone, with large and small gates; no bias."""
     spec = Spec(activation, "stacked", gate_first=True)
     rows, features, hidden = 70, 72, 136
     x, halves, dy = operands(rows, features, hidden, spec, bias=False)
@@ -183,7 +183,7 @@ def test_every_activation(activation: str) -> None:
 
 @pytest.mark.parametrize("epilogue", ["preact", "gradient", "down"])
 def test_nothing_is_written_beside_the_outputs(epilogue: str) -> None:
-    """Outputs in the middle of larger matrices, and a row of sums behind the last."""
+    """Outputs inside larger matrices, and a row of sums after the last."""
     rows, features, hidden = 150, 72, 136
     x, halves, dy = operands(rows, features, hidden, STACKED)
 
@@ -223,7 +223,7 @@ SPECIALS = [0.0, -0.0, 1.0, -1.0, 30.0, -30.0, 1e5, -1e5, 1e10, -1e10, 1e20, -1e
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # whichever flag is set
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_infinities_and_nan_are_those_of_eager(activation: str) -> None:
-    """Of values, gates and gradients, one a column: y by a weight of zeros and a bias, the gradient from memory."""
+    """Special values, gates and gradients, one per column: y from a zero weight and a bias, the gradient from memory."""
     spec = Spec(activation, "stacked")
     triples = [(u, g, dy) for u in (1.0, 0.0, -2.0, 1e20, torch.inf, torch.nan) for g in SPECIALS for dy in (1.0, 0.0, torch.inf)]  # fmt: skip
     triples += [(1.0, 1.0, 1.0)] * (-len(triples) % 8)
@@ -236,7 +236,8 @@ def test_infinities_and_nan_are_those_of_eager(activation: str) -> None:
         "y", x, halves.value, halves.gate, hidden, spec, 1, "early", y=y, bias=(halves.value_bias, halves.gate_bias)
     )  # fmt: skip
     value, gate = (t.float().requires_grad_() for t in (u, g))
-    with torch.backends.mkldnn.flags(enabled=False):  # its GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not
+    # oneDNN's GELU gives NaN for +∞, and ∞ for 3e38; torch's own does not.
+    with torch.backends.mkldnn.flags(enabled=False):
         usual = value * EAGER[activation](gate)
         expected = torch.autograd.grad(usual, (value, gate), dy.float())
     torch.testing.assert_close(y, usual.detach().bfloat16(), equal_nan=True)
@@ -315,8 +316,8 @@ def test_a_bias_of_infinity_makes_no_sums_beyond_the_last_row() -> None:
     ids=["block given back early", "one slot for two pieces", "no turns at the products", "slots written early"],
 )  # fmt: skip
 def test_the_machine_sees_a_race(epilogue: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out, or done too early, gives wrong numbers or an endless wait. Without turns at the slots nothing is seen:
-    here an epilogue is much shorter than a product, so that two never meet."""
+    """A missing or too early synchronization gives wrong numbers or a deadlock. Only missing turns at the store slots are
+    not detected: here an epilogue is much shorter than a product, so two never overlap."""
     kernel = gluon_machine._gluon_kernel
     source = Path(str(kernel.__file__)).read_text()
     assert old in source

@@ -1,4 +1,4 @@
-"""What only a GPU shows: memory as the contract states it, CUDA graphs, extents past 2^31, other streams."""
+"""Tests that need a GPU: documented memory use, CUDA graphs, sizes beyond 2^31, other streams."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_inference_allocates_y_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("save", "held", "peak"), [("preact", 3, 3), ("input", 1, 2)])
 def test_training_holds_and_peaks_as_the_contract_says(save: str, held: int, peak: int) -> None:
-    """In units of y, beside the gradients and the column sums."""
-    rows, features, hidden = 16384, 1024, 4096  # 2 h are 256 MiB: taken in two halves, by both modes
+    """In units of y, in addition to the gradients and the column sums."""
+    rows, features, hidden = 16384, 1024, 4096  # 2 h are 256 MiB: processed in two halves, in both modes
     inputs = make(rows, features, hidden, True)
     dy = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
     torch.autograd.grad(geglu_linear(*inputs, save=save), inputs, dy)
@@ -60,7 +60,7 @@ def test_training_holds_and_peaks_as_the_contract_says(save: str, held: int, pea
 def test_rows_that_are_not_aligned(
     features: int, hidden: int, save: str, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """x, weights, y, pre-activations, their gradient and dW, each in turn, at the size from which they are copied."""
+    """Unaligned x, weights, y, pre-activations, their gradient and dW, each in turn, at the size from which they are copied."""
     monkeypatch.setattr(_autograd, "LARGE_BYTES", 0 if large else _autograd.LARGE_BYTES)
     inputs = make(600, features, hidden, True)
     dy = torch.randn(600, hidden, device="cuda", dtype=torch.bfloat16)
@@ -103,7 +103,7 @@ def test_on_another_stream() -> None:
 
 
 def test_long_deep_products_at_once() -> None:
-    """In CUDA their clusters keep together, which they cannot where two launches share the device: no result depends on it."""
+    """CUDA clusters synchronize, which is impossible when two launches share the device; results must not depend on it."""
     inputs = make(4096, 3072, 8192)
     alone = geglu_linear(*inputs)
     torch.cuda.synchronize()

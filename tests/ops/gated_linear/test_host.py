@@ -1,4 +1,4 @@
-"""The quick way of a call on a CPU: it gives what Python gives, and leaves to Python whatever is not its own."""
+"""The C++ fast path of CPU calls: same results as Python, and fallback to Python for anything else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ X, W, B = torch.randn(3, 8), torch.randn(12, 8), torch.randn(12)
 
 @pytest.fixture(autouse=True, scope="module")
 def _loaded() -> None:
-    """The extension, built if need be."""
+    """Load the extension, built if needed."""
     if (reason := _op.unavailable("cpu", "cpu", torch.float32)) is not None:
         pytest.skip(reason)
     if _host.gated_linear is host.not_loaded:
@@ -46,7 +46,7 @@ def _loaded() -> None:
 
 
 def quick(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What the quick way answers to a call of `gated_linear`: None if it leaves it to Python."""
+    """Call the fast path of `gated_linear` directly; None if it falls back to Python."""
     call = SIGNATURE.bind(*args, **{"activation": "silu", **kwargs})
     call.apply_defaults()
     return _host.gated_linear(*call.arguments.values())
@@ -58,7 +58,7 @@ def by_python(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def operands(rows: tuple[int, ...], features: int, hidden: int, dtype: torch.dtype, form: str) -> dict[str, Any]:
-    """x, weights and biases by name; `form` has the words separate, bias and strided, or some."""
+    """x, weights and biases by name; `form` contains any of the words separate, bias and strided."""
     x, weight, gate = torch.randn(*rows, features), torch.randn(hidden, features), torch.randn(hidden, features)
     bias, b_gate = (torch.randn(hidden), torch.randn(hidden)) if "bias" in form else (None, None)
     if "separate" in form:
@@ -70,7 +70,7 @@ def operands(rows: tuple[int, ...], features: int, hidden: int, dtype: torch.dty
             "bias": None if bias is None else torch.cat((bias, b_gate)),
         }
     made = {name: None if t is None else t.to(dtype) for name, t in found.items()}
-    if "strided" in form:  # rows further apart than they are long
+    if "strided" in form:  # row stride larger than the row
         made["x"] = torch.cat((made["x"], made["x"]), -1)[..., 1 : 1 + features]
         made["weight"] = torch.cat((made["weight"], made["weight"]), -1)[:, 3 : 3 + features]
     return made
@@ -79,7 +79,7 @@ def operands(rows: tuple[int, ...], features: int, hidden: int, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", ["stacked", "stacked bias", "separate", "separate bias", "stacked bias strided"])
 def test_it_has_the_bits_of_python(form: str, dtype: torch.dtype) -> None:
-    """For few rows and many, which are made in chunks, in matrices and in tensors of other ranks."""
+    """For few and many rows (processed in chunks), for matrices and other ranks."""
     shapes = [((), 8, 5), ((1,), 33, 17), ((2, 3), 16, 24), ((2, 2, 3), 16, 24), ((64,), 31, 40), ((65,), 31, 40),
               ((16,), 512, 264), ((2, 530), 64, 136)]  # the last two are large enough for oneDNN  # fmt: skip
     for rows, features, hidden in [*(shapes if "strided" not in form else []), ((3,), 16, 24), ((600,), 8, 4100)]:
@@ -117,7 +117,7 @@ def test_public_functions_and_modules_do_not_pass_python(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_mlp_goes_through_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its unit, with the gate first or not, in one tensor or two, and the projection behind it; bits as through Python."""
+    """The gated unit (gate first or not, one weight or two) and the down projection; bitwise equal to Python."""
     calls = []
     down, b_down = torch.randn(7, 6).to(dtype), torch.randn(7).to(dtype)
     for rows in ((), (3,), (2, 3), (2, 2, 3)):
@@ -150,7 +150,7 @@ def test_a_projection_that_is_wrong_is_named_by_python(down: Any) -> None:
         gated_mlp(X, W[:6], W[6:], torch.randn(7, 6), activation="silu", b_down=torch.randn(6))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of such tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # raised by torch for such tensors
 def test_a_projection_without_strides_is_named_by_python() -> None:
     sparse, nested = torch.eye(6).to_sparse_csr(), torch.nested.nested_tensor([torch.randn(6)] * 7)
     for down, match in ((sparse, "strided"), (nested, "dense")):
@@ -159,7 +159,7 @@ def test_a_projection_without_strides_is_named_by_python() -> None:
 
 
 def test_an_mlp_that_is_trained_is_pythons() -> None:
-    """Whichever of its tensors wants a gradient."""
+    """Whichever of its tensors requires grad."""
     given = [X, W[:6], W[6:], torch.randn(7, 6)]
     for i in range(4):
         mine = [t.clone().requires_grad_() if i == j else t for j, t in enumerate(given)]
@@ -221,7 +221,7 @@ def test_odd_calls_are_pythons(odd: str) -> None:
 def test_mistakes_are_named_by_python(
     error: type[Exception], match: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """With the words that it has without the quick way."""
+    """With the same message as without the fast path."""
     call = {"activation": "silu", **kwargs}
     assert quick(*args, **call) is None
     texts = []
@@ -250,7 +250,7 @@ def test_it_wants_all_arguments() -> None:
     "ignore::torch.jit.TracerWarning",
 )
 def test_who_watches_sees_the_operator() -> None:
-    """Dispatch modes, traces, torch.func, forward mode and profiles: none of them loses the call."""
+    """Dispatch modes, tracing, torch.func, forward-mode AD and profilers still see the call."""
 
     def call(x: Tensor) -> Tensor:
         return gated_linear(x, W, B, activation="silu")
@@ -357,14 +357,14 @@ print(os.waitpid(child, 0)[1])
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    """Those of the OpenMP runtime are the parent's: to wait for them is to wait forever."""
+    """The OpenMP threads belong to the parent; waiting for them in the child would hang."""
     environment = {**os.environ, "MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout == "0\n", done.stderr
 
 
 def test_a_study_measures_what_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its caches start empty, and no call builds the extension; where it cannot be built, the worker's log says why."""
+    """Its caches start empty, and no call builds the extension; if the build fails, the worker's log has the reason."""
     problem = problem_for(Task("geglu", "quick-decode", "fp32", "fwd", "cpu", 0))
     names = []
     monkeypatch.setattr(_onednn, "there", lambda: False)

@@ -1,4 +1,4 @@
-"""The quick way of a call on a GPU: it takes what has been before and CUDA made, gives the same bits, and leaves all else to
+"""The C++ fast path of GPU calls: it serves repeated calls of the CUDA implementation, bitwise equal, and leaves the rest to
 Python."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def operands(rows: tuple[int, ...], features: int, hidden: int, form: str = "", 
 @pytest.mark.parametrize("form", ["", "bias", "separate", "separate bias", "bias strided"])
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_a_repeated_call_has_the_bits_of_python(form: str, gate_first: bool) -> None:
-    """Of few rows and many, of every rank that it takes."""
+    """For few and many rows, in every supported rank."""
     for rows, features, hidden in [((), 72, 136), ((5,), 72, 136), ((2, 3), 72, 136), ((2, 2, 3), 72, 136), ((300,), 72, 136), ((2, 2048), 512, 1024)]:  # fmt: skip
         options = {"activation": "gelu_tanh", "gate_first": gate_first, "impl": "cuda"}
         made = operands(rows, features, hidden, form)
@@ -73,7 +73,7 @@ def test_what_differs_is_asked_for_anew() -> None:
 
 
 def test_what_tma_cannot_describe_is_pythons() -> None:
-    """Of a call like one that is kept, with another address."""
+    """Like a cached call, but with an unaligned address."""
     made = operands((16,), 200, 264)
     gated_linear(**made, activation="silu", impl="cuda")
     shifted = torch.empty(16 * 200 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(16, 200).copy_(made["x"])
@@ -95,7 +95,7 @@ def test_float32_and_autocast_are_pythons() -> None:
 
 def test_auto_is_kept_where_it_takes_cuda() -> None:
     few, many = operands((16,), 64, 14336), operands((512,), 64, 14336)
-    for made, kept in ((few, True), (many, False)):  # of 512 rows Gluon takes fewer rounds
+    for made, kept in ((few, True), (many, False)):  # for 512 rows Gluon takes fewer waves
         gated_linear(**made, activation="silu")
         assert (quick(**made) is not None) is kept
 

@@ -1,4 +1,4 @@
-"""The gated MLP against eager code and float64: forward, backward, what is held, and its second gradients."""
+"""The gated MLP against eager code and float64: forward, backward, saved tensors, and double backward."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_held_memory_is_the_contract() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere products may take memory of their own")
 @pytest.mark.parametrize(("save", "extra"), [("preact", 1), ("input", 3)])
 def test_backward_needs_y_and_the_pre_activations(save: str, extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the gradients, of F = 4096: y, and both pre-activations where they were not kept."""
+    """In addition to the gradients, with F = 4096: y, and both pre-activations if they were not saved."""
     monkeypatch.setattr(_onednn, "there", lambda: False)
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((256, 8), (4096, 8), (4096, 8), (8, 4096))]
     for _ in range(2):  # the first call builds
@@ -148,7 +148,7 @@ def test_leading_dimensions_no_rows_and_no_gradients() -> None:
         assert not ours(x, *weights, "silu").requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("save", SAVES)
 def test_compiles_whole(save: str) -> None:
     leaves = make(torch.float32)

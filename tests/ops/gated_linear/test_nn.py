@@ -1,4 +1,4 @@
-"""The modules: their parameters are those of nn.Linear, and they compute what the functions do."""
+"""The modules: parameters as in nn.Linear, and the same results as the functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_gated_mlp_loads_what_transformers_saves_and_trains() -> None:
 
 
 class Adapted(nn.Linear):
-    """As LoRA does it: more than the weight that it shows."""
+    """Like LoRA: computes more than its weight suggests."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__(base.in_features, base.out_features, bias=False)
@@ -84,7 +84,7 @@ def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: st
 
 
 class Quantised(torch.Tensor):
-    """As torchao keeps a weight in a plain `nn.Linear`: it knows itself what `F.linear` is."""
+    """Like a torchao weight in a plain `nn.Linear`: a tensor subclass that implements `F.linear` itself."""
 
     @staticmethod
     def __new__(cls, integers: torch.Tensor, scale: torch.Tensor) -> Quantised:
@@ -177,7 +177,7 @@ def test_sizes_are_checked_at_construction(build: Any, names: tuple[str, str]) -
 
 
 def test_a_transposed_weight_is_that_of_a_linear() -> None:
-    """That of an orthogonal parametrization is where it has more columns than rows."""
+    """An orthogonal parametrization gives a transposed weight if it has more columns than rows."""
     module = torch.nn.utils.parametrizations.orthogonal(GatedLinear(32, 8, activation="silu"))
     assert module.weight.stride(-1) != 1
     x = torch.randn(3, 32)
@@ -207,7 +207,7 @@ def test_a_bias_without_contiguous_memory_is_that_of_a_linear() -> None:
     torch.testing.assert_close(mlp(x), mlp.down_proj(y))
     plain = nn.Linear(8, 8)
     y = functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
-    mlp.down_proj = nn.Sequential(plain)  # no plain projection: of the unit alone
+    mlp.down_proj = nn.Sequential(plain)  # not a plain projection: only the unit is fused
     torch.testing.assert_close(mlp(x), plain(y))
 
 

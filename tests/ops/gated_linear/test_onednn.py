@@ -1,4 +1,4 @@
-"""Products of float32 by oneDNN: which it takes, and that results are those of the formula whoever multiplies."""
+"""float32 matmuls by oneDNN: which are used, and that results equal the formula with any library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X, W = torch.randn(64, 256), torch.randn(128, 256)  # 2 Mi multiplications
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Products go to oneDNN on any processor; the sizes of those that did."""
+    """Use oneDNN on any CPU; records the sizes of its matmuls."""
     seen = []
     linear = _onednn.linear
 
@@ -62,7 +62,7 @@ def test_it_is_for_processors_that_are_not_intels(vendor: str, expected: bool, m
         (X[:4], torch.randn(1 << 10, 256), True),
         (X[:4], torch.randn(256, 1 << 10).mT, False),  # few rows of a transposed weight
         (X[:4], W, False),  # little work
-        (X, torch.randn(256, 256)[::2], False),  # rows that are apart
+        (X, torch.randn(256, 256)[::2], False),  # strided rows
         (torch.randn(64, 512)[:, ::2], W, False),
         (X.half(), W.half(), False),
         (X.double(), W.double(), False),
@@ -84,7 +84,7 @@ def test_who_watches_or_has_switched_it_off_sees_the_product(
     assert _onednn.takes(X, W)
     enabled = torch._C._get_mkldnn_enabled()
     try:
-        torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32 on GPUs of Intel's
+        torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns about TF32 on Intel GPUs
         assert not _onednn.takes(X, W)
     finally:
         torch._C._set_mkldnn_enabled(enabled)
@@ -110,8 +110,8 @@ def truth(x: Tensor, value: Tensor, gate: Tensor, bias: tuple[Tensor, Tensor] | 
 def test_results_are_the_formulas(
     layout: Any, mlp: bool, save: Any, rows: int, monkeypatch: pytest.MonkeyPatch, taken: list[tuple[int, ...]]
 ) -> None:
-    """Of the unit with a bias and of the MLP without; also where pre-activations are kept apart, as of large problems,
-    and rows are taken in several chunks."""
+    """The unit with a bias and the MLP without; also with separate pre-activations, as for large problems, and with several
+    chunks of rows."""
     features, hidden = 160, 520
     x, value, gate, down = torch.randn(rows, features), *torch.randn(2, hidden, features), torch.randn(features, hidden)
     biases = None if mlp else tuple(torch.randn(2, hidden))
@@ -158,7 +158,7 @@ def test_results_are_the_formulas(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """Calling it loads the quick way anew, with oneDNN or without."""
+    """Call it to reload the fast path with or without oneDNN."""
     if (reason := _op.unavailable("cpu", "cpu", torch.float32)) is not None:
         pytest.skip(reason)
     kernel = _op.implementation("cpu")._kernel()
@@ -189,7 +189,7 @@ def test_the_quick_way_multiplies_as_python_does(there: bool, quick: Callable[[b
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_needs_no_more_than_a_chunk_beside(layout: Any, taken: list[tuple[int, ...]]) -> None:
-    """And dW once more, of a step of training, whose peak is without it y, both pre-activations, dx and dW."""
+    """Plus a second dW, in a training step whose peak is otherwise y, both pre-activations, dx and dW."""
     rows, features, hidden = 8192, 256, 1024
     x = torch.randn(rows, features, requires_grad=True)
     shapes = {
@@ -205,7 +205,7 @@ def test_it_needs_no_more_than_a_chunk_beside(layout: Any, taken: list[tuple[int
         y = gated_linear(x, weights[0], activation="silu", **options)
         return y, torch.autograd.grad(y, (x, *weights), dy)
 
-    step()  # builds
+    step()  # builds kernels
     _, grown = growth(step, torch.device("cpu"))
     without = (3 * rows * hidden + rows * features + 2 * hidden * features) * 4
     assert (

@@ -1,4 +1,4 @@
-"""Rows that are not aligned to 16 bytes: the copy to aligned ones, and products that are given no others."""
+"""Rows that are not aligned to 16 bytes: the copy to aligned rows, and matmuls that only get aligned ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ IMPLS = [name for name in NAMES if _op.unavailable(name, DEVICE, torch.bfloat16)
 
 
 def within(rows: int, columns: int, stride: int, start: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory that holds numbers, and a matrix in it."""
+    """Random memory, and a matrix view of it."""
     memory = torch.randn(start + rows * stride + columns).to(DEVICE, dtype)
     return memory, memory.as_strided((rows, columns), (stride, 1), start)
 
 
-# (rows, columns), (rows, columns) copied to, both strides and starts.
+# (rows, columns) of source and target, both row strides, both storage offsets.
 COPIES = [
     ((9, 1030), (9, 1030), (1030, 1040), (0, 0)),
     ((20, 81), (20, 88), (81, 128), (1, 0)),
@@ -38,7 +38,7 @@ COPIES = [
     ((8, 8), (5, 3), (9, 3), (0, 1)),
     ((300, 1), (300, 1), (3, 1), (0, 0)),
     ((1, 1), (17, 520), (1, 521), (7, 1)),
-    ((4, 72), (6, 80), (0, 80), (2, 0)),  # one row, read again and again
+    ((4, 72), (6, 80), (0, 80), (2, 0)),  # one expanded row
 ]
 
 
@@ -59,11 +59,11 @@ def test_copies_as_far_as_both_go_and_fills_with_zeros(
     rows, columns = map(min, size, to_size)
     part[:rows, :columns] = x[:rows, :columns]
     _products.op_copy_(x, to)
-    assert torch.equal(memory, expected)  # nothing beside it, either
+    assert torch.equal(memory, expected)  # nothing else is written
 
 
 def test_offsets_beyond_int32() -> None:
-    """A row at 2³¹ elements behind the first; of the memory between them no page is touched."""
+    """A row 2³¹ elements after the first; the memory between them is never touched."""
     if DEVICE != "cpu":
         pytest.skip("memory that is not touched takes none only on a CPU")
     x = torch.empty(2**31 + 9, dtype=torch.bfloat16).as_strided((3, 9), (2**30, 1))
@@ -100,7 +100,7 @@ def test_units() -> None:
 
 
 class Products(TorchDispatchMode):
-    """What torch's own products are given."""
+    """Record the operands of torch's matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Products(TorchDispatchMode):
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether what lies side by side in x, and the step from one to the next, are multiples of 16 bytes."""
+    """Whether the contiguous dimension of x, its other stride and its address are multiples of 16 bytes."""
     side = 1 if x.stride(1) == 1 else 0
     return x.shape[side] % 8 == 0 and x.stride(1 - side) % 8 == 0 and x.data_ptr() % 16 == 0
 
@@ -138,7 +138,7 @@ def outcome(of: Any, tensors: Sequence[Tensor], dy: Tensor, retain: bool = False
 
 
 def compare(ours: Any, usual: Any, tensors: Sequence[Tensor], dy: Tensor, retain: bool = False) -> None:
-    """At most twice the error of eager code and a rounding; and products of aligned rows alone."""
+    """Allow twice the error of eager code plus one rounding; all matmuls must have aligned rows."""
     with Products() as products:
         found = outcome(ours, tensors, dy, retain)
     assert len(products.seen) >= 6 and all(map(aligned, products.seen)), [(t.shape, t.stride()) for t in products.seen]

@@ -1,8 +1,8 @@
-"""A byte-level language model of the Python standard library's source text learns with the fused operations as with eager.
+"""A byte-level language model, trained on the Python standard library's source, learns as well with fused operations as with eager.
 
-Two runs that differ only in rounding drift apart as they train. How far is measured, not chosen: a third run is eager
-with the hidden features of its MLPs in another order, the same mathematics summed differently. The fused run must stay
-within a small multiple of that distance.
+Two runs that differ only in rounding diverge during training. The tolerance is measured: a third run is eager with permuted
+hidden features of its MLPs, the same mathematics in another summation order. The fused run must stay within a small
+multiple of that distance.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 def reordered(model: Model) -> Model:
-    """The same function with the hidden features of its MLPs in another order."""
+    """The same function with permuted hidden features of its MLPs."""
     model = copy.deepcopy(model)
     order = torch.randperm(3 * WIDTH, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -100,7 +100,7 @@ def reordered(model: Model) -> Model:
 
 
 def losses(model: Model, text: Tensor) -> Tensor:
-    """The loss of every step of one run."""
+    """Train one model; return the loss of every step."""
     model = model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(2)
@@ -118,7 +118,7 @@ def losses(model: Model, text: Tensor) -> Tensor:
 
 @pytest.fixture
 def _one_thread() -> Iterator[None]:
-    """Threads would only wait for each other: the tensors are small."""
+    """Small tensors: more threads would only add synchronization."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

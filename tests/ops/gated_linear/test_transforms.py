@@ -1,4 +1,4 @@
-"""Batches of gradients, torch.func, compiled transforms, export and meta tensors: each against eager code."""
+"""Batched gradients, torch.func, compiled transforms, export and meta tensors, each against eager code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # torch's forward mode
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo
-    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of an operator without a rule
+    pytest.mark.filterwarnings(
+        "ignore:There is a performance drop:UserWarning"
+    ),  # vmap of an operator without a batching rule
 ]
 
 
@@ -86,7 +88,7 @@ def test_torch_func(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_compiled_transform(name: str) -> None:
-    """Under one, a trace shows leaves that do not require gradients: taken at its word, all of them would be zero."""
+    """Inside a transform, traced leaves do not require grad; relying on that, all gradients would be zero."""
     ours, usual, inputs = FUNCTIONS[name]
     torch._dynamo.reset()
     compiled = torch.compile(torch.func.grad(lambda x: ours(x, *inputs[1:]).square().sum()), backend="aot_eager")
@@ -110,7 +112,7 @@ def test_gradients_of_every_sample() -> None:
 
 
 def test_modules_compile_whole_and_again_at_most_once() -> None:
-    """The first other number of rows makes a graph for all."""
+    """The first different number of rows compiles a dynamic graph for all."""
     module = GatedMLP(16, 24, bias=True, activation="gelu_tanh", device=DEVICE)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -171,7 +173,7 @@ def test_one_weight_used_twice() -> None:
     close(twice(geglu_linear), twice(eager_unit))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (8, 8), (8,)))
 
@@ -186,7 +188,7 @@ def test_a_tensor_in_two_places_of_one_call_compiles() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize("hidden", [1, 2])
 def test_a_bias_shaped_as_its_weight_compiles_where_sizes_are_symbols(hidden: int) -> None:
     x, weight, bias = randn(3, 8), randn(2, hidden, 8), randn(2, hidden)

@@ -1,4 +1,4 @@
-"""The Triton kernels: every configuration that can be chosen, in the interpreter and compiled for Hopper without a GPU."""
+"""The Triton kernels: every configuration the heuristic can choose, in the interpreter and compiled for Hopper without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = [(1, 4096, 14336), (64, 2048, 4096), (512, 4096, 2048), (2048, 1024, 409
 
 
 def every_configuration() -> list[tuple[str, str, bool, _triton.Config]]:
-    """(kind, epilogue, tma, configuration) over all that the heuristic chooses for sizes large and small."""
+    """(kind, epilogue, tma, configuration) for everything the heuristic chooses over small and large sizes."""
     found = {}
     for kind, epilogue, tma in itertools.product(
         ("half", "tf32", "ieee"), ("y", "preact", "gradient", "down"), (True, False)
@@ -77,7 +77,7 @@ def operands(rows: int, features: int, hidden: int, dtype: torch.dtype) -> tuple
 def test_every_configuration_is_right(
     kind: str, epilogue: str, tma: bool, config: _triton.Config, monkeypatch: Any
 ) -> None:
-    """Two tiles and a ragged rest each way; float32 through each, since what is tested is the indexing."""
+    """Two tiles and a ragged rest in every dimension; always float32, since this tests the indexing."""
     monkeypatch.setattr(_triton, "choose", lambda *_, **__: config)
     monkeypatch.setattr(_triton, "_has_tma", lambda _: tma)
     monkeypatch.setattr(_triton, "by_library", lambda _: False)
@@ -106,7 +106,7 @@ def test_every_configuration_is_right(
 @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkeypatch: Any) -> None:
-    """Chunks of 64 rows and a ragged one: outputs, gradients and what a plain call keeps beside y."""
+    """Chunks of 64 rows and a ragged one: outputs, gradients and the tensors saved besides y."""
     monkeypatch.setattr(_triton.chunks, "rows_of", lambda _: 64)
     for module in (_triton, _triton_gate):
         monkeypatch.setattr(module, "launch", _only_gates(_triton_gate.launch))
@@ -169,7 +169,7 @@ def compiled(kernel: Any, config: Any, arguments: dict[str, Any]) -> Any:
 
 
 def resources(kernel: Any) -> tuple[int, Counter[str]]:
-    """Bytes of stack (spilled registers) and instructions by name."""
+    """Bytes of stack (spilled registers) and instruction counts by name."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -184,7 +184,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-# The configurations that carry the large problems, float32 and the other GELU (with its erf) once each.
+# The configurations used for large problems; float32 and erf GELU once each.
 COMPILED = [
     (*chosen, activation)
     for chosen in EVERY
@@ -224,7 +224,7 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
         kernel = compiled(_triton.gated_linear_kernel, config, arguments)
     stack, instructions = resources(kernel)
     assert kernel.metadata.shared <= SHARED
-    # A few words beside the loop do no harm; the tiles that carry the large problems have none.
+    # A few spilled words outside the loop are harmless; the tiles for large problems have none.
     assert stack <= (0 if tma and kind == "half" and config.block_m > 64 else 64), instructions
     if tma:
         assert instructions["UTMALDG"] and instructions["UTMASTG"]
@@ -237,7 +237,7 @@ def test_compiles_for_hopper_without_spills(kind: str, epilogue: str, tma: bool,
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize("hidden", [4096, 8200])  # of 16 elements a multiple, and of 8
+@pytest.mark.parametrize("hidden", [4096, 8200])  # a multiple of 16 elements, and of 8
 @pytest.mark.parametrize("forward", [True, False])
 def test_the_elementwise_kernels_move_16_bytes_a_thread(forward: bool, hidden: int) -> None:
     config = _triton.choose_gate(16384, hidden, 132)
@@ -276,7 +276,7 @@ def test_without_tma_products_move_16_bytes_a_thread() -> None:
 def test_a_copy_is_of_neighbours_many_at_once(
     columns: int, stride: int, to_columns: int, to_stride: int, width: str
 ) -> None:
-    """As wide as both sides allow, without shared memory, all 16 elements of a thread on their way before the first arrives."""
+    """Accesses as wide as both sides allow, no shared memory, and all 16 loads of a thread issued before the first is used."""
     x, to = (empty(8192, n, dtype=torch.bfloat16) for n in (stride, to_stride))
     _, arguments = _triton_gate.copy_arguments(x[:, :columns], to[:, :to_columns])
     kernel = compiled(_triton_gate.copy_kernel, _triton_gate.COPY, arguments)

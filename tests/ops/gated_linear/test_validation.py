@@ -1,4 +1,4 @@
-"""Every mistake is named before anything is computed, in the project's form."""
+"""Every invalid argument raises an error in the common form before anything is computed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_implementation_that_cannot_serve_says_why() -> None:
 
 
 def test_a_mistake_is_found_again_after_a_right_call() -> None:
-    """What has passed is remembered by what decides, so a call that differs in one thing is checked anew."""
+    """Validation is cached by everything it depends on, so a call that differs in one respect is checked again."""
     for _ in range(2):
         geglu_linear(X, W, B, gate_first=True)
         expect(TypeError, "gate_first must be a bool, got 1", geglu_linear, X, W, B, gate_first=1)
@@ -108,7 +108,7 @@ def test_a_mistake_is_found_again_after_a_right_call() -> None:
 
 
 def test_names_may_be_of_a_str_enumeration() -> None:
-    """And the plain ones, which are equal to them, are right before and after."""
+    """And plain strings, which compare equal, work before and after."""
 
     class Name(str, enum.Enum):
         SILU, INTERLEAVED, INPUT, REFERENCE = "silu", "interleaved", "input", "reference"

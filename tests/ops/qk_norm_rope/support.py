@@ -1,7 +1,7 @@
-"""What the tests of qk_norm_rope share: implementations, calls to make, and the exact answers with their error budget.
+"""Shared helpers of the qk_norm_rope tests: implementations, test cases, and exact results with their error budget.
 
-Exact is float64 of the rounded inputs: the norm by its formula, the rotation by the oracle of RoPE's tests, gradients by
-autograd of the norm behind the oracle's transposed rotation.
+Exact means float64 on the rounded inputs: the norm by its formula, the rotation by the oracle of the RoPE tests, gradients by
+autograd of the norm after the oracle's transposed rotation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ TRANSPOSED = {"interleaved_to_half": "half_to_interleaved", "half_to_interleaved
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter as a device of two multiprocessors: a fourth of the programs, with more rows and more than one tile
-    each."""
+    """Interpret as on a device of two SMs: a fourth of the programs, each with more rows and more than one tile."""
     if INTERPRETER:
         from fusewise.ops.qk_norm_rope import _triton
 
@@ -33,7 +32,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def places() -> list[Any]:
-    """Every implementation on every device it serves; on a CPU, Triton is the interpreter."""
+    """All implementations on all devices they support; Triton on a CPU is the interpreter."""
     found = []
     for impl in IMPLEMENTATIONS:
         for device in ("cpu", "cuda"):
@@ -46,7 +45,7 @@ def places() -> list[Any]:
 
 @dataclass(frozen=True)
 class NormCase:
-    """A call of RoPE's tests and the norm before it."""
+    """A case of the RoPE tests plus the norm before it."""
 
     case: Case
     norm: str = "head"
@@ -61,7 +60,7 @@ class NormCase:
 
 @dataclass(frozen=True)
 class Made:
-    """The tensors and keyword arguments of a call, and the gradients that come in."""
+    """The tensors and keyword arguments of a call, and the incoming gradients."""
 
     xs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
@@ -74,7 +73,7 @@ class Made:
         return str(self.rotation.get("layout", "bshd"))
 
     def run(self, impl: str, **changes: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Outputs and the gradients of xs and weights."""
+        """Return the outputs and the gradients of xs and weights."""
         leaves = [x.detach().requires_grad_() for x in (*self.xs, *self.weights)]
         count = len(self.xs)
         ys = self.call(tuple(leaves[:count]), tuple(leaves[count:]), impl=impl, **changes)
@@ -94,7 +93,7 @@ def build(case: NormCase, device: str = "cpu") -> Made:
 
 
 def finish(call: Call, norm: dict[str, Any], weight_dtype: torch.dtype | None) -> Made:
-    """Weights and incoming gradients for a call of RoPE."""
+    """Add weights and incoming gradients to a call of RoPE."""
     layout = call.kwargs.get("layout", "bshd")
     widths = [x.shape[-1] * (to_bthd(x, layout).shape[2] if norm["norm"] == "all" else 1) for x in call.xs]
     weights: tuple[Tensor, ...] = ()
@@ -105,7 +104,7 @@ def finish(call: Call, norm: dict[str, Any], weight_dtype: torch.dtype | None) -
 
 
 def rows_of(x: Tensor, made: Made) -> Tensor:
-    """The features that are normalised together in the last dimension: (B, T, H, D) or (B, T, H · D)."""
+    """Reshape x so that the last dimension is normalized: (B, T, H, D) or (B, T, H · D)."""
     x_BTHD = to_bthd(x, made.layout)
     return x_BTHD.flatten(-2) if made.norm["norm"] == "all" else x_BTHD
 
@@ -115,7 +114,7 @@ def from_rows(rows: Tensor, x: Tensor, made: Made) -> Tensor:
 
 
 def normalised(x: Tensor, weight: Tensor | None, made: Made) -> Tensor:
-    """z in the dtype of x."""
+    """The normalized x, in the dtype of x."""
     rows = rows_of(x, made)
     rows = rows * (rows.square().mean(-1, keepdim=True) + made.norm["eps"]).rsqrt()
     if weight is not None:
@@ -124,14 +123,14 @@ def normalised(x: Tensor, weight: Tensor | None, made: Made) -> Tensor:
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """Half a unit in the last place, relative. Triton's interpreter cuts off where a GPU rounds to bfloat16."""
+    """Half an ulp, relative. Triton's interpreter truncates to bfloat16 where a GPU rounds."""
     eps = torch.finfo(dtype).eps
     return eps if INTERPRETER and dtype == torch.bfloat16 else eps / 2
 
 
 def assert_near(name: str, actual: Tensor, exact: Tensor, size: Tensor, units: float) -> None:
-    """NaN where it has to be; elsewhere one rounding to the dtype, after arithmetic in float32 (float64 for float64) with
-    an error of at most `units` half units in the last place of `size`."""
+    """Check NaN positions; elsewhere allow one rounding to the dtype after float32 (float64 for float64) arithmetic with an
+    error of at most `units` half ulps of `size`."""
     assert actual.shape == exact.shape
     assert torch.equal(actual.isnan(), exact.isnan()), f"{name}: NaN in the wrong places"
     there = ~exact.isnan()
@@ -145,23 +144,22 @@ def assert_near(name: str, actual: Tensor, exact: Tensor, size: Tensor, units: f
         assert error[worst] <= allowed[worst], message
 
 
-# Half units in the last place that arithmetic may be off by. A sum of W squares taken as a tree is right to log2(W) + 1 of
-# them, W up to 2^14; half of that, two of the reciprocal root, one each of x r, w + offset and the product with w are 13;
-# cos, sin and the rotation add 4. A gradient has dz (4), r and x̂ (10), g (2), the mean of g x̂ (15 and what its terms have)
-# and the last three operations.
+# Arithmetic error bounds in half ulps. A tree sum of W squares has an error of at most log2(W) + 1, W up to 2^14; half of
+# that, 2 for the reciprocal root, 1 each for x r, w + offset and the product with w are 13; cos, sin and the rotation add 4.
+# A gradient has dz (4), r and x̂ (10), g (2), the mean of g x̂ (15 plus those of its terms) and the last three operations.
 FORWARD_UNITS = 17
 BACKWARD_UNITS = 50
 
 
 def check(made: Made, impl: str) -> None:
-    """Outputs and gradients against float64, element by element; outputs against eager code of the same dtype, too."""
+    """Compare outputs and gradients with float64 elementwise, and outputs also with eager code of the same dtype."""
     ys, gradients = made.run(impl)
     weights = made.weights or (None,) * len(made.xs)
     zs = [normalised(x.detach().double(), w, made) for x, w in zip(made.xs, weights, strict=True)]
     pairing = made.rotation.get("pairing", "half")
     transposed = {**made.rotation, "inverse": True, "pairing": TRANSPOSED.get(pairing, pairing)}
     wants = expected(Call(tuple(zs), made.rotation))
-    # Eager code rounds what is normalised before it is rotated, cos and sin, and every operation of the rotation.
+    # Eager code rounds the normalized tensor, cos and sin, and every operation of the rotation.
     eagers = expected(Call(tuple(z.to(x.dtype) for z, x in zip(zs, made.xs, strict=True)), made.rotation))
     dzs = expected(Call(tuple(dy.double() for dy in made.dys), transposed))
     for i, (name, x, y) in enumerate(zip("qk", made.xs, ys, strict=False)):
@@ -184,8 +182,8 @@ def check(made: Made, impl: str) -> None:
 
 
 def _exact_gradients(made: Made, i: int, dz: Tensor, dz_size: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of x and its weight from that of z, and the sizes that their errors are relative to: the sums that
-    they are, of absolute values."""
+    """The gradients of x and its weight from that of z, and the magnitudes their errors are relative to: the same sums over
+    absolute values."""
     x = made.xs[i].detach().double().requires_grad_()
     leaves, weight = [x], None
     if made.weights:

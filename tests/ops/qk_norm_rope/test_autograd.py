@@ -1,4 +1,4 @@
-"""Gradients: exact in float64, of every order and combination, deterministic, and nothing held that need not be."""
+"""Gradients: exact in float64, of any order and combination, deterministic, and with minimal saved tensors."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_gradcheck(norm: str, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_any_of_the_gradients(norm: str, place: Place) -> None:
-    """Each is the same whichever others are wanted, and whichever outputs have one; those that nothing wanted goes into have
-    none."""
+    """Each gradient is independent of which others are requested and which outputs have one; outputs that no requested input
+    contributes to have none."""
     made = build(NormCase(Case(name="some", batch=1, tokens=3, heads=2, kv_heads=1), norm), place.device)
     _, want = made.run(place.impl)
     for wanted in itertools.product([False, True], repeat=4):
@@ -62,7 +62,7 @@ def test_any_of_the_gradients(norm: str, place: Place) -> None:
         outs, dys = zip(*((y, dy) for y, dy in zip(ys, made.dys, strict=True) if y.requires_grad), strict=True)
         for got, exact in zip(torch.autograd.grad(outs, needed, dys), of_needed, strict=True):
             assert torch.equal(got, exact)
-    for i in (0, 1):  # one output alone: the other's gradient is missing, not zero
+    for i in (0, 1):  # only one output: the other's gradient is None, not zero
         tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
         ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
         got = torch.autograd.grad(ys[i], tensors, made.dys[i], allow_unused=True)
@@ -73,7 +73,7 @@ def test_any_of_the_gradients(norm: str, place: Place) -> None:
 
 @pytest.mark.parametrize("place", places())
 def test_expanded_gradient(place: Place) -> None:
-    """The gradient of a sum has no strides."""
+    """The gradient of a sum is expanded, with strides 0."""
     made = build(NormCase(Case(name="sum", tokens=2)), place.device)
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
     ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
@@ -96,7 +96,7 @@ def test_a_hook_may_bring_back_other_strides(place: Place) -> None:
 
 @pytest.mark.parametrize("place", places())
 def test_gradient_without_memory(place: Place) -> None:
-    """torch gives zeros of no memory for the gradient of sgn."""
+    """The gradient of sgn is a ZeroTensor."""
     made = build(NormCase(Case(name="sgn", tokens=2)), place.device)
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
     ys = made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=place.impl)
@@ -116,7 +116,7 @@ def test_the_same_bits_each_time(norm: str, place: Place) -> None:
 
 
 def test_held_for_backward_are_the_inputs() -> None:
-    """q, k, their weights and the table: no tensor that was computed."""
+    """Saved are q, k, their weights and the table, and no computed tensor."""
     made = build(NormCase(Case(name="held")))
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
     held: list[int] = []
@@ -132,7 +132,7 @@ def test_held_for_backward_are_the_inputs() -> None:
 
 
 def test_one_operator_each_way() -> None:
-    """No copy, no view, no allocation but by the operator."""
+    """No copy, view or allocation outside the operator."""
     made = build(NormCase(Case(name="operators", memory="packed")))
     with Operators() as forward, torch.no_grad():
         made.call(made.xs, made.weights)
@@ -148,7 +148,7 @@ def test_one_operator_each_way() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_memory(norm: str) -> None:
-    """Allocated are the outputs; in backward the gradients and the partial sums of those of the weights."""
+    """Allocations are the outputs, and in backward the gradients and the partial sums of the weight gradients."""
     case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16", table="inv_freq")
     made = build(NormCase(case, norm), "cuda")
     made.run("triton")
@@ -168,9 +168,9 @@ def test_memory(norm: str) -> None:
     assert bytes_of < peak <= bytes_of + 4 * programs * widest + 4096
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 def test_transforms() -> None:
-    """Forward mode, vmap and torch.func's gradients go through the formula."""
+    """Forward-mode AD, vmap and torch.func gradients use the formula in torch operations."""
     q, k, q_weight, k_weight = (x.detach() for x in leaves("head"))
 
     def f(*tensors: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def test_transforms() -> None:
 @pytest.mark.parametrize("norm", ["head", "all"])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_batches_of_gradients(norm: str, pairing: str) -> None:
-    """Many at once, as torch.autograd.functional.jacobian asks for them, are the gradients one by one."""
+    """Batched gradients, as for torch.autograd.functional.jacobian, equal the gradients one by one."""
     tensors = leaves(norm)
     ys = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ, norm=norm, pairing=pairing)
     batches = [torch.randn(3, *y.shape, dtype=y.dtype) for y in ys]
@@ -225,7 +225,7 @@ def test_compiled_transform() -> None:
 
 
 def test_autocast_changes_nothing() -> None:
-    """Tensors are taken as they come: 16-bit q and k beside float32 weights."""
+    """Tensors are not cast: 16-bit q and k with float32 weights."""
     made = build(NormCase(Case(name="autocast", dtype="bf16")))
     want = made.run("auto")
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Every mistake has one error: its type, and `qk_norm_rope: <argument> must <contract>, got <value>; <one fix>`."""
+"""Every invalid argument has one error: its type, and `qk_norm_rope: <argument> must <contract>, got <value>; <one fix>`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ W = torch.randn(16)
 TABLE = make_table("half", 8, 2, torch.float32)
 FORM = re.compile(r"qk_norm_rope: [\w ]+? must .+, got .+; .+", re.DOTALL)
 
-# What is passed on top of q, k, their weights and the table, the error, and the words that say what is wrong.
+# The arguments (in addition to q, k, their weights and the table), the error type, and the expected message.
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # the weights
     "weight-list": ({"q_weight": [1.0] * 16}, TypeError, "q_weight must be a torch.Tensor, got list; pass a tensor for q_weight"),
@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "offset-None": ({"weight_offset": None}, TypeError, "weight_offset must be a finite number of float32, got None"),
     "wide": ({"q": torch.empty(1, 1, 200, 512), "k": None, "k_weight": None, "norm": "all", **make_table("half", 256, 1, torch.float32)},
              ValueError, r'q must have at most 65536 features a token for norm="all", got \(1, 1, 200, 512\)'),
-    # what RoPE asks for, under this name
+    # checks shared with RoPE, under this name
     "q-list": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
     "q-integer": ({"q": Q.int()}, TypeError, "q must have dtype float32, bfloat16, float16 or float64, got int32"),
     "q-strides": ({"q": Q.mT.contiguous().mT}, ValueError, r"q must have a contiguous last dimension \(stride 1\)"),
@@ -76,7 +76,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_mistake(name: str) -> None:
     changes, error, words = MISTAKES[name]
     arguments = {"q": Q, "k": K, "q_weight": W, "k_weight": W, **TABLE, **changes}
-    for _ in range(2):  # a call that failed is not remembered as one that passed
+    for _ in range(2):  # a failed call must not be cached as valid
         with pytest.raises(error, match=f"^qk_norm_rope: {words}") as caught:
             fusewise.qk_norm_rope(**arguments)
         assert type(caught.value) is error
@@ -84,7 +84,7 @@ def test_mistake(name: str) -> None:
 
 
 def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
-    """Validation is remembered by all that it looked at: each of these differs in one respect from a call before it."""
+    """Validation is cached by everything it checks: each of these calls differs in one respect from an earlier one."""
     fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0)
     with pytest.raises(TypeError, match="eps must be a finite number of float32, got True"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=True, weight_offset=0)
@@ -94,14 +94,14 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
         fusewise.qk_norm_rope(Q, K, W, torch.randn(32)[::2], **TABLE, eps=1, weight_offset=0)
     with pytest.raises(ValueError, match="positions up to 64"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, eps=1, weight_offset=0, offset=59)
-    positions = torch.zeros(1, dtype=torch.int64).expand(6)  # the strides that a sparse tensor says it has
+    positions = torch.zeros(1, dtype=torch.int64).expand(6)  # the strides that a sparse tensor reports
     fusewise.qk_norm_rope(Q, K, W, W, **TABLE, positions=positions)
     with pytest.raises(TypeError, match="positions must be a strided tensor"):
         fusewise.qk_norm_rope(Q, K, W, W, **TABLE, positions=positions.to_sparse())
 
 
 def test_the_operator_itself_refuses_too() -> None:
-    """A compiled graph may run where it was not traced."""
+    """A compiled graph may run in another environment than its trace."""
     rotation = (*TABLE.values(), None, None, None, 0, "")
     with pytest.raises(ValueError, match=r"qk_norm_rope: impl must be able to serve the tensors, got 'triton'"):
         torch.ops.fusewise.qk_norm_rope([Q], [W], *rotation, 1e-6, 0.0, "head", "triton")

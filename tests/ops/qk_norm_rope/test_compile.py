@@ -1,4 +1,4 @@
-"""qk_norm_rope as operators of torch: opcheck, fake tensors, torch.compile, CUDA graphs."""
+"""qk_norm_rope as torch operators: opcheck, fake tensors, torch.compile, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fusewise
 from ..rope.support import Case, Place, make_table
 from .support import NormCase, build
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 TABLE = make_table("half", 8, 2, torch.float32)
@@ -39,7 +39,7 @@ def test_opcheck(norm: str, count: int) -> None:
 
 
 def test_fake_tensors() -> None:
-    """Shape, strides, dtype without a byte of data."""
+    """Shape, strides and dtype are right without data."""
     made = build(NormCase(Case(name="fake", layout="bhsd", memory="swapped", dtype="bf16")))
     real = made.call(made.xs, made.weights)
     with FakeTensorMode() as mode:
@@ -61,12 +61,12 @@ CASES = {
 }
 
 
-# Inductor has all that aot_eager does behind it, and needs a compiler: without one, and for one to tell them apart, the first.
+# Inductor includes what aot_eager does but needs a compiler. aot_eager runs without one, and separates causes of failures.
 @pytest.mark.parametrize(
     ("backend", "name"), [("aot_eager", "qwen3"), *(pytest.param("inductor", n, marks=pytest.mark.slow) for n in CASES)]
 )
 def test_compiled_gives_the_same_bits(name: str, backend: str) -> None:
-    """Forward and backward, whole graph, also where shapes are symbols."""
+    """Forward and backward, fullgraph, also with dynamic shapes."""
     made = build(CASES[name])
     want = made.run("auto")
     for dynamic in (False, True):
@@ -110,10 +110,11 @@ def test_one_graph_for_all_lengths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of the capture, and after it
+# Raised by the capture, and after it.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_cuda_graph(norm: str) -> None:
-    """Captured once with backward, replayed on other values."""
+    """Captured once including backward, replayed on other values."""
     made = build(
         NormCase(Case(name="graph", tokens=64, head_dim=64, dtype="bf16"), norm), Place("triton", "cuda").device
     )

@@ -1,4 +1,4 @@
-"""Outputs and all gradients of every implementation against float64, one case for everything that can break."""
+"""Outputs and all gradients of every implementation against float64, with one case per feature that can break."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_float64(norm: str) -> None:
 @pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_long_offsets_are_the_same_kernel(place: Place, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is taken for more than 2^31 elements, on few."""
+    """The 64-bit variant for more than 2^31 elements, on few."""
     if place.impl != "triton":
         pytest.skip("only Triton's kernels have two kinds of offsets")
     made = build(NormCase(Case(name="long"), norm), place.device)
@@ -99,7 +99,7 @@ def test_long_offsets_are_the_same_kernel(place: Place, norm: str, monkeypatch: 
 @pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_programs_with_several_tiles(place: Place, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device of one multiprocessor: programs take one tile after another, the last of them with fewer rows."""
+    """As on a device of one SM: programs process several tiles, the last one with fewer rows."""
     if place.impl != "triton":
         pytest.skip("only Triton's kernels have programs")
     from fusewise.ops.qk_norm_rope import _triton
@@ -116,7 +116,7 @@ def test_programs_with_several_tiles(place: Place, norm: str, monkeypatch: pytes
 @pytest.mark.parametrize("empty", [{"tokens": 0}, {"batch": 0}, {"heads": 0, "kv_heads": 0}, {"heads": 0}], ids=str)
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_nothing_to_do(place: Place, empty: dict[str, int], norm: str) -> None:
-    """No rows: empty outputs, and weights whose gradient is zero."""
+    """No rows: empty outputs, and zero weight gradients."""
     made = build(NormCase(Case(name="empty", **empty), norm), place.device)
     ys, gradients = made.run(place.impl)
     assert [y.shape for y in ys] == [x.shape for x in made.xs]
@@ -128,7 +128,7 @@ def test_nothing_to_do(place: Place, empty: dict[str, int], norm: str) -> None:
 @pytest.mark.parametrize("place", places())
 @pytest.mark.parametrize("weighted", [True, False])
 def test_elements_that_share_memory_in_any_way(place: Place, weighted: bool) -> None:
-    """Torch gives memory like theirs whose features are not contiguous."""
+    """`empty_like` of such inputs has non-contiguous features."""
     q = torch.randn(64, device=place.device).as_strided((1, 3, 5, 8), (1, 8, 0, 1))
     inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001], device=place.device)
     weights = [torch.randn(8, device=place.device)] if weighted else []

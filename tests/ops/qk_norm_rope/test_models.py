@@ -1,4 +1,4 @@
-"""The conventions of published models: their norm modules and rotary functions against one call."""
+"""The conventions of published models: their norm modules and rotary functions against one qk_norm_rope call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 B, T, H, KV, D = 2, 5, 4, 2, 16
 
-# Module, its norm, the width of the norm (heads or one), and how the call says the same.
+# The norm module, whether it normalizes all heads together, and the equivalent arguments.
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen3": ("Qwen3RMSNorm", False, {}),
     "qwen3_moe": ("Qwen3MoeRMSNorm", False, {}),
@@ -40,7 +40,7 @@ def test_the_model_is_served(name: str) -> None:
     cos, sin = (torch.cat((x, x), -1).expand(B, T, width) for x in (angles.cos(), angles.sin()))
 
     def heads(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, D)).transpose(1, 2)  # as attention takes it: (B, H, T, D)
+        return x.unflatten(-1, (-1, D)).transpose(1, 2)  # the layout of attention: (B, H, T, D)
 
     if whole:
         normed = [heads(norm(x)) for norm, x in zip(norms, (q, k), strict=True)]

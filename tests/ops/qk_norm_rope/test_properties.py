@@ -1,4 +1,4 @@
-"""Properties that hold for every call, tried on calls that nobody thought of (hypothesis)."""
+"""Property-based tests (hypothesis) on generated calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rope.test_properties import DTYPES, calls
 from .support import check, finish
 from .support import small_device as small_device
 
-# Derandomised: the same examples each time, so that a red test is red for everyone.
+# Derandomized: the same examples every time, so failures are reproducible.
 settings = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
@@ -29,7 +29,7 @@ def norm_calls(draw: Any) -> Any:
         "weight_offset": draw(st.sampled_from([0.0, 1.0, -0.5])),
         "eps": draw(st.sampled_from([1e-6, 1e-2, 1.0])),
     }
-    hypothesis.assume(all(x.shape[d] for x in call.xs for d in range(x.dim())))  # test_nothing_to_do has the others
+    hypothesis.assume(all(x.shape[d] for x in call.xs for d in range(x.dim())))  # empty ones are in test_nothing_to_do
     torch.manual_seed(0)
     return finish(Call(call.xs, kwargs), norm, draw(st.none() | DTYPES))
 
@@ -52,7 +52,7 @@ def test_any_call_is_right_in_triton(made: Any) -> None:
 @settings
 @hypothesis.given(norm_calls(), st.sampled_from([0.25, 8.0, 1024.0]))
 def test_scale_is_removed(made: Any, factor: float) -> None:
-    """What a norm is for: without eps the length of x does not matter; a power of two not even for the bits."""
+    """The purpose of a norm: without eps the scale of x does not matter; for powers of two the result is bitwise equal."""
     made.norm["eps"] = 0.0
     xs = tuple(x.detach().float() for x in made.xs)
     one = made.call(xs, made.weights)
@@ -64,7 +64,7 @@ def test_scale_is_removed(made: Any, factor: float) -> None:
 @settings
 @hypothesis.given(norm_calls())
 def test_gradients_are_orthogonal_to_x(made: Any) -> None:
-    """Nor does it to the gradient: without eps, dx · x = 0 over what is normalised together."""
+    """As scale does not matter, dx · x = 0 over the normalized features, without eps."""
     made.norm["eps"] = 0.0
     xs = tuple(x.detach().double().requires_grad_() for x in made.xs)
     rotation = {

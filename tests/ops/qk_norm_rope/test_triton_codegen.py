@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to on sm_90, without a GPU: no spills, few registers, 16 bytes a load and store."""
+"""Machine code of the Triton kernels for sm_90, checked without a GPU: no spills, few registers, 16-byte loads and stores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def launch_of(
     where: dict[str, torch.Tensor] | None = None,
     **spec: Any,
 ) -> tuple[Any, int, dict[str, Any], dict[str, int]]:
-    """The launch for a training step's size; nothing is allocated."""
+    """The launch for a training size; nothing is allocated."""
     rows = (16384,) if spec.get("layout") == "thd" else (4, 4096)
     xs = tuple(torch.empty(*rows, count, head_dim, dtype=dtype, device="meta") for count in heads)
     pairs = (rotary_dim or head_dim) // 2
@@ -65,10 +65,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2-7b": {"head_dim": 128, "heads": (32, 32), "over": "all"},
     "olmo2-32b": {"head_dim": 128, "heads": (40, 8), "over": "all"},
 }
-# Threads of a multiprocessor have 65,536 registers: these leave room for 1024 of them forward and 512 backward, where the
-# sums for the weights are kept, too; half of that where a program has all heads of a token.
+# An SM has 65,536 registers: these limits allow 1024 threads forward and 512 backward, which also keeps the sums for the
+# weights; half of that if a program handles all heads of a token.
 REGISTERS = {"head": (64, 128), "all": (128, 255)}
-# Bytes a thread of the flat form's backward may spill, over all sources of angles, for all programs to run at once.
+# Bytes per thread that the flat form's backward may spill, for any source of angles, so that all programs run concurrently.
 SPILLED = 64
 
 
@@ -98,8 +98,8 @@ def test_the_sums_for_the_weights_fit(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_threads_of_a_row_have_the_same_sum(name: str, backward: bool) -> None:
-    """To the last bit, so that it does not matter which of them writes it to shared memory: what one thread hands another is
-    added to, never fused with a product of the other's own."""
+    """Bitwise equal, so it does not matter which thread writes it to shared memory: shuffled values are added, never fused into
+    an FMA with a product of the receiving thread."""
     code = compiled(launch_of(**MODELS[name], backward=backward))
     handed = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", code.ptx))
     added = re.findall(r"add\.f32\s+%\w+, (%\w+), (%\w+);", code.ptx)
@@ -109,8 +109,8 @@ def test_threads_of_a_row_have_the_same_sum(name: str, backward: bool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("weight_grad", [True, False], ids=["weights", "fixed-weights"])
 def test_all_programs_of_a_backward_run_at_once(name: str, weight_grad: bool) -> None:
-    """There are as many as fit when the registers are these: with more registers the last of them would be a second round,
-    and take as long as the first."""
+    """The number of programs is what fits with this register count: with more registers the last ones would form a second
+    wave, as long as the first."""
     launch = launch_of(**MODELS[name], backward=True, weight_grad=weight_grad)
     _, programs, _, options = launch
     of_a_warp = triton.cdiv(32 * compiled(launch).registers, 256) * 256
@@ -135,7 +135,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("form", ["pairs", "flat"])
 def test_any_source_of_angles(source: str, form: str) -> None:
-    """Backward, beside the sums for the weights: of pairs one value is spilled at most, in the search for a token's sequence."""
+    """Backward with weight sums: the pair form spills at most one value, in the search for a token's sequence."""
     options = {**SOURCES[source], "rotary_dim": 64 if form == "flat" else 0}
     if source == "sections" and form == "flat":
         options["sections"] = (12, 10, 10)

@@ -1,4 +1,4 @@
-"""A launch that has been before gets the arguments that the long way would make: pointers anew, the rest kept."""
+"""A repeated launch gets the same arguments as an uncached one: new pointers, the rest from the cached plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fusewise.ops.qk_norm_rope import _triton
 
 
 class Recorder:
-    """Stands in for a compiled kernel: what it is launched with, by its name."""
+    """Stand-in for compiled kernels that records launches by kernel name."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -69,7 +69,7 @@ def test_bound_arguments(name: str, heads: tuple[int, int | None], weights: str,
     norm = Norm(1e-6, 1.0, "head")
 
     def call() -> tuple[Any, ...]:
-        """Tensors at other addresses each time, and all that follows them."""
+        """Run forward and backward with tensors at new addresses; return them."""
         case = NormCase(
             Case(name="plan", heads=heads[0], kv_heads=heads[1]),
             weight_dtype=None if weights == "none" else torch.float32,
@@ -80,7 +80,7 @@ def test_bound_arguments(name: str, heads: tuple[int, int | None], weights: str,
         _triton.forward(made.xs, [torch.empty_like(x) for x in made.xs], made.weights, rotation, norm)
         dxs, dws = [torch.empty_like(x) for x in made.xs], [torch.empty_like(w) for w in made.weights]
         _triton.backward(made.dys, made.xs, dxs, made.weights, dws if weights == "wanted" else [], rotation, norm)
-        return made, dxs, dws, rotation  # kept alive, so that no address comes twice
+        return made, dxs, dws, rotation  # kept alive, so that no address is reused
 
     first = call()
     long = recorder.calls[:]
@@ -93,7 +93,7 @@ def test_bound_arguments(name: str, heads: tuple[int, int | None], weights: str,
     addresses = {id(t): t.data_ptr() for t in (*second[0].xs, *second[0].weights, *second[1], *second[2])}
     assert not set(addresses.values()) & {t.data_ptr() for t in (*first[0].xs, *first[0].weights, *first[1])}
 
-    # The long way for the second call's tensors: outputs and partial sums are new, all else must be equal.
+    # The uncached path on the second call's tensors: outputs and partial sums are new, the rest must be equal.
     made, dxs, dws, rotation = second
     recorder.calls.clear()
     ys = [torch.empty_like(x) for x in made.xs]
@@ -127,7 +127,7 @@ def test_what_is_not_aligned_goes_the_long_way(recorder: Recorder) -> None:
 def test_programs_share_the_tiles(
     tokens: int, heads: tuple[int, int], over: str, programs: int, processors: int
 ) -> None:
-    """All tiles, none twice, as many for each program but the last ones, and no more programs than there is room for."""
+    """Every tile exactly once, the same number per program except the last ones, and no more programs than fit."""
     xs = tuple(torch.empty(1, tokens, count, 64, dtype=torch.bfloat16, device="meta") for count in heads)
     angles = torch.empty(max(tokens, 1), 32, device="meta")
     problem = Problem.build(xs, xs, (angles, angles, None, None, None, 0, Spec().encode()))

@@ -1,6 +1,6 @@
-"""RoPE once more, sharing nothing with the package: positions by loops over Python integers, angles as fractions reduced
-by a π of sixty digits, the rotation as a product of complex numbers. Shape legend: B batch, T tokens, H heads, D features
-of a head, P rotated pairs.
+"""An independent RoPE implementation that shares no code with the package: positions by loops over Python integers, angles as
+fractions reduced with sixty digits of π, rotation by complex multiplication. Shape legend: B batch, T tokens, H heads, D
+head_dim, P rotated pairs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the elements of pairs, of every token and head
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the elements (a, b) of all pairs to the rotated ones
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
 
 
 @dataclass(frozen=True)
 class Call:
-    """The rotated tensors and the keyword arguments of a call."""
+    """The tensors to rotate and the keyword arguments of a call."""
 
     xs: tuple[Tensor, ...]
     kwargs: dict[str, Any]
 
     def double(self) -> Call:
-        """The same in float64: the values are those that the rounded inputs have."""
+        """The call in float64, with the values of the rounded inputs."""
         kwargs = {
             name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in self.kwargs.items()
@@ -37,18 +37,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call has to give for one tensor, in its shape."""
+    """The expected result for one tensor, in its shape."""
 
-    exact: Tensor  # float64; NaN where the position has no table row
-    eager: Tensor  # the same-dtype composition of torch functions a user would write
-    size: Tensor  # float64: the modulus of the feature's pair, to which errors of float32 arithmetic are relative
+    exact: Tensor  # float64; NaN for positions outside the table
+    eager: Tensor  # eager torch code in the same dtype, as a user would write it
+    size: Tensor  # float64: the modulus of the feature's pair; float32 errors are relative to it
     rotated: Tensor  # bool
-    passed: Tensor  # elsewhere: the bits of x, regrouped in a padding token if the output's pairing is another
-    angle_error: float  # what float64 arithmetic leaves of the largest angle, in radians
+    passed: Tensor  # elsewhere: the bits of x; for padding tokens reordered if the output pairing differs
+    angle_error: float  # error of the largest angle in float64 arithmetic, in radians
 
 
 def expected(call: Call) -> tuple[Expected, ...]:
-    """The oracle, for each tensor of a call."""
+    """The expected result for each tensor of a call."""
     pairs = (call.kwargs.get("rotary_dim") or call.xs[0].shape[-1]) // 2
     return tuple(_expected(x.detach(), call.kwargs, pairs) for x in call.xs)
 
@@ -138,7 +138,7 @@ def _turns(kwargs: dict[str, Any], batch: int, tokens: int, pairs: int) -> tuple
 
 
 def section_axes(sections: tuple[int, int, int] | None, interleaved: bool, pairs: int) -> Tensor:
-    """The position axis of each pair: blocks (Qwen2-VL), or dealt in turn with what is left over on t (Qwen3-VL)."""
+    """The position axis of each pair: blocks (Qwen2-VL), or interleaved with the remaining pairs on t (Qwen3-VL)."""
     if sections is None:
         return torch.zeros(pairs, dtype=torch.int64)
     t, h, w = sections
@@ -200,7 +200,7 @@ def _row(kwargs: dict[str, Any], b: int, place: int, pairs: int) -> Tensor:
 
 @functools.cache
 def exact_turn(place: int, frequency: float) -> complex:
-    """e^{i · place · frequency}, the product exact and reduced exactly."""
+    """e^{i · place · frequency}, with exact product and exact argument reduction."""
     angle = place * Fraction(frequency)
     reduced = float(angle - round(angle / TWO_PI) * TWO_PI)
     return complex(math.cos(reduced), math.sin(reduced))

@@ -1,4 +1,4 @@
-"""What the tests of RoPE share: implementations, calls to make, the error budget, and ways to look at memory."""
+"""Shared helpers of the RoPE tests: implementations, test cases, the error budget, and memory checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASE = 10_000.0
 
 @dataclass(frozen=True)
 class Place:
-    """An implementation and the device whose tensors it gets; on a CPU, Triton is the interpreter."""
+    """An implementation and the device it runs on; Triton on a CPU is the interpreter."""
 
     impl: str
     device: str
@@ -38,8 +38,8 @@ class Place:
 
 
 def places(*, compiled: bool = True, interpreted: bool = True) -> list[Any]:
-    """Every implementation on every device it serves, as parameters with the mark that says where they can run. A new
-    implementation joins by being listed in the operator."""
+    """All implementations on all devices they support, as parameters with marks for where they can run. Includes every
+    implementation listed in the operator."""
     devices = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cpu", "cuda")}
     found = []
     for impl in IMPLEMENTATIONS:
@@ -53,7 +53,7 @@ def places(*, compiled: bool = True, interpreted: bool = True) -> list[Any]:
 
 
 def require(place: Place, dtype: torch.dtype = torch.float32) -> None:
-    """Skip where the implementation cannot serve: a native kernel without a compiler."""
+    """Skip if the implementation is unavailable, as a native kernel without a compiler."""
     reason = unavailable(place.impl, place.device, dtype)
     if reason is not None:
         pytest.skip(reason)
@@ -61,13 +61,13 @@ def require(place: Place, dtype: torch.dtype = torch.float32) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call by what distinguishes it; `make` gives it tensors."""
+    """The description of a call; `make` creates its tensors."""
 
     name: str
     batch: int = 2
     tokens: int = 5
     heads: int = 4
-    kv_heads: int | None = 2  # None: q alone
+    kv_heads: int | None = 2  # None: no k
     head_dim: int = 16
     k_head_dim: int | None = None
     layout: str = "bshd"
@@ -77,7 +77,7 @@ class Case:
     table_dtype: str = "fp32"
     pairing: str = "half"
     rotary_dim: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments; tensors of the CPU
+    options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments; CPU tensors
 
     @property
     def pairs(self) -> int:
@@ -85,7 +85,7 @@ class Case:
 
 
 def in_threads(work: Callable[[int], None], count: int = 4) -> None:
-    """Run `work(seed)` in several threads at once; none may fail or hang."""
+    """Run `work(seed)` in several threads concurrently; none may fail or hang."""
     wrong: list[BaseException] = []
 
     def caught(seed: int) -> None:
@@ -121,7 +121,7 @@ def make(case: Case, device: str = "cpu") -> Call:
         "layout": case.layout, "pairing": case.pairing, "rotary_dim": case.rotary_dim, **case.options,
     }  # fmt: skip
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kwargs.items()}
-    for name in ("cos", "sin", "positions"):  # strides survive a copy to a device only where memory is dense
+    for name in ("cos", "sin", "positions"):  # a copy to a device preserves strides only of dense tensors
         if isinstance(kwargs.get(name), Tensor) and moved[name].stride() != kwargs[name].stride():
             moved[name] = copy_of((kwargs[name],), device)[0][0]
     return Call(xs, moved)
@@ -137,7 +137,7 @@ def _shape(layout: str, batch: int, tokens: int, heads: int, width: int) -> tupl
 
 
 def allocate(shape: tuple[int, ...], memory: str, dtype: torch.dtype, device: str) -> Tensor:
-    """Random values in memory of a kind: every stride and alignment that a caller's view may have."""
+    """Random values with a given memory layout; the kinds cover the strides and alignments of callers' views."""
     *outer, width = shape
 
     def randn(*sizes: int) -> Tensor:
@@ -145,15 +145,15 @@ def allocate(shape: tuple[int, ...], memory: str, dtype: torch.dtype, device: st
 
     if memory == "contiguous":
         return randn(*shape)
-    if memory == "misaligned":  # off by one element from an aligned address
+    if memory == "misaligned":  # one element past an aligned address
         return randn(math.prod(shape) + 1)[1:].view(shape)
-    if memory == "sliced":  # part of a wider head, aligned
+    if memory == "sliced":  # aligned slice of a wider head
         return randn(*outer, width + 24)[..., 8 : 8 + width]
-    if memory == "odd":  # nothing aligned: odd strides, odd start
+    if memory == "odd":  # unaligned: odd strides, odd start
         return randn(*outer, width + 3)[..., 1 : 1 + width]
-    if memory == "swapped":  # the two dimensions before the heads' features in the other order
+    if memory == "swapped":  # the two dimensions before head_dim are transposed in memory
         return randn(*outer[:-2], outer[-1], outer[-2], width).transpose(-2, -3)
-    if memory == "outer-swapped":  # the first two dimensions in the other order
+    if memory == "outer-swapped":  # the first two dimensions are transposed in memory
         return randn(outer[1], outer[0], *shape[2:]).transpose(0, 1)
     if memory == "gaps":  # every second token and head
         return randn(*(2 * n for n in outer), width)[tuple(slice(None, None, 2) for _ in outer)]
@@ -163,8 +163,8 @@ def allocate(shape: tuple[int, ...], memory: str, dtype: torch.dtype, device: st
 
 
 def make_table(kind: str, pairs: int, batch: int, dtype: torch.dtype, pairing: str = "half") -> dict[str, Tensor]:
-    """One form of the table as keyword arguments; rows are not those of a sensible rotation but all different, so that
-    no two entries can stand for each other."""
+    """One form of the table as keyword arguments. Entries are all different rather than realistic, so that no entry can be
+    confused with another."""
     inv_freq = BASE ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
     if kind == "inv_freq":
         return {"inv_freq": inv_freq.to(dtype)}
@@ -181,7 +181,7 @@ def make_table(kind: str, pairs: int, batch: int, dtype: torch.dtype, pairing: s
     if "duplicated" in kind:
         repeated = pairing == "interleaved"
         angles = angles.repeat_interleave(2, -1) if repeated else torch.cat((angles, angles), -1)
-        # Only one half may be read: the other is not the rotation's.
+        # Only one copy may be read; make the other invalid.
         unread = torch.zeros(angles.shape[-1], dtype=torch.bool)
         unread[slice(1, None, 2) if repeated else slice(pairs, None)] = True
     if "angles" in kind:
@@ -191,14 +191,14 @@ def make_table(kind: str, pairs: int, batch: int, dtype: torch.dtype, pairing: s
         cos[..., unread] = sin[..., unread] = float("nan")
     if "fused" in kind:
         return {"cos_sin": torch.cat((cos, sin), -1)}
-    if "strided" in kind:  # rows and columns apart, and nothing aligned
+    if "strided" in kind:  # strided rows and columns, unaligned
         cos, sin = (torch.stack((x, x), -1).repeat_interleave(2, -3)[..., ::2, :, 1] for x in (cos, sin))
     return {"cos": cos, "sin": sin}
 
 
 def assert_right(y: Tensor, x: Tensor, want: Expected) -> None:
-    """y is the rotation of x: what does not rotate has the bits of x, what has no table row is NaN, and the rest is
-    within the budget."""
+    """Check that y is the rotation of x: unrotated features are bitwise equal, positions outside the table give NaN, and the
+    rest is within the error budget."""
     assert y.shape == x.shape
     assert y.dtype == x.dtype
     assert_bits(y[~want.rotated], want.passed[~want.rotated])
@@ -210,8 +210,8 @@ def assert_right(y: Tensor, x: Tensor, want: Expected) -> None:
 
 
 def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor, angle_error: float = 0.0) -> None:
-    """The error is at most twice that of same-dtype eager plus half a unit in the last place, in maximum and RMS; eager
-    here is given exact angles, so what float64 leaves of them comes on top."""
+    """Check that the error is at most twice that of same-dtype eager code plus half an ulp, in maximum and RMS. Eager code
+    gets exact angles here, so the float64 angle error is added."""
     if actual.numel() == 0:
         return
     half_unit = torch.finfo(actual.dtype).eps / 2
@@ -223,11 +223,11 @@ def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor, angle_err
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor, angle_error: float = 0.0) -> None:
-    """Element by element: one rounding to the dtype, after arithmetic in float32 (float64 for float64), of which cos
-    and sin, two products and a sum each contribute at most half a unit in the last place of the pair's modulus."""
+    """Check elementwise: one rounding to the dtype after float32 (float64 for float64) arithmetic, in which cos and sin, two
+    products and a sum each contribute at most half an ulp of the pair's modulus."""
     arithmetic = torch.finfo(torch.float64 if actual.dtype == torch.float64 else torch.float32)
     info = torch.finfo(actual.dtype)
-    # Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16.
+    # Triton's interpreter truncates float32 to bfloat16 where a GPU rounds.
     unit = info.eps if INTERPRETER and actual.dtype == torch.bfloat16 else info.eps / 2
     allowed = unit * exact.abs() + (2 * arithmetic.eps + angle_error) * size + info.tiny * info.eps
     error = (actual.double() - exact).abs()
@@ -239,7 +239,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor, angle_error
 
 
 def assert_bits(a: Tensor, b: Tensor) -> None:
-    """Equal bit for bit, NaNs and signs of zeros included."""
+    """Check bitwise equality, including NaNs and signed zeros."""
     assert a.shape == b.shape
     assert a.dtype == b.dtype
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
@@ -247,8 +247,8 @@ def assert_bits(a: Tensor, b: Tensor) -> None:
 
 
 def copy_of(xs: tuple[Tensor, ...], device: str | None = None) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The tensors again, with the same strides and start in copies of their whole storages, and those storages; what
-    shares a storage shares one again."""
+    """Clone tensors with their whole storages, keeping strides, storage offsets and storage sharing; also return the new
+    storages."""
     storages: dict[int, Tensor] = {}
     copies = []
     for x in xs:
@@ -269,7 +269,7 @@ def poisoned_like(xs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Tens
 
 
 def assert_neighbours(before: list[Tensor], after: list[Tensor], xs: tuple[Tensor, ...]) -> None:
-    """Outside the tensors xs, which are views of them, storages have the bits that they had."""
+    """Check that storages are unchanged outside xs, which are views of them."""
     for old, new in zip(before, after, strict=True):
         untouched = torch.ones(new.shape, dtype=torch.bool, device=new.device)
         for x in xs:
@@ -279,7 +279,7 @@ def assert_neighbours(before: list[Tensor], after: list[Tensor], xs: tuple[Tenso
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that run inside, by name."""
+    """Count dispatched operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,5 +291,5 @@ class Operators(TorchDispatchMode):
 
 
 def pairs_of(xs: tuple[Any, ...], result: Any) -> Iterator[tuple[Any, Any]]:
-    """(input, output) of a call that returns one tensor for q, or a tuple for q and k."""
+    """Yield (input, output) of a call that returns one tensor for q, or a tuple for q and k."""
     return zip(xs, result if isinstance(result, tuple) else (result,), strict=True)

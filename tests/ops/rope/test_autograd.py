@@ -1,4 +1,4 @@
-"""Differentiation of every kind: gradients against those of the reference in float64, and what they may not touch."""
+"""Autograd and torch.func transforms: gradients against the float64 reference, and what backward must not modify."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_place = pytest.mark.parametrize("place", places(interpreted=False))
 every_place_and_the_interpreter = pytest.mark.parametrize("place", places())
 on_the_cpu = pytest.mark.parametrize("place", [p for p in places(interpreted=False) if p.values[0].device == "cpu"])
 
-# torch's own forward mode scripts its decompositions when it is first used.
+# Forward-mode AD in torch scripts its decompositions on first use.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 TABLE = make_table("half", 5, 2, torch.float32)
@@ -49,7 +49,7 @@ def exact_gradients(
 
 
 def close(actual: Tensor, exact: Tensor) -> None:
-    """One rounding on top of float32 arithmetic; upstream gradients here are of size 1 to 4."""
+    """Allow one rounding plus float32 arithmetic; upstream gradients here are of magnitude 1 to 4."""
     eps = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(
         actual.double(), exact.double(), rtol=eps / 2, atol=16 * 2.0**-23 if eps < 1e-3 else 2.0**-20
@@ -58,7 +58,7 @@ def close(actual: Tensor, exact: Tensor) -> None:
 
 @every_place_and_the_interpreter
 def test_gradient_of_a_sum(place: Place) -> None:
-    """y.sum() sends one expanded element back: strides 0, last dimension not contiguous."""
+    """The gradient of y.sum() is one expanded element: strides 0, last dimension not contiguous."""
     q, k, kwargs = inputs(place)
     y, z = fusewise.rope(q, k, **kwargs)
     dq, dk = torch.autograd.grad(y.sum() + 2 * z.sum(), (q, k))
@@ -70,7 +70,7 @@ def test_gradient_of_a_sum(place: Place) -> None:
 
 @every_place
 def test_gradient_without_memory(place: Place) -> None:
-    """torch gives zeros of no memory for the gradient of sgn, and hands them to an operator as one expanded element."""
+    """The gradient of sgn is a ZeroTensor, which torch passes to an operator as one expanded element."""
     q, k, kwargs = inputs(place)
     for rotate in (fusewise.rope, lambda q, k, **options: fusewise.rope_(q.clone(), k.clone(), **options)):
         y, z = rotate(q, k, **kwargs)
@@ -122,7 +122,7 @@ def test_only_one_gradient_is_wanted(place: Place) -> None:
 @every_place
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_what_requires_no_grad_gets_none(place: Place, wanted: int) -> None:
-    """Nor does its rotation; also of a gradient that is itself differentiated."""
+    """Nor does its rotation require grad; also in double backward."""
     q, k, kwargs = inputs(place)
     ys = fusewise.rope(*(x if i == wanted else x.detach() for i, x in enumerate((q, k))), **kwargs)
     assert [y.requires_grad for y in ys] == [i == wanted for i in range(2)]
@@ -136,7 +136,7 @@ def test_what_requires_no_grad_gets_none(place: Place, wanted: int) -> None:
 @every_place
 @pytest.mark.parametrize("layout", ["bhsd", "sbhd"])
 def test_gradients_have_the_strides_of_their_inputs(place: Place, layout: str) -> None:
-    """Also where the incoming gradient has others: q is a view of memory in another order."""
+    """Also if the incoming gradient has other strides: q is a transposed view."""
     require(place)
     dims = (1, 2) if layout == "bhsd" else (0, 1)
     table = {name: x.to(place.device) for name, x in make_table("half", 8, 2, torch.float32).items()}
@@ -151,7 +151,7 @@ def test_gradients_have_the_strides_of_their_inputs(place: Place, layout: str) -
 
 @every_place
 def test_retained_graph_gives_equal_bits(place: Place) -> None:
-    """Backward twice: nothing that the first one read was written to."""
+    """Backward twice: the first one must not modify what it reads."""
     q, k, kwargs = inputs(place, torch.bfloat16)
     ys = fusewise.rope(q, k, **kwargs)
     dys = tuple(torch.randn_like(y) for y in ys)
@@ -215,7 +215,7 @@ def test_forward_mode(place: Place) -> None:
 
 
 def test_forward_mode_with_one_tangent() -> None:
-    """The output of the input without one has a tangent of zeros."""
+    """The output for the input without a tangent has a zero tangent."""
     q, k, kwargs = inputs(Place("reference", "cpu"))
     q, k = q.detach(), k.detach()
     for i, x in enumerate((q, k)):
@@ -233,7 +233,7 @@ def test_tables_have_no_tangent_and_say_so() -> None:
 
 @every_place
 def test_func_transforms(place: Place) -> None:
-    """vjp, jvp, vmap over both or one, jacobians and a Hessian, through torch.func."""
+    """torch.func: vjp, jvp, vmap over both inputs or one, Jacobians and a Hessian."""
     q, k, kwargs = inputs(place)
     q, k = q.detach(), k.detach()
 
@@ -260,7 +260,7 @@ def test_func_transforms(place: Place) -> None:
     gradients = torch.func.vmap(torch.func.grad(lambda q: fusewise.rope(q, **kwargs).square().sum()))(
         torch.stack([q, 2 * q])
     )
-    close(gradients[1] / 4, q.double())  # a rotation keeps lengths: the gradient of |y|² is 2 x
+    close(gradients[1] / 4, q.double())  # rotation preserves the norm: the gradient of |y|² is 2 x
 
     small = q[:1, :1, :1]
     hessian = torch.func.hessian(lambda x: fusewise.rope(x, **kwargs).square().sum())(small).reshape(16, 16)
@@ -271,7 +271,7 @@ def test_func_transforms(place: Place) -> None:
 
 
 def test_vmap_over_positions_and_tables() -> None:
-    """A mapped table or position has a call an entry."""
+    """Batched tables or positions take one call per entry."""
     q, _, kwargs = inputs(Place("reference", "cpu"))
     rows = torch.tensor([[0, 1, 2, 3], [9, 9, 0, 1], [63, 64, 1, 2]])
     ys = torch.func.vmap(lambda p: fusewise.rope(q.detach(), **kwargs, positions=p))(rows)
@@ -280,7 +280,7 @@ def test_vmap_over_positions_and_tables() -> None:
 
 
 def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mapped dimension of q and k is folded into their heads: one launch, not one an entry."""
+    """The vmap dimension of q and k is folded into the heads: one launch, not one per entry."""
     q, k, kwargs = inputs(Place("reference", "cpu"))
     calls = []
     launch = _op._launch
@@ -329,7 +329,7 @@ def test_checkpointing(place: Place, reentrant: bool) -> None:
 
 @on_the_cpu
 def test_in_place_under_checkpointing(place: Place) -> None:
-    """The block's own values are rotated in place, the recomputed ones again, and gradients stay right."""
+    """Intermediate values are rotated in place, again in the recomputation, and gradients stay correct."""
     q, k, kwargs = inputs(place)
 
     def block(q: Tensor, k: Tensor, rope: Callable[..., Any]) -> Tensor:
@@ -367,7 +367,7 @@ def test_tables_get_no_gradient_and_say_so(name: str) -> None:
 
 @every_place
 def test_tables_may_require_grad_where_none_is_recorded(place: Place) -> None:
-    """As does a frequency that is a parameter of the model; and a call that has been before is refused where one is."""
+    """As for frequencies that are model parameters. A repeated call is still rejected if a gradient is recorded."""
     q, k, kwargs = inputs(place)
     want = fusewise.rope(q, k, **kwargs)
     kwargs = {**kwargs, "cos": kwargs["cos"].clone().requires_grad_()}
@@ -394,7 +394,7 @@ def test_inference_mode_and_no_grad_record_nothing() -> None:
 @pytest.mark.parametrize("k_dim", [0, None])
 @pytest.mark.parametrize("entries", [0, 1, 3])
 def test_vmap_over_any_number_of_entries(entries: int, k_dim: int | None) -> None:
-    """None and one, too, which are not to be taken for an operand that is not mapped; with positions that are, also."""
+    """Also 0 and 1, which must not be mistaken for an unbatched operand; also with batched positions."""
     q, k, kwargs = inputs(Place("reference", "cpu"))
     qs = torch.randn(entries, *q.shape)
     ks = torch.randn(entries, *k.shape) if k_dim == 0 else k.detach()

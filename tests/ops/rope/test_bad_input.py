@@ -1,4 +1,4 @@
-"""Every mistake has one error: its type, and `<op>: <argument> must <contract>, got <value>; <one fix>`."""
+"""Every invalid argument has one error: its type, and `<op>: <argument> must <contract>, got <value>; <one fix>`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sparse() -> torch.Tensor:
     return torch.zeros(2, 6, 4, 16).to_sparse()
 
 
-# What is passed (on top of q, k, cos and sin; None takes away), the error, and the words that say what is wrong.
+# The arguments (in addition to q, k, cos and sin; None removes one), the error type, and the expected message.
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # q and k
     "q-list": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
@@ -180,7 +180,7 @@ def test_mistake(name: str, op: Any) -> None:
     changes, error, words = MISTAKES[name]
     arguments = {"q": Q, "k": K, **TABLE, **changes}
     before = Q.clone(), K.clone()
-    for _ in range(2):  # a call that failed is not remembered as one that passed
+    for _ in range(2):  # a failed call must not be cached as valid
         with pytest.raises(error, match=words) as caught:
             op(**arguments)
         assert type(caught.value) is error
@@ -216,7 +216,7 @@ def test_wrong_outputs(name: str) -> None:
 
 
 def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
-    """Validation is remembered by all that it looked at: each of these differs in one respect from a call before it."""
+    """Validation is cached by everything it checks: each of these calls differs in one respect from an earlier one."""
     fusewise.rope(Q, K, **TABLE, offset=58)
     with pytest.raises(ValueError, match="positions up to 64, got 64 rows"):
         fusewise.rope(Q, K, **TABLE, offset=59)
@@ -237,7 +237,7 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
 
 
 def test_sparse_positions_are_not_those_of_stride_0() -> None:
-    """A sparse tensor of one dimension says that it has the strides of an expanded one."""
+    """A 1-D sparse tensor reports the strides of an expanded one."""
     q, table = torch.randn(1, 6, 2, 16), make_table("half", 8, 1, torch.float32)
     positions = torch.zeros(1, dtype=torch.int64).expand(6)
     fusewise.rope(q, **table, positions=positions)
@@ -246,13 +246,13 @@ def test_sparse_positions_are_not_those_of_stride_0() -> None:
 
 
 def test_strides_of_no_elements_say_nothing() -> None:
-    """No tokens, any strides."""
+    """With no tokens any strides are valid."""
     q = torch.empty(2, 0, 4, 16).as_strided((2, 0, 4, 16), (0, 0, 1, 5))
     assert fusewise.rope(q, **TABLE).shape == q.shape
 
 
 def test_strides_of_a_single_row_say_nothing() -> None:
-    """A decode step may have cut one row out of a table and made the other."""
+    """In a decode step one table may be a slice of one row and the other a new tensor."""
     cos, sin = COS[3:4], SIN[3:4].as_strided((1, 8), (99, 1))
     expected = fusewise.rope(Q[:, :1], K[:, :1], **TABLE, offset=3)
     for tables in ({"cos": cos, "sin": sin}, {"cos": cos[None], "sin": sin.as_strided((1, 1, 8), (7, 5, 1))}):
@@ -261,14 +261,14 @@ def test_strides_of_a_single_row_say_nothing() -> None:
 
 
 def test_positions_that_cannot_be_known_are_nan_not_errors() -> None:
-    """Values in a tensor are not looked at on the host: their rotated features are NaN, the rest stays."""
+    """The host does not read tensor values: out-of-range positions give NaN in the rotated features, the rest is unchanged."""
     y = fusewise.rope(Q, **TABLE, positions=torch.tensor([0, 64, -1, 63, 2**40, 5]))
     assert y[:, [1, 2, 4]].isnan().all()
     assert y[:, [0, 3, 5]].isfinite().all()
 
 
 def test_names_may_be_of_a_str_enumeration() -> None:
-    """Whose members are equal to their texts but are not formatted as these."""
+    """Members of a str enum equal their values but format differently."""
 
     class Name(str, enum.Enum):
         BHSD, INTERLEAVED, REFERENCE = "bhsd", "interleaved", "reference"

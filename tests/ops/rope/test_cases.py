@@ -1,4 +1,4 @@
-"""The case registry: what the presets contain, what their counts mean, and that inputs are the same everywhere."""
+"""The case registry: contents of the presets, definition of their counts, and reproducible inputs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_serving_inputs_are_tokens_with_one_cache_and_a_position_each() -> None:
         assert inputs.cache is not None and torch.equal(inputs.cache, torch.cat((inputs.cos, inputs.sin), dim=-1))
         assert inputs.cache.shape == (8192, 64) and "cos" not in inputs.kwargs and "offset" not in inputs.kwargs
     assert torch.equal(chunk.make_inputs("cpu", "bf16").kwargs["positions"], torch.arange(128))
-    # in place only what rotates moves: 8 tokens of 34 heads, 64 of their 128 features, twice 2 bytes; 8 rows; 8 ids
+    # in place only rotated features move: 8 tokens of 34 heads, 64 of 128 features, twice 2 bytes; 8 rows; 8 ids
     assert decode.bytes_min("fwd", "bf16") == 8 * 34 * 64 * 2 * 2 + 8 * 64 * 4 + 8 * 8
     assert decode.output_bytes("bf16") == 0
 
@@ -170,7 +170,7 @@ def test_the_op_accepts_the_inputs_and_rotates_what_the_case_says(name: str) -> 
         rotated = slice(start, start + found.rotated)
         if x.shape[-1] == found.rotated:
             rotated = slice(None)
-        # a rotation keeps the length of the rotated part (scaling 1 in these cases) and the other features
+        # rotation preserves the norm of the rotated part (scaling 1 in these cases) and the other features
         torch.testing.assert_close(y[..., rotated].norm(dim=-1), x[..., rotated].norm(dim=-1))
         kept = torch.ones(x.shape[-1], dtype=torch.bool)
         kept[rotated] = False

@@ -1,5 +1,5 @@
-"""RoPE under torch.compile: one graph, the bits and gradients of the call, and none compiled anew while a sequence grows. The
-operators, and graphs that write in place, have files of their own, which share what is made here."""
+"""RoPE under torch.compile: one graph, bitwise equal results and gradients, and no recompilation while a sequence grows.
+Operators and in-place graphs are tested in separate files that import helpers from this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fusewise
 
 from .support import Place, assert_bits, make_table, require
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 TABLE = make_table("half", 8, 2, torch.float32)
@@ -60,7 +60,7 @@ print("right")
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_is_the_very_first_call(backend: str) -> None:
-    """In a fresh process, before the operator or anything behind it has run: forward, backward, no graph break."""
+    """In a fresh process, before any eager call of the operator: forward, backward, no graph break."""
     done = subprocess.run(
         [sys.executable, "-c", COLD.format(backend=backend)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -82,11 +82,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# An implementation is nothing that a trace sees: one of them has numbers for shapes as well as symbols.
+# A trace does not see the implementation, so only one runs with static as well as dynamic shapes.
 @pytest.mark.parametrize(("impl", "dynamic"), [("cpu", False), ("cpu", True), ("reference", True)])
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_gives_the_same_bits(name: str, impl: str, dynamic: bool) -> None:
-    """Forward and backward, whole graph."""
+    """Forward and backward, fullgraph."""
     require(Place(impl, "cpu"))
     kwargs = {**CALLS[name], "impl": impl}
     leaves = tensors(requires_grad=True)
@@ -135,7 +135,7 @@ def test_no_recompilation_while_the_sequence_grows(table: str) -> None:
 
 
 def test_no_recompilation_in_a_decode_loop() -> None:
-    """The offset is a symbol: one token at a time, one graph."""
+    """The offset is symbolic: one token at a time, one graph."""
     counter = CompileCounter()
     f = torch.compile(
         lambda q, offset: fusewise.rope(q, **TABLE, offset=offset), fullgraph=True, dynamic=True, backend=counter
@@ -182,9 +182,9 @@ def cubed(q: Tensor) -> Tensor:
     ],
     ids=["grad", "grad-grad", "vmap-grad", "vjp", "jvp"],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, where it traces jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # raised by torch when it traces jvp
 def test_compiled_transforms(transformed: Any) -> None:
-    """An operator in a transform that is traced would be a constant: gradients of zero, without a word."""
+    """An operator inside a traced transform would become a constant: silently zero gradients."""
     q = torch.randn(2, 6, 4, 16)
     found = torch.compile(transformed, backend="aot_eager", fullgraph=True)(q)
     torch.testing.assert_close(found, transformed(q), rtol=1e-5, atol=1e-4)
@@ -202,7 +202,7 @@ def test_compiled_transforms_do_not_recompile_while_the_sequence_grows(pairing: 
 
 
 def test_compiled_with_another_operation_in_between() -> None:
-    """The graph keeps the strides that the operator was given: a transposed q, its gradient alike."""
+    """The graph preserves the strides of the operator's inputs: a transposed q and its gradient."""
     q, k = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors())
 
     def f(q: Tensor, k: Tensor) -> Tensor:

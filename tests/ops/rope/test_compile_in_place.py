@@ -1,5 +1,4 @@
-"""RoPE under torch.compile where it writes to tensors of the caller, in place or into outputs: what a graph could write wrongly
-or leave out is right or refused."""
+"""In-place and out= RoPE under torch.compile: mutations that a graph could get wrong or drop are correct or rejected."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from fusewise.ops._register import _COPIES_WRONGLY
 from .support import Place, assert_bits, require
 from .test_compile import COS, SIN, TABLE, _cold, tensors  # noqa: F401 (a fixture)
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
-# An implementation is nothing that a trace sees: two stand for all.
+# A trace does not see the implementation, so two represent all.
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_compiled_in_place_without_gradients(impl: str) -> None:
     require(Place(impl, "cpu"))
@@ -59,8 +58,8 @@ def test_compiled_into_outputs() -> None:
 
 @pytest.mark.parametrize("into", ["in place", "out"])
 def test_compiled_writes_into_parts_of_one_tensor(into: str) -> None:
-    """Inputs of a graph that share a storage, of which one does not begin with it: torch 2.11 copies the second one that an
-    operator writes to from the wrong place."""
+    """Graph inputs that share a storage, one with a storage offset: torch 2.11 copies the second tensor that an operator
+    mutates from the wrong offset."""
     q, k, both = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 4, 16), torch.zeros(2, 2, 6, 4, 16)
 
     def write(y: torch.Tensor, z: torch.Tensor) -> None:
@@ -101,7 +100,7 @@ def test_compiled_writes_into_shared_memory_are_refused(message: str, dynamic: b
 
 @pytest.mark.skipif(_COPIES_WRONGLY, reason="before torch 2.13 a graph writes to no tensor of the caller")
 def test_compiled_for_tensors_apart_refuses_those_that_share() -> None:
-    """A graph may not serve what it was not made for."""
+    """A graph must not accept inputs it was not compiled for."""
     x = torch.randn(2, 6, 4, 16)
     f = torch.compile(lambda q, k: fusewise.rope_(q, k, **TABLE), backend="aot_eager")
     f(x[:, :, :3].clone(), x[:, :, 2:].clone())
@@ -126,8 +125,8 @@ def test_no_recompilation_in_place_while_the_sequence_grows() -> None:
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo looks at it
 def test_compiled_in_place_with_gradients_is_refused() -> None:
-    """torch.compile would leave the mutation out of the graph of gradients and say nothing: a whole graph is refused, and
-    where the graph may break, the call runs outside it and is right."""
+    """torch.compile would silently drop the mutation from the autograd graph: fullgraph raises an error; otherwise the graph
+    breaks and the call runs eagerly and is correct."""
     leaves = tensors(requires_grad=True)
     dys = tuple(torch.randn_like(x) for x in leaves)
 

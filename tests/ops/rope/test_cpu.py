@@ -1,5 +1,5 @@
-"""The native CPU kernel against the reference in float64, over what can break in it: vectors and their remainders,
-strides, pairings, tables, positions, threads, memory that is not its own."""
+"""The native CPU kernel against the float64 reference: vectors and remainders, strides, pairings, tables, positions, threads,
+out-of-bounds writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(_cpu.unavailable("cpu") is not None, reason=str(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRINGS = ["half", "interleaved", "interleaved_to_half", "half_to_interleaved"]
 LAYOUTS = {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1)}
-#: Half a unit in the last place of 1.
+#: Half an ulp of 1.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 ROWS = 64
 
@@ -57,7 +57,7 @@ def exact(value: Any) -> Any:
 
 
 def check(xs: list[Tensor], **arguments: Any) -> None:
-    """Out of place into memory full of NaN, and in place, against float64 and against each other."""
+    """Compare out of place (into NaN-filled outputs) and in place with float64 and with each other."""
     truth = reference.rope(*(x.double() for x in xs), **{name: exact(value) for name, value in arguments.items()})
     eager = reference.rope(*xs, **arguments)
     outs = tuple(torch.full_like(x, float("nan")) for x in xs)
@@ -136,7 +136,7 @@ def test_duplicated_interleaved_table() -> None:
     "kind", ["shared", "batched", "offsets", "sections", "sections_interleaved", "sections_shared"]
 )
 def test_positions(kind: str, layout: str, integer: torch.dtype) -> None:
-    """A tenth of the positions has no row: NaN there, and only there."""
+    """A tenth of the positions is outside the table: NaN there, and only there."""
     positions = torch.randint(-4, ROWS + 4, (3, 2, 37), generator=torch.Generator().manual_seed(0)).to(integer)
     cos, sin = table(32)
     arguments: dict[str, Any] = {
@@ -172,7 +172,7 @@ def test_packed_sequences_and_padding(offset: Any, integer: torch.dtype) -> None
     offset = torch.tensor([7, 1, 2, 0]).to(integer) if offset == "tensor" else offset
     arguments = {"cos": table(32)[0], "sin": table(32)[1], "layout": "thd", "cu_seqlens": cu_seqlens, "offset": offset}
     check([q.clone(), k.clone()], **arguments)
-    for x in (q, k):  # what lies past the last sequence may be anything
+    for x in (q, k):  # values past the last sequence may be anything
         x[91, 0, 3], x[92:94], x[95, 0, 20], x[97] = float("inf"), -0.0, float("nan"), float("nan")
     for rotated in (
         fusewise.rope(q, k, **arguments, impl="cpu"),
@@ -234,7 +234,7 @@ def test_views_of_packed_qkv_leave_their_neighbours_alone(dtype: torch.dtype, pa
 
 @pytest.mark.parametrize("shape", [(0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64)])
 def test_nothing_to_do(shape: tuple[int, ...]) -> None:
-    """Where q has no heads, its pointers are alike as if it were rotated in place; k is still copied whole."""
+    """With no q heads, input and output pointers of q are equal as in place; k must still be copied whole."""
     q, k = torch.randn(shape), torch.randn(*shape[:2], 2, 64)
     cos, sin = table(16)
     rotated = fusewise.rope(q, k, cos=cos, sin=sin, rotary_dim=32, impl="cpu")
@@ -244,7 +244,7 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounds_to_nearest_even_and_keeps_nan_and_infinity(dtype: torch.dtype) -> None:
-    """Rotation by zero of every 16-bit pattern, in both pairings, is the identity; by a given cosine it is torch's cast."""
+    """Rotating every 16-bit pattern by zero, in both pairings, is the identity; scaling by a cosine rounds as torch's cast."""
     words = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     x = (words.view(dtype) if dtype != torch.float32 else words.view(torch.float16).float()).reshape(1, -1, 1, 64)
     x = torch.cat((x, x), -1)
@@ -252,7 +252,7 @@ def test_rounds_to_nearest_even_and_keeps_nan_and_infinity(dtype: torch.dtype) -
     y = fusewise.rope(x, cos=cos, sin=torch.zeros_like(cos), impl="cpu")
     z = fusewise.rope(x, cos=cos, sin=torch.zeros_like(cos), pairing="interleaved", impl="cpu")
     expected = x.float() * (1 / 3)
-    both = expected[..., :64].isfinite()  # where the partner is infinite or NaN, zero times it is NaN
+    both = expected[..., :64].isfinite()  # zero times an infinite or NaN partner is NaN
     assert torch.equal(y[..., :64][both], expected[..., :64][both].to(dtype))
     assert (y[..., :64].isnan() == ~both).all()
     partner = x.float().unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -264,7 +264,7 @@ def test_rounds_to_nearest_even_and_keeps_nan_and_infinity(dtype: torch.dtype) -
 @pytest.mark.parametrize("arguments", [{"pairing": "half"}, {"pairing": "interleaved", "layout": "bhsd"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bitwise_equal_for_any_threads_and_any_company(arguments: dict[str, Any], dtype: torch.dtype) -> None:
-    """Large enough for two threads; a token alone gives the bits that it gives among others."""
+    """Large enough for two threads; a token gives the same bits alone and among others."""
     shape = (2, 8, 300, 80) if "layout" in arguments else (2, 300, 8, 80)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     threads = torch.get_num_threads()
@@ -285,7 +285,7 @@ def test_bitwise_equal_for_any_threads_and_any_company(arguments: dict[str, Any]
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 72)], ids=str)
 def test_outputs_written_past_the_cache(dtype: torch.dtype, head_dim: int, fresh: bool) -> None:
-    """Over 32 MiB the kernel stores past the cache, or asks for large pages; unaligned heads and gaps included."""
+    """Above 32 MiB the kernel uses non-temporal stores or requests huge pages; includes unaligned heads and gaps."""
     heads = 8
     tokens = (34 << 20) // (heads * head_dim * dtype.itemsize)
     x = torch.randn(1, tokens, heads, head_dim, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -302,7 +302,7 @@ def test_outputs_written_past_the_cache(dtype: torch.dtype, head_dim: int, fresh
 
 
 def test_more_than_2_31_elements_apart() -> None:
-    """Offsets are 64 bits wide: q starts 5 GiB before its last token, in memory of which only the ends are touched."""
+    """Offsets are 64-bit: q starts 5 GiB before its last token, in a buffer of which only the ends are touched."""
     room = torch.empty(2**31 + 2**29, dtype=torch.bfloat16)
     x = torch.as_strided(room, (1, 2, 3, 64), (0, 2**31 + 2**28, 64, 1))
     x.copy_(torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(4)))
@@ -354,7 +354,7 @@ def test_threads(parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "before", ["fusewise.rope(x, inv_freq=f, impl='cpu')", "torch.mm(*torch.randn(2, 999, 999)).sin()"]
 )
 def test_works_in_a_forked_child(before: str) -> None:
-    """After threads have run in the parent, whose OpenMP threads the child does not have, whoever ran them."""
+    """After the parent has used OpenMP threads, which a forked child does not have."""
     code = (
         f"before = {before!r}"
         + """

@@ -1,4 +1,4 @@
-"""The build of the CUDA kernels, on a machine without a GPU: at once, killed, damaged, failing, and by CMake."""
+"""The build of the CUDA kernels on a machine without a GPU: concurrent, killed, corrupted, failing, and by CMake."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def script(path: Path, body: str) -> Path:
 
 @pytest.mark.slow
 def test_killed_then_two_at_once_then_damaged(tmp_path: Path) -> None:
-    """A build killed in the middle is made again, once for two processes; a changed library is not loaded."""
-    library, _ = cuda_codegen.compiled(_cuda)  # what the real compiler makes of the sources: it takes a minute
+    """A killed build is repeated, once for two processes; a modified library is not loaded."""
+    library, _ = cuda_codegen.compiled(_cuda)  # built by the real compiler, which takes a minute
     nvcc = script(
         tmp_path / "nvcc",
         f'[ "$1" = --version ] && exec echo patient 1.0\necho build >> {tmp_path}/builds\nfor last; do :; done\n'
@@ -121,7 +121,7 @@ def test_a_failing_compiler_is_one_error_and_names_what_serves_instead(tmp_path:
     )
     assert "building rope-cuda failed" in reason and "exited with 2" in reason
     assert reason.endswith('rope.cu(1): error: no such luck; use impl="auto"')
-    assert "noise 25" in reason and "noise 15" not in reason  # the last lines alone
+    assert "noise 25" in reason and "noise 15" not in reason  # only the last lines
     assert (tmp_path / "builds").read_text() == "build\n", "a failed build is not tried again"
 
 
@@ -132,7 +132,7 @@ def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
 
 
 def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
-    """Exit code 1 with the compiler's last lines; what can be built is."""
+    """Exit code 1 with the compiler's last lines; the other libraries are still built."""
     pytest.importorskip("click")
     nvcc = script(tmp_path / "nvcc", '[ "$1" = --version ] && exec echo broken 1.0\necho no such luck >&2\nexit 2\n')
     cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && exec echo quick 1.0\nfor last; do :; done\ntouch "$last"\n')
@@ -165,7 +165,7 @@ def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
     assert "build: arch must be names like sm_80,sm_90, none older than sm_80, got 'sm_70'" in done.stderr
 
 
-#: The kernels of one dtype, pairing and activation, a seventh of the time: what is compiled of each is for `test_cuda_codegen.py`.
+#: Only one dtype, pairing and activation, a seventh of the build time; `test_cuda_codegen.py` covers the others.
 FEW = "-DFUSEWISE_DTYPE=float -DFUSEWISE_IN=0 -DFUSEWISE_OUT=0 -DFUSEWISE_BFLOAT16=1 -DFUSEWISE_ACTIVATION=SILU"
 
 
@@ -176,7 +176,7 @@ FEW = "-DFUSEWISE_DTYPE=float -DFUSEWISE_IN=0 -DFUSEWISE_OUT=0 -DFUSEWISE_BFLOAT
 @pytest.mark.skipif(NVCC is None, reason="no nvcc on the PATH")
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on the PATH")
 def test_cmake_builds_the_same_source(tmp_path: Path) -> None:
-    """A plain shared library with the same functions and no others, which needs neither torch nor Python."""
+    """The result is a plain shared library with the same exports and no others, independent of torch and Python."""
     for arguments in (
         ["-S", str(ROOT), "-B", str(tmp_path), "-DCMAKE_CUDA_ARCHITECTURES=90", f"-DCMAKE_CUDA_FLAGS={FEW}"],
         ["--build", str(tmp_path)],

@@ -1,5 +1,5 @@
-"""The kernel of large calls that copy a part of each head and would write sectors in parts (`_cuda/bulk.cuh`): on a CPU against the
-oracle, whichever thread is first and whenever what is asynchronous is done, and on a GPU with Triton's bits."""
+"""The kernel for large partial-rotary calls that would otherwise write partial sectors (`_cuda/bulk.cuh`): on a CPU against the
+oracle, for any order of threads and asynchronous operations, and on a GPU bitwise equal to Triton."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ CASES = [
     replace(BASE, name="q-alone", kv_heads=None),
     replace(BASE, name="sbhd", layout="sbhd"),
 ]  # fmt: skip
-#: A call of any size has the kernel, and one that has not is an error.
+#: Use the kernel for calls of any size; a call that does not use it fails.
 EVERY = (
     ("BULK_LARGE = 16 << 20", "BULK_LARGE = 0"), ("FEWEST_OF_UNIT = 2560", "FEWEST_OF_UNIT = 0"), ("in_parts = bytes < 16", "in_parts = true"),
     ("if (Light l{};", "return cudaErrorInvalidConfiguration; if (Light l{};"),
 )  # fmt: skip
-#: Calls of many tokens; whether they have the kernel.
+#: Calls of many tokens, and whether they use the kernel.
 LARGE = [
     (replace(BASE, name="large-phi-2", dtype="fp16", batch=20, tokens=41, heads=32, kv_heads=32), True),
     (replace(BASE, name="large-neox", dtype="fp16", tokens=176, heads=64, kv_heads=64, head_dim=96, rotary_dim=24, options={"positions": ids(2, 176)}), True),
@@ -71,7 +71,7 @@ def test_rotates(case: Case, backwards: bool, late: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("case", "has"), LARGE, ids=lambda value: getattr(value, "name", None))
 def test_who_has_it(case: Case, has: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where it writes nothing, nothing is written."""
+    """With the kernel's launch disabled, outputs of calls that use it stay unwritten."""
     kernels = changed(
         monkeypatch, tmp_path, ("return launch_bulk(", "return true ? cudaSuccess : launch_bulk(")
     ).plays()

@@ -1,4 +1,4 @@
-"""What the CUDA kernels compile to, without a GPU: no spills, every block resident as planned, 16 bytes an access."""
+"""Machine code of the CUDA kernels, checked without a GPU: no register spills, planned occupancy, 16-byte accesses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str]) -> None:
     [
         ("fLb0ELb0ELi4E", 2),  # float32: 16 bytes of each half
         ("__nv_bfloat16Lb0ELb0ELi8E", 2),
-        ("__halfLb1ELb1ELi4E", 1),  # neighbours: 16 bytes of pairs
-        ("__nv_bfloat16Lb1ELb0ELi4E", 1),  # read as neighbours, written as halves of 8 bytes
+        ("__halfLb1ELb1ELi4E", 1),  # interleaved: 16 bytes of pairs
+        ("__nv_bfloat16Lb1ELb0ELi4E", 1),  # read interleaved, written as halves of 8 bytes
     ],
 )
 def test_widest_accesses(compiled: tuple[Path, str], kernel: str, vectors: int) -> None:

@@ -1,5 +1,5 @@
-"""The kernel that large calls have (`_cuda/light.cuh`): every instance of it, on a CPU against the oracle, whichever thread is
-first, and on a GPU with Triton's bits, where nothing of a head is copied, one access of it, or more."""
+"""The kernel for large calls (`_cuda/light.cuh`): every instance, on a CPU against the oracle in any order of threads, and on a GPU
+bitwise equal to Triton, for heads of which no, one or several accesses are copied unrotated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["order"]  # a fixture
 
 BATCH, TOKENS = 3, 50
 ACCESS = {"fp32": 4, "bf16": 8, "fp16": 8}  # elements of 16 bytes
-#: A head by accesses: those that rotate, of q and of k in all, before what rotates.
+#: A head in accesses: the rotated ones, all of q, all of k, and those before the rotated ones.
 HEADS = {
     "whole": (2, 2, 2, 0),
     "one-access-behind": (4, 5, 5, 0),
@@ -34,7 +34,7 @@ HEADS = {
     "narrow-k": (4, 9, 4, -4),
     "wide-k": (2, 2, 5, 0),
 }
-#: The same by accesses of 8 bytes, where halves pair; of what is not whole the kernel serves calls in place.
+#: The same in 8-byte accesses, for pairing half; partial rotary uses the kernel only in place.
 NARROW = {"narrow-whole": (6, 6, 6, 0), "narrow-part": (6, 8, 10, 1)}
 PAIRINGS = ("half", "interleaved", "interleaved_to_half", "half_to_interleaved")
 POSITIONS: list[dict[str, Any]] = [
@@ -65,7 +65,7 @@ def cases() -> list[Case]:
     return found
 
 
-# Tokens in one row, and batch entries of a token each, as a decode step has them.
+# Packed tokens, and one token per batch entry as in a decode step.
 ROWS = [
     Case(name="thd", layout="thd", batch=1, tokens=60, heads=40, kv_heads=5, head_dim=16, dtype="bf16"),
     Case(name="thd-positions", layout="thd", batch=1, tokens=60, heads=40, kv_heads=5, head_dim=16, dtype="fp16",
@@ -89,7 +89,7 @@ def test_rotates(case: Case) -> None:
 
 
 def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where it writes nothing, nothing is written."""
+    """With the kernel's launch disabled, outputs stay unwritten."""
     kernels = changed(monkeypatch, tmp_path, ("return launch_light(", "return cudaSuccess; launch_light(")).plays()
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for case in CASES:
@@ -107,7 +107,7 @@ def test_it_is_what_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_heads_of_several_warps_are_not_reordered_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One warp would write what another has yet to read, where three threads have a head. The general kernel serves them."""
+    """If three threads share a head, one warp could overwrite what another has not read yet. The general kernel is used."""
     kernels = changed(monkeypatch, tmp_path, ("return launch_light(", "return cudaSuccess; launch_light(")).plays()
     with cuda_on_cpu.serving(_cuda, choice, kernels):
         for head_dim, light in ((32, True), (48, False)):
@@ -121,7 +121,7 @@ def test_heads_of_several_warps_are_not_reordered_in_place(monkeypatch: pytest.M
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize(("head_dim", "shift"), [(24, 0), (32, 1), (32, 2), (32, 3)], ids=str)
 def test_what_it_cannot_read_others_do(pairing: str, head_dim: int, shift: int) -> None:
-    """An odd number of accesses a head, and a table that begins so many elements behind an aligned address."""
+    """Other kernels are used for an odd number of accesses per head, and for a table `shift` elements off alignment."""
     call = make(
         Case(
             name="", batch=BATCH, tokens=TOKENS, heads=16, kv_heads=5, head_dim=head_dim, dtype="bf16", pairing=pairing
@@ -137,7 +137,7 @@ def test_what_it_cannot_read_others_do(pairing: str, head_dim: int, shift: int) 
 
 
 def without_rows(device: str, heads: int) -> None:
-    """No position has a row, and none is read."""
+    """An empty table: all positions are out of range, and nothing is read."""
     q = torch.randn(BATCH, TOKENS, heads, 64, device=device)
     empty, positions = torch.empty(0, 32, device=device), torch.zeros(TOKENS, dtype=torch.int64, device=device)
     assert fusewise.rope(q, cos=empty, sin=empty, positions=positions, impl="cuda").isnan().all()
@@ -154,7 +154,7 @@ def test_a_table_without_rows_on_a_gpu() -> None:
 
 
 def grown(case: Case) -> Case:
-    """Large enough for a GPU: 150 times as many batch entries, or heads where tokens are in one row."""
+    """The case enlarged for a GPU: 150 times as many batch entries, or heads for packed tokens."""
     positions = case.options.get("positions")
     if case.layout == "thd":
         return replace(case, heads=150 * case.heads)

@@ -1,5 +1,5 @@
-"""The CUDA kernels' own source against the oracle, without a GPU: the cases of the matrix, and calls of the sizes from which a
-thread has several heads."""
+"""The CUDA kernel source, compiled for the CPU, against the oracle: the cases of the matrix, and calls large enough that a thread
+handles several heads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .test_matrix import CASES, ids, run
 
 CUDA = Place("cuda", "cpu")
 NAMES = {case.name: case for case in CASES}
-#: Threads and blocks as they are numbered, and backwards: neither may matter.
+#: Execution order of threads and blocks: ascending and descending. The result must not depend on it.
 ORDERS = [False, True]
-# Of each, so much that a device of one multiprocessor is filled: several heads a thread, in every width of access.
+# Enough work to fill a device of one SM: several heads per thread, in every access width.
 BY_BATCH = {"offset-int32": {"offset": torch.arange(-2, 16, dtype=torch.int32)}}
 MANY = [
     replace(NAMES[name], name=f"{name}-of-many", batch=batch, tokens=50, options=BY_BATCH.get(name, NAMES[name].options), heads=heads, kv_heads=kv_heads)
@@ -68,7 +68,7 @@ def test_rotates(case: Case) -> None:
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str]) -> cuda_on_cpu.Library:
-    """The kernels with something else in their sources, (old, new); what is not there cannot be changed."""
+    """The kernels with (old, new) replacements in their source; every `old` must occur."""
     found = set()
     sources = []
     for source in _cuda.SOURCES:
@@ -87,17 +87,19 @@ def changed(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, 
 
 
 def test_stripes_of_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a few tokens each, so that there are many: none is left out, in the general kernel and in that of most calls."""
-    kernels = changed(monkeypatch, tmp_path, (" << 20;", " << 8;")).plays()  # what a stripe moves, and reads of a table
+    """Stripes of a few tokens, hence many: none is skipped, in the general kernel and in the one for most calls."""
+    kernels = changed(
+        monkeypatch, tmp_path, (" << 20;", " << 8;")
+    ).plays()  # bytes moved per stripe, and table bytes read
     shape = Case(name="", batch=3, tokens=48, heads=6, kv_heads=3, head_dim=32, rotary_dim=16, dtype="bf16")
     with cuda_on_cpu.serving(_cuda, choice, kernels):
-        for tokens in (48, 47):  # 47: no even share
+        for tokens in (48, 47):  # 47 does not divide evenly
             for rotary_dim in (8, 16):
                 check(replace(shape, tokens=tokens, rotary_dim=rotary_dim, options={"positions": ids(3, tokens)}))
 
 
 def test_the_orders_find_what_a_missing_barrier_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In place from one pairing to the other, a head is read whole before another thread writes into it."""
+    """When reordering in place between pairings, a head must be read completely before another thread writes to it."""
     kernels = changed(monkeypatch, tmp_path, ("__syncthreads();", ";"))
     wrong = []
     for backwards in ORDERS:

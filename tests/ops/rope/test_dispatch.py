@@ -1,4 +1,4 @@
-"""Which implementation a call takes, and what is said about it."""
+"""Dispatch: which implementation a call uses, and how it is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .support import Case, Place, assert_bits, make, make_table, require
 from .test_matrix import CASES
 
 Q = torch.randn(1, 4, 2, 16)
-NEW = (torch.empty(0),)  # into other tensors than those that are read
+NEW = (torch.empty(0),)  # out of place: outputs other than the inputs
 TABLE = make_table("half", 8, 1, torch.float32)
 
 
@@ -51,7 +51,7 @@ def test_a_gpu_takes_a_kernel() -> None:
     assert _auto.serving("auto", (q,), NEW, "") is _op.choice.implementation(told.impl)
 
 
-SHAPES = [  # of q and k where a thread of CUDA has several heads, or rows do not fill a block
+SHAPES = [  # q and k for which a CUDA thread handles several heads, or rows do not fill a block
     ((1, 2000, 32, 128), (1, 2000, 8, 128), {}),
     ((2, 700, 64, 96), (2, 700, 64, 96), {"rotary_dim": 24}),
     ((2, 1000, 32, 80), (2, 1000, 32, 80), {"rotary_dim": 32}),
@@ -61,7 +61,7 @@ SHAPES = [  # of q and k where a thread of CUDA has several heads, or rows do no
 
 
 def assert_bits_of(a: Tensor, b: Tensor) -> None:
-    """Equal bit for bit; a NaN is a NaN."""
+    """Check bitwise equality; all NaNs are equal."""
     assert torch.equal(a.isnan(), b.isnan())
     assert_bits(a.nan_to_num(0), b.nan_to_num(0))
 
@@ -69,7 +69,7 @@ def assert_bits_of(a: Tensor, b: Tensor) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_auto_has_the_bits_of_triton_whatever_it_takes(case: Case) -> None:
-    """Forward and backward. With a table, CUDA has them as well; computed angles are left to Triton."""
+    """Forward and backward. With tables, CUDA is bitwise equal too; angles computed in the kernel always use Triton."""
     for impl in ("triton", "cuda"):
         require(Place(impl, "cuda"))
     call = make(case, "cuda")
@@ -103,7 +103,7 @@ def test_cuda_has_the_bits_of_triton_where_it_has_work(
 
 
 def test_what_auto_takes_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    _host.forget()  # a call that has been before goes by the module's `launch`
+    _host.forget()  # a repeated call would bypass the module's `launch`
     ran = []
     for impl in ("cpu", "reference"):
         module = _op.choice.implementation(impl)
@@ -134,13 +134,13 @@ def test_a_named_implementation_never_falls_back() -> None:
 
 
 def test_the_operator_itself_refuses_too() -> None:
-    """A compiled graph may run where it was not traced."""
+    """A compiled graph may run in another environment than its trace."""
     with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'triton'"):
         torch.ops.fusewise.rope(Q, *TABLE.values(), None, None, None, 0, "", "triton", [])
 
 
 def test_a_missing_compiler_leaves_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No native kernel, no error: auto goes on to the next."""
+    """Without a native kernel, auto falls back to the next implementation without an error."""
     reason = "no C++ compiler was found"
 
     def without(impl: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -195,7 +195,7 @@ def test_on_a_gpu_cuda_takes_small_calls_once_it_is_built(
                 == fusewise.explain_dispatch(fusewise.rope, q, impl=impl).impl
             )
         double = q.double()
-        assert _auto.serving("auto", (double,), NEW, kind) == "triton"  # by the order of preference
+        assert _auto.serving("auto", (double,), NEW, kind) == "triton"  # by preference order
 
 
 def test_auto_takes_cuda_after_a_call_has_made_it(a_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_the_bound_is_of_bytes_read_and_written(a_gpu: list[str]) -> None:
 def test_in_place_a_part_of_the_head_is_all_that_moves(a_gpu: list[str]) -> None:
     a_gpu.clear()
     with FakeTensorMode():
-        q = torch.empty(1, _auto.MOST_BYTES_FOR_CUDA // 1024, 4, 64, device="cuda")  # half of it the bound
+        q = torch.empty(1, _auto.MOST_BYTES_FOR_CUDA // 1024, 4, 64, device="cuda")  # half of its traffic is the bound
         part = {"angles": None, "cos": torch.ones(9, 16), "sin": torch.ones(9, 16), "rotary_dim": 32}
         assert _auto.serving("auto", (q,), (q,), "rotary_dim=32") == "cuda"
         assert _auto.serving("auto", (q,), (q,), "rotary_dim=34") == "triton"

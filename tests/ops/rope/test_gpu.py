@@ -1,4 +1,4 @@
-"""What only a GPU can show: launches, memory, streams, graphs, sizes past 32 bits. The matrix itself runs there too."""
+"""Tests that need a GPU: launches, memory, streams, CUDA graphs, sizes beyond 32 bits. The matrix also runs on GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .support import Case, assert_bits, assert_right, assert_rounded_once, copy_
 
 pytestmark = pytest.mark.gpu
 
-# Kernels for GPUs: all implementations but those of the host.
+# GPU implementations: all except the CPU ones.
 impls = pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in ("cpu", "reference")])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -41,7 +41,7 @@ def call_of(name: str, impl: str, dtype: str = "bf16") -> tuple[tuple[Tensor, ..
 
 
 def device_work(call: Callable[[], Any]) -> list[str]:
-    """The names of all that ran on the device (kernels, copies, fills) in one call, after one to warm up."""
+    """Names of all device activities (kernels, copies, fills) of one call, after a warm-up call."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -54,7 +54,7 @@ def device_work(call: Callable[[], Any]) -> list[str]:
 @impls
 @every_call
 def test_one_kernel_and_no_copy(name: str, impl: str) -> None:
-    """q and k together: forward, backward, in place and into outputs are a launch each, whatever the strides."""
+    """q and k together: forward, backward, in place and out= take one launch each, for any strides."""
     xs, kwargs = call_of(name, impl)
     outs = tuple(torch.empty_like(x) for x in xs)
     leaves = tuple(x.detach().requires_grad_() for x in xs)
@@ -111,7 +111,7 @@ def test_bitwise_deterministic(name: str, impl: str) -> None:
 @impls
 @every_call
 def test_captured_in_a_graph(name: str, impl: str) -> None:
-    """Replayed on other values: positions and tensors are read by the device, nothing by the host."""
+    """Replay with other values: the device reads positions and tensors, the host reads nothing."""
     xs, kwargs = call_of(name, impl)
     fusewise.rope(*xs, **kwargs)  # compile
     torch.cuda.synchronize()
@@ -136,7 +136,7 @@ def test_captured_decode_with_new_positions(impl: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = fusewise.rope(q, **table, offset=offsets, impl=impl)
-    for step in (1, 40, 63, 64):  # the last has no row
+    for step in (1, 40, 63, 64):  # the last is outside the table
         offsets.fill_(step)
         graph.replay()
         assert_bits(y, fusewise.rope(q, **table, offset=offsets, impl=impl))
@@ -145,14 +145,14 @@ def test_captured_decode_with_new_positions(impl: str) -> None:
 
 @impls
 def test_on_a_stream_of_its_own(impl: str) -> None:
-    """The kernel waits for what is before it on the current stream, not on the default one."""
+    """The kernel is ordered on the current stream, not on the default one."""
     table = {name: x.cuda() for name, x in make_table("half", 64, 1, torch.float32).items()}
     x = torch.randn(8, 64, 32, 128, device="cuda")
     want = fusewise.rope(x * 2, **table, impl=impl)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000_000)  # half a second, in which a busy host queues both
+        torch.cuda._sleep(1_000_000_000)  # half a second, enough for a busy host to queue both
         y = fusewise.rope(x * 2, **table, impl=impl)
     assert not stream.query(), "the sleep should still be running"
     stream.synchronize()
@@ -161,14 +161,14 @@ def test_on_a_stream_of_its_own(impl: str) -> None:
 
 @impls
 def test_on_another_device(impl: str) -> None:
-    """Device 1 while device 0 is current: q decides."""
+    """Device 1 while device 0 is current: the device of q is used."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one device")
     xs, kwargs = call_of("half", impl)
     want = fusewise.rope(*xs, **kwargs)
     moved = {name: v.to("cuda:1") if isinstance(v, Tensor) else v for name, v in kwargs.items()}
     assert torch.cuda.current_device() == 0
-    for _ in range(2):  # the second call finds its launch bound
+    for _ in range(2):  # the second call uses the cached launch
         for y, w in zip(fusewise.rope(*(x.to("cuda:1") for x in xs), **moved), want, strict=True):
             assert y.device.index == 1
             assert_bits(y.to("cuda:0"), w)
@@ -178,7 +178,7 @@ def test_on_another_device(impl: str) -> None:
 
 
 def modulus(x: Tensor) -> Tensor:
-    """The length of each feature's pair, in float64; pairing "half" over the whole head."""
+    """The modulus of each feature's pair, in float64, for pairing "half" over the whole head."""
     a, b = x.double().chunk(2, dim=-1)
     return torch.hypot(a, b).repeat(1, 1, 1, 2)
 
@@ -188,7 +188,7 @@ def modulus(x: Tensor) -> Tensor:
 @pytest.mark.gpu_memory(9)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_more_than_2_31_elements(impl: str, in_place: bool) -> None:
-    """Offsets past 32 bits; the tokens on both sides of the 2^31st element, the first and the last."""
+    """64-bit offsets; checks the tokens around element 2^31, the first and the last."""
     tokens = 2**24 + 64  # · 128 features
     x = torch.randn(1, tokens, 1, 128, device="cuda", dtype=torch.bfloat16)
     assert x.numel() > 2**31
@@ -205,7 +205,7 @@ def test_more_than_2_31_elements(impl: str, in_place: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.gpu_memory(5)
 def test_strides_that_reach_past_2_31(impl: str) -> None:
-    """Few elements, far apart: views of a large buffer."""
+    """Few elements with large strides: views of a large buffer."""
     buffer = torch.zeros(2**31 + 2**20, device="cuda", dtype=torch.bfloat16)
     x = buffer.as_strided((2, 4, 2, 64), (2**31, 1024, 128, 1))
     x.copy_(torch.randn(x.shape, device="cuda"))
@@ -235,7 +235,7 @@ def test_long_offsets_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPa
     "shape", [(70_000, 1, 1, 64), (1, 300_000, 2, 64), (1, 1, 70_000, 64), (70_000, 3, 1, 2)], ids=str
 )
 def test_grids_past_65535(shape: tuple[int, ...], impl: str) -> None:
-    """Many sequences, tokens or heads: no dimension of a grid may be one of them."""
+    """Many sequences, tokens or heads: none of them may be a limited grid dimension."""
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     inv_freq = make_table("inv_freq", shape[-1] // 2, 1, torch.float32)["inv_freq"].cuda()
     y = fusewise.rope(x, inv_freq=inv_freq, impl=impl)
@@ -247,7 +247,7 @@ def test_grids_past_65535(shape: tuple[int, ...], impl: str) -> None:
 @DTYPES
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 160, 192, 256, 512])
 def test_shapes_that_fill_the_device(head_dim: int, dtype: torch.dtype, impl: str) -> None:
-    """Full tiles and ragged last ones, in number enough that tiles are not made smaller; forward, in place, backward."""
+    """Full and ragged tiles, enough that tiles are not shrunk; forward, in place, backward."""
     q, k = (torch.randn(3, 1021, heads, head_dim, device="cuda", dtype=dtype) for heads in (12, 3))
     table = make_table("inv_freq", head_dim // 2, 1, torch.float32)["inv_freq"].cuda()
     angles = torch.arange(1021, device="cuda").double()[:, None] * table.double()
@@ -277,8 +277,8 @@ def test_shapes_that_fill_the_device(head_dim: int, dtype: torch.dtype, impl: st
         (4096, 128, 64, 0, "interleaved", torch.bfloat16),
         (4096, 192, 64, -64, "interleaved_to_half", torch.bfloat16),
         (4096, 64, 64, 0, "half_to_interleaved", torch.bfloat16),
-        (4096, 50, 50, 0, "half", torch.bfloat16),  # accesses of a single element, of more heads
-        (640, 50, 50, 0, "half", torch.bfloat16),  # and of fewer where there is less to do
+        (4096, 50, 50, 0, "half", torch.bfloat16),  # single-element accesses, more heads per thread
+        (640, 50, 50, 0, "half", torch.bfloat16),  # and fewer for a smaller call
         (4096, 36, 36, 0, "interleaved", torch.float16),
         (2048, 58, 58, 0, "half", torch.float32),
         (2048, 60, 60, 0, "half", torch.float32),  # halves of 120 bytes
@@ -287,8 +287,8 @@ def test_shapes_that_fill_the_device(head_dim: int, dtype: torch.dtype, impl: st
 def test_many_heads_a_thread(
     tokens: int, head_dim: int, rotary_dim: int, start: int, pairing: str, dtype: torch.dtype, impl: str
 ) -> None:
-    """A call large enough that a thread has several heads gives what calls on a few of its tokens give, which the test
-    matrix holds against float64; heads that no power of two divides."""
+    """A call large enough that a thread handles several heads equals calls on a few of its tokens, which the matrix compares
+    with float64. The number of heads is not a multiple of a power of two."""
     q, k = (torch.randn(2, tokens, heads, head_dim, device="cuda", dtype=dtype) for heads in (35, 11))
     table = make_table("inv_freq", rotary_dim // 2, 1, torch.float32)["inv_freq"].cuda()
     angles = torch.arange(tokens, device="cuda").double()[:, None] * table.double()
@@ -306,7 +306,7 @@ def test_many_heads_a_thread(
 
 @impls
 def test_the_widest_heads_where_nothing_is_aligned(impl: str) -> None:
-    """A head of 512 features that begins at an odd element is read a pair at a time: 256 of them."""
+    """A head of 512 features at an odd element offset is read one pair at a time: 256 pairs."""
     x = torch.randn(2 * 3 * 512 + 1, device="cuda")[1:].view(1, 2, 3, 512)
     table = make_table("half", 256, 1, torch.float32)
     kwargs = {name: value.cuda() for name, value in table.items()}
@@ -317,7 +317,7 @@ def test_the_widest_heads_where_nothing_is_aligned(impl: str) -> None:
 @impls
 @pytest.mark.parametrize("pairing", ["interleaved", "interleaved_to_half", "half_to_interleaved"])
 def test_reordering_in_place_reads_before_it_writes(pairing: str, impl: str) -> None:
-    """Elements of a pair that move within a head: many programs and threads at once, against out of place."""
+    """Pairs move within a head: many programs and threads in parallel, compared with out of place."""
     x = torch.randn(4, 2048, 16, 128, device="cuda", dtype=torch.bfloat16)
     inv_freq = make_table("inv_freq", 64, 1, torch.float32)["inv_freq"].cuda()
     want = fusewise.rope(x, inv_freq=inv_freq, pairing=pairing, impl=impl)
@@ -329,7 +329,7 @@ def test_reordering_in_place_reads_before_it_writes(pairing: str, impl: str) -> 
 
 @impls
 def test_many_short_sequences(impl: str) -> None:
-    """Thousands of packed sequences, empty ones among them: the search for each token's sequence."""
+    """Thousands of packed sequences, some empty: the search for each token's sequence."""
     lengths = torch.randint(0, 5, (5000,))
     bounds = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(torch.int32)
     tokens = int(bounds[-1]) + 3
@@ -342,7 +342,7 @@ def test_many_short_sequences(impl: str) -> None:
 
 
 @impls
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own, as is
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by torch.compile, as is
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiled_by_inductor(impl: str) -> None:
     xs, kwargs = call_of("half", impl)
@@ -363,8 +363,7 @@ def test_compiled_by_inductor(impl: str) -> None:
 
 @impls
 def test_a_repeated_launch_takes_new_pointers(impl: str) -> None:
-    """The second call of a signature is launched past Triton's dispatcher: other tensors, another offset, another
-    alignment, another stream of values."""
+    """The second call of a signature bypasses Triton's dispatcher: it must use the new tensors, offset and alignment."""
     case = Case(name="repeated", tokens=7, head_dim=64, dtype="bf16", memory="contiguous")
     for offset in (0, 3, 3, 50):
         made = make(case, "cuda")

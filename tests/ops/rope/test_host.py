@@ -1,4 +1,4 @@
-"""The quick way of a repeated call: it gives what Python gives, leaves to Python what is not its own, and is not fooled."""
+"""The C++ fast path of repeated calls: same results as Python, fallback to Python for anything else, no false matches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = make_table("half", 8, 2, torch.float32)
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The extension, built if need be, and nothing in it."""
+    """Load the extension, built if needed, with an empty cache."""
     require(Place("cpu", "cpu"))
     try:
         _host.extension()
@@ -44,13 +44,13 @@ def qk(**more: Any) -> tuple[Tensor, Tensor]:
 
 
 def recalled(function: Callable[..., Any], *xs: Tensor, **kwargs: Any) -> Any:
-    """What the quick way answers to a call: None if it leaves it to Python."""
+    """Call the fast path directly; None if it falls back to Python."""
     q, k = (*xs, None)[:2]
     return getattr(_host, function.__name__)(q, k, *{**DEFAULTS, **kwargs}.values())
 
 
 def into(out: Any, *xs: Tensor, **kwargs: Any) -> Any:
-    """What the quick way answers to a call with `out=`."""
+    """Call the fast path directly with `out=`."""
     q, k = (*xs, None)[:2]
     return _host.rope_out(q, k, *{**DEFAULTS, **kwargs}.values(), out)
 
@@ -66,7 +66,7 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 def again(call: Call, **more: Any) -> Call:
-    """The call on other tensors of the same kind, which have other addresses."""
+    """The same call with copied tensors, which have other addresses."""
     xs, _ = copy_of(call.xs)
     names = [name for name, value in call.kwargs.items() if isinstance(value, Tensor)]
     copies, _ = copy_of(tuple(call.kwargs[name] for name in names))
@@ -80,7 +80,7 @@ SERVED = [case for case in CASES if case.name != "table-inv_freq-before-0"]  # a
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_the_second_call_has_the_bits_of_the_first(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of place, in place, and the gradient, for every kind of call."""
-    require(Place(device, device))  # the native implementation has the name of its device
+    require(Place(device, device))  # native implementations are named after their device
     call = make(case, device)
     call.kwargs["impl"] = device
     expected = by_python(monkeypatch, lambda: tensors(fusewise.rope(*call.xs, **call.kwargs)))
@@ -98,7 +98,7 @@ def test_the_second_call_has_the_bits_of_the_first(case: Case, device: str, monk
         return torch.autograd.grad(tensors(fusewise.rope(*xs, **call.kwargs)), xs, dys)
 
     def handed_over() -> tuple[Tensor, ...]:
-        """Of gradients that nobody else has: they are rotated where they lie."""
+        """Gradients without other references are rotated in place."""
         xs = tuple(x.detach().requires_grad_() for x in again(call).xs)
         ys = tensors(fusewise.rope(*xs, **call.kwargs))
         places = []
@@ -126,7 +126,7 @@ def test_the_second_call_has_the_bits_of_the_first(case: Case, device: str, monk
     assert len(outs) == 2 or into(outs, *call.xs, **call.kwargs) is out
 
     first, second = again(call), again(call)
-    if case.memory == "expanded":  # its elements share memory: not to be written to
+    if case.memory == "expanded":  # its elements share memory, so it cannot be written to
         return
     fusewise.rope_(*first.xs, **first.kwargs)
     returned = tensors(recalled(fusewise.rope_, *second.xs, **second.kwargs))
@@ -230,7 +230,7 @@ def test_an_option_and_a_nul_is_refused_the_second_time_too() -> None:
 
 
 def test_who_watches_sees_the_operator() -> None:
-    """Dispatch modes, torch.func, forward mode and profiles: none of them loses the call."""
+    """Dispatch modes, torch.func, forward-mode AD and profilers still see the call."""
     q, k = qk()
     fusewise.rope(q, k, **TABLE)
     with Operators() as watching:
@@ -266,7 +266,7 @@ def test_tensors_that_are_not_plain_are_pythons() -> None:
 
 
 def test_what_may_not_be_written_to_is_refused_the_second_time_too() -> None:
-    """The same sizes and strides, but overlapping, a leaf, a view of a leaf, or an inference tensor."""
+    """Same sizes and strides, but overlapping, a leaf, a view of a leaf, or an inference tensor."""
     storage = torch.randn(2, 4, 4, 16)
     q, k = storage[:, :, :3], storage[:, :, 3:]
     fusewise.rope_(q, k, **TABLE)
@@ -291,7 +291,7 @@ def test_what_may_not_be_written_to_is_refused_the_second_time_too() -> None:
 
 
 def test_neighbours_in_one_storage_are_told_by_their_distance() -> None:
-    """A table that lies behind q is read; one that q reaches into is not."""
+    """A table behind q in the same storage is accepted; one that overlaps q is not."""
     storage = torch.cat((torch.randn(2 * 4 * 3 * 16), TABLE["cos"].flatten(), TABLE["sin"].flatten()))
     rows = 2 * TABLE["cos"].numel()
     cos, sin = storage[-rows:].view(2, *TABLE["cos"].shape)
@@ -311,7 +311,7 @@ def test_neighbours_in_one_storage_are_told_by_their_distance() -> None:
 
 
 def test_outputs_that_may_not_be_written_to_are_refused_the_second_time_too() -> None:
-    """Of the same sizes and strides, but overlapping each other or an input, with a gradient, or of another kind."""
+    """Same sizes and strides, but overlapping each other or an input, requiring grad, or of another type."""
     q, k = qk()
     storage = torch.zeros(2, 4, 5, 16)
     outs = storage[:, :, :3], storage[:, :, 3:4]
@@ -392,7 +392,7 @@ def test_without_it_every_call_goes_through_python(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 def test_it_goes_to_the_current_stream() -> None:
-    """Launched on the stream of the call, after what is on it already; and captured into a graph."""
+    """Launches are ordered on the caller's current stream and can be captured into a CUDA graph."""
     require(Place("cuda", "cuda"))
     q = torch.randn(8, 4096, 8, 128, device="cuda")
     table = {name: x.cuda() for name, x in make_table("half", 64, 1, torch.float32).items()}

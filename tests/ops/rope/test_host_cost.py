@@ -1,4 +1,4 @@
-"""benchmarks/host_cost.py: every call that it times can be made, beside floors that are built. What they take it tells."""
+"""benchmarks/host_cost.py: every call it times runs, and its floors are built. Times are not checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_call_beside_its_floor(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those through torch.compile, which other tests hold and whose compiling takes longer than all the rest."""
+    """Except torch.compile, which other tests cover and which takes longer than all the rest."""
     monkeypatch.setattr(script, "CALLS", 3)
     monkeypatch.setattr(script, "compiled", lambda *_: [])
     rows = script.measure("cpu", rounds=2)

@@ -1,4 +1,4 @@
-"""Autograd around the quick way of a repeated call: its gradients are those of Python's, whoever asks for them."""
+"""Autograd around the C++ fast path of repeated calls: same gradients as through Python, for any caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_host import TABLE, _nothing_remembered, by_python, qk  # noqa: F401 (
 
 
 def losses(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-    """The gradients of a loss of what `function` makes of q and k, one flat tensor."""
+    """The gradients of a loss of `function(q, k)`, as one flat tensor."""
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(2, 4, n, 16, generator=generator, requires_grad=True) for n in (3, 1))
     q_out, k_out = function(q, k)
@@ -74,7 +74,7 @@ def test_what_requires_no_grad_gets_none(wanted: int) -> None:
     assert_bits(torch.autograd.grad(ys[wanted], xs[wanted], dys[wanted])[0], expected)
     xs = qk(requires_grad=True)
     ys = fusewise.rope(*xs, **TABLE)
-    with torch.profiler.profile() as profile:  # of two gradients one is computed where one is asked for
+    with torch.profiler.profile() as profile:  # only the requested one of two gradients is computed
         (dx,) = torch.autograd.grad(ys, xs[wanted], dys)
     assert [event.name for event in profile.events() if event.name.startswith("fusewise::")] == ["fusewise::rope"]
     assert_bits(dx, expected)
@@ -106,7 +106,7 @@ def test_a_batch_of_gradients() -> None:
     "dy", [torch.ones(2, 4, 3, 16).double(), torch.ones(2, 4, 3, 64), torch.ones(2, 99, 3, 16), torch.ones(16)]
 )
 def test_the_node_takes_a_gradient_like_the_rotation_alone(dy: Tensor) -> None:
-    """What the engine has made sure of, for those who call it by themselves."""
+    """The autograd engine ensures this; a direct call of the node must check it."""
     fusewise.rope(qk()[0], **TABLE)
     y = fusewise.rope(qk()[0].requires_grad_(), **TABLE)
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_saved_is_watched() -> None:
-    """Hooks see the table; a change of it is an error, and so is a second backward."""
+    """Saved-tensor hooks see the table; modifying it is an error, and so is a second backward."""
     remembered(**TABLE)
     q, _ = qk(requires_grad=True)
     packed: list[Tensor] = []
@@ -160,13 +160,13 @@ def packed(x: Tensor) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Not as the call had it: another stride, where it is read."""
+    """x with a different stride than in the call."""
     return torch.stack((x, x), dim=-1)[..., 0]
 
 
 @pytest.mark.parametrize("unpack", [packed, spread, Tensor.bfloat16], ids=["packed", "spread", "rounded"])
 def test_what_a_hook_gives_back_may_be_laid_out_otherwise(unpack: Callable[[Tensor], Tensor]) -> None:
-    """As `save_on_cpu` does of a part of a cache: the plan of the call is for the strides and the dtype that it had."""
+    """As from `save_on_cpu` with a slice of a cache: the cached plan assumes the original strides and dtype."""
     cache = torch.cat(tuple(TABLE.values()), dim=-1)
     cos, sin = cache.chunk(2, dim=-1)
     remembered(cos=cos, sin=sin)

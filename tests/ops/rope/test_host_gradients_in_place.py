@@ -1,4 +1,4 @@
-"""A gradient that ends with the backward of RoPE is rotated where it lies; one that anybody else can still read is not written to."""
+"""RoPE's backward rotates an incoming gradient in place if nothing else references it; otherwise it must not write to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pair = tuple[Any, Any]
 
 
 class Giver(torch.autograd.Function):
-    """Its backward gives what `give` makes of q and k, as that of an attention does."""
+    """Its backward returns `give(q, k)`, like the backward of attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, give: Callable[[Tensor, Tensor], Pair]) -> Tensor:
@@ -37,7 +37,7 @@ def fresh(q: Tensor, k: Tensor) -> Pair:
 
 
 def rotated(give: Callable[[Tensor, Tensor], Pair] = fresh, **options: Any) -> tuple[Pair, list[int]]:
-    """The gradients of q and k, and where those of their rotations lie."""
+    """The gradients of q and k, and the addresses of the incoming gradients."""
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(2, 4, n, 16, generator=generator, requires_grad=True) for n in (3, 1))
     ys = fusewise.rope(q, k, **(TABLE | options))
@@ -71,7 +71,7 @@ def test_what_ends_there_is_rotated_where_it_lies(name: str, monkeypatch: pytest
 
 
 def test_one_tensor_and_a_view_of_what_nobody_has() -> None:
-    """A transposed gradient, from functions in C++."""
+    """A transposed gradient from C++ autograd functions."""
     for _ in range(2):
         x, w, places = torch.randn(2, 4, 3, 16, requires_grad=True), torch.randn(2, 4, 3, 16).transpose(1, 2), []
         y = fusewise.rope(x, **TABLE)
@@ -81,7 +81,7 @@ def test_one_tensor_and_a_view_of_what_nobody_has() -> None:
     assert_bits(dx, fusewise.rope(w.transpose(1, 2), **TABLE, inverse=True))
 
 
-# What somebody may still have of the gradients: from fresh ones to those that are given and those that are read again.
+# From fresh gradients to (the returned gradients, other references that are read afterwards).
 HELD: dict[str, Callable[[Tensor, Tensor], tuple[Pair, tuple[Any, ...]]]] = {
     "they": lambda dq, dk: ((dq, dk), (dq, dk)),
     "one of them": lambda dq, dk: ((dq, dk), (dk,)),
@@ -94,7 +94,7 @@ HELD: dict[str, Callable[[Tensor, Tensor], tuple[Pair, tuple[Any, ...]]]] = {
 
 
 def values(held: Any) -> Tensor:
-    """A copy of what the memory has now."""
+    """A copy of the current values."""
     if isinstance(held, np.ndarray):
         return torch.from_numpy(held.copy())
     return torch.empty(0).set_(held).clone() if isinstance(held, torch.UntypedStorage) else held.clone()
@@ -150,7 +150,7 @@ def some(xs: Any) -> list[Tensor]:
     return [x for x in xs if x is not None]
 
 
-# How somebody may watch the gradients that come in for `ys`, and put them into a list.
+# Ways to observe the incoming gradients of `ys` and append them to a list.
 WATCHED: dict[str, Callable[[Pair, list[Tensor]], Any]] = {
     "hooks": lambda ys, seen: [y.register_hook(seen.append) for y in ys],
     "hook before": lambda ys, seen: ys[0].grad_fn.register_prehook(lambda grads: seen.extend(some(grads))),

@@ -1,5 +1,4 @@
-"""The operators in C++, which come with the quick way: what they do is what the operators in Python do, and they are there
-only once the extension is loaded."""
+"""The C++ operators of the fast path: same behavior as the Python operators, registered only once the extension is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from .support import Case, Place, assert_bits, copy_of, in_threads, make, make_t
 from .test_matrix import CASES
 from .test_operators import OPERATORS, SPECS
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 TABLE = make_table("half", 8, 2, torch.float32)
@@ -34,7 +33,7 @@ operators = torch.ops.fusewise
 
 @pytest.fixture(autouse=True)
 def _loaded() -> Iterator[None]:
-    """The extension, built if need be, and nothing in it."""
+    """Load the extension, built if needed, with an empty cache."""
     require(Place("cpu", "cpu"))
     try:
         _host.extension()
@@ -47,7 +46,7 @@ def _loaded() -> Iterator[None]:
 
 @pytest.fixture
 def past_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, nothing may be launched by Python."""
+    """After this is called, a launch from Python fails the test."""
     return lambda: monkeypatch.setattr(_op, "_launch", lambda *_: pytest.fail("launched by Python"))
 
 
@@ -56,13 +55,13 @@ def qk(tokens: int = 4, **more: Any) -> tuple[Tensor, Tensor]:
 
 
 def arguments(call: Call, impl: str) -> tuple[Any, ...]:
-    """What follows the rotated tensors in every operator."""
+    """The operator arguments after the rotated tensors."""
     options = {**DEFAULTS, **call.kwargs, "impl": impl}
     return validated("rope", call.xs[0], call.xs[1] if len(call.xs) == 2 else None, tuple(options.values()))
 
 
 def forms(xs: tuple[Tensor, ...], rest: tuple[Any, ...], in_place: bool) -> dict[str, tuple[Tensor, ...]]:
-    """The rotation of copies of xs by every operator for so many tensors."""
+    """Rotate copies of xs by every operator for this number of tensors."""
     name = "rope" if len(xs) == 1 else "rope_qk"
     xs, _ = copy_of(xs)
     new = getattr(operators, name).default(*xs, *rest, *([] for _ in xs))
@@ -84,7 +83,7 @@ def forms(xs: tuple[Tensor, ...], rest: tuple[Any, ...], in_place: bool) -> dict
 def test_every_operator_gives_the_bits_of_python(
     case: Case, device: str, past_python: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require(Place(device, device))  # the native implementation has the name of its device
+    require(Place(device, device))  # native implementations are named after their device
     call = make(case, device)
     rest, in_place = arguments(call, device), case.memory != "expanded"
     with _host.through_python():
@@ -148,7 +147,7 @@ def test_strides_that_are_asked_for(past_python: Callable[[], None]) -> None:
 
 
 def test_in_place_through_outputs_is_told_from_others() -> None:
-    """`out` that is the input, and then is not: reordering in place reads before it writes."""
+    """`out` is the input, then is not: reordering in place must read before it writes."""
     q, _ = qk()
     rest = (*REST[:6], "pairing=interleaved_to_half", "cpu")
     want = operators.rope(q, *rest, [])
@@ -171,7 +170,7 @@ def test_errors_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_native_stays_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is asked for its plan once."""
+    """And plans once."""
     asked = []
     monkeypatch.setattr(_host, "serving", lambda *args: asked.append(args) or _op.choice.implementation("reference"))
     q, _ = qk()
@@ -182,7 +181,7 @@ def test_what_is_not_native_stays_in_python(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_autograd_and_transforms_are_outside() -> None:
-    """vmap, functionalization, an inference tensor, and a gradient by Python: with the operators in C++ below them."""
+    """vmap, functionalization, inference tensors, and gradients from Python, on top of the C++ operators."""
     q, _ = qk()
     want = fusewise.rope(q, **TABLE, impl="cpu")
     for _ in range(2):
@@ -201,8 +200,8 @@ def test_autograd_and_transforms_are_outside() -> None:
 
 
 def test_compiled_graphs_go_past_python(past_python: Callable[[], None]) -> None:
-    """Whole graphs, forward and backward, while the sequence grows: one compilation, and no launch by Python for a length
-    that has been before."""
+    """fullgraph forward and backward while the sequence grows: one compilation, and no launch from Python for a repeated
+    length."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -270,7 +269,7 @@ def test_they_are_registered_when_native_code_has_served_and_once() -> None:
 
 @pytest.mark.gpu
 def test_on_the_current_stream_and_the_device_of_the_tensors() -> None:
-    """Launched on the stream of the call, captured into a graph, and on a device that is not the current one."""
+    """Launches use the caller's stream, can be captured into a CUDA graph, and work on a device that is not current."""
     require(Place("cuda", "cuda"))
     rest = (TABLE["cos"].cuda(), TABLE["sin"].cuda(), *REST[2:], "cuda")
     q = torch.randn(8, 64, 32, 16, device="cuda")

@@ -1,4 +1,4 @@
-"""`rope_` and `out=`: what is written, what autograd is told, and that nothing is written where a call is refused."""
+"""`rope_` and `out=`: what is written, what autograd records, and that a rejected call writes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def table(place: Place, **more: Any) -> dict[str, Any]:
 
 
 def refused(error: type[Exception], message: str, x: Tensor, call: Callable[[], Any]) -> None:
-    """The call raises, and every byte of x's storage is as before."""
+    """Check that the call raises and leaves x's storage unchanged."""
     flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach().untyped_storage())
     before, version = flat.clone(), None if x.is_inference() else x._version
     with pytest.raises(error, match=message):
@@ -72,7 +72,7 @@ def test_version_counters(place: Place) -> None:
 
 @every_place
 def test_gradient_of_a_mutation(place: Place) -> None:
-    """Through what was overwritten, the same bits as out of place."""
+    """Gradients through the in-place write are bitwise equal to out of place."""
     kwargs = table(place)
     leaves = tuple(torch.randn(2, 4, h, 16, device=place.device).requires_grad_() for h in (3, 1))
     dys = tuple(torch.randn_like(x) for x in leaves)
@@ -91,7 +91,7 @@ def test_gradient_of_a_mutation(place: Place) -> None:
 @every_place
 @pytest.mark.parametrize("both", [True, False])
 def test_gradient_through_views_of_packed_qkv(place: Place, both: bool) -> None:
-    """q and k rotated inside their qkv tensor; v beside them passes through."""
+    """q and k are rotated inside a packed qkv tensor; v passes through."""
     kwargs = table(place)
     leaf = torch.randn(2, 4, 6, 16, device=place.device).requires_grad_()
     dy = torch.randn_like(leaf)
@@ -108,7 +108,7 @@ def test_gradient_through_views_of_packed_qkv(place: Place, both: bool) -> None:
 
 
 def test_what_does_not_require_grad_stays_so() -> None:
-    """k beside a q that requires grad: it is written, and remains a leaf."""
+    """With q requiring grad, k is written and remains a leaf."""
     q, k = torch.randn(1, 4, 2, 16).requires_grad_() * 1, torch.randn(1, 4, 2, 16)
     want = fusewise.rope(k, **TABLE)
     fusewise.rope_(q, k, **TABLE)
@@ -142,7 +142,7 @@ HISTORY = {
 @pytest.mark.parametrize("kind", HISTORY)
 @pytest.mark.parametrize("place_of", ["q", "k"])
 def test_histories_that_autograd_cannot_follow(kind: str, place_of: str) -> None:
-    """Torch refuses these too, but when they have been written."""
+    """torch rejects these too, but only after the write."""
     x = HISTORY[kind](torch.randn(1, 4, 4, 16, requires_grad=True))
     other = torch.randn(1, 4, 1, 16)
     tensors = (x, other) if place_of == "q" else (other, x)
@@ -153,7 +153,7 @@ def test_histories_that_autograd_cannot_follow(kind: str, place_of: str) -> None
         lambda: fusewise.rope_(*tensors, **TABLE),
     )
     with torch.no_grad():
-        fusewise.rope_(*tensors, **TABLE)  # nothing to follow
+        fusewise.rope_(*tensors, **TABLE)  # nothing is recorded
 
 
 def test_views_made_without_gradients() -> None:
@@ -174,7 +174,7 @@ def test_inference_tensors() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # raised by torch
 def test_transforms_and_forward_mode() -> None:
     message = r"^rope_: q and k must not be under a torch.func transform or forward mode, got one of them; use rope$"
     x = torch.randn(2, 4, 2, 16)
@@ -210,7 +210,7 @@ def test_shared_memory_is_refused(message: str, make: Callable[[], tuple[Tensor,
     tensors = make()
     pattern = rf"^rope_: {message}.*, got .*; (call|clone) "
     refused(ValueError, pattern, tensors[0], lambda: fusewise.rope_(*tensors, **TABLE))
-    fusewise.rope(*tensors, **TABLE)  # as inputs they may
+    fusewise.rope(*tensors, **TABLE)  # allowed as inputs
 
 
 def test_outputs_that_share_memory_are_refused() -> None:
@@ -230,11 +230,11 @@ def test_outputs_that_share_memory_are_refused() -> None:
         expanded,
         lambda: fusewise.rope(q, **TABLE, out=expanded),
     )
-    fusewise.rope(q, k, **TABLE, out=(one[:, :, :2], one[:, :, 2:]))  # neighbours in one buffer are not
+    fusewise.rope(q, k, **TABLE, out=(one[:, :, :2], one[:, :, 2:]))  # adjacent in one buffer is fine
 
 
 def beside(x: Tensor, *sizes: int) -> Tensor:
-    """A tensor in the memory of x, from its third element on."""
+    """A tensor that shares the memory of x, from its third element on."""
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).as_strided(sizes, (sizes[-1], 1), 2)
 
 
@@ -252,7 +252,7 @@ READ: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("again", [False, True])
 def test_what_is_read_may_not_be_written_to(name: str, again: bool) -> None:
-    """Also after a call that differs from the refused one in nothing but where its tensors lie."""
+    """Also after a valid call that differs only in the addresses of its tensors."""
     q, k = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 1, 16)
     options, out = READ[name](q), (torch.empty_like(q), torch.empty_like(k))
     if again:
@@ -267,7 +267,7 @@ def test_what_is_read_may_not_be_written_to(name: str, again: bool) -> None:
     refused(ValueError, message, q, lambda: fusewise.rope(out[0], k, **options, out=(q, out[1])))
     message = message.replace("out for q", "out for k")
     refused(ValueError, message, q, lambda: fusewise.rope(k, out[0], **options, out=(out[1], q)))
-    fusewise.rope(q, k, **options)  # read twice is not written
+    fusewise.rope(q, k, **options)  # reading the same memory twice is fine
 
 
 def test_memory_that_two_storages_share_is_seen() -> None:
@@ -291,7 +291,7 @@ def test_tensors_without_memory_overlap_by_storage(fake: bool) -> None:
 
 
 def test_neighbours_in_packed_memory_do_not_overlap() -> None:
-    """Address ranges interleave, elements do not: each layout of packed qkv passes."""
+    """Address ranges interleave but elements do not overlap: every layout of packed qkv is accepted."""
     qkv = torch.randn(2, 4, 6, 16)
     assert not overlaps(qkv[:, :, :3], qkv[:, :, 3:5])
     assert not overlaps(qkv[..., :8], qkv[..., 8:])
@@ -303,7 +303,7 @@ def test_neighbours_in_packed_memory_do_not_overlap() -> None:
 
 
 def test_nothing_is_written_when_a_later_argument_is_wrong() -> None:
-    """Validation is whole before the first byte: the mistake is in the last of the arguments."""
+    """Validation completes before the first write, even if only the last argument is invalid."""
     q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 1, 16)
     for wrong in (
         {"impl": "nosuch"},
@@ -327,7 +327,7 @@ def test_into_outputs_records_no_gradient(place: Place) -> None:
 
 
 def test_what_was_apart_once_is_looked_at_again_elsewhere() -> None:
-    """Checks are remembered by place: the same shapes on other memory are another call, and a refusal stays one."""
+    """Cached checks depend on memory: the same shapes on other memory are checked again, and errors are not cached."""
     memory = torch.randn(3 * 2 * 8 * 4 * 16)
     q, angles = memory[: 2 * 8 * 4 * 16].view(2, 8, 4, 16), torch.randn(8, 8)
     shared = memory[-8 * 8 :].view(8, 8)
@@ -339,7 +339,7 @@ def test_what_was_apart_once_is_looked_at_again_elsewhere() -> None:
 
 
 def test_what_is_read_twice_may_not_be_written() -> None:
-    """The same three tensors, of which one more is written."""
+    """The same three tensors, with one more of them written."""
     q, table = torch.randn(4, 2, 8), torch.rand(4, 4)
     rest = [None] * (len(DEFAULTS) - 2)
     check_written("rope_", (q,), (table, table, *rest))

@@ -1,10 +1,10 @@
-"""Every implementation, the same calls, held against the oracle: out of place, into given outputs, in place, backward.
+"""Every implementation on the same calls, compared with the oracle: out of place, out=, in place, backward.
 
-The cases are not the product of their dimensions: a case stands for something that can break on its own. Left out:
-- pairings × widths: a pairing decides where the elements of a pair lie and a width how many pairs there are; they meet
-  only in the vector load of interleaved pairs (cases interleaved-d6, -d80, -d256);
-- tables × positions: the row is found before a table is read, except with sections, where each pair has a row of its
-  own; those are crossed with the kinds of tables;
+The cases are not a full product; each covers something that can break independently. Left out:
+- pairings × widths: the pairing determines where the elements of a pair are, the width how many pairs there are; they
+  interact only in the vector load of interleaved pairs (cases interleaved-d6, -d80, -d256);
+- tables × positions: the row is found before a table is read, except with sections, where each pair has its own row;
+  those are crossed with the kinds of tables;
 - layouts × memory: a layout is an order of strides, so each memory appears in some layout and each layout in several.
 """
 
@@ -232,8 +232,8 @@ every_place = pytest.mark.parametrize("place", places())
 
 @pytest.fixture(autouse=True)
 def _one_processor(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The interpreter plays a GPU of one multiprocessor: tiles are as large as they get, so that their edges are met
-    with few tokens, and there are few programs to interpret."""
+    """The interpreter simulates a GPU with one SM: tiles have maximum size, so few tokens reach their edges, and there are few
+    programs to interpret."""
     if request.node.get_closest_marker("interpreter"):
         from fusewise.ops.rope import _triton
 
@@ -259,7 +259,7 @@ def test_rotates(case: Case, place: Place) -> None:
         assert_bits(x, old)
         assert y.stride() == torch.empty_like(x).stride()
 
-    # In place: the same bits, and what lies between the elements of a view stays.
+    # In place: the same bits, and memory between the elements of a view is unchanged.
     if case.memory == "expanded":
         return
     xs, storages = copy_of(call.xs)
@@ -271,8 +271,8 @@ def test_rotates(case: Case, place: Place) -> None:
     assert_neighbours(old_storages, storages, xs)
 
 
-# Backward is the same kernel with the transposed spec: the cases are those that change under transposition or whose
-# gradient has strides of its own.
+# Backward is the same kernel with the transposed spec: use the cases that change under transposition or whose gradient has
+# other strides.
 BACKWARD = [
     case for case in CASES
     if case in PAIRINGS or case in SIZES or case in LAYOUTS or case.name.startswith(("partial", "shared", "wider"))
@@ -282,7 +282,7 @@ BACKWARD = [
 
 
 def transposed(call: Call, dys: tuple[torch.Tensor, ...]) -> Call:
-    """The call that is the transpose of another: by −θ, from the output's pairing to the input's."""
+    """The transposed call: by −θ, from the output pairing to the input pairing."""
     kwargs = dict(call.kwargs)
     kwargs["inverse"] = not kwargs.get("inverse", False)
     first, _, last = kwargs["pairing"].partition("_to_")
@@ -320,7 +320,7 @@ INTO = [
 @pytest.mark.parametrize("memory", ["contiguous", "odd"])
 @pytest.mark.parametrize("case", INTO, ids=lambda case: case.name)
 def test_into_outputs(case: Case, memory: str, place: Place) -> None:
-    """Outputs with strides of their own, full of NaN: every element is written, and nothing beside them."""
+    """NaN-filled outputs with other strides: every element is written, and nothing outside them."""
     require(place)
     if place.impl == "triton" and place.device == "cpu" and memory == "contiguous" and case not in LAYOUTS:
         pytest.skip("strided outputs say it all and an interpreted launch takes a second")
@@ -345,7 +345,7 @@ def test_into_outputs(case: Case, memory: str, place: Place) -> None:
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_q_and_k_together_are_q_and_k_alone_and_again(case: Case, place: Place) -> None:
-    """Bit for bit: one launch for both, one for each, and a second time."""
+    """Bitwise equal: one launch for both, one for each, and a repeated call."""
     require(place)
     call = make(case, place.device)
     together = run(fusewise.rope, call, place)
@@ -361,7 +361,7 @@ def test_q_and_k_together_are_q_and_k_alone_and_again(case: Case, place: Place) 
     "case", [c for c in CASES if c.name in ("half-inverse-bf16", "partial-trailing")], ids=lambda case: case.name
 )
 def test_signs_of_zeros_and_payloads_of_nans_pass_through(case: Case, place: Place) -> None:
-    """What is not rotated keeps every bit; a NaN in one pair reaches no other."""
+    """Unrotated features are bitwise unchanged; a NaN in one pair does not affect others."""
     require(place)
     call = make(case, place.device)
     q, k = call.xs
@@ -381,7 +381,7 @@ def test_signs_of_zeros_and_payloads_of_nans_pass_through(case: Case, place: Pla
 @pytest.mark.parametrize("strides", [(1, 8, 0, 1), (1, 1, 1, 1), (24, 0, 1, 1)], ids=str)
 @every_place
 def test_elements_that_share_memory_in_any_way(strides: tuple[int, ...], place: Place) -> None:
-    """Torch gives memory like theirs whose features are not contiguous: heads of one, and windows that move by an element."""
+    """`empty_like` of such inputs has non-contiguous features: stride-0 heads, and windows that overlap by all but one element."""
     require(place)
     sizes = (1, 3, 5, 8) if strides[0] == 1 else (2, 3, 5, 8)
     q = torch.randn(64, device=place.device).as_strided(sizes, strides)

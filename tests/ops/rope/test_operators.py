@@ -1,4 +1,4 @@
-"""RoPE as operators of torch: opcheck, fake and meta tensors, torch.export, and that a call is one operator."""
+"""RoPE as torch operators: opcheck, fake and meta tensors, torch.export, and one operator per call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import fusewise
 from .support import Operators, Place, assert_bits, places, require
 from .test_compile import COS, FREQ, SIN, TABLE, _cold, tensors  # noqa: F401 (a fixture)
 
-# torch.compile itself makes an instance of autograd.Function where it traces one.
+# torch.compile instantiates autograd.Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 OPERATORS = ["rope", "rope_qk", "rope_out", "rope_qk_out", "rope_", "rope_qk_"]
-SPECS: dict[str, tuple[Any, ...]] = {  # the arguments after the rotated tensors, without the implementation
+SPECS: dict[str, tuple[Any, ...]] = {  # the arguments after the rotated tensors, except impl
     "table": (COS, SIN, None, None, None, 3, ""),
     "fused-transposed": (torch.cat((COS, SIN), -1), None, None, None, None, 0, "pairing=interleaved_to_half table=fused inverse=True"),
     "frequencies-ids": (FREQ, None, torch.arange(6), None, None, 0, "table=inv_freq scale=1.5"),
@@ -50,7 +50,7 @@ def test_opcheck_with_strides() -> None:
 
 @pytest.mark.parametrize("dims", [(0, 1), (1, 2), None])
 def test_fake_and_meta_tensors(dims: tuple[int, int] | None) -> None:
-    """Shape, strides, dtype and device without a byte of data."""
+    """Shape, strides, dtype and device are right without data."""
     q, k = (x if dims is None else x.transpose(*dims) for x in tensors())
     layout = {None: "bshd", (0, 1): "sbhd", (1, 2): "bhsd"}[dims]
     real = fusewise.rope(q, k, **TABLE, layout=layout)
@@ -68,7 +68,7 @@ def test_fake_and_meta_tensors(dims: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("place", [p for p in places(interpreted=False) if p.values[0].device == "cpu"])
 def test_a_call_is_one_operator(place: Place) -> None:
-    """q and k out of place, into outputs, in place: one operator, and nothing before or after it."""
+    """q and k out of place, out=, in place: one operator and no other."""
     require(place)
     q, k = tensors()
     outs = torch.empty_like(q), torch.empty_like(k)
@@ -106,7 +106,7 @@ class TableRotation(torch.nn.Module):
 
 
 def test_an_exported_program_refuses_strides_that_it_was_not_validated_for() -> None:
-    """It looks at shapes alone; memory must not be read where there is none."""
+    """An exported program guards only shapes; wrong strides must not cause out-of-bounds reads."""
     q, cos, sin, offset = tensors()[0], TABLE["cos"], TABLE["sin"], torch.tensor([3, 5])
     program = torch.export.export(TableRotation(), (q, cos, sin, offset)).module()
     assert_bits(program(q, cos, sin, offset), fusewise.rope(q, cos=cos, sin=sin, offset=offset))

@@ -1,4 +1,4 @@
-"""Properties that hold for every call, tried on calls that nobody thought of (hypothesis)."""
+"""Property-based tests (hypothesis) on generated calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IMPLS = [impl for impl in ("reference", "cpu") if unavailable(impl, "cpu", torch
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 PAIRINGS = st.sampled_from(["half", "interleaved", "interleaved_to_half", "half_to_interleaved"])
 
-# Derandomised: the same examples each time, so that a red test is red for everyone.
+# Derandomized: the same examples every time, so failures are reproducible.
 settings = hypothesis.settings(max_examples=120, deadline=None, derandomize=True, database=None)
 
 
 @st.composite
 def strided(draw: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with dimensions in any order of memory, gaps between them, and any start; the last has stride 1."""
+    """A tensor with any order of strides, gaps and storage offset; the last dimension has stride 1."""
     order = draw(st.permutations(range(len(shape) - 1)))
     strides = [0] * (len(shape) - 1) + [1]
     reach = shape[-1]
@@ -110,11 +110,11 @@ def test_any_call_is_right_in_and_out_of_place(impl: str, call: Call) -> None:
 @settings
 @hypothesis.given(calls())
 def test_back_and_forth(call: Call) -> None:
-    """A rotation keeps lengths, and its transpose undoes it."""
+    """A rotation preserves the norm, and its transpose inverts it."""
     call = call.double()
     kwargs = {**call.kwargs, "positions": None, "offset": 0, "sections": None, "sections_interleaved": False}
     if not any(name in kwargs for name in ("angles", "inv_freq")):
-        return  # a rounded cos and sin is no rotation
+        return  # rounded cos and sin are not an exact rotation
     xs = tuple(x.detach().requires_grad_() for x in call.xs)
     for x, y in pairs_of(xs, fusewise.rope(*xs, **kwargs)):
         torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=1e-13)
@@ -126,7 +126,7 @@ def test_back_and_forth(call: Call) -> None:
 @settings
 @hypothesis.given(st.data(), DTYPES, PAIRINGS)
 def test_relative_positions(data: Any, dtype: torch.dtype, pairing: str) -> None:
-    """What RoPE is for: the product of a rotated q and k depends on the distance of their positions alone."""
+    """The purpose of RoPE: the dot product of rotated q and k depends only on the distance of their positions."""
     a, b, shift = (data.draw(st.integers(0, 20)) for _ in range(3))
     q, k = torch.randn(1, 1, 1, 12, dtype=torch.float64), torch.randn(1, 1, 1, 12, dtype=torch.float64)
     inv_freq = make_table("inv_freq", 6, 1, dtype)["inv_freq"]
@@ -141,7 +141,7 @@ def test_relative_positions(data: Any, dtype: torch.dtype, pairing: str) -> None
 @settings
 @hypothesis.given(st.data())
 def test_overlap_is_exact(data: Any) -> None:
-    """Against the sets of addresses, for views that lie in one storage."""
+    """Compare with sets of addresses, for views of one storage."""
     storage = torch.empty(400, dtype=torch.bfloat16)
 
     def view() -> tuple[torch.Tensor, list[int]]:
@@ -155,7 +155,7 @@ def test_overlap_is_exact(data: Any) -> None:
 
     (x, of_x), (y, of_y) = view(), view()
     assert overlaps(x, y) == bool(set(of_x) & set(of_y))
-    # Of one tensor the answer may be wrong on the safe side: no layout of the contract interleaves with itself.
+    # For a single tensor the answer may be conservative: no supported layout interleaves with itself.
     if len(set(of_x)) < len(of_x):
         assert overlaps_itself(x)
     nested = x.shape == x.contiguous().shape and x.is_contiguous()

@@ -1,4 +1,4 @@
-"""The reference against mathematics that shares nothing with it: the oracle of the matrix, and the models' own formulas."""
+"""The reference against independent mathematics: the oracle of the matrix, and the models' own formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_matrix import CASES
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_float64_is_the_oracle(case: Any) -> None:
-    """What every other comparison rests on: to float64 rounding, in every case of the matrix."""
+    """The basis of all other comparisons: equal up to float64 rounding in every case of the matrix."""
     call = make(case).double()
     for (_, y), want in zip(pairs_of(call.xs, reference.rope(*call.xs, **call.kwargs)), expected(call), strict=True):
         assert y.dtype == torch.float64
@@ -61,7 +61,7 @@ def test_llama() -> None:
 
 
 def test_gpt_j() -> None:
-    """Every two neighbours are a pair: rotate_every_two with tables repeat_interleave(f, 2)."""
+    """Interleaved pairs: rotate_every_two with tables repeat_interleave(f, 2)."""
     cos, sin = (x.repeat_interleave(2, -1)[:6, None] for x in (COS, SIN))
     every_two = torch.stack((-Q[..., 1::2], Q[..., ::2]), -1).flatten(-2)
     close(reference.rope(Q, cos=COS, sin=SIN, pairing="interleaved"), Q * cos + every_two * sin)
@@ -75,7 +75,7 @@ def test_llama_as_published_by_meta() -> None:
 
 
 def test_deepseek() -> None:
-    """The rotary features at the end of q and alone in k, brought from neighbours to halves, then rotate_half."""
+    """The rotary features are last in q and alone in k; reordered from interleaved to halves, then rotate_half."""
     rows = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
     cos, sin = (torch.cat((x, x), -1)[rows][:, :, None] for x in make_table("half", 4, 2, torch.float64).values())
 
@@ -99,8 +99,8 @@ def test_gpt_neox_rotates_the_leading_part() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_qwen_vl_sections(interleaved: bool) -> None:
-    """Tables for each axis, of which each pair takes the one of its section: split and regrouped (Qwen2-VL), or
-    overwritten at every third pair (Qwen3-VL)."""
+    """One table per axis; each pair uses that of its section: split and concatenated (Qwen2-VL), or overwritten at every
+    third pair (Qwen3-VL)."""
     positions = torch.randint(0, 64, (3, 2, 6))
     sections = (4, 2, 2)
     cos, sin = COS[positions], SIN[positions]  # (3, B, T, P)
@@ -126,7 +126,7 @@ def test_sections_by_hand() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_context_parallel_ranks_are_the_whole(size: int) -> None:
-    """Split a sequence over ranks, rotate each rank's tokens, put them back: as if it had never been split."""
+    """Splitting a sequence over ranks, rotating each part and reassembling equals rotating the whole."""
     x = torch.randn(2, 4 * 2 * size, 3, 16, dtype=torch.float64)
     whole = reference.rope(x, cos=COS, sin=SIN)
     chunks = x.chunk(2 * size, dim=1)
@@ -141,7 +141,7 @@ def test_context_parallel_ranks_are_the_whole(size: int) -> None:
 
 
 def test_context_parallel_of_packed_sequences() -> None:
-    """The same for packed sequences of which each rank holds two chunks."""
+    """The same for packed sequences, each rank holding two chunks of each."""
     lengths, size = (8, 0, 16, 4), 2
     bounds = [0]
     for length in lengths:
@@ -175,8 +175,8 @@ FAR = [2**24 + 1, 2**28 + 3, 2**31 - 2]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_frequencies_are_exact_at_every_position(dtype: torch.dtype) -> None:
-    """cos θ and sin θ are the rotation of (1, 0). To 2^24 the angle costs nothing beside the dtype's own rounding of cos
-    and sin; beyond, 53 bits of a product are 2^-22 radians at 2^31."""
+    """cos θ and sin θ are the rotation of (1, 0). Up to 2^24 the angle error is negligible beside the rounding of cos and sin;
+    beyond, a product of 53 bits has an error of 2^-22 radians at 2^31."""
     inv_freq = make_table("inv_freq", 8, 1, torch.float32)["inv_freq"]
     x = torch.zeros(1, 1, 1, 16, dtype=dtype)
     x[..., :8] = 1
@@ -190,7 +190,7 @@ def test_frequencies_are_exact_at_every_position(dtype: torch.dtype) -> None:
 
 
 def test_exact_turn_against_mpmath() -> None:
-    """The oracle's own angles, with 50 digits (mpmath comes with torch's sympy)."""
+    """Check the oracle's angles with 50 digits (mpmath is installed with torch's sympy)."""
     mpmath = pytest.importorskip("mpmath")
     with mpmath.workdps(50):
         for position in POSITIONS + FAR:
@@ -202,7 +202,7 @@ def test_exact_turn_against_mpmath() -> None:
 
 
 def test_a_table_of_bfloat16_loses_what_frequencies_keep() -> None:
-    """Why frequencies are exact: at position 2^23 a float32 product of position and frequency is off by 0.5 rad."""
+    """Why angles are exact: at position 2^23 a float32 product of position and frequency is off by 0.5 rad."""
     inv_freq = torch.tensor([1.0 / 3.0])
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     y = reference.rope(x, inv_freq=inv_freq, positions=torch.tensor([2**23 + 1]))
@@ -232,7 +232,7 @@ def test_gradcheck_of_positions() -> None:
 
 
 def test_of_a_call_made_from_its_parts() -> None:
-    """The oracle's rows, not only its sum: an offset moves running positions, and ids equal to them are the same."""
+    """An offset shifts the running positions, and equal position ids give the same result."""
     running = reference.rope(Q, cos=COS, sin=SIN, offset=9)
     by_ids = reference.rope(Q, cos=COS, sin=SIN, positions=torch.arange(9, 15))
     from_tensor = reference.rope(Q, cos=COS, sin=SIN, offset=torch.tensor([9, 9]))
@@ -247,7 +247,7 @@ def test_of_a_call_made_from_its_parts() -> None:
     "positions", [{"positions": torch.zeros(0, 6, dtype=torch.int64)}, {"offset": torch.zeros(0, dtype=torch.int64)}]
 )
 def test_no_batch_entries_with_a_table(positions: dict[str, Tensor]) -> None:
-    """As a part of a formula that goes on, for gradients."""
+    """As part of a larger differentiable formula."""
     q = Q[:0].detach().requires_grad_()
     y, z = fusewise.qk_norm_rope(q, K[:0], None, cos=COS, sin=SIN, **positions, impl="reference")
     assert (y.shape, z.shape) == (q.shape, K[:0].shape)

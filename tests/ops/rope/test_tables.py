@@ -1,4 +1,4 @@
-"""Frequencies against closed forms worked out by hand and against transformers; tables against float64."""
+"""Frequencies against closed forms derived by hand and against transformers; tables against float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GEMMA_4 = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_facto
 
 
 def close(actual: torch.Tensor, expected: list[float]) -> None:
-    """Equal to the exact values after one rounding to float32 (half an ulp, 2^-24, of slack for the test's own)."""
+    """Check equality with exact values after one rounding to float32 (plus half an ulp, 2^-24, for the test's own rounding)."""
     assert actual.dtype == torch.float32 and actual.shape == (len(expected),)
     torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=2.0**-23, atol=0)
 
@@ -66,7 +66,7 @@ def test_dynamic_grows_the_base_beyond_the_trained_length(seq_len: int | None, l
 
 
 def test_llama3_keeps_fast_pairs_and_slows_slow_ones() -> None:
-    # base 16: frequencies 1, 1/4; turns over a context of 8 pi: 4 and 1, the two ends of the ramp
+    # base 16: frequencies 1, 1/4; rotations over a context of 8 pi: 4 and 1, the two ends of the ramp
     kwargs = {"rotary_dim": 4, "base": 16.0, "factor": 8.0, "original_max_position_embeddings": 25}
     turns = [25 / (2 * math.pi), 25 / (8 * math.pi)]
     frequencies, scaling = tables.llama3(**kwargs, low_freq_factor=turns[1], high_freq_factor=turns[0])
@@ -189,8 +189,8 @@ def test_equals_transformers_to_float32_rounding(
 ) -> None:
     theirs, their_scaling = transformers_frequencies(parameters, head_dim, seq_len, trained=4096)
     ours, scaling = tables.from_config(parameters, head_dim, seq_len, max_position_embeddings=4096)
-    # They work in float32: the exponent is off by half an ulp of itself at most, which ln(base) magnifies, and up to six
-    # further operations round once each; ours is rounded once.
+    # transformers computes in float32: the exponent is off by at most half an ulp, amplified by ln(base), and up to six more
+    # operations round once each. Ours is rounded once.
     tolerance = (math.log(parameters["rope_theta"]) + 7) * 2.0**-24
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
     assert scaling == pytest.approx(their_scaling, rel=1e-12)

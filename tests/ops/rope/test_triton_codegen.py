@@ -1,4 +1,4 @@
-"""What the Triton kernel compiles to on sm_90, without a GPU: no spills, few registers, 16 bytes a load and store."""
+"""Machine code of the Triton kernel for sm_90, checked without a GPU: no spills, few registers, 16-byte loads and stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOPPER, PROCESSORS = GPUTarget("cuda", 90, 32), 132
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's machine code in numbers."""
+    """Statistics of a kernel's machine code."""
 
     registers: int
     stack: int
@@ -47,11 +47,11 @@ class Code:
 
     @functools.cached_property
     def instructions(self) -> Counter[str]:
-        """Memory instructions with their width, as LDG.E.128. Disassembled where asked for: a fourth of the time."""
+        """Memory instructions with their width, as LDG.E.128. Disassembled lazily, as that is a fourth of the time."""
         return Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[.\w]*)", self.kernel.asm["sass"]))
 
     def widths(self, kind: str) -> Counter[int]:
-        """Bits moved by each global load (LDG) or store (STG): how many instructions of each width."""
+        """The number of global loads (LDG) or stores (STG) by width in bits."""
         found: Counter[int] = Counter()
         for name, count in self.instructions.items():
             if name.startswith(kind):
@@ -61,13 +61,13 @@ class Code:
 
 
 def compile_problem(problem: Problem) -> Code:
-    """Compile the kernel for a problem as its launch on an H200 would."""
+    """Compile the kernel for a problem as for a launch on an H200."""
     _, bound = _triton.arguments(problem, PROCESSORS)
     return compile_kernel(_triton.rope_kernel, bound, num_warps=_triton.NUM_WARPS)
 
 
 def compile_kernel(kernel: Any, bound: dict[str, Any], **options: int) -> Code:
-    """Compile a kernel for its arguments: aligned pointers, the same specialisation as a launch has."""
+    """Compile a kernel for its arguments: aligned pointers, the same specialization as a launch."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -114,7 +114,7 @@ def problem(
     tokens: int = 1024,
     **spec: Any,
 ) -> Problem:
-    """A problem of a training step's size; nothing is allocated but addresses."""
+    """A problem of training size; its data is never touched."""
     q = torch.empty(4, tokens, heads[0], head_dim, dtype=dtype)
     k = torch.empty(4, tokens, heads[1], k_head_dim or head_dim, dtype=dtype)
     pairs = (rotary_dim or head_dim) // 2
@@ -125,7 +125,7 @@ def problem(
     return Problem.build((q, k), ys, (angles, sin, positions, None, None, 0, text))
 
 
-# A single head of k is spread over all multiprocessors and has vectors of 16 bytes only from 32,768 tokens on.
+# A single k head is spread over all SMs and uses 16-byte vectors only from 32,768 tokens on.
 WIDTHS = (64, 80, 96, 112, 128, 192, 256)
 PROBLEMS: dict[str, Any] = {
     **{f"{d}-{name}": lambda d=d, t=t: problem(d, t) for d in WIDTHS for name, t in (("bf16", torch.bfloat16), ("fp32", torch.float32))},
@@ -161,13 +161,13 @@ def test_no_spills_few_registers_wide_accesses(name: str) -> None:
     stores = code.widths("STG")
     assert set(stores) == {128}, f"stores of {dict(stores)} bits"
     loads = code.widths("LDG")
-    assert loads[128] >= stores[128], f"loads of {dict(loads)} bits"  # of q and k: as many as are stored, at least
+    assert loads[128] >= stores[128], f"loads of {dict(loads)} bits"  # for q and k: at least as many loads as stores
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_table_is_read_by_16_bytes(head_dim: int, dtype: torch.dtype) -> None:
-    """By each thread for itself, so that none waits for what another has read."""
+    """Each thread loads its own values, without exchange between threads."""
     code = compile_problem(problem(head_dim, dtype))
     assert set(code.widths("LDG")) == {128}
     assert code.shared == 0
@@ -182,13 +182,13 @@ def test_a_table_is_read_by_16_bytes(head_dim: int, dtype: torch.dtype) -> None:
     ids=["halves of 116 bytes", "halves of 24 bytes in place"],
 )
 def test_halves_that_are_aligned_unlike_each_other_have_one_layout(case: Problem) -> None:
-    """That of the one that is aligned less, so that neighbouring threads have neighbouring elements of both."""
+    """The layout of the less aligned half, so that adjacent threads hold adjacent elements of both."""
     assert compile_problem(case).shared == 0
 
 
 @pytest.mark.parametrize("table", ["inv_freq", "angles"])
 def test_angles_cost_no_spills(table: str) -> None:
-    """Reduced in float64, next to the same loads and stores."""
+    """Argument reduction in float64, with the same loads and stores."""
     code = compile_problem(problem(128, torch.bfloat16, table=table))
     assert code.stack == 0
     assert not any(instruction.startswith(("LDL", "STL")) for instruction in code.instructions)
@@ -220,7 +220,7 @@ def _quotients(n_ptr, to_ptr, magic, shift, COUNT: tl.constexpr):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 100, 2**20 + 1, 2**30 + 1, 2**31 - 1])
 def test_the_kernel_divides_up_to_the_last_int32(divisor: int) -> None:
-    """Products from 2^31 on are no negative numbers."""
+    """Products of 2^31 and more must not become negative."""
     most = 2**31 - 1
     n = torch.tensor([0, divisor - 1, divisor, 2**30, 3 << 29, most // divisor * divisor - 1, most - 1, most])
     to = torch.empty(8, dtype=torch.int32)
@@ -262,6 +262,6 @@ def test_stripes_divide_the_tokens(batch: int, tokens: int, bytes_per_token: int
     ],
 )
 def test_stripes_of_a_sweep(tokens: int, stripe: int) -> None:
-    """Eight heads of 256 in float32, q and k: 512 tokens move 16 MiB. A table of them has 1 KiB a token."""
+    """Eight heads of 256 in float32, q and k: 512 tokens move 16 MiB. The table has 1 KiB per token."""
     assert _triton._stripe(32, tokens, 2**15, None) == stripe
     assert _triton._stripe(32, tokens, 2**15, 2**10) == (2048 if tokens == 4096 else tokens)

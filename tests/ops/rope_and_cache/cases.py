@@ -1,4 +1,4 @@
-"""Calls of `rope_and_cache_`, and what each has to give: the rotation by the oracle of RoPE, places by Python integers."""
+"""Test cases of `rope_and_cache_` and their expected results: rotation by the RoPE oracle, slots by Python integers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PLACES = [Place(impl, device) for impl in IMPLEMENTATIONS for device in DEVICES[
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call by what distinguishes it; `make` gives it tensors."""
+    """The description of a call; `make` creates its tensors."""
 
     name: str
     tokens: int = 5
-    batch: int = 2  # of layouts that have one
+    batch: int = 2  # for layouts with a batch dimension
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
@@ -44,12 +44,12 @@ class Case:
     slot_dtype: torch.dtype = torch.int64
     block_table: tuple[tuple[int, ...], ...] | None = None
     positions: tuple[int, ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments; tensors of the CPU
+    options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments; CPU tensors
 
 
 @dataclass
 class Made:
-    """Tensors of a call."""
+    """The tensors of a call."""
 
     q: Tensor
     k: Tensor
@@ -65,7 +65,7 @@ class Made:
         return (self.q, self.k, self.v, self.key_cache, self.value_cache)
 
     def copy(self) -> tuple[Made, list[Tensor]]:
-        """The tensors again in copies of their storages, and those."""
+        """Clone the tensors with their storages; also return the new storages."""
         copies, storages = copy_of(self.written())
         return Made(*copies, self.kwargs), storages
 
@@ -95,7 +95,7 @@ def make(case: Case, device: str = "cpu") -> Made:
     }  # fmt: skip
     of_tokens = (-1,) if case.layout == "thd" else (case.batch, case.tokens)
     if case.slots is not None:
-        # After the end lie numbers that would be slots, too.
+        # Values past the end would be valid slots.
         longer = torch.tensor((*case.slots, *range(case.tokens)), dtype=case.slot_dtype)
         kwargs["slot_mapping"] = longer.to(device)[: len(case.slots)].view(of_tokens)
     if case.block_table is not None:
@@ -116,7 +116,7 @@ def _shape(layout: str, batch: int, tokens: int, heads: int, width: int) -> tupl
 
 
 def _caches(case: Case, widths: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """The caches, with a guard of as many elements as a slot has before and after them."""
+    """The caches, with guard elements before and after them."""
     n, s, g = case.blocks, case.block_size, case.kv_heads
     inner = (g, s) if "hnd" in case.cache else (s, g)
 
@@ -129,7 +129,7 @@ def _caches(case: Case, widths: tuple[int, int], dtype: torch.dtype, device: str
         key_cache, value_cache = guarded(2, n, *inner, widths[0]).unbind(0)
     elif "flashinfer" in case.cache:
         key_cache, value_cache = guarded(n, 2, *inner, widths[0]).unbind(1)
-    elif "gaps" in case.cache:  # every second slot of larger blocks, a part of wider heads, off by one element
+    elif "gaps" in case.cache:  # every second slot of larger blocks, slices of wider heads, off by one element
         key_cache, value_cache = (guarded(n, 2 * s, g, w + 5)[:, ::2, :, 1 : 1 + w] for w in widths)
     else:
         key_cache, value_cache = (guarded(n, *inner, w) for w in widths)
@@ -147,7 +147,7 @@ def by_head(x: Tensor, width: int) -> Tensor:
 
 
 def slot_of(made: Made, batch: int, b: int, t: int, tokens: int) -> int | None:
-    """The slot of token t of batch entry b, by the rule that the docstring gives; None: it has none."""
+    """The slot of token t of batch entry b, by the documented rule; None if it has none."""
     kwargs = made.kwargs
     blocks, size = nhd(made)[0].shape[:2]
     place = position(kwargs, b, t, tokens)
@@ -172,9 +172,9 @@ def slot_of(made: Made, batch: int, b: int, t: int, tokens: int) -> int | None:
 
 
 def check(before: Made, after: Made, storages: tuple[list[Tensor], list[Tensor]], write_k: bool = True) -> None:
-    """All that a call leaves: q and k rotated, k and v where they belong in the caches, everything else as it was.
+    """Check that q and k are rotated, k and v are in their cache slots, and all other memory is unchanged.
 
-    `storages` are those before and after, which hold the tensors of each."""
+    `storages` are the storages of the tensors before and after."""
     k_width, v_width = before.key_cache.shape[-1], before.value_cache.shape[-1]
     flat = before.q.dim() == 2
     q, k, v = (by_head(x, w) for x, w in ((before.q, k_width), (before.k, k_width), (before.v, v_width)))
@@ -187,7 +187,7 @@ def check(before: Made, after: Made, storages: tuple[list[Tensor], list[Tensor]]
     assert not flat or layout == "thd"
     assert_bits(after.v, before.v)
 
-    # Cached rows of k against the oracle, in k's own shape; then every other byte of memory against what it was.
+    # Compare cached rows of k with the oracle, in the shape of k; then all other memory with its previous values.
     key_cache, value_cache = nhd(after)
     untouched = [torch.ones_like(storage, dtype=torch.bool) for storage in storages[1]]
     cached_k, cached_v = by_head(after.k, k_width).clone(), v.clone()
@@ -215,7 +215,7 @@ def check(before: Made, after: Made, storages: tuple[list[Tensor], list[Tensor]]
         assert_bits(old[same], new[same])
 
 
-# Arguments of the call that rope has not; the rest is the oracle's.
+# Arguments that `rope` does not have; the others are passed to the oracle.
 NOT_OF_ROPE = {"slot_mapping", "block_table", "cache_layout", "write_k", "impl"}
 
 
@@ -225,7 +225,7 @@ def _rows(x: Tensor, layout: str) -> Tensor:
 
 
 def _nearest(x: Tensor, want: Any, rotated: Tensor | None) -> Tensor:
-    """What stands for the cached rows of tokens that are not cached: the rotation itself."""
+    """Stand-in for the cached rows of tokens without a slot: the rotation itself."""
     return torch.where(want.rotated, want.exact.to(x.dtype), want.passed) if rotated is None else rotated
 
 
@@ -239,7 +239,7 @@ DECODE = ((3, 1), (0, 5), (4, 2))
 BOUNDS = torch.tensor([0, 3, 3, 7])  # of three sequences of 9 tokens, the last two padding
 FAR = (2**31 - 1, -(2**31))
 WIDE = (2**40, -(2**40))
-# Enough for the path of large calls on a GPU of one multiprocessor, as the machine in `cuda_machine.cpp` is.
+# Large enough for the path of large calls on a GPU with one SM, as the CPU simulation has.
 LARGE: dict[str, Any] = {
     "tokens": 230, "heads": 32, "kv_heads": 8, "dtype": "bf16", "blocks": 40, "block_size": 6,
     "slots": tuple((37 * i) % 241 - 1 for i in range(230)), "positions": tuple((5 * i) % 64 for i in range(230)),
@@ -310,7 +310,7 @@ CASES: dict[str, Case] = {
         Case(name="widest heads", head_dim=512, tokens=3, heads=2, memory="misaligned", slots=(3, 9, -1)),
         Case(name="head of 2", head_dim=2, tokens=3, slots=(3, 9, -1)),
         Case(name="llama", heads=32, kv_heads=8, head_dim=128, dtype="bf16", cache="vllm", slots=(3, 9, -1, 23, 0)),
-        # As serving engines call it: the kernel of `direct.cuh`, at every width that it has.
+        # As serving engines call it: the kernel of `direct.cuh`, in every width it supports.
         Case(name="serving", head_dim=32, cache="vllm", dtype="bf16", table_dtype="bf16", slots=(3, -1, 17, 24, 0), positions=(7, 64, 63, -1, 2), options={"write_k": False}),
         Case(name="serving, one token", tokens=1, head_dim=32, cache="hnd", dtype="fp16", table_dtype="fp16", slots=(13,), slot_dtype=torch.int32, positions=(9,)),
         Case(name="serving, interleaved", head_dim=32, memory="flat", dtype="fp16", pairing="interleaved", slots=(3, *FAR, 23, 0), slot_dtype=torch.int32, positions=(7, 0, 63, 2, 2)),

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU, as what `_cuda._kernel` returns on a GPU."""
+"""The CUDA kernels compiled for the CPU, as a replacement for what `_cuda._kernel` returns on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .. import cuda_on_cpu
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda_on_cpu.Library]:
-    """`impl="auto"` takes the machine for tensors of a CPU, the extension of the host is there, and nothing is in it."""
+    """`impl="auto"` uses the simulated kernels for CPU tensors; the host extension is loaded, with an empty cache."""
     kernel = cuda_on_cpu.library(_cuda, "fusewise_rope_and_cache").plays()
     try:
         _host.extension()

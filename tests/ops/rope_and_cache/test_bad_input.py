@@ -1,4 +1,4 @@
-"""Every mistake is one error of the project's form, raised before anything is written."""
+"""Every invalid argument raises one error in the common form, before anything is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensor(name: str, change: Callable[[Tensor], Any]) -> Change:
 
 
 def overlapping(name: str, other: str) -> Change:
-    """`name` as a view of the memory of `other`."""
+    """Replace `name` by a view of the memory of `other`."""
 
     def apply(made: Made) -> dict[str, Any]:
         x, y = getattr(made, name, made.kwargs.get(name)), getattr(made, other)
@@ -47,7 +47,7 @@ def overlapping(name: str, other: str) -> Change:
     return apply
 
 
-# Of the case "hnd": q (5, 4, 16), k and v (5, 2, 16), caches (6, 2, 4, 16), slot_mapping (5,); what is wrong, and the error.
+# Of the case "hnd": q (5, 4, 16), k and v (5, 2, 16), caches (6, 2, 4, 16), slot_mapping (5,); the change, and the error.
 MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "q is no tensor": (replaced(q=1), TypeError, "q must be a torch.Tensor, got int; pass a tensor for q"),
     "no k": (replaced(k=None), TypeError, "k must be a torch.Tensor, got NoneType"),
@@ -114,7 +114,7 @@ def test_one_error_and_nothing_written(name: str) -> None:
     made, _ = make(CASES["hnd"]).copy()
     given = {"q": made.q, "k": made.k, "v": made.v, **made.arguments(), **change(made)}
     before = [x.clone() for x in made.written()]
-    for _ in range(2):  # the second call must not pass for what the first was refused for
+    for _ in range(2):  # a failed call must not be cached as valid
         with pytest.raises(error, match=rf"^rope_and_cache_: {message}") as raised:
             fusewise.rope_and_cache_(**given)
         assert re.fullmatch(r"rope_and_cache_: .+ must .+, got .+; .+", str(raised.value))
@@ -130,7 +130,7 @@ def test_slots_of_other_batches() -> None:
 
 
 def test_what_was_right_once_is_looked_at_again() -> None:
-    """The checks are remembered by kind, not by address: memory that comes to be shared is found."""
+    """Checks are cached by type, not by address: newly shared memory is still detected."""
     made = make(CASES["hnd"])
     buffer = torch.zeros(320)
     k, v, shared = (buffer[first : first + 160].view(5, 2, 16) for first in (0, 160, 80))
@@ -143,7 +143,7 @@ def test_what_was_right_once_is_looked_at_again() -> None:
 
 
 def test_sparse_slots_are_not_those_of_stride_0() -> None:
-    """A sparse tensor of one dimension has the strides of an expanded one."""
+    """A 1-D sparse tensor reports the strides of an expanded one."""
     made = make(CASES["hnd"])
     slots = made.kwargs["slot_mapping"][:1].expand(5)
     fusewise.rope_and_cache_(made.q, made.k, made.v, **{**made.arguments(), "slot_mapping": slots})
@@ -175,7 +175,7 @@ def test_transforms_are_refused() -> None:
 
 
 def test_versions_tell_of_the_write() -> None:
-    """What autograd saved of a tensor before is known to be gone."""
+    """Version counters are bumped, so autograd detects that a saved tensor was modified."""
     made = make(CASES["hnd"])
     versions = [x._version for x in made.written()]
     fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())

@@ -1,4 +1,4 @@
-"""The operators in PyTorch: schemas, fake tensors, torch.compile without recompiling and without copies of the caches."""
+"""The torch operators: schemas, fake tensors, torch.compile without recompilation and without copies of the caches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _fresh() -> None:
     "name", ["vllm", "flashinfer-hnd", "keeps k", "block table", "contiguous packed", "slots of a part"]
 )
 def test_opcheck(name: str) -> None:
-    """Schema (what is said to be written, and nothing else), fake tensors and tracing of the operator behind a call."""
+    """Schema (exactly the declared mutations), fake tensors and tracing of the operator."""
     made = make(CASES[name])
     arguments = made.arguments()
     own = [arguments.pop(n, None) for n in ("key_cache", "value_cache", "slot_mapping", "block_table")]
@@ -48,7 +48,7 @@ def test_opcheck(name: str) -> None:
 def step(
     qkv: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, positions: Tensor, table: Tensor
 ) -> Tensor:
-    """What a layer does: views of the packed projection, rotation and cache, then something with q and k."""
+    """A layer: views of the packed projection, rotation and cache write, then a use of q and k."""
     q, k, v = (qkv * 2).split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], dim=-1)
     fusewise.rope_and_cache_(
         q, k, v, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, positions=positions, cos_sin=table
@@ -83,13 +83,13 @@ def test_fullgraph_without_recompiling_for_a_number_of_tokens() -> None:
 
 
 def in_pages(qkv: Tensor, caches: Tensor, *rest: Tensor) -> Tensor:
-    """The same with FlashInfer's combined cache, taken apart in the graph."""
+    """The same with FlashInfer's combined cache, unbound inside the graph."""
     return step(qkv, *caches.unbind(1), *rest)
 
 
 @pytest.mark.parametrize("combined", [False, True], ids=["two caches", "a combined cache"])
 def test_compiled_code_copies_no_cache(combined: bool) -> None:
-    """The code that Inductor makes writes into the caches themselves: nothing as large as one is made."""
+    """Inductor's code writes into the caches directly and allocates nothing of their size."""
     qkv, key_cache, value_cache, *rest = arguments_of(6)
     caches = (torch.stack((key_cache, value_cache), 1),) if combined else (key_cache, value_cache)
     if combined and _COPIES_WRONGLY:
@@ -97,7 +97,7 @@ def test_compiled_code_copies_no_cache(combined: bool) -> None:
             torch.compile(in_pages, fullgraph=True)(qkv, *caches, *rest)
         return
     compiled = torch.compile(in_pages if combined else step, fullgraph=True)
-    # Code that was kept for inputs that share memory is taken for others, too, and copies.
+    # Cached code for inputs that share memory would be reused for others, and it copies.
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         _, (text,) = torch._inductor.utils.run_and_get_code(compiled, qkv, *caches, *rest)
     assert "fusewise.rope_and_cache_" in text
@@ -109,13 +109,13 @@ def test_compiled_code_copies_no_cache(combined: bool) -> None:
 @pytest.mark.parametrize("name", ["vllm", "keeps k", "hnd", "flat", "block table", "contiguous", "block table packed"])
 def test_compiled_matches_the_oracle(name: str) -> None:
     made = make(CASES[name])
-    if _COPIES_WRONGLY:  # caches with memory of their own
+    if _COPIES_WRONGLY:  # caches with separate memory
         made.key_cache, made.value_cache = made.key_cache.clone(), made.value_cache.clone()
     before, old = made.copy()
     after, new = before.copy()
 
     def call(made: Made) -> None:
-        # One implementation, so that k has the bits of the cache where it is rotated by an operator of its own, too.
+        # A fixed implementation, so that k and the cache are bitwise equal even if a separate operator rotates k.
         fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments(), impl="reference")
 
     torch.compile(call, fullgraph=True, backend="aot_eager")(after)
@@ -146,7 +146,7 @@ def test_compiled_writes_into_shared_memory_are_refused(message: str) -> None:
 
 
 def test_fake_tensors_are_checked_and_nothing_runs() -> None:
-    """Also where a call of the same kind has passed before."""
+    """Also after a valid call of the same type."""
     given = arguments_of(3)
     step(*copy_of(given))
     with FakeTensorMode() as mode:
@@ -173,7 +173,7 @@ def test_the_dispatch_is_explained() -> None:
 
 @pytest.mark.parametrize("index", [2, 3, 4], ids=["v", "key_cache", "value_cache"])
 def test_the_operator_refuses_strides_that_an_exported_program_may_be_given(index: int) -> None:
-    """Those that were validated were its trace's. Nothing is written."""
+    """Only the strides of its trace were validated. Nothing is written."""
     made = make(CASES["vllm"])
     slots, table = made.kwargs["slot_mapping"], made.kwargs["cos_sin"]
     tensors = [made.q, made.k, made.v, made.key_cache, made.value_cache]

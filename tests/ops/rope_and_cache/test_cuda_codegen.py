@@ -1,4 +1,4 @@
-"""What the CUDA kernel compiles to, without a GPU: no spills, every block resident as planned, 16 bytes an access."""
+"""Machine code of the CUDA kernel, checked without a GPU: no register spills, planned occupancy, 16-byte accesses."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "loads", "stores"),
     [
-        # q, k and v: two accesses of 16 bytes each where halves rotate, one where neighbours do; k is written twice.
+        # q, k and v: two 16-byte accesses each for pairing half, one for interleaved; k is written twice.
         ("IfLb0ELb0ELi4ELi1E", 6, 8),
         ("__nv_bfloat16Lb0ELb0ELi8ELi1E", 6, 8),
         ("__halfLb1ELb1ELi4ELi1E", 3, 4),
-        # q, k and v alike, in three places; a row of the table of 16 bits in two accesses, of float32 in four, or in narrower ones.
+        # q, k and v alike, in three places; a table row takes two accesses in 16 bits, four in float32, or narrower ones.
         ("direct_rope_and_cache_kernelI13__nv_bfloat16S1_Lb0ELi8ELi1ELi8E", 2 + 2, 6),
         ("direct_rope_and_cache_kernelI13__nv_bfloat16fLb0ELi8ELi1ELi8E", 2 + 4, 6),
         ("direct_rope_and_cache_kernelI13__nv_bfloat16fLb0ELi8ELi1ELi2E", 2, 6),

@@ -1,4 +1,4 @@
-"""The CUDA kernels' own source against the oracle, without a GPU: addresses, masks, slots and arithmetic."""
+"""The CUDA kernel source, compiled for the CPU, against the oracle: addresses, masks, slots and arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operated(made: Made) -> None:
 
 
 def operation(made: Made, impl: str = "auto") -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The operator behind a call, and its arguments."""
+    """The operator of a call, and its arguments."""
     options = made.arguments()
     own = [options.pop(n, None) for n in ("key_cache", "value_cache", "slot_mapping", "block_table")]
     layout, write_k = options.pop("cache_layout"), options.pop("write_k", True)
@@ -43,8 +43,7 @@ every_case = pytest.mark.parametrize("name", [n for n, case in CASES.items() if 
 @every_case
 @pytest.mark.usefixtures("simulated")
 def test_matches_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call through Python, then by the quick way of a call that has been before, then by the operator, first in Python and
-    then in C++."""
+    """Each call through Python, then through the C++ fast path, then through the operator in Python and in C++."""
     before, old = make(CASES[name]).copy()
     copies = [before.copy() for _ in range(4)]
     (first, _), (second, _), (third, _), (fourth, _) = copies
@@ -62,7 +61,7 @@ def test_matches_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [x._version for x in made.written()] == [x._version for x in first.written()]
 
 
-# On many multiprocessors a thread has one head, and at a few tokens chunks of half the width.
+# With many SMs a thread handles one head, and for few tokens chunks of half the width.
 @every_case
 @pytest.mark.parametrize(("backwards", "processors"), [(True, 1), (False, 132), (True, 132)])
 def test_on_a_larger_device_and_in_either_order(
@@ -72,7 +71,7 @@ def test_on_a_larger_device_and_in_either_order(
     before, old = make(CASES[name]).copy()
     after, new = before.copy()
     arguments: dict[str, Any] = after.arguments()
-    monkeypatch.setattr(_validate, "_PASSED", {})  # what passes here is refused without these kernels
+    monkeypatch.setattr(_validate, "_PASSED", {})  # calls that are valid here are rejected without these kernels
     with cuda_on_cpu.serving(_cuda, _op.choice, kernels):
         assert fusewise.rope_and_cache_(after.q, after.k, after.v, **arguments, impl="cuda") is None
     check(before, after, (old, new), CASES[name].options.get("write_k", True))

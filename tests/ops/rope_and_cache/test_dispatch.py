@@ -1,4 +1,4 @@
-"""Which implementation a call takes on a GPU, as far as that is known without one."""
+"""Dispatch of GPU calls, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_auto_takes_cuda_once_it_is_built(
         assert _op.serving("auto", q, spec) == taken
         for impl in ("triton", "cuda"):
             assert _op.serving(impl, q, spec) == impl
-        assert _op.serving("auto", q.double(), spec) == "triton"  # by the order of preference
+        assert _op.serving("auto", q.double(), spec) == "triton"  # by preference order
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What only a GPU can show: one launch, graphs, calls of many tokens, caches past 32 bits, other streams."""
+"""Tests that need a GPU: one launch, CUDA graphs, calls of many tokens, caches beyond 32 bits, other streams."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_same(made: Made, expected: Made) -> None:
 @pytest.mark.parametrize("pairing", ["half", "interleaved", "interleaved_to_half"])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000, 8192])
 def test_many_tokens(tokens: int, pairing: str, impl: str) -> None:
-    """Against the reference, at every way to divide the work."""
+    """Compare with the reference, for every way to divide the work."""
     require(impl)
     made = llama(tokens, 16384, pairing=pairing)
     expected, _ = made.copy()
@@ -100,7 +100,7 @@ def test_a_graph_replays_on_new_values(impl: str) -> None:
 
 @impls
 def test_another_stream_and_compiled(impl: str) -> None:
-    """The packed projection enters the graph whole, the caches have memory of their own: see docs/rope-and-cache.md."""
+    """The packed projection is one graph input, the caches have separate memory: see docs/rope-and-cache.md."""
     require(impl)
     made = llama(64, 4096)
     made.key_cache, made.value_cache = made.key_cache.clone(), made.value_cache.clone()
@@ -124,7 +124,7 @@ def test_another_stream_and_compiled(impl: str) -> None:
 @impls
 @pytest.mark.gpu_memory(9)
 def test_a_cache_past_32_bits(impl: str) -> None:
-    """The last slots of a cache of more than 2³¹ elements a part."""
+    """The last slots of caches with more than 2³¹ elements each."""
     require(impl)
     slots = (2**31 // (8 * 128) // 16 + 1) * 16
     made = llama(16, slots)
@@ -150,7 +150,7 @@ def test_bitwise_deterministic(impl: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if DTYPES[case.dtype].itemsize < 8])
 def test_a_call_that_has_been_before_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found again in C++ and launched there."""
+    """The repeated call is matched and launched in C++."""
     require("cuda")
     before, _ = make(CASES[name], "cuda").copy()
     (first, want), (second, got) = before.copy(), before.copy()

@@ -1,4 +1,4 @@
-"""The quick way of a call that has been before: what differs in anything is not it, and goes through all checks again."""
+"""The C++ fast path of repeated calls: a call that differs in any respect does not match and is validated again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def given(made: Made, **more: Any) -> dict[str, Any]:
 
 
 def recalled(arguments: dict[str, Any]) -> bool:
-    """Whether the quick way takes a call."""
+    """Whether the fast path accepts a call."""
     a = {"slot_mapping": None, "block_table": None, "cache_layout": "nhd", "write_k": True, **arguments}
     q, k, v, *own = (a.pop(name) for name in ("q", "k", "v", *OWN))
     options = {**DEFAULTS, "layout": "thd", **a}
@@ -141,7 +141,7 @@ def test_what_is_refused_is_refused_after_a_call_that_was_right(name: str) -> No
 
 
 def test_equal_calls_are_recalled_with_other_values() -> None:
-    """Slots, positions and an int offset are not in the key; an offset is as far as the table reaches."""
+    """Slots, positions and an int offset are not part of the key; an offset matches as long as it is within the table."""
     case = Case(name="", layout="bshd", blocks=2, block_size=16)
     first = given(make(case), offset=3)
     fusewise.rope_and_cache_(**first)
@@ -158,7 +158,7 @@ def test_equal_calls_are_recalled_with_other_values() -> None:
 
 
 def test_gradients_and_modes() -> None:
-    """A leaf is written to under no_grad and refused outside; inference tensors stay in inference mode."""
+    """A leaf is written under no_grad and rejected otherwise; inference tensors only work in inference mode."""
     made = make(CASE)
     called(made)
     leaf = given(made, q=made.q.requires_grad_())
@@ -206,7 +206,7 @@ def test_who_watches_sees_the_operator() -> None:
 
 
 def test_an_error_of_the_launch_is_an_error(simulated: cuda_on_cpu.Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """By way of Python, of the quick way and of the operator: the machine takes blocks of one dimension only."""
+    """The fast path and the operator raise if the launch returns an error code."""
     failing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 9)
     made = make(CASE)
     called(made)
@@ -222,7 +222,7 @@ def test_an_error_of_the_launch_is_an_error(simulated: cuda_on_cpu.Library, monk
 
 
 def test_plans_are_found_again_by_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no extension."""
+    """If the extension is unavailable."""
     monkeypatch.setattr(_host, "unavailable", lambda *_: "no headers of Python")
     made = make(CASE)
     with _host.through_python():

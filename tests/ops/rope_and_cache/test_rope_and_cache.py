@@ -1,4 +1,4 @@
-"""Every implementation against the oracle: what is rotated, what is cached and where, and that nothing else is touched."""
+"""Every implementation against the oracle: rotated tensors, cached rows and their slots, and no other writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ every_place = pytest.mark.parametrize("place", [pytest.param(p, marks=marks(p), 
 
 
 def require(place: Place, dtype: torch.dtype) -> None:
-    """Skip where the implementation cannot serve: float64, or a native kernel without a compiler."""
+    """Skip if the implementation is unavailable, as for float64 or a native kernel without a compiler."""
     reason = choice.unavailable(place.impl, place.device, dtype)
     if reason is not None:
         assert "cannot be imported" not in reason, reason
@@ -43,14 +43,14 @@ def run(name: str, place: Place) -> tuple[Made, Made, Any]:
 
 @pytest.fixture
 def _one_processor(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The interpreter plays a GPU of one multiprocessor, as for RoPE alone: few programs, with tiles as large as they get."""
+    """The interpreter simulates a GPU with one SM, as for RoPE alone: few programs, with tiles of maximum size."""
     if request.node.get_closest_marker("interpreter"):
         from fusewise.ops.rope_and_cache import _triton
 
         monkeypatch.setattr(_triton, "processors_of", lambda device: 1)
 
 
-# Paths of the CUDA kernels, which take the interpreter of Triton 20 s each: to it they are "many tokens".
+# These cases target CUDA kernel paths. For Triton they are just "many tokens" and take 20 s each in the interpreter.
 NOT_INTERPRETED = ("several heads a thread", "serving, many tokens")
 
 
@@ -66,7 +66,7 @@ def test_matches_the_oracle(name: str, place: Place) -> None:
 
 @every_place
 def test_one_of_the_tokens_of_a_slot_is_cached(place: Place) -> None:
-    """Each element comes from one of them, and no other slot is written."""
+    """If several tokens have the same slot, each element comes from one of them, and no other slot is written."""
     require(place, torch.float32)
     case = CASES["vllm"]
     made = make(case, place.device)

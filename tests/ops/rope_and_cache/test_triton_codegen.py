@@ -1,4 +1,4 @@
-"""What the Triton kernel compiles to on sm_90, without a GPU: no spills, few registers, 16 bytes a load and store."""
+"""Machine code of the Triton kernel for sm_90, checked without a GPU: no spills, few registers, 16-byte loads and stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bound(
     pairing: str = "half",
     table: bool = False,
 ) -> dict[str, Any]:
-    """The arguments of the kernel for a call on views of a packed projection; of the tensors nothing but addresses is used."""
+    """The kernel arguments for a call on views of a packed projection; data is never touched."""
     heads, kv_heads = 32, 8
     qkv = torch.empty(tokens, heads + 2 * kv_heads, width, dtype=dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -48,7 +48,7 @@ def bound(
 
 
 def test_arguments_are_in_the_order_of_the_kernel() -> None:
-    """A repeated launch hands them over by place: addresses, the offset, and the rest."""
+    """A repeated launch passes them positionally: addresses, the offset, and the rest."""
     names = list(bound(64))
     assert names == [parameter.name for parameter in _triton.rope_and_cache_kernel.params]
     assert names[_triton.POINTERS] == "offset"
@@ -59,13 +59,13 @@ def test_arguments_are_in_the_order_of_the_kernel() -> None:
 def test_widest_accesses_and_no_spills(name: str) -> None:
     code = compile_kernel(_triton.rope_and_cache_kernel, bound(**CALLS[name]), num_warps=_triton.NUM_WARPS)
     assert code.stack == 0 and not [i for i in code.instructions if i.startswith(("LDL", "STL"))], code
-    # 32 of a multiprocessor's 64 warps have room: at a few tokens latency binds, above it loads in flight.
+    # Allows 32 of an SM's 64 warps: few tokens are latency-bound, more are bound by loads in flight.
     assert code.registers <= 64, code
     halves = 1 if "interleaved" in name else 2
-    # A tile of k at a few tokens has 8 bytes a thread: all threads of the program have some.
+    # For few tokens a tile of k has 8 bytes per thread, so that all threads of the program have work.
     wide = [width for width in (64, 128) if width == 128 or CALLS[name]["tokens"] <= 64]
     loads, stores = (sum(code.widths(kind)[width] for width in wide) for kind in ("LDG", "STG"))
-    # Of q, of k, of v; k is written twice.
+    # For q, k and v; k is written twice.
     assert loads >= 2 * halves + 1, code
     assert stores >= (2 + CALLS[name].get("write_k", True)) * halves + 1, code
     assert not {32, 16, 8} & set(code.widths("STG")), code

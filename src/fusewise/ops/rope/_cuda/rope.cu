@@ -142,14 +142,15 @@ struct Rotate {
 }  // namespace
 
 #if defined(FUSEWISE_PARTS) && !defined(FUSEWISE_DTYPE)
-// The entry point of a library that is compiled in parts.
-extern "C" {
-int fusewise_rope_float(const Plan*, const Call*, void*), fusewise_rope_bfloat16(const Plan*, const Call*, void*), fusewise_rope_half(const Plan*, const Call*, void*);
+// The entry point of a library that is compiled in parts, one per dtype.
+extern "C" int fusewise_rope_float(const Plan*, const Call*, void*);
+extern "C" int fusewise_rope_bfloat16(const Plan*, const Call*, void*);
+extern "C" int fusewise_rope_half(const Plan*, const Call*, void*);
 
-__attribute__((visibility("default"))) int fusewise_rope(const Plan* plan, const Call* call, void* stream) {
+extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* plan, const Call* call, void* stream) {
   const int64_t kind = plan->kind;
-  return (kind == FLOAT32 ? fusewise_rope_float : kind == BFLOAT16 ? fusewise_rope_bfloat16 : fusewise_rope_half)( plan,  call,  stream);
-}
+  const auto part = kind == FLOAT32 ? fusewise_rope_float : kind == BFLOAT16 ? fusewise_rope_bfloat16 : fusewise_rope_half;
+  return part(plan, call, stream);
 }
 #else
 #ifndef FUSEWISE_ENTRY

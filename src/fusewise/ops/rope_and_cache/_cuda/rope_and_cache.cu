@@ -201,14 +201,15 @@ struct RotateAndCache {
 }  // namespace
 
 #if defined(FUSEWISE_PARTS) && !defined(FUSEWISE_DTYPE)
-// The entry point of a library that is compiled in parts.
-extern "C" {
-int fusewise_rope_and_cache_float(const CachePlan*, const CacheCall*, void*), fusewise_rope_and_cache_bfloat16(const CachePlan*, const CacheCall*, void*), fusewise_rope_and_cache_half(const CachePlan*, const CacheCall*, void*);
+// The entry point of a library that is compiled in parts, one per dtype.
+extern "C" int fusewise_rope_and_cache_float(const CachePlan*, const CacheCall*, void*);
+extern "C" int fusewise_rope_and_cache_bfloat16(const CachePlan*, const CacheCall*, void*);
+extern "C" int fusewise_rope_and_cache_half(const CachePlan*, const CacheCall*, void*);
 
-__attribute__((visibility("default"))) int fusewise_rope_and_cache(const CachePlan* cache, const CacheCall* cache_call, void* stream) {
+extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(const CachePlan* cache, const CacheCall* call, void* stream) {
   const int64_t kind = cache->rotation.kind;
-  return (kind == FLOAT32 ? fusewise_rope_and_cache_float : kind == BFLOAT16 ? fusewise_rope_and_cache_bfloat16 : fusewise_rope_and_cache_half)( cache,  cache_call,  stream);
-}
+  const auto part = kind == FLOAT32 ? fusewise_rope_and_cache_float : kind == BFLOAT16 ? fusewise_rope_and_cache_bfloat16 : fusewise_rope_and_cache_half;
+  return part(cache, call, stream);
 }
 #else
 #ifndef FUSEWISE_ENTRY
@@ -217,7 +218,8 @@ __attribute__((visibility("default"))) int fusewise_rope_and_cache(const CachePl
 
 // Rotate q and k of the call in place (x and y are the same), and write k and v to the caches, on a stream of the current
 // device. Returns a cudaError_t.
-extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const CachePlan* cache, const CacheCall* cache_call, void* stream) {
+extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const CachePlan* cache, const CacheCall* cache_call,
+                                                                     void* stream) {
   const Plan* plan = &cache->rotation;
   const Call* call = &cache_call->rotation;
   const int64_t size = plan->kind == FLOAT32 ? 4 : 2, pairs = plan->pairs, all_tokens = plan->batch * plan->tokens;
