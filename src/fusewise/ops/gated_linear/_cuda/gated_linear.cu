@@ -311,9 +311,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
     return cudaErrorInvalidValue;
 
   const int tiles = found.clusters(p), clusters = std::min(tiles, processors / CLUSTER);
-  const bool together = of.epilogue <= DOWN && p.steps >= SYNC_STEPS && tiles > (SYNC_WAVES - 1) * clusters;
-  p.group = together ? 8 : 16;  // a square wave reads the least
-  if (together)
+  if (of.epilogue <= DOWN && p.steps >= SYNC_STEPS && tiles > (SYNC_WAVES - 1) * clusters)
     if (const auto error = next_wave_counter(p.wave_counter, on)) return error;
   found.kernel<<<unsigned(clusters * CLUSTER), 3 * GROUP, bytes, on>>>(p);
   if (const auto error = cudaGetLastError()) return error;

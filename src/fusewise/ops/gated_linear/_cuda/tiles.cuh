@@ -10,6 +10,7 @@ namespace {
 
 constexpr int ROWS = 128, DEPTH = 64;    // tile of the left operand; DEPTH of both
 constexpr int CLUSTER = 2, GROUP = 128;  // thread blocks; threads of a warpgroup
+constexpr int GROUP_M = 8;               // rows of tile pairs per group of the raster order: a square wave reads the least
 // `WaveSync` is used from so many k-steps and waves on; a cluster arrives so many k-steps before the end of a tile.
 constexpr int SYNC_STEPS = 48, SYNC_WAVES = 16, SYNC_EARLY = 8;
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
@@ -64,7 +65,6 @@ struct Params {
   float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
   unsigned* wave_counter;   // arrivals of all clusters at `WaveSync`, or null: unused
   int rows, hidden, steps;  // k-steps of DEPTH
-  int group;                // tile pairs of a column in the grouped raster order
 };
 
 // The tile of a turn, in grouped raster order: tiles that share operands run at about the same time, and hit L2.
@@ -74,7 +74,7 @@ struct Tile {
   int row, feature;
   __device__ Tile(const Params& p, int turn, int rank) {
     const int down = ceil_div(p.rows, A::DOWN_STEP), across = ceil_div(p.hidden, A::ACROSS_STEP);
-    const int first = turn / (p.group * across) * p.group, rows = min(down - first, p.group), within = turn % (p.group * across);
+    const int first = turn / (GROUP_M * across) * GROUP_M, rows = min(down - first, GROUP_M), within = turn % (GROUP_M * across);
     row = (first + within % rows) * A::DOWN_STEP + rank * A::DOWN_OTHER;
     feature = within / rows * A::ACROSS_STEP + rank * A::ACROSS_OTHER;
   }
