@@ -42,7 +42,7 @@ def test_report_and_terminal_have_the_verdict():
     report = markdown.report(record)
     assert "A hand-written kernel is worth it in 3 (3 fusewise-cpu)." in report
     assert "| cube-8 fp32 fwd | memory | 8.00 | fusewise-cpu 9.60 | 66.7 % | – | yes: fusewise-cpu |" in report
-    assert "- eager: cannot tell: no ledger of its traffic" in report
+    assert "- eager: cause unknown: no traffic ledger" in report
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(terminal.verdict_table(verdict.verdicts(record)))
     assert "yes: fusewise-cpu" in console.export_text()

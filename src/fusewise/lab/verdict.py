@@ -44,9 +44,9 @@ Worth = Literal["yes", "no", "try", "cannot tell"]
 BOUND_BY: dict[str | None, Bound] = {"copy": "memory", "matmul": "compute", "launch": "launch"}
 DOING: dict[Bound, str] = {
     "memory": "memory-bound: moving its bytes takes longer than computing on them",
-    "compute": "compute-bound: its products take longer than moving its bytes",
-    "launch": "launch-bound: starting any kernel takes longer than its bytes or its products",
-    "cannot tell": "bound by what cannot be told: the record has no floor, and no limit of this machine, that holds for it",
+    "compute": "compute-bound: its matmuls take longer than moving its bytes",
+    "launch": "launch-bound: launching any kernel takes longer than moving its bytes or its matmuls",
+    "cannot tell": "of unknown bound: the record has no floor and no limit of this machine that holds for it",
 }
 
 
@@ -159,15 +159,15 @@ def _causes(
             causes.append(f"moves {number(ratio)} times the bytes, in {count} kernel{'s' if count > 1 else ''}")
         if launch is not None and count > 1 and (count - 1) * launch / _time(row) > NOTICEABLE:
             share = (count - 1) * launch / _time(row)
-            causes.append(f"starts {count} kernels where one would do: {percent(min(1.0, share))} of its time")
+            causes.append(f"launches {count} kernels instead of one: {percent(min(1.0, share))} of its time")
     for stage in record.code:
         if stage["provider"] == row.provider and _of_row(stage, row) and _count(stage, "spill") > 0:
             causes.append(f"spills registers ({stage['stage']})")
     if row.host_us is not None and row.host_us > _time(row):
-        causes.append(f"called from Python it waits for the host, {number(row.host_us)} µs a call")
+        causes.append(f"host overhead: a call takes {number(row.host_us)} µs on the host, longer than on the device")
     turns = [t for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider) for t in m.rounds]
     if any(turn.get("held") is False for turn in turns):
-        causes.append("its time includes waiting for the host: too many launches to queue")
+        causes.append("its time includes host overhead: too many launches to queue")
     clocks = {r.provider: r.clocks["sm_mhz"] for r in timed if r.clocks and "sm_mhz" in r.clocks}
     if row.provider in clocks and clocks[row.provider] < (1 - NOTICEABLE) * max(clocks.values()):
         causes.append(f"its clock was lower: {number(clocks[row.provider], 4)} MHz")
@@ -176,8 +176,8 @@ def _causes(
     if factor is not None and factor <= 1 / ENOUGH:
         return causes or ["at the limit"]
     if row.device_us is not None and row.device_us < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
-        causes.append("at the floor of what can be measured")
-    return causes or ["cannot tell: " + ("its traffic is the least" if ledger else "no ledger of its traffic")]
+        causes.append("too short to measure precisely")
+    return causes or ["cause unknown: " + ("its memory traffic is minimal" if ledger else "no traffic ledger")]
 
 
 def _of_row(stage: Json, row: Row) -> bool:
@@ -203,22 +203,22 @@ def _worth(
     """Whether a hand-written kernel is worth it, which one, and why. The first matching rule decides. `missed`:
     compilers without a time because they are slightly wrong."""
     if not timed:
-        return "cannot tell", None, "no provider was right and has a time"
+        return "cannot tell", None, "no provider has a correct result and a time"
     if minimum is None:
         # without a device it would measure the GPU of a machine that has one
         limits = "`fusewise limits --device cpu`" if record.environment.get("device") == "cpu" else "`fusewise limits`"
         if analysis.intensity(timed[0]) > analysis.INTENSE:
-            return "cannot tell", None, f"no limit is known, since its products have no time; run {limits}"
+            return "cannot tell", None, f"no limit is known: its matmuls were not measured; run {limits}"
         return "cannot tell", None, f"no limit is known; add floor-copy to the providers, or run {limits}"
     noise = next(
         (c["noise"] for c in record.comparisons if _belongs(c, key) and c["provider"].endswith(TWIN)),
         None,
     )
     if noise is None:
-        return "cannot tell", None, "no A/A pair was measured, so no noise is known"
+        return "cannot tell", None, "no A/A pair was measured, so the noise is unknown"
     compilers = [row for row in timed if is_compiler(row.provider)]
     if not compilers:
-        return "cannot tell", None, "no compiler was measured beside"
+        return "cannot tell", None, "no compiler was measured; add eager or torch.compile to the providers"
     waiting = [value for row in timed if (value := analysis.disturbed(row)) is not None]
     if 2 * len(waiting) > len(timed):
         threads = number(max(waiting))
@@ -230,15 +230,17 @@ def _worth(
     best = compilers[0]
     reach = minimum / _time(best)
     if reach > BEYOND:
-        return "cannot tell", None, f"{best.provider} is faster than the floor, {percent(reach)}, so that was no limit"
+        return (
+            "cannot tell",
+            None,
+            f"{best.provider} is at {percent(reach)} of the floor's speed, so the floor is not a limit",
+        )
     if bound == "launch":
         graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
-        return "no", None, f"starting anything takes as long; fuse it with its neighbours{graph}"
+        return "no", None, f"launch latency takes as long; fuse it with its neighbours{graph}"
     if reach >= ENOUGH:
         return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
-    untimed = (
-        f"{', '.join(missed)} came out wrong by no more than {NEARLY:g} times what is allowed, and so without a time"
-    )
+    untimed = f"not timed, since wrong by at most {NEARLY:g} times the allowed error: {', '.join(missed)}"
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]
@@ -251,10 +253,10 @@ def _worth(
             why += f", {better[0].provider} {number(_time(better[0]) / _time(best))}"
         return "yes", chosen.provider, f"{why}; {untimed}" if missed else why
     if missed:
-        rest = f"of the other compilers {best.provider} is the best, at {percent(reach)} of the limit"
+        rest = f"the best other compiler, {best.provider}, is at {percent(reach)} of the limit"
         return "cannot tell", None, f"{untimed}; {rest}"
     if 1 / reach - 1 <= noise:
-        return "cannot tell", None, f"what is left is within the noise of this run, {percent(noise)}"
+        return "cannot tell", None, f"the time left to gain is within the noise of this run, {percent(noise)}"
     if any(word == "ambiguous" for _, word in words.values()):
         named = next(name for name, (_, word) in words.items() if word == "ambiguous")
         return "cannot tell", None, f"{named} against {best.provider} is ambiguous; measure more rounds"
@@ -281,7 +283,7 @@ WORTH_WORDS: dict[Worth, str] = {
     "yes": "A hand-written kernel is worth it",
     "no": "A hand-written kernel is not worth it",
     "try": "A hand-written kernel may be worth trying",
-    "cannot tell": "Whether a hand-written kernel is worth it cannot be told",
+    "cannot tell": "Whether a hand-written kernel is worth it is unknown",
 }
 
 
@@ -289,15 +291,15 @@ def sentences(verdict: Verdict) -> list[str]:
     """The verdict on one group in prose, one statement per sentence."""
     said = [f"It is {DOING[verdict.bound]}."]
     if verdict.minimum_us is not None:
-        said.append(f"It takes {number(verdict.minimum_us)} µs at least.")
+        said.append(f"The minimum is {number(verdict.minimum_us)} µs.")
     if verdict.gaps:
         first = verdict.gaps[0]
         share = "" if first.factor is None else f", {number(first.factor)} times the minimum"
-        said.append(f"Fastest is {first.provider} with {number(first.time_us)} µs{share}.")
+        said.append(f"The fastest provider is {first.provider}: {number(first.time_us)} µs{share}.")
     if verdict.saved_bytes is not None:
-        said.append(f"Fusing saves {size(verdict.saved_bytes)} of memory traffic against eager.")
+        said.append(f"Fusion can save up to {size(verdict.saved_bytes)} of eager's memory traffic.")
     if verdict.left is not None:
-        said.append(f"Of the best compiler's time {percent(verdict.left)} is still to gain.")
+        said.append(f"The best compiler spends {percent(verdict.left)} of its time above the minimum.")
     named = f": {verdict.kernel}" if verdict.kernel else ""
     return [*said, f"{WORTH_WORDS[verdict.worth]}{named} ({verdict.why})."]
 
@@ -305,12 +307,12 @@ def sentences(verdict: Verdict) -> list[str]:
 def summary(found: Sequence[Verdict]) -> list[str]:
     """The whole study in a few sentences."""
     if not found:
-        return ["Nothing was measured, so nothing can be told."]
+        return ["Nothing was measured, so there is no verdict."]
 
     def counted(values: Sequence[str]) -> str:
         return ", ".join(f"{values.count(value)} {value}" for value in dict.fromkeys(values))
 
-    bounds = [v.bound if v.bound == "cannot tell" else f"{v.bound}-bound" for v in found]
+    bounds = ["of unknown bound" if v.bound == "cannot tell" else f"{v.bound}-bound" for v in found]
     said = [f"Of {len(found)} comparison{'s' if len(found) > 1 else ''}: {counted(bounds)}."]
     for worth, words in WORTH_WORDS.items():
         these = [v for v in found if v.worth == worth]
