@@ -17,16 +17,20 @@ def test_the_longer_of_device_and_host_is_what_a_call_takes():
         ("torch.compile", None), ("5.00", 5.0), ("48.0", 48.0), ("48.0", 48.0), ("host", None), ("9.60", 9.6),
         ("1.43", pytest.approx(5 / 3.5)),
     ]  # fmt: skip
-    assert host.waits(decode) == "4 of 4 wait for the host; the quickest call is that of fusewise-cuda, 5.00 µs."
-    assert host.waits(chunk) == "0 of 4 wait for the host; the quickest call is that of fusewise-cuda, 84.0 µs."
+    assert (
+        host.waits(decode) == "4 of 4 are limited by host overhead; the fastest call is that of fusewise-cuda, 5.00 µs."
+    )
+    assert (
+        host.waits(chunk) == "0 of 4 are limited by host overhead; the fastest call is that of fusewise-cuda, 84.0 µs."
+    )
 
 
 def test_the_answer_is_in_the_numbers_of_the_groups():
     waiting, working, widest = host.answer(host.groups(gpu_record().rows))
-    assert "In 1 of 2 comparisons torch.compile waits for the host" in waiting
+    assert "In 1 of 2 comparisons torch.compile is limited by host overhead" in waiting
     assert "the device needs 5.00 µs, the call 48.0 µs" in waiting
     assert "takes 1.43 times" in waiting and "as a call 9.60 times" in waiting
-    assert "In 1 the device decides: torch.compile takes 1.08 times" in working
+    assert "In 1 it is limited by the device: torch.compile takes 1.08 times" in working
     assert (
         "decode fp32 fwd: torch.compile 5.00 µs of device time and 48.0 of host time, fusewise-cuda 3.50 and 5.00."
         in widest
@@ -62,10 +66,10 @@ def test_reports_have_the_section_and_where_the_time_went():
     for text in (page, plain):
         assert "Host against device" in text and "10 % of it is the harness" in text
         assert "as a call 9.60 times" in text
-        assert "torch.profiler sees nothing of it." in text
+        assert "torch.profiler recorded no operator and no kernel." in text
     assert page.count("<figcaption>") == 3 and 'href="#host"' in page
     without = html.report(study_record([row("eager", device_us=3.0)]))
-    assert 'id="host"' not in without and "What the time went into" not in without
+    assert 'id="host"' not in without and "Where the time went" not in without
 
 
 def test_hostile_names_in_profiles_are_escaped():

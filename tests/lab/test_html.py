@@ -131,7 +131,7 @@ def test_data_inside_the_script_element_cannot_end_it(hostile):
 
 
 def test_a_record_of_little_renders():
-    assert "Nothing has a time." in html.report(study_record([row("liger", "missing")]))
+    assert "No provider has a time." in html.report(study_record([row("liger", "missing")]))
     assert "Nothing was measured" in html.report(study_record([], finished=False, seconds=None))
 
 
@@ -163,7 +163,7 @@ def test_a_row_prints_itself_as_a_program_that_measures_it_again(tmp_path):
     program.write_text(script.program(made, made.rows[0]))
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, timeout=120)
     assert "'status': 'ok'" in done.stdout
-    assert "us a call here; the record has 3.0 on test" in done.stdout
+    assert "us per call here; the record has 3.0 on test" in done.stdout
     made.rows[0] = row("eager", case="no such case", device_us=3.0)
     program.write_text(script.program(made, made.rows[0]))
     assert subprocess.run([sys.executable, program], capture_output=True, check=False, timeout=120).returncode == 1

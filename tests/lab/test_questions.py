@@ -73,7 +73,7 @@ def test_who_waits_for_the_host_by_hand():
                 call["torch.compile"]
                 / min(t for p, t in call.items() if p.partition("-")[0] not in compilers and p not in compilers)
             )
-    assert f"In {waiting} of {len(groups)} comparisons torch.compile waits for the host" in PAGE
+    assert f"In {waiting} of {len(groups)} comparisons torch.compile is limited by host overhead" in PAGE
     assert f"as a call {three(min(calls))} to {three(max(calls))} times as long (median {three(median(calls))})" in PAGE
 
 
@@ -122,7 +122,7 @@ def test_a_constructed_page_has_the_constructed_figures(questions):
     assert (
         "Its bytes explain a factor of 3.00; the rest is that its kernels run at 50 % of the copy's bandwidth" in page
     )
-    assert "In 2 the device decides: torch.compile takes 1.09 times the device time" in page
+    assert "In 2 it is limited by the device: torch.compile takes 1.09 times the device time" in page
 
 
 def test_what_was_not_measured_is_said_until_it_is(questions):

@@ -140,7 +140,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     ]
     pytest.importorskip("jsonschema").validate(after.to_json(), schema.schema())
     assert "resumed" in (out / "report.html").read_text()
-    assert "It was gone on with 1 time." in (out / "report.md").read_text(encoding="utf-8")
+    assert "It was resumed 1 time." in (out / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_full_disk_keeps_the_rows_and_says_so(tmp_path):

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 #: The parts and what each includes. `rest` is the remainder.
 PARTS = {
-    "starting": "starting processes: Python, torch and the providers' libraries are loaded",
-    "inputs": "making the problems' tensors",
+    "starting": "starting processes: loading Python, torch and the providers' libraries",
+    "inputs": "creating the problems' tensors",
     "truth": "the float64 reference, and every provider's errors against it",
     "compiling": "building providers and their first calls, compilation included",
     "measuring": "memory, warm-up and timed rounds",
-    "code": "code, traffic and profiles, made after the last round by the compilers themselves",
+    "code": "code, traffic and profiles, generated after the last round by the compilers themselves",
     "rest": "rows, files, messages between processes",
 }
 #: Harness overhead: neither measuring nor compiling.

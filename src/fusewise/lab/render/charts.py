@@ -52,7 +52,7 @@ def times(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, s
         value = row.device_us or 0.0
         label = says(row, f"{number(value)} ± {number(row.device_us_iqr)} µs")
         lines.setdefault(row.case, {})[row.provider] = Mark(value, 0.0, label, anchors[row.id])
-    axis = svg.span([m.x for marks in lines.values() for m in marks.values()], "microseconds a call; left is better")
+    axis = svg.span([m.x for marks in lines.values() for m in marks.values()], "µs per call; left is better")
     return svg.dots(f"Time, {suffix}", axis, lines, looks)
 
 
@@ -68,7 +68,7 @@ def shares(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, 
     if len(lines) < 2:
         return None
     values = [m.x for marks in lines.values() for m in marks.values()]
-    axis = svg.span([100.0, *values], "share of the limit that binds, %; right is better", log=False)
+    axis = svg.span([100.0, *values], "share of the binding limit, %; right is better", log=False)
     return svg.dots(f"Share of the limit, {suffix}", axis, lines, looks, limit=100.0)
 
 
@@ -93,7 +93,7 @@ def bandwidth(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[st
             points[row.id] = (float(row.bytes_min), rate, f"{number(rate)} GB/s of {size(row.bytes_min)}")
     if len({x for x, _, _ in points.values()}) < 2:
         return None
-    x = svg.span([p[0] for p in points.values()], "bytes that must be moved")
+    x = svg.span([p[0] for p in points.values()], "minimum bytes")
     y = svg.span([p[1] for p in points.values()], "GB/s", log=False)
     series = _series(rows, points, anchors)
     # Lines between cases of one family; between any others they would say what was never measured.
@@ -130,7 +130,7 @@ def roofline(
         if start < right:
             lines.append(Line(start, matmul, right, matmul, f"matmul {number(matmul / 1e3)} TFLOP/s"))
             tops.append(matmul)
-    x = svg.Axis("operations a byte, at least", left, right)
+    x = svg.Axis("operations per byte, minimum", left, right)
     series = _series(rows, points, anchors)
     return svg.scatter(f"Roofline, {suffix}", x, svg.span(tops, "GFLOP/s"), series, looks, lines=lines)
 
@@ -146,13 +146,13 @@ def memory(record: Record, looks: Look, anchors: Mapping[str, str]) -> Markup | 
     for row in record.rows:
         expected = predicted.get((*row.key, row.provider)) if predicted else row.bytes_min
         if expected and row.peak_bytes and row.device_us is not None:
-            what = "predicted" if predicted else "that must be moved"
+            what = "predicted" if predicted else "minimum"
             label = f"peak {size(row.peak_bytes)}, {size(expected)} {what}"
             points[row.id] = (float(expected), float(row.peak_bytes), label)
     if not points:
         return None
     everything = [v for x, y, _ in points.values() for v in (x, y)]
-    label = "bytes predicted" if predicted else "bytes that must be moved"
+    label = "bytes predicted" if predicted else "minimum bytes"
     x, y = svg.span(everything, label), svg.span(everything, "peak bytes measured")
     lines = [Line(x.low, y.low, x.high, y.high, "equal")]
     series = _series(record.rows, points, anchors)
@@ -171,5 +171,5 @@ def ledger(entries: Sequence[Json], minimum: int | None) -> Markup | None:
     most = max([moved(entry) for entry in entries] + [minimum or 0], default=0)
     if not most:
         return None
-    axis = svg.span([float(most)], "bytes read and written, a piece a kernel; the line: the minimum", log=False)
+    axis = svg.span([float(most)], "bytes read and written, one segment per kernel; the line is the minimum", log=False)
     return svg.stacks("Memory traffic", axis, bars, minimum)

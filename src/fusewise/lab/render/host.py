@@ -19,10 +19,10 @@ COLUMNS = (
     "provider",
     "device µs",
     "host µs",
-    "a call µs",
-    "decided by",
-    "× the quickest call",
-    "× the best device time",
+    "call µs",
+    "limited by",
+    "× fastest call",
+    "× best device time",
 )
 #: What "PyTorch" is in the question.
 COMPILED = "torch.compile"
@@ -100,18 +100,18 @@ def answer(found: Sequence[Group]) -> list[str]:
     said = []
     if waiting:
         said.append(
-            f"In {len(waiting)} of {len(pairs)} comparisons {COMPILED} waits for the host: the device needs "
+            f"In {len(waiting)} of {len(pairs)} comparisons {COMPILED} is limited by host overhead: the device needs "
             f"{_range([c.device_us for _, c, _ in waiting])} µs, the call {_range([c.call_us for _, c, _ in waiting])} µs. "
-            f"Compared with the hand-written kernel with the quickest call, it takes "
+            f"Compared with the hand-written kernel with the fastest call, it takes "
             f"{_range([c.device_us / w.device_us for _, c, w in waiting])} times the device time "
             f"(median {_middle([c.device_us / w.device_us for _, c, w in waiting])}), and as a call "
             f"{_range([c.call_us / w.call_us for _, c, w in waiting])} times as long "
-            f"(median {_middle([c.call_us / w.call_us for _, c, w in waiting])}). There host overhead decides, "
-            f"which is what a kernel behind a C++ operator reduces. In a CUDA graph only device times remain."
+            f"(median {_middle([c.call_us / w.call_us for _, c, w in waiting])}). A kernel behind a C++ "
+            f"operator reduces host overhead; in a CUDA graph, only device times remain."
         )
     if working:
         said.append(
-            f"In {len(working)} the device decides: {COMPILED} takes "
+            f"In {len(working)} it is limited by the device: {COMPILED} takes "
             f"{_range([c.device_us / w.device_us for _, c, w in working])} times the device time of that kernel "
             f"(median {_middle([c.device_us / w.device_us for _, c, w in working])})."
         )
@@ -131,7 +131,7 @@ def waits(group: Group) -> str:
     waiting = [line for line in group.lines if line.decided_by == "host"]
     first = group.lines[0]
     return (
-        f"{len(waiting)} of {len(group.lines)} wait for the host; the quickest call is that of {first.provider}, "
+        f"{len(waiting)} of {len(group.lines)} are limited by host overhead; the fastest call is that of {first.provider}, "
         f"{number(first.call_us)} µs."
     )
 
@@ -155,8 +155,8 @@ def lack(record: Record) -> str:
     if groups(record.rows):
         return ""
     return (
-        "There are no host times: on a CPU a call is its own host time. What the host of a GPU waits for is answered by the "
-        f"same study on a GPU: fusewise study {record.request['title'] or record.request['op']}"
+        "There are no host times: on a CPU, a call is its own host time. To see host overhead, run the same study on a GPU: "
+        f" fusewise study {record.request['title'] or record.request['op']}"
     )
 
 

@@ -44,17 +44,17 @@ ROW_COLUMNS = (
     Column("status"),
     Column("time µs", "median over rounds, device time of one call"),
     Column("± µs", "interquartile range of all samples"),
-    Column("of limit", "time of the binding limit over the time"),
+    Column("of limit", "time of the binding limit over that of the provider"),
     Column("limit"),
-    Column("GB/s", "bytes that the mathematics must move over the time"),
+    Column("GB/s", "minimum bytes over the time"),
     Column("against the best other", "faster, slower, same or ambiguous"),
     Column("error", "largest error against float64, relative"),
     Column("eager's error"),
-    Column("host µs", "what a call keeps the host"),
-    Column("kernels µs", "how long kernels ran in one call by itself, by the profiler"),
+    Column("host µs", "host time per call: host overhead"),
+    Column("kernels µs", "kernel time of one isolated call, from the profiler"),
     Column("first call s"),
-    Column("peak", "bytes allocated during the call"),
-    Column("held", "bytes kept for the backward"),
+    Column("peak", "most bytes allocated at once during the call"),
+    Column("held", "bytes saved for the backward"),
 )
 
 

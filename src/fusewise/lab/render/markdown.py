@@ -13,21 +13,21 @@ from . import fact, gigabytes_per_second, groups, host, measured, memory, number
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
   {cache} On a CPU it is the wall time of the call.
-- **of limit**: the time of the limit that binds (`floor-copy`: `dst.copy_(src)` of as many bytes as the mathematics
-  must move; `floor-matmul`: the bare products; `floor-launch`: starting anything) over the time. Limits are measured on this
-  machine: in the same rounds, or by `fusewise limits`.
-- **GB/s**: bytes that the mathematics must move, over the time. What a provider moves beyond them does not count.
-- **against the best other**: time over that of the fastest other provider (for fusewise: that is not fusewise), the
-  95 % interval, and the word: faster or slower only beyond the noise of this run's A/A pair, *same* when the interval
+- **of limit**: the time of the binding limit over that of the provider. The limits are `floor-copy` (`dst.copy_(src)` of the
+  minimum bytes), `floor-matmul` (the bare matmuls) and `floor-launch` (launch latency), measured on this machine: in the same
+  rounds, or by `fusewise limits`.
+- **GB/s**: the minimum bytes that the operation must move, over the time. Extra traffic of a provider does not count.
+- **against the best other**: time over that of the fastest other provider (for fusewise: one that is not fusewise), the
+  95 % interval, and the verdict: faster or slower only beyond the noise of this run's A/A pair, *same* when the interval
   lies within three times that noise (taken as 2 % to 10 %), else *ambiguous*.
 - **error**: largest deviation from float64 over the largest true value, and eager's in brackets. A provider whose error
   exceeds twice eager's plus the roundings of the result and of the longest sum is *wrong* and gets no time.
-- **kernels**: how long kernels ran in one call by itself, by the profiler (CUPTI). The time has their starts besides, and, of
-  large problems, a card that is at its limit of power after many calls. Of a few cases, and on a GPU only.
-- **host**: microseconds that a call keeps the host in a loop that does not wait (CUDA only).
-- **first call**: seconds from building to the end of the first call, compilers' caches empty when the run began.
-- **peak**: bytes allocated during the call beyond what was there (the outputs included); **held**: what a forward keeps
-  for its backward besides inputs and outputs."""
+- **kernels**: kernel time of one isolated call, from the profiler (CUPTI). *Time* also includes launch latency and, for large
+  problems, power throttling after many calls. Measured for a few cases, on a GPU only.
+- **host**: host overhead, microseconds of host time per call in a loop that does not wait for the device (CUDA only).
+- **first call**: seconds from building to the end of the first call; compiler caches were empty at the start of the run.
+- **peak**: most bytes allocated at once during the call, outputs included; **held**: bytes that a forward saves for its
+  backward, beyond inputs and outputs."""
 
 
 #: Load a core from which a machine counts as busy.
@@ -60,9 +60,9 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         *spent_on(record),
         "## How to read it",
         HOW_TO_READ.format(
-            cache="The cache is warm: every call finds what the last one left."
+            cache="The cache is warm: the previous call filled it."
             if request["cache"] == "warm"
-            else "The cache is cold: before every sample twice its size is overwritten."
+            else "The cache is cold: before each sample, memory of twice its size is overwritten."
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -75,7 +75,7 @@ def memories(record: Record) -> list[str]:
         return []
     note = (
         "**saved / parameters**: elements of activations that fusing saves over those of the parameters, N / (2 (d + 1)) for "
-        "a hidden width of 4 d. **predicted**: bytes beside the inputs, by how the provider computes it."
+        "a hidden width of 4 d. **predicted**: bytes beyond the inputs, from how the provider computes it."
     )
     return ["## Memory, predicted and measured", note, table(memory.COLUMNS, lines)]
 
@@ -92,7 +92,7 @@ def hosts(record: Record) -> list[str]:
     for name, beside in host.profiles(record):
         for profile in beside:
             lines = [[text(cell) for cell in line] for line in host.profile_lines(profile)]
-            seen = table(host.PROFILE_COLUMNS, lines) if lines else "torch.profiler sees nothing of it."
+            seen = table(host.PROFILE_COLUMNS, lines) if lines else "torch.profiler recorded no operator and no kernel."
             parts += [f"### Profile of {text(name)}: {text(profile['provider'])}", seen]
     return parts
 
@@ -103,8 +103,8 @@ def spent_on(record: Record) -> list[str]:
     if own is None:
         return []
     lines = [[name, number(record.spent[name]), PARTS[name]] for name in PARTS if name in record.spent]
-    said = f"{percent(own)} of it is the harness's own, outside of measuring and compiling."
-    return ["## What the time went into", said, table(["part", "seconds", "what belongs to it"], lines)]
+    said = f"{percent(own)} of it is the harness's own: everything except measuring and compiling."
+    return ["## Where the time went", said, table(["part", "seconds", "includes"], lines)]
 
 
 def opening(record: Record) -> str:
@@ -113,9 +113,7 @@ def opening(record: Record) -> str:
     state = "" if record.finished else " **The run was cut short; the rows below are complete.**"
     seconds = "" if record.seconds is None else f" in {record.seconds:.0f} s"
     state += (
-        f" It was gone on with {len(record.resumed)} time{'s' if len(record.resumed) > 1 else ''}."
-        if record.resumed
-        else ""
+        f" It was resumed {len(record.resumed)} time{'s' if len(record.resumed) > 1 else ''}." if record.resumed else ""
     )
     count = len(groups(record))
     return (
@@ -138,8 +136,8 @@ def conclusions(judged: Sequence[Verdict]) -> list[str]:
         ]
         for v in judged
     ]
-    columns = ["case", "bound by", "at least µs", "fastest µs", "left over the best compiler"]
-    columns += ["fusing saves", "worth a kernel"]
+    columns = ["case", "bound by", "minimum µs", "fastest µs", "left to gain over the best compiler"]
+    columns += ["fusion saves up to", "worth a kernel"]
     return [text(" ".join(summary(judged))), table(columns, lines)]
 
 
@@ -177,7 +175,7 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
     noise = (
         f"A/A pair ({text(twin['other'])} twice): {twin['ratio']:.3f} [{twin['low']:.3f}, {twin['high']:.3f}]."
         if twin
-        else "No A/A pair, so no verdicts."
+        else "No A/A pair was measured, so the noise is unknown and there are no verdicts."
     )
     head = rows[0]
     lines = [
@@ -190,7 +188,7 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
     return "\n\n".join(
         [
             f"### {text(case)} · {text(dtype)} · {pass_}",
-            f"{text(head.shape)}; at least {size(head.bytes_min)} to move. {noise}",
+            f"{text(head.shape)}; minimum traffic {size(head.bytes_min)}. {noise}",
             text(" ".join(sentences(judged))),
             table(columns, lines),
             "\n".join(f"- {text(gap.provider)}: {text('; '.join(gap.causes))}" for gap in judged.gaps),

@@ -35,7 +35,7 @@ def main() -> None:
     if prepared["ok"]:
         request = {"do": "round", "samples": server.answer({"do": "warm"})["samples"]}
         times = [median(server.answer(request)["device_us"]) for _ in range(ROUNDS)]
-        print(f"{median(times):.3f} us a call here; the record has {FOUND['device_us']} on {FOUND['device']}")
+        print(f"{median(times):.3f} us per call here; the record has {FOUND['device_us']} on {FOUND['device']}")
     else:
         raise SystemExit(1)
 

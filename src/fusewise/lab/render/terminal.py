@@ -161,7 +161,7 @@ def summary(record: Record) -> Columns:
     names = measured(record.rows)
     styles = ("dim" if is_floor(name) else "cyan" if is_ours(name) else "" for name in names)
     columns = [Column(plain(name), right=True, style=style) for name, style in zip(names, styles, strict=True)]
-    title = plain(f"{record.request['title']}: microseconds a call, {record.request['cache']} cache")
+    title = plain(f"{record.request['title']}: microseconds per call, {record.request['cache']} cache")
     table = Columns(title, [Column("case"), *columns])
     by_group: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in record.rows:
@@ -182,7 +182,7 @@ def summary(record: Record) -> Columns:
 
 def verdict_table(found: Sequence[Verdict]) -> Columns:
     """A line a group: what binds it, how near the best comes, and whether a kernel is worth it."""
-    names = ("case", "bound by", "at least µs", "fastest", "left over the best compiler", "worth a kernel")
+    names = ("case", "bound by", "minimum µs", "fastest", "left to gain over the best compiler", "worth a kernel")
     table = Columns("verdict", [Column(name, folds=True) for name in names])
     for v in found:
         fastest = f"{v.gaps[0].provider} {number(v.gaps[0].time_us)} µs" if v.gaps else "–"
