@@ -86,7 +86,7 @@ def test_what_broke_is_a_regression_what_is_not_installed_is_none():
 def test_a_difference_that_the_clock_explains_is_ambiguous():
     found = compared(run({"eager": 50.0}, clocks=1900), run({"eager": 60.0}, clocks=1583))
     assert words(found) == {"eager": "ambiguous"}
-    assert found.changes[0].note == "the clock was 1900 MHz, then 1583; in cycles it is not slower"
+    assert found.changes[0].note == "the clock was 1900 MHz before, 1583 after; in clock cycles it is not slower"
     assert words(compared(run({"eager": 50.0}, clocks=1900), run({"eager": 60.0}, clocks=1890))) == {"eager": "slower"}
 
 
@@ -125,9 +125,9 @@ def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
     a, b, c = map(compare.read, files)
     assert words(compare.compare(a, b)) == {"liger": "slower"}
     assert words(compare.compare(a, c)) == {"liger": "ambiguous"}
-    assert "no A/A pair before and after: the tolerance stands for the noise" in compare.compare(a, b).notes
+    assert "no A/A pair before and after: the noise is taken to be the tolerance" in compare.compare(a, b).notes
     measured = compare.side(run({"eager": 50.0, "liger": 23.0}), "measured")
-    told = "no A/A pair before: that of the other side, or the tolerance, stands for the noise"
+    told = "no A/A pair before: the noise is taken to be the other side's or the tolerance"
     assert told in compare.compare(a, measured).notes
     assert not any("A/A" in note for note in compare.compare(measured, measured).notes)
 

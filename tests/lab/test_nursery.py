@@ -159,7 +159,7 @@ def test_nobody_gets_the_pid_of_a_worker_that_may_still_be_killed(parent, tmp_pa
         other.wait(timeout=0.1)
     assert worker.process.wait(timeout=60) == -signal.SIGKILL
     assert state(pid) == "Z"
-    with pytest.raises(WorkerFailed, match="died of SIGKILL"):
+    with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):
         worker.ask("round")
     until(lambda: not state(pid))
     worker.kill()  # of what is over nothing, whoever has its number now
@@ -182,7 +182,7 @@ def test_workers_outlive_the_nursery_and_the_next_start_alone(tmp_path):
         assert isinstance(second.process, subprocess.Popen) and second.ready()["ok"]
         assert "unknown request" in first.ask("sing")["reason"]
         os.kill(first.process.pid, signal.SIGKILL)
-        with pytest.raises(WorkerFailed, match="the worker closed its reply channel"):
+        with pytest.raises(WorkerFailed, match="the worker process closed its reply channel"):
             first.ask("round")
         second.stop()
 

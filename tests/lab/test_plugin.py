@@ -101,10 +101,10 @@ def test_an_installed_namesake_costs_its_own_row(monkeypatch):
     ("name", "where", "note"),
     [
         ("eager", "cpu", ""),
-        ("torch.compile-max-autotune", "cpu", "measured when named with --providers"),
-        ("torch.compile-max-autotune", "cuda:0", "measured when named with --providers, but for geglu"),
-        ("thunder-torchcompile", "cpu", "measured when named with --providers for rope"),
-        ("fusewise-cpu-inplace", "cpu", "measured when named with --providers"),
+        ("torch.compile-max-autotune", "cpu", "measured only if named with --providers"),
+        ("torch.compile-max-autotune", "cuda:0", "measured only if named with --providers, except for geglu"),
+        ("thunder-torchcompile", "cpu", "for rope, measured only if named with --providers"),
+        ("fusewise-cpu-inplace", "cpu", "measured only if named with --providers"),
     ],
 )
 def test_what_is_measured_when_named_alone_is_said(name, where, note):

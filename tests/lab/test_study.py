@@ -67,7 +67,7 @@ def misbehaving(tmp_path_factory):
         ("wrong", "wrong", "more than twice eager's"),
         ("unwritten", "wrong", "more than twice eager's"),
         ("shapeless", "wrong", "outputs have shapes ((4, 4, 4, 1),)"),
-        ("mutating", "wrong", "overwrote its inputs"),
+        ("mutating", "wrong", "overwrites its inputs"),
         ("versioned", "ok", ""),
         ("speechless", "missing", "no reason was given"),
         ("raising", "failed", "RuntimeError: no kernel <for> | this"),
@@ -78,7 +78,7 @@ def misbehaving(tmp_path_factory):
         ("absent-on-import", "missing", "its shared library does not load"),
         ("broken-check", "failed", "RuntimeError: cannot even look"),
         ("broken-versions", "failed", "RuntimeError: knows no version"),
-        ("segfault", "failed", "the worker died of SIGSEGV"),
+        ("segfault", "failed", "the worker process was killed by SIGSEGV"),
         ("dies-in-rounds", "failed", "exited with code 7"),
         ("babbling", "ok", ""),
         ("lab_fakes:Gone", "failed", "could not be loaded: AttributeError"),
@@ -176,7 +176,7 @@ def test_a_worker_is_bounded_in_time_and_memory(tmp_path, fake):
         assert worker.ready()["ok"]
         worker.timeout = 1.0 if fake == "Hang" else 120
         task = {"op": "rope", "case": "cube-4", "dtype": "fp32", "pass_": "fwd", "device": "cpu", "seed": 0}
-        words = "no answer within 1 s" if fake == "Hang" else r"used \d\.\d\d GiB of memory, the limit is 2\.00"
+        words = "timed out after 1 s" if fake == "Hang" else r"used \d\.\d\d GiB of memory, the limit is 2\.00"
         with pytest.raises(WorkerFailed, match=words) as failed:
             worker.ask("prepare", task=task)
         assert failed.value.hung == (fake == "Hang")

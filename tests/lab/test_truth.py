@@ -81,7 +81,7 @@ def test_an_overwritten_input_must_be_declared():
         result = p.eager((q,))[0]
         return (q.copy_(result),)
 
-    assert "overwrote" in truth.check(p, Run(call)).reason
+    assert "overwrites" in truth.check(p, Run(call)).reason
     assert truth.check(p, Run(call, in_place=True)).reason == ""
 
 

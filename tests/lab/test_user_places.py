@@ -34,7 +34,7 @@ def verified(target, **limits):
 def test_a_file_that_does_not_end_is_told(tmp_path):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(
-        ValueError, match=r"got no answer: the worker gave no answer within 20 s; .* under `if __name__"
+        ValueError, match=r"got no answer: the worker process timed out after 20 s; .* under `if __name__"
     ):
         verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=20.0)
 
@@ -43,7 +43,7 @@ def test_a_file_that_does_not_end_is_told(tmp_path):
     ("name", "words"),
     [
         ("number", r"number must return a tensor, .* got float"),
-        ("crashes", "got no answer: the worker died of SIGSEGV"),
+        ("crashes", "got no answer: the worker process was killed by SIGSEGV"),
         (
             "raises",
             r"must be importable and run on its inputs, got RuntimeError: it failed: … KeyError: 'tango'; run it",

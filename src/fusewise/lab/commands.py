@@ -224,10 +224,10 @@ def named_only(provider: plugin.Provider, where: str) -> str:
     if not named:
         return ""
     others = [op for op in of if op not in named]
-    few = (
-        f" for {', '.join(named)}" if len(named) <= len(others) else f", but for {', '.join(others)}" if others else ""
-    )
-    return f"measured when named with --providers{few}"
+    only = "measured only if named with --providers"
+    if others and len(named) <= len(others):
+        return f"for {', '.join(named)}, {only}"
+    return only + (f", except for {', '.join(others)}" if others else "")
 
 
 def show_providers(found: list[dict[str, Any]]) -> None:

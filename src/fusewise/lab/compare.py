@@ -169,7 +169,7 @@ def _change(key: Key, before: Side, after: Side, tolerance: float) -> Change | N
         if analysis.verdict(cycles, noise) != word:
             word, note = (
                 "ambiguous",
-                f"the clock was {clocks[0]:.0f} MHz, then {clocks[1]:.0f}; in cycles it is not {word}",
+                f"the clock was {clocks[0]:.0f} MHz before, {clocks[1]:.0f} after; in clock cycles it is not {word}",
             )
     disturbed = {"slower": analysis.disturbed(new), "faster": analysis.disturbed(old)}.get(word)
     if disturbed is not None:
@@ -220,8 +220,8 @@ def _notes(shared: Sequence[Key], before: Side, after: Side) -> list[str]:
         found.append(f"the machine itself changed: copying takes {np.median(floors):.3f} times as long (median)")
     without = [word for word, one in (("before", before), ("after", after)) if not one.noise]
     if without:
-        known = "that of the other side, or the tolerance," if len(without) == 1 else "the tolerance"
-        found.append(f"no A/A pair {' and '.join(without)}: {known} stands for the noise")
+        known = "the other side's or the tolerance" if len(without) == 1 else "the tolerance"
+        found.append(f"no A/A pair {' and '.join(without)}: the noise is taken to be {known}")
     return found
 
 

@@ -82,7 +82,7 @@ class ProfiledTimer:
                 del states, results
         seen = between_marks(profile)
         if len(seen) != samples or not all(map(busy, seen)):
-            raise RuntimeError("torch.profiler saw no kernel of it, so that its device time is not known")
+            raise RuntimeError("torch.profiler recorded no kernel of it, so its device time is unknown")
         return seen
 
     def _mark(self) -> None:

@@ -185,7 +185,7 @@ class Provider:
     def traffic(self, problem: Problem, target: str) -> Sequence[Kernel]:
         """The kernels of one pass over `problem` on its device, with the bytes each reads and writes; see `ledger.py`.
         If the code cannot run there, as it would run on `target`."""
-        raise Unsupported("does not tell what it reads and writes")
+        raise Unsupported("does not report its memory traffic")
 
     def versions(self) -> dict[str, str]:
         """Versions of the provider's installed distributions."""

@@ -104,7 +104,7 @@ class WorkerProcess:
                     return reply
                 self.garbage += 1
             if time.monotonic() > deadline:
-                failed = self._failed(f"gave no answer within {self.timeout:g} s")
+                failed = self._failed(f"timed out after {self.timeout:g} s")
                 failed.hung = True
                 raise failed
             readable, _, _ = select.select([descriptor], [], [], LOOK_EVERY)
@@ -114,7 +114,7 @@ class WorkerProcess:
                     raise self._failed(self._death())
                 self.buffer += chunk
                 if len(self.buffer) > LONGEST_LINE:
-                    raise self._failed(f"wrote {len(self.buffer)} bytes that are no reply")
+                    raise self._failed(f"wrote {len(self.buffer)} bytes without a valid reply")
             elif self.memory_limit is not None:
                 used = machine.resident_bytes(self.process.pid)
                 if used is not None and used > self.memory_limit:
@@ -146,15 +146,15 @@ class WorkerProcess:
             return "closed its reply channel"
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"died of {signal.Signals(-code).name}"
+                return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
 
     def _failed(self, what: str) -> WorkerFailed:
         self.stop()
         if self.garbage:
-            what += f", after {self.garbage} lines that are no replies"
+            what += f", after {self.garbage} lines that are not replies"
         last = self._last_words()
-        return WorkerFailed(f"the worker {what}" + (f"; it last said: {last}" if last else ""))
+        return WorkerFailed(f"the worker process {what}" + (f"; last line of its log: {last}" if last else ""))
 
     def _last_words(self) -> str:
         """The last line this worker wrote to its log."""

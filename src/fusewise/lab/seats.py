@@ -186,7 +186,7 @@ class Seats:
         with waited.part("starting"):
             self.start(seat)
         if seat.worker is None:
-            return {"ok": False, "status": "failed", "reason": seat.gone or "the worker could not be started"}
+            return {"ok": False, "status": "failed", "reason": seat.gone or "the worker process could not be started"}
         try:
             if not seat.greeted:
                 with waited.part("starting"):

@@ -37,9 +37,7 @@ NOTHING = 2**-40
 #: Cap on eager's error in the tolerance rule.
 LOOSEST = 0.1
 #: Explains a large error of eager code.
-ANOTHER = (
-    "the same code gives something else in float64, as where a value overflows, follows from the dtype or is random"
-)
+ANOTHER = "eager code gives another result in float64: a value overflows, depends on the dtype, or is random"
 
 
 @dataclass(frozen=True)
@@ -338,9 +336,9 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     reason = ""
     if measured.others > most_others(eager):
         reason = (
-            f"{measured.others} of {measured.whole} integers are others than in float64, {eager.others} of eager's"
+            f"{measured.others} of {measured.whole} integers differ from float64's, {eager.others} of eager's do"
             + (f", which count as {LOOSEST} at most: {ANOTHER}" if eager.others > LOOSEST * eager.whole else "")
-            + "; where values are equal, as in a sort, an index may name another of them"
+            + "; among equal values, as in a sort, an index may differ"
         )
     elif not within(measured, yardstick, problem.dtype):
         reason = (
@@ -351,7 +349,7 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
     elif absent := problem.left_out():
-        reason = f"it leaves out the write to the {absent[0]}"
+        reason = f"it does not write to the {absent[0]}"
     elif changed and not (run.in_place or problem.overwrites):
-        reason = "it overwrote its inputs and does not say so"
+        reason = "it overwrites its inputs without declaring it"
     return Verdict(measured, eager, reason)

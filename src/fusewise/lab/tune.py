@@ -371,5 +371,5 @@ def lines(result: Result) -> list[str]:
         found.append(f"  and {len(bad) - TOLD} more")
     skipped = sum(c.status == "not reached" for c in result.candidates)
     if skipped:
-        found.append(f"  {skipped} candidates were not reached: give more --time-limit")
+        found.append(f"  {skipped} candidates were not reached: raise --time-limit")
     return found

@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0
 #: File name of a text, as written by `worker.write`.
 TEXT = re.compile(r"\d\d+-")
 #: The reason for a provider that does not implement the method.
-SILENT = {"stages": "does not show its code", "traffic": "does not tell what it reads and writes"}
+SILENT = {"stages": "does not show its code", "traffic": "does not report its memory traffic"}
 
 
 @dataclass(frozen=True)

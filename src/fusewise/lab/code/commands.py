@@ -103,9 +103,7 @@ def profile(task: Task, entry: plugin.Entry, out: Path, timeout: float = capture
 
 
 #: Shown for code that runs outside torch.
-NO_ROWS = (
-    "torch's profiler saw no operator and no kernel: what runs outside of torch it cannot see; flame.svg has its Python"
-)
+NO_ROWS = "torch.profiler recorded no operator and no kernel: it does not see code that runs outside torch; flame.svg shows its Python code"
 
 
 def profile_text(found: dict[str, Any]) -> str:

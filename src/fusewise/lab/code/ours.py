@@ -67,7 +67,7 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
                 stack.enter_context(_serving_any_device(problem, otherwise))
                 stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
         elif impl != "reference":
-            raise Unsupported(f"impl {impl!r} does not tell what it reads and writes")
+            raise Unsupported(f"impl {impl!r} does not report its memory traffic")
         state = before()
         seen.kernels.clear()  # drop the forward before a timed backward
         with seen:

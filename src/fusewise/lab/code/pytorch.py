@@ -61,7 +61,7 @@ def _typed(values: Any) -> int:
             continue
         sizes, dtype = value.type().sizes(), value.type().dtype()
         if sizes is None or dtype is None:
-            raise Unsupported("a kernel of its fuser does not tell the sizes of its tensors")
+            raise Unsupported("a fused kernel does not report the sizes of its tensors")
         total += math.prod(sizes) * dtype.itemsize
     return total
 

@@ -45,7 +45,7 @@ class NormTriton(_Norm):
 
 def cache_problem(provider: Provider, problem: Problem) -> CacheWriteProblem:
     if not isinstance(problem, CacheWriteProblem):
-        raise Unsupported(f"{provider.name} rotates and caches only here, not {problem.op}")
+        raise Unsupported(f"{provider.name} supports rope_and_cache only, not {problem.op}")
     return problem
 
 

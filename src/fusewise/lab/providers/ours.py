@@ -57,7 +57,7 @@ class _Fusewise(Ours):
                 raise Unsupported(f"serving engines call it in place anyway: see fusewise-{self.impl}")
             return served(rope, arguments)
         if self.in_place and problem.task.pass_ != "fwd":
-            raise Unsupported("in place it would overwrite leaves that want a gradient")
+            raise Unsupported("in place, it would overwrite leaf tensors that require gradients")
         function = fusewise.rope_ if self.in_place else fusewise.rope
         return Run(lambda *xs: function(*xs, **arguments), in_place=self.in_place)
 

@@ -257,7 +257,7 @@ def _starts(problem: RopeProblem) -> Tensor | None:
     if problem.inputs.positions is None and problem.case.offset == 0:
         return None
     if problem.inputs.positions is not None and problem.case.seqlen > 1:
-        raise Unsupported("takes running positions only, not one for each token")
+        raise Unsupported("takes consecutive positions only, not one per token")
     return problem.position_ids()[:, 0].int().contiguous()
 
 
