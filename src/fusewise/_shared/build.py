@@ -212,7 +212,7 @@ def ahead(first: Recipe, then: Callable[[], Recipe]) -> None:
         threading.Thread(target=make, name="fusewise-build", daemon=True).start()
 
 
-def why_not(recipe: Recipe, otherwise: str = "it is not built; `fusewise build` does that") -> str:
+def why_not(recipe: Recipe, otherwise: str = "it is not built; run `fusewise build`") -> str:
     """Why a library is missing: there is no compiler, or it has not been built."""
     return recipe[2].missing or otherwise
 

@@ -44,7 +44,7 @@ def unavailable(device_type: str, kernel: Callable[[], Kernel]) -> str | None:
     """Why the kernel that `kernel` loads cannot serve tensors of this device type, or None if it can; builds it if
     necessary."""
     if device_type != "cpu":
-        return f"cpu is native code for tensors in the memory of the host, not on device type {device_type}"
+        return f"cpu runs on tensors in host memory, not on device type {device_type}"
     try:
         kernel()
     except build.BuildError as error:

@@ -32,7 +32,7 @@ def flags() -> tuple[str, ...]:
         BuildError: the extensions are not made for this system.
     """
     if sys.platform != "linux":
-        raise build.BuildError("the quick way on the host is made for Linux")
+        raise build.BuildError("the host fast path supports Linux only")
     root = Path(torch.__file__).parent
     include = root / "include"
     return (

@@ -87,9 +87,7 @@ class Choice:
         try:
             recipe = self.implementation("cuda").recipe(cuda.present())
             if not build.built(*recipe):
-                return build.why_not(
-                    recipe, 'its library is not built; `fusewise build` or a call with impl="cuda" does that'
-                )
+                return build.why_not(recipe, 'its library is not built; run `fusewise build` or call with impl="cuda"')
         except build.BuildError as error:
             return str(error)
         # The library is built, so this only loads it.

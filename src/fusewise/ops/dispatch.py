@@ -99,7 +99,7 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
     elif impl == "auto":
         chosen, reason, left = choice.choose(device_type, dtype), f"the first that serves {serves}", {}
     else:
-        chosen, reason, left = impl, "as asked", {}
+        chosen, reason, left = impl, "as requested", {}
     refusals = {name: left.get(name) or choice.unavailable(name, device_type, dtype) for name in choice.names}
     if paths is not None:
         for name in choice.able(device_type, dtype) if impl == "auto" else (impl,):
@@ -117,7 +117,7 @@ def _passed_over(names: tuple[str, ...], chosen: str, refusals: dict[str, str | 
     """Why each of the others is not selected: it cannot serve the call, comes later, or was not requested."""
     place = names.index(chosen)
     return {
-        name: refusals[name] or (f"{chosen} comes first" if i > place else f"it was not asked for; {chosen} was")
+        name: refusals[name] or (f"{chosen} takes precedence" if i > place else f"{chosen} was requested")
         for i, name in enumerate(names)
         if i != place
     }

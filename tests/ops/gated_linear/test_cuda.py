@@ -88,7 +88,7 @@ def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(_cuda, "_gluon_is_there", lambda there=there: there)
         for alone in (True, False):
             told = _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=True, alone=alone)
-            assert ("fewer rounds" in str(told)) is (there and alone)
+            assert ("fewer waves" in str(told)) is (there and alone)
         assert _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=False, alone=True) is None
         assert _cuda.refuses(14336, (x[:16], *weight.chunk(2)), "silu", by_choice=True, alone=True) is None
 

@@ -33,7 +33,7 @@ def test_what_auto_takes_is_what_runs(op: Any, args: Any, kwargs: Any, monkeypat
 
         monkeypatch.setattr(module, "forward", recorded)
     told = fusewise.explain_dispatch(op, *args, **kwargs)
-    assert told.op == op.__name__ and (told.path == "" or "it is not built; `fusewise build` does that" in told.path)
+    assert told.op == op.__name__ and (told.path == "" or "it is not built; run `fusewise build`" in told.path)
     assert set(told.passed_over) == set(_op.IMPLEMENTATIONS) - {told.impl} and all(told.passed_over.values())
     with host.through_python():  # the fast path bypasses the module's `forward`
         op(*args, **kwargs)

@@ -300,7 +300,7 @@ def test_through_python_ends() -> None:
 def test_without_it_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = _op.implementation("cpu")._kernel()
     monkeypatch.setattr(build, "built", lambda *_: False)
-    assert _host._unavailable.__wrapped__(kernel, 0) == "it is not built; `fusewise build` does that"
+    assert _host._unavailable.__wrapped__(kernel, 0) == "it is not built; run `fusewise build`"
     missing = build.Compiler((), "", "no compiler found")
     monkeypatch.setattr(build, "cxx", lambda: missing)
     assert _host._unavailable.__wrapped__(kernel, 0) == "no compiler found"
@@ -315,7 +315,7 @@ def test_without_it_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = fusewise.explain_dispatch(geglu_linear, X, W)
     assert (told.impl, told.path) == (
         "cpu",
-        "without the quick way on the host of gated_linear, geglu_linear and gated_mlp: no compiler found",
+        "without the host fast path of gated_linear, geglu_linear and gated_mlp: no compiler found",
     )
 
 

@@ -117,7 +117,7 @@ def test_a_failing_compiler_is_one_error_and_names_what_serves_instead(tmp_path:
     impl, passed_over, reason = json.loads(out)
     assert (impl, passed_over) == (
         "triton",
-        'its library is not built; `fusewise build` or a call with impl="cuda" does that',
+        'its library is not built; run `fusewise build` or call with impl="cuda"',
     )
     assert "building rope-cuda failed" in reason and "exited with 2" in reason
     assert reason.endswith('rope.cu(1): error: no such luck; use impl="auto"')
@@ -154,7 +154,7 @@ def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
     nvcc.write_text(cxx.read_text())
     done = built("--arch", "sm_80")
     assert done.returncode == 0
-    assert "rope: " in done.stdout and "was there" in done.stdout
+    assert "rope: " in done.stdout and "already built" in done.stdout
     listed = json.loads(built("--arch", "sm_80", "--json").stdout)
     assert [f"{it['name']}: {it['path']}" for it in listed] == [
         line.split(", ")[0] for line in done.stdout.splitlines()

@@ -125,7 +125,7 @@ def test_a_named_implementation_never_falls_back() -> None:
     with pytest.raises(ValueError, match=r"impl must be able to serve the tensors, got 'cpu'.*takes float32"):
         fusewise.rope(Q.double(), **TABLE, impl="cpu")
     told = fusewise.explain_dispatch(fusewise.rope, Q, impl="reference")
-    assert told.reason == "as asked"
+    assert told.reason == "as requested"
     with pytest.raises(ValueError, match="impl must be able to serve float32 on cpu, got 'triton'"):
         fusewise.explain_dispatch(fusewise.rope, Q, impl="triton")
     for unknown in ("nosuch", ["triton"], None):
@@ -171,9 +171,16 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     [
         (True, SMALL, A_TABLE, torch.bfloat16, "cuda", ""),
         (True, SMALL, {"cos_sin": torch.ones(4096, 128)}, torch.float32, "cuda", ""),
-        (False, SMALL, A_TABLE, torch.bfloat16, "triton", 'not built; `fusewise build` or a call with impl="cuda"'),
-        (True, LARGE, A_TABLE, torch.bfloat16, "triton", "up to 256 MiB, whose time is the host's; this one moves 512"),
-        (True, SMALL, FREQUENCIES, torch.bfloat16, "triton", "angles that are computed in the kernel"),
+        (False, SMALL, A_TABLE, torch.bfloat16, "triton", 'not built; run `fusewise build` or call with impl="cuda"'),
+        (
+            True,
+            LARGE,
+            A_TABLE,
+            torch.bfloat16,
+            "triton",
+            "up to 256 MiB, dominated by host overhead; this one moves 512 MiB",
+        ),
+        (True, SMALL, FREQUENCIES, torch.bfloat16, "triton", "with angles computed in the kernel"),
     ],
 )
 def test_on_a_gpu_cuda_takes_small_calls_once_it_is_built(
@@ -237,7 +244,7 @@ def test_cuda_takes_what_copies_a_part_of_the_head_at_any_size(a_gpu: list[str])
             assert _auto.serving("auto", (q,), (q,), f"rotary_dim={rotary_dim}" if rotary_dim else "") == "triton"
         table = {"cos": torch.ones(9, 16), "sin": torch.ones(9, 16), "rotary_dim": 32}
         told = fusewise.explain_dispatch(fusewise.rope, q, **table)
-        assert (told.impl, told.passed_over["triton"]) == ("cuda", "it is for heads that rotate whole")
+        assert (told.impl, told.passed_over["triton"]) == ("cuda", "it is for full rotation")
         assert fusewise.explain_dispatch(fusewise.rope_, q, **table).impl == "triton"
         computed = {"inv_freq": torch.ones(16), "rotary_dim": 32}
         assert fusewise.explain_dispatch(fusewise.rope, q, **computed).impl == "triton"

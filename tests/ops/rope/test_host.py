@@ -445,7 +445,7 @@ def test_a_build_in_this_process_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp
         patch.setattr(build, "_BUILT", [])
         patch.setattr(build, "built", lambda *_: bool(build._BUILT))
         _host._unavailable.cache_clear()
-        assert _host._unavailable(False, build.loads()) == "it is not built; `fusewise build` does that"
+        assert _host._unavailable(False, build.loads()) == "it is not built; run `fusewise build`"
         build._BUILT.append(tmp_path)
         assert _host._unavailable(False, build.loads()) is None
     _host._unavailable.cache_clear()

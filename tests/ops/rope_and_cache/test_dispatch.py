@@ -26,9 +26,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ("built", "table", "taken", "not_cuda"),
     [
         (True, "cos_sin", "cuda", ""),
-        (False, "cos_sin", "triton", 'not built; `fusewise build` or a call with impl="cuda"'),
-        (True, "inv_freq", "triton", "angles that are computed in the kernel"),
-        (True, "angles", "triton", "angles that are computed in the kernel"),
+        (False, "cos_sin", "triton", 'not built; run `fusewise build` or call with impl="cuda"'),
+        (True, "inv_freq", "triton", "with angles computed in the kernel"),
+        (True, "angles", "triton", "with angles computed in the kernel"),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 8192])

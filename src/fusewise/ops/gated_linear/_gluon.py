@@ -109,9 +109,9 @@ TUNED: Tuned[Any] = Tuned(
 def unavailable(device_type: str) -> str | None:
     """Why Gluon cannot serve tensors of this device type, or None if it can."""
     if device_type != "cuda" or torch.version.hip is not None:
-        return "gluon has kernels for NVIDIA's Hopper only"
+        return "gluon has kernels for NVIDIA Hopper GPUs only"
     if INTERPRETED:
-        return "gluon has no interpreter of its asynchronous products, and TRITON_INTERPRET=1 is set"
+        return "gluon's asynchronous matmuls cannot be interpreted, and TRITON_INTERPRET=1 is set"
     return cuda.not_hopper("gluon")
 
 
@@ -125,9 +125,9 @@ def refuses(
     if not by_choice or rows > few.MOST_ROWS:
         return None
     if rows <= FEW_ROWS and not alone:
-        return f"with gradients, up to {FEW_ROWS} rows are few for its tiles"
+        return f"with gradients, up to {FEW_ROWS} rows are too few for its tiles"
     if odd(hidden, matrices):
-        return f"{ALIGNED}, and copies of others are worth it from {few.MOST_ROWS + 1} rows on"
+        return f"{ALIGNED}, and copying others pays off only from {few.MOST_ROWS + 1} rows on"
     return None
 
 
@@ -139,7 +139,7 @@ def path(x: Tensor, halves: Halves) -> str:
         keys[0] = keys[0]._replace(way=few.WAY)
     sums = halves.value_bias is not None
     tuned = TUNED.explain(x.get_device(), [*keys, gate_key(x.dtype, x.shape[0], hidden, sums)])
-    copies = f"{ALIGNED}: others are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
+    copies = f"{ALIGNED}: other matrices are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
     return "; ".join(filter(None, (copies, tuned)))
 
 

@@ -75,7 +75,7 @@ def unavailable(kernel: cpu.Kernel | None = None) -> str | None:
 def told(kernel: cpu.Kernel | None = None) -> str:
     """Explains why the host overhead of calls is higher than necessary; empty if it is not."""
     reason = unavailable(kernel)
-    return f"without the quick way on the host of gated_linear, geglu_linear and gated_mlp: {reason}" if reason else ""
+    return f"without the host fast path of gated_linear, geglu_linear and gated_mlp: {reason}" if reason else ""
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def _has_tma(device: int) -> bool:
 def path(x: Tensor, halves: Halves) -> str:
     """For `explain_dispatch`: how a call's products move their matrices, why, and which configurations are tuned."""
     if by_library(x):
-        return "products of float32 by the platform's library, the gate beside them some rows at a time"
+        return "float32 matmuls by the platform's library, followed by the gate, in chunks of rows"
     moved, hidden = _moved(x, halves), halves.value.shape[0]
     keys = [product_key(e, x, hidden, moved.startswith("by TMA")) for e in ("y", "preact", "gradient")]
     tuned = TUNED.explain(x.get_device(), [*keys, Key("gate", x.dtype, "", x.shape[0], 0, hidden)])

@@ -31,7 +31,9 @@ choice = Choice("rope", IMPLEMENTATIONS)
 # GLM-4, DeepSeek-V3, GPT-NeoX.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 
-COMPUTED_ANGLES = "it is for tables of cos and sin: angles that are computed in the kernel would not have Triton's bits"
+COMPUTED_ANGLES = (
+    "it is for tables of cos and sin: with angles computed in the kernel, its results are not bitwise equal to Triton's"
+)
 
 
 def serving(impl: str, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], encoded: str) -> Any:
@@ -53,9 +55,7 @@ def _passes_cuda_over(xs: tuple[Tensor, ...], spec: Spec, *, in_place: bool) -> 
     moved = 2 * sum([x.shape[:-1].numel() * (features or x.shape[-1]) * x.element_size() for x in xs])
     if moved > MOST_BYTES_FOR_CUDA and not _copies(xs, spec, in_place):
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g}"
-        return (
-            f"it is for calls that move up to {most} MiB, whose time is the host's; this one moves {moved / 2**20:.0f}"
-        )
+        return f"it is for calls that move up to {most} MiB, dominated by host overhead; this one moves {moved / 2**20:.0f} MiB"
     return None
 
 
@@ -77,12 +77,12 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     if reason is None and _copies(xs, spec, in_place):
         return (
             "cuda",
-            "which is the faster where a part of each head is copied",
-            {"triton": "it is for heads that rotate whole"},
+            "which is faster if part of each head is copied",
+            {"triton": "it is for full rotation"},
         )
     if reason is None:
         most = f"{MOST_BYTES_FOR_CUDA / 2**20:g} MiB"
-        why = f"which costs the host the least, for a call that moves at most {most}"
+        why = f"which has the lowest host overhead, for a call that moves at most {most}"
         return "cuda", why, {"triton": f"it is for calls that move more than {most}"}
     chosen = choice.choose("cuda", xs[0].dtype)
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})

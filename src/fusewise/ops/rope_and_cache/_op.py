@@ -48,7 +48,7 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
         return None
     reason = _passes_cuda_over(table_of(arguments))
     if reason is None:
-        return "cuda", "which is the faster and costs the host the least", {"triton": "cuda is the faster"}
+        return "cuda", "which is faster and has the lowest host overhead", {"triton": "cuda is faster"}
     chosen = choice.choose("cuda", q.dtype)
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
 

@@ -82,13 +82,13 @@ def refuses(
     rows = matrices[0].shape[0]
     if by_choice and rows < TILES_FROM:
         if not alone:
-            return f"with gradients, up to {TILES_FROM - 1} rows are few for its tiles"
+            return f"with gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
         if odd(hidden, matrices):
-            return f"{ALIGNED}, and copies of others are worth it from {TILES_FROM} rows on"
+            return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
     many = rows > tiles.FEW_ROWS
     fewer = alone and many and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
     if by_choice and fewer and _gluon_is_there():
-        return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features take fewer rounds"
+        return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features need fewer waves"
     kernel = _kernel(matrices[0].dtype, activation)
     return kernel if isinstance(kernel, str) else None
 
@@ -109,8 +109,10 @@ def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
 
 def path(x: Tensor, halves: Halves) -> str:
     """For `explain_dispatch`: copies, functions left to OTHERWISE, and the host fast path."""
-    copies = f"{ALIGNED}: others are copied" if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
-    narrow = f"gradients behind a down projection to fewer than {DEEP} features are {OTHERWISE}'s"
+    copies = (
+        f"{ALIGNED}: other matrices are copied" if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
+    )
+    narrow = f"gradients behind a down projection to fewer than {DEEP} features are computed by {OTHERWISE}"
     return "; ".join(filter(None, (copies, narrow, _host.told())))
 
 
