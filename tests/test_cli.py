@@ -271,7 +271,7 @@ def test_a_whole_small_study(tmp_path):
     made = json.loads((out / "record.json").read_text())
     assert {entry["provider"] for entry in made["ledgers"]} == {"eager", "torchscript", "fusewise-reference"}
     assert {"eager", "torchscript"} <= {stage["provider"] for stage in made["code"]}
-    assert "of memory traffic against eager" in (out / "report.html").read_text()
+    assert "Fusion can save up to" in (out / "report.html").read_text()
     assert [json.loads(line) for line in published.read_text().splitlines()] == rows
     assert f"report: {out / 'report.html'}" in result.stderr
 

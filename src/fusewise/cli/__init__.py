@@ -77,9 +77,10 @@ def _rounds(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
 
 
 @cli.command(
-    help=f"""Compare every way of running TARGET on this machine.
+    help=f"""Compare every provider of TARGET on this machine.
 
-    Each is held against float64, timed, and set beside the limits of the machine.
+    Each provider, an implementation such as eager or torch.compile, is checked against float64, timed, and compared with
+    the limits of this machine.
 
     TARGET is {", ".join(BUILT_IN)}, one of their presets, or a function of yours: my_file.py:my_function or
     my.module:my_function, with an --input for each argument.
@@ -106,27 +107,27 @@ Examples:
 @click.option("--preset", help="A named set of cases. Default: the target's -quick one.")
 @click.option("--case", "cases", multiple=True, help="A single case by name; may be repeated.")
 @click.option(
-    "--providers", callback=_names, help="Comma-separated names, or module:attribute. Default: all that are here."
+    "--providers", callback=_names, help="Comma-separated names, or module:attribute. Default: all available."
 )
 @click.option("--pass", "passes", help="fwd, bwd, fwd+bwd, or both (fwd and bwd apart). Default: the case's own.")
 @click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
 @click.option("--out", type=Folder(file_okay=False, path_type=Path), help="Run directory. Default: fusewise-runs/….")
 @click.option("--rounds", callback=_rounds, metavar="MIN:MAX", help="Rounds of each comparison. Default: 5:30.")
-@click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds for the whole study; MIN rounds are kept.")
+@click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds for the whole study; at least MIN rounds.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1),
     default=300.0,
     show_default=True,
-    help="Seconds a provider may take to answer.",
+    help="Seconds after which a provider times out.",
 )
 @click.option(
-    "--memory-limit", type=click.FloatRange(min=0.01), help="GiB a provider may use. Default: 4/5 of the machine's."
+    "--memory-limit", type=click.FloatRange(min=0.01), help="GiB of memory a provider may use. Default: 4/5 of all."
 )
 @click.option("--warm", is_flag=True, help="Measure with a warm cache instead of a cold one.")
-@click.option("--code/--no-code", default=True, help="Look for code and memory traffic, too. Default: yes.")
-@click.option("--resume", is_flag=True, help="Go on with the interrupted run in --out.")
+@click.option("--code/--no-code", default=True, help="Also capture code and memory traffic. Default: yes.")
+@click.option("--resume", is_flag=True, help="Resume the interrupted run in --out.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs and of the order of rounds.")
 @click.option(
     "--append-rows", type=click.Path(dir_okay=False, path_type=Path), help="Add the rows to this JSON-lines file."
@@ -206,7 +207,7 @@ def study(
         fix = "make room and add --resume" if full else "choose another --out"
         raise click.ClickException(f"study: the run directory must be writable, got {error}; {fix}") from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"; the rows measured so far are in {options.out}, --resume goes on") from None
+        raise KeyboardInterrupt(f"; the rows measured so far are in {options.out}; continue with --resume") from None
     if done is None:  # a rank whose rows rank 0 has
         return
     record, report = done

@@ -52,7 +52,7 @@ def build(arch: str | None, as_json: bool) -> None:
         if built.path is None:
             click.echo(f"{built.name}: {built.error}", err=True)
         elif not as_json:
-            took = f"{built.seconds:.1f} s" if built.seconds else "was there"
+            took = f"{built.seconds:.1f} s" if built.seconds else "already built"
             click.echo(f"{built.name}: {built.path}, {took}")
     if as_json:
         click.echo(json.dumps([{**asdict(it), "path": it.path and str(it.path)} for it in every]))

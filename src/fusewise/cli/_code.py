@@ -30,7 +30,7 @@ def _problem(command: Callable[..., None]) -> Callable[..., None]:
             type=click.FloatRange(min=1),
             default=300.0,
             show_default=True,
-            help="Seconds a provider may take.",
+            help="Seconds after which a provider times out.",
         ),
         click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one."),
         click.option(
@@ -79,10 +79,15 @@ Examples:
     + EXIT_CODES
 )
 @_problem
-@click.option("--provider", "names", multiple=True, help="Whose code; repeatable. Default: all that would be measured.")
+@click.option(
+    "--provider",
+    "names",
+    multiple=True,
+    help="Provider whose code to show; repeatable. Default: all that a study would measure.",
+)
 @click.option("--stage", help="One stage (or kernel) by name; --list has them. Default: all.")
 @click.option(
-    "--target", "gpu", metavar="sm_NN", help="The GPU to compile for, here or not. Default: the one here, or sm_90."
+    "--target", "gpu", metavar="sm_NN", help="GPU to compile for; none is needed here. Default: the one here, or sm_90."
 )
 @click.option(
     "--out",
@@ -103,7 +108,7 @@ def code(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Show what each compiler makes of TARGET, stage by stage.
+    """Show the code that compilers generate for TARGET, by stage.
 
     From Python's bytecode down to machine code; no GPU is needed.
     """
@@ -148,7 +153,7 @@ Examples:
     + EXIT_CODES
 )
 @_problem
-@click.option("--provider", "name", default="eager", show_default=True, help="Who runs it.")
+@click.option("--provider", "name", default="eager", show_default=True, help="Provider to profile.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -40,12 +40,12 @@ Exit codes:
 )
 @click.argument("run", type=EXISTING)
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Where the report goes. Default: the run directory."
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the report. Default: the run directory."
 )
 @click.option("--script", "row_id", metavar="ROW", help="Print the program that measures this row again, by its id.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts and rows as JSON, write nothing.")
 def report(run: Path, out: Path | None, row_id: str | None, as_json: bool) -> None:
-    """Write the report of RUN anew.
+    """Regenerate the report of RUN.
 
     That is report.html, report.md and the plots; RUN is a run directory or its record.json.
     """
@@ -95,15 +95,17 @@ Exit codes:
     "--tolerance",
     type=click.FloatRange(min=0, max=1),
     default=None,
-    help="Share of the time below which nothing is told, however quiet the runs. Default: 0.02.",
+    help="Ignore differences up to this share of the time, even if the noise is lower. Default: 0.02.",
 )
 @click.option(
-    "--relative", is_flag=True, help="Compare times over the floor of their group, for a machine that changed itself."
+    "--relative",
+    is_flag=True,
+    help="Divide times by the floor of their group, if the machine itself became slower or faster.",
 )
 @click.option("--strict", is_flag=True, help="Exit 1 for ambiguous rows, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def compare(before: Path, after: Path, tolerance: float | None, relative: bool, strict: bool, as_json: bool) -> None:
-    """Say what became slower from BEFORE to AFTER.
+    """Report what became slower from BEFORE to AFTER.
 
     Each is a run directory, a record.json, or a .jsonl file of rows.
     """
@@ -142,12 +144,12 @@ Exit codes:
 """
 )
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
-@click.option("--kept", is_flag=True, help="Print what was measured earlier, measure nothing.")
+@click.option("--kept", is_flag=True, help="Print the stored limits, measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def limits(device: str | None, kept: bool, as_json: bool) -> None:
-    """Measure the limits of this machine, and keep them.
+    """Measure and store the limits of this machine.
 
-    Copy, triad, matrix products by dtype, and what it takes to start anything; studies use them.
+    Copy and triad bandwidth, matmuls by dtype, and launch latency; studies use them.
     """
     from fusewise.lab import commands, plan
     from fusewise.lab import limits as measuring
@@ -171,7 +173,7 @@ def limits(device: str | None, kept: bool, as_json: bool) -> None:
         click.echo(json.dumps(found))
     else:
         commands.show_limits(found)
-    click.echo(f"kept in {file}", err=True)
+    click.echo(f"stored in {file}", err=True)
 
 
 VERBS = (report, compare, limits)

@@ -48,16 +48,16 @@ Examples:
 @click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")
 @click.option(
     "--epilogue", "kernels", callback=_names,
-    help="Comma-separated kernels: y, preact, gate, gradient, down. Default: all that the case has.",
+    help="Comma-separated kernels: y, preact, gate, gradient, down. Default: all of the case.",
 )  # fmt: skip
-@click.option("--impl", type=click.Choice(["gluon", "triton"]), help="Default: what a call takes here.")
+@click.option("--impl", type=click.Choice(["gluon", "triton"]), help="Default: what a call uses here.")
 @click.option("--device", help="cpu or cuda[:index]. Default: the GPU if there is one.")
 @click.option(
-    "--time-limit", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds a kernel and shape."
+    "--time-limit", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds per kernel and shape."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order of candidates.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--list", "list_kept", is_flag=True, help="List what is kept for this device, search nothing.")
+@click.option("--list", "list_kept", is_flag=True, help="List the stored results for this device, search nothing.")
 def tune(
     target: str,
     cases: tuple[str, ...],
@@ -72,12 +72,12 @@ def tune(
     as_json: bool,
     list_kept: bool,
 ) -> None:
-    """Search the best configurations of TARGET's kernels.
+    """Search for the fastest configurations of TARGET's kernels.
 
-    What is found is kept for the calls to come.
+    Later calls use the stored results.
 
-    TARGET is geglu. Nothing is ever tuned at a call: without a result the heuristic chooses, and FUSEWISE_TUNED=0 leaves
-    everything to it.
+    TARGET is geglu. No call ever tunes: without a stored result a heuristic chooses, and with FUSEWISE_TUNED=0 it
+    always does.
     """
     from fusewise.lab import plan
     from fusewise.lab import tune as tuning
@@ -108,7 +108,7 @@ def tune(
     if as_json:
         click.echo(json.dumps({"device": where, "results": results}))
     for file in dict.fromkeys(result["file"] for result in results):
-        click.echo(f"kept in {file}", err=True)
+        click.echo(f"stored in {file}", err=True)
 
 
 VERBS = (tune,)

@@ -125,9 +125,7 @@ def traced(problem: Problem, program: Program, cause: Exception) -> Any:
     except Exception as error:  # as above
         raise Unsupported(f"can be neither scripted ({message(cause)}) nor traced ({message(error)})") from error
     if not _follows(compiled, over_tensors, example):
-        raise Unsupported(
-            f"cannot be scripted ({message(cause)}), and a trace bakes in values of the inputs as constants"
-        )
+        raise Unsupported(f"cannot be scripted ({message(cause)}), and a trace keeps values of the inputs as constants")
     if len(example) == len(arguments):
         return compiled
     return lambda *given: compiled(*(given[i] for i in tensors))
