@@ -22,7 +22,7 @@ Exit codes:
 
 
 def _problem(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that specify one problem."""
+    """The arguments and options that specify one problem."""
     for decorate in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option(

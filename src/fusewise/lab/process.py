@@ -1,7 +1,7 @@
 """The coordinator's side of a worker process: starts it, sends requests, and survives any failure of it.
 
-Requests have a time limit, the process a memory limit. A worker that dies, hangs, grows too large or sends invalid
-replies is killed, and `WorkerFailed` is raised with a sentence for the row. Only JSON values reach the coordinator.
+Requests have a time limit, the process a memory limit. If a worker dies, hangs, grows too large or sends garbage, it is
+ended and `WorkerFailed` is raised with a sentence for the row. Only JSON values reach the coordinator.
 """
 
 from __future__ import annotations

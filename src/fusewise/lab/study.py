@@ -27,8 +27,8 @@ from .seats import Seat, Seats
 #: A provider that takes this many times as long as the fastest, and this many seconds per turn, is dropped after as
 #: many rounds as a comparison needs: more rounds would not change the result and would cost the others time.
 HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
-#: Providers that take at most this many times as long as the fastest, and floors that take at least the inverse
-#: fraction of its time, use the same number of samples per turn.
+#: Providers that take at most ALIKE times as long as the fastest, and floors that take at least 1 / ALIKE of its time,
+#: use the same number of samples per turn.
 ALIKE = 2.0
 
 
