@@ -87,8 +87,8 @@ def build(*architectures: str) -> list[Built]:
 
     Raises:
         ValueError: not the name of an architecture that the kernels support.
-        BuildError (a RuntimeError): something could not be built; the message has the compilers' last lines. The rest is
-            built.
+        BuildError (a RuntimeError): something could not be built; the message has the compilers' last lines. The rest
+            is built.
     """
     made = list(build_all(capabilities(architectures)))
     if missed := [f"{one.name}: {one.error}" for one in made if one.path is None]:

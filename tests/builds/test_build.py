@@ -1,4 +1,4 @@
-"""The cache of native code: damaged entries are rebuilt, failures give a reason, and concurrent builds do not collide."""
+"""The cache of native code: damaged entries are rebuilt, failures give a reason, parallel builds do not collide."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class AbsentOnImport(Right):
     name = "absent-on-import"
 
     def check(self, device):
-        if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set in workers only
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set in workers only: the coordinator cannot tell
             raise Missing("its shared library does not load")
 
 

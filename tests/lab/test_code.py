@@ -377,7 +377,7 @@ def test_relax_calls() -> None:
 
 
 def test_thunder_views() -> None:
-    """A kernel that reads an expanded tensor, or the unchanged result of `to`, is charged for the underlying storage."""
+    """A kernel that reads an expanded tensor, or the unchanged result of `to`, is charged for its storage."""
     dtype = SimpleNamespace(bytes=4)
     one, wide, kept, total = (SimpleNamespace(name=n, shape=s, dtype=dtype) for n, s in (("one", ()), ("wide", (8, 8)), ("kept", (8, 8)), ("total", (8, 8))))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The code of real kernels, ours and Inductor's, from source to machine code; GPU kernels are compiled without a GPU."""
+"""The code of real kernels, ours and Inductor's, from source to machine code; GPU kernels without a GPU."""
 
 from __future__ import annotations
 

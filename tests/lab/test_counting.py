@@ -215,7 +215,7 @@ def test_gradients_add_along_other_dimensions() -> None:
 
 @pytest.mark.parametrize(("pass_", "expected"), [("fwd", 512), ("fwd+bwd", 4096)])
 def test_of_a_problem(pass_: Any, expected: int) -> None:
-    """x (1024, 512) and a weight (4096, 512): the forward sums over features, the backward over the product's columns."""
+    """x (1024, 512), weight (4096, 512): the forward sums over features, the backward over the product's columns."""
     p = targets.problem_for(Task("geglu", "quick-square", "fp32", pass_, "cpu", 0))
     _, yardstick = truth.expected(p)
     assert yardstick.terms == expected

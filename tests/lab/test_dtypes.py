@@ -1,6 +1,4 @@
-"""Results must have the dtypes of eager code's results, and gradients those of their inputs; otherwise a provider is
-wrong.
-"""
+"""Results must have eager code's dtypes, and gradients those of their inputs; otherwise a provider is wrong."""
 
 from __future__ import annotations
 

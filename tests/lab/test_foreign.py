@@ -42,9 +42,7 @@ def test_kernels_are_what_ran_on_the_device():
 
 
 def test_samples_are_what_ran_between_marks():
-    """Independent of the profiler's order. Work before the first mark, such as a flush, or between two samples does not
-    count.
-    """
+    """Independent of the profiler's order; work before the first mark (a flush) or between samples is excluded."""
     told = [(KINDS.CUDA, at, 1, MARK) for at in (10, 20, 30, 40, 50, 60)]
     told += [(KINDS.CUDA, at, 2) for at in (33, 5, 12, 25, 11, 70)] + [HOST]
     assert foreign.between_marks(profile(told)) == [[(11, 13), (12, 14)], [(33, 35)], []]

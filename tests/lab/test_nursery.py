@@ -1,4 +1,4 @@
-"""Workers forked from a process with torch loaded behave like workers started alone. With real processes and signals."""
+"""Workers forked from a process with torch loaded behave like those started alone. Real processes and signals."""
 
 import os
 import signal
@@ -117,7 +117,7 @@ def test_a_worker_has_its_own_of_everything(parent, tmp_path):
 
 
 def test_kernels_in_a_worker_have_torchs_threads(parent, tmp_path):
-    """As in a process that started alone. Otherwise every call of a CPU kernel would start threads and wait for them."""
+    """As in a process started alone. Otherwise every call of a CPU kernel would start threads and wait for them."""
     for name, start in (("alone", Nursery(None)), ("forked", parent)):
         with obeying(start, tmp_path / name) as process:
             tell(process, "import torch; from fusewise._shared import build, cpu")

@@ -304,7 +304,7 @@ def test_a_wrong_gradient_of_what_all_rows_share_is_told(monkeypatch):
     ],
 )
 def test_the_check_of_a_large_problem_takes_no_more_than_the_calls(call, most, monkeypatch):
-    """In multiples of one tensor's bytes, in addition to the problem's own; docs/measuring.md relies on these numbers."""
+    """In multiples of one tensor's bytes, in addition to the problem's own; docs/measuring.md relies on this."""
     p = large("gelu", "gelu-1024", "fwd", monkeypatch, 0, 2**16)
     size = p.tensors[0].numel() * 4
     verdict, grown = memory.growth(lambda: truth.check(p, Run(call) if call else Eager().build(p)), torch.device("cpu"))

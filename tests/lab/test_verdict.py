@@ -1,4 +1,4 @@
-"""Constructed records with known answers: each rule of docs/report.md once, and the cases in which it must stay silent."""
+"""Constructed records with known answers: each rule of docs/report.md once, and where it must stay silent."""
 
 import dataclasses
 

@@ -146,7 +146,7 @@ def asked(server, do, **fields):
 
 
 def watch(monkeypatch, did):
-    """Log when a problem is copied and checked, and whether copies still exist; returns weak references to its tensors."""
+    """Log when a problem is copied and checked, and if copies still exist; returns weak references to tensors."""
     tensors, copies = [], []
     make, copy, check = worker.targets.problem_for, worker.make_work, truth.check
 

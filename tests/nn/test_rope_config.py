@@ -144,7 +144,7 @@ def test_from_config_has_the_frequencies_of_the_transformers_model(
 
 
 def test_from_config_of_ernie_rotates_text_and_refuses_its_sections() -> None:
-    """Its model reorders the frequencies by axis and undoes this in its tables; what remains is the axis of each pair."""
+    """Its model reorders the frequencies by axis and undoes this in its tables; what remains is the axis of a pair."""
     modeling = pytest.importorskip("transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe")
     config = modeling.Ernie4_5_VLMoeTextConfig(hidden_size=512, num_attention_heads=4, num_key_value_heads=4)
     q = torch.randn(2, 4, 10, 128, generator=torch.Generator().manual_seed(0))

@@ -102,18 +102,18 @@ def study(
 
     Each provider runs in its own process, which imports the function by file or module and name and draws arguments
     like those given: same dtype, shape, strides and range, other values. A notebook function is written to the run
-    directory together with the modules and constants it uses.
+    directory together with the imports and constants that it needs.
 
     Args:
         function: a top-level function of a file or module, or a class of a module; takes one tensor or more.
-        arguments: tensors, numbers, strings, bools, None. If tensors require gradients, the backward is measured too. The
-            device of the first tensor is used.
-        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`; `rounds`
-            is a number or (MIN, MAX).
+        arguments: tensors, numbers, strings, bools, None. If tensors require gradients, the backward is measured too.
+            The device of the first tensor is used.
+        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`;
+            `rounds` is a number or (MIN, MAX).
 
     Raises:
-        TypeError, ValueError: the function cannot be imported or run by another process, the arguments cannot be recreated,
-            or an option is invalid.
+        TypeError, ValueError: the function cannot be imported or run by another process, the arguments cannot be
+            recreated, or an option is invalid.
         OSError: the run directory cannot be written.
         RuntimeError: called while a study's own process imports the file; put the call under
             `if __name__ == "__main__":`.
@@ -213,8 +213,8 @@ def _named(module: types.ModuleType, name: str) -> Any:
 
 
 def written(function: Callable[..., Any]) -> str:
-    """Write the function's source to a file with everything it looks up by name: modules, importable functions, plain
-    constants, and other functions of the same notebook.
+    """The text of a file with the function's source and everything it looks up by name: modules, importable functions,
+    plain constants, and other functions of the same notebook.
     """
     lines: dict[str, str] = {}
     sources: list[str] = []

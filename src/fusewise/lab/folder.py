@@ -51,7 +51,7 @@ def claimed(out: Path, resume: bool = False) -> Iterator[None]:
 
 
 def interrupted(out: Path, resume: bool) -> Record | None:
-    """The record in `out` to resume, or None for a new run. Raises Refused if there is a record but `resume` is False."""
+    """The record in `out` to resume, or None for a new run. Raises Refused if there is one and `resume` is False."""
     if (out / "record.json").exists():
         if resume:
             return record.read(out)

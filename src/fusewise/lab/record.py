@@ -123,7 +123,7 @@ class Record:
     resumed: list[str] = field(default_factory=list)  # when an interrupted run was resumed, UTC, ISO 8601
 
     def add(self, rows: Sequence[Row], measurements: Sequence[Measurement], comparisons: Sequence[Json]) -> None:
-        """Add a finished group. Raises ValueError naming the field if it could not be read back; then nothing is added."""
+        """Add a finished group. Raises ValueError naming a field that could not be read back; then nothing is added."""
         for part, found in (
             ("row", [row.to_json() for row in rows]),
             ("measurement", [m.to_json() for m in measurements]),

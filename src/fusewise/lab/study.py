@@ -201,7 +201,7 @@ class Study:
         replies: dict[str, dict[str, Any]],
         stop: float,
     ) -> None:
-        """Run rounds until every provider's time is precise enough or time is up. A failing worker loses its samples."""
+        """Run rounds until all times are precise enough or time is up. A failing worker loses its samples."""
         options = self.options
 
         def asked(seat: Seat, do: str, when: str, **fields: Any) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ def times(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, s
 
 
 def shares(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, str]) -> Markup | None:
-    """The share of the binding limit, which is comparable across sizes; None for a single case or if no limit is known."""
+    """The share of the binding limit, comparable across sizes; None for a single case or without a known limit."""
     lines: dict[str, dict[str, Mark]] = {}
     for row in rows:
         if row.share_of_limit is not None and not is_floor(row.provider):

@@ -1,5 +1,4 @@
-"""Host time against device time: what a call costs the device, what it costs the calling thread, and which one
-dominates.
+"""Host against device time: what a call costs the device, what it costs the calling thread, and which dominates.
 
 Back-to-back calls from Python take the longer of the two, since the host prepares the next call while the device
 executes this one. Pure functions of rows, so they work for published rows as well as for a record.

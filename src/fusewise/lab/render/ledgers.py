@@ -38,7 +38,7 @@ def text(found: Ledger) -> str:
 
 
 def markdown(ledgers: Sequence[Ledger]) -> str:
-    """The ledgers as a section of a report: one table per group and provider, sorted by group."""
+    """The ledgers as a section of a report: one table per group and provider, ordered by group."""
     parts = ["## Where the memory traffic goes", ""]
     by_group: dict[tuple[str, ...], list[Ledger]] = {}
     for found in ledgers:

@@ -184,7 +184,7 @@ def summary(record: Record) -> Columns:
 
 
 def verdict_table(found: Sequence[Verdict]) -> Columns:
-    """A line per group: the binding limit, how close the best provider comes, and whether a custom kernel is worth it."""
+    """A line per group: the binding limit, how close the best provider comes, and whether a kernel is worth it."""
     names = ("case", "bound by", "at least µs", "fastest", "left over the best compiler", "worth a kernel")
     table = Columns("verdict", [Column(name, folds=True) for name in names])
     for v in found:
