@@ -1,7 +1,7 @@
-"""What all tests share: seeds, and which tests a process can run.
+"""Shared by all tests: seeds, and the selection of tests that a process can run.
 
-Kernels are checked in Triton's interpreter in a process of their own (TRITON_INTERPRET=1 decides, when a kernel is
-decorated, whether it is compiled or interpreted): there the tests marked `interpreter` run and no others.
+Tests in Triton's interpreter need their own process, since TRITON_INTERPRET=1 decides at decoration whether a kernel is
+compiled or interpreted: such a process runs only the tests marked `interpreter`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 GIB = 2**30
-#: What each process of the tests, with those that it starts, may have of a GPU's memory between tests.
+#: GPU memory that each test process, with its children, may hold between tests.
 PROCESS_GIB = 2
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6 turns a loop bound into an int by `int(array)` of one element, which numpy 2.5 refuses. Later versions
-    squeeze the array first; so does this."""
+    """Fix a bug of Triton 3.6, which converts loop bounds by `int(array)` of one element; numpy 2.5 refuses that. Later
+    versions squeeze the array first; so does this.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -35,8 +36,9 @@ def _mend_interpreter() -> None:
 
 
 def _patch_once() -> None:
-    """Triton's interpreter replaces the functions of its language when a kernel is launched, and all of them again at every call
-    of a function of a kernel's, which is a quarter of its time: once for each set of modules will do until the launch ends."""
+    """Triton's interpreter replaces the functions of its language at a launch and again at every call of a device
+    function, which takes a quarter of its time. Once per set of modules suffices until the launch ends.
+    """
     from triton import language
     from triton.runtime import interpreter
 
@@ -48,7 +50,7 @@ def _patch_once() -> None:
             value.__name__ for value in fn.__globals__.values() if value is language or value is language.core
         )
         if seen in patched:
-            return interpreter._LangPatchScope()  # with nothing to restore
+            return interpreter._LangPatchScope()  # nothing to restore
         scope = patch(fn)
         patched.add(seen)
         restore = scope.restore
@@ -64,11 +66,11 @@ def _patch_once() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["FUSEWISE_TUNED"] = "0"  # tests are of what is here, not of what was tuned on this machine
-    # For the processes that test, and those that they start. They share cores: one that waits for its threads must not spin.
+    os.environ["FUSEWISE_TUNED"] = "0"  # test the code, not what was tuned on this machine
+    # For test processes and their children. They share cores, so a thread that waits for others must not spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # torch.compile for a CPU compiles and loads programs to learn which vectors the compiler knows, anew wherever it has a cache of
-    # its own, as in a study's workers. A compiler that torch supports knows those that it asks for.
+    # torch.compile for CPUs compiles and loads test programs to find out which vector extensions the compiler supports,
+    # again for every new cache, as in a study's workers. Every compiler that torch supports has those that it asks for.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if INTERPRETER:
         import triton
@@ -99,8 +101,9 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes that test at once share a GPU: what a test had of its memory is given back, but for a GiB, and tests that
-    need much, `@pytest.mark.gpu_memory(gib)`, run one at a time."""
+    """Test processes running in parallel share a GPU: after each test, cached memory above one GiB is released, and
+    tests that need much, `@pytest.mark.gpu_memory(gib)`, run one at a time.
+    """
     mark = request.node.get_closest_marker("gpu_memory")
     if mark is None:
         yield
@@ -113,7 +116,7 @@ def _gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         pytest.skip(
             f"needs {needed} GiB on a GPU, all processes that test together; got {total:.0f}, {free:.0f} of them free"
         )
-    workers = tmp_path_factory.getbasetemp().parent  # of which each has a folder there
+    workers = tmp_path_factory.getbasetemp().parent  # each worker has a folder there
     with (workers / "gpu_memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         torch.cuda.empty_cache()

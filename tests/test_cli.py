@@ -25,7 +25,7 @@ def test_version_and_help():
     assert fusewise.__version__ in invoke("--version").output
     top, study = invoke("--help").output, invoke("study", "-h").output
     assert "study" in top
-    assert "..." not in top.partition("Commands:")[2]  # each verb in one whole sentence
+    assert "..." not in top.partition("Commands:")[2]  # no help text is truncated
     assert "providers" in top
     for text in ("Exit codes:", "130", "Examples:", "fusewise study rope --preset rope-models", "--append-rows"):
         assert text in study
@@ -159,8 +159,8 @@ def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monk
 
 @pytest.mark.parametrize("command", [["-m", "fusewise"], ["fusewise"]])
 def test_an_interruption_of_the_imports_is_quiet(command, tmp_path):
-    """Also where a library catches what is raised while it is imported, and goes on."""
-    (tmp_path / "fusewise").write_text("from fusewise.__main__ import main\nmain()\n")  # as pip's script
+    """Even if a library swallows the exception during its import."""
+    (tmp_path / "fusewise").write_text("from fusewise.__main__ import main\nmain()\n")  # like pip's script
     (tmp_path / "libraries").mkdir()
     (tmp_path / "libraries" / "click.py").write_text(
         "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
@@ -215,7 +215,7 @@ def test_a_study_that_is_resumed_once_it_is_done_adds_no_row_twice(tmp_path):
     once = rows.read_text()
     assert invoke(*asked, "--resume").exit_code == 0
     assert rows.read_text() == once and once.count("\n") == 1
-    rows.unlink()  # where they are not, they are added
+    rows.unlink()  # missing rows are added
     assert invoke(*asked, "--resume").exit_code == 0
     assert rows.read_text() == once
 
@@ -248,7 +248,7 @@ def test_a_full_disk_for_what_is_printed_is_one_line():
 
 
 def test_a_whole_small_study(tmp_path):
-    """The newcomer's path: command line to report, on the CPU, with compilers left out for speed."""
+    """A newcomer's path, from command line to report; on the CPU, without compilers for speed."""
     out, published = tmp_path / "run", tmp_path / "published" / "cpu.jsonl"
     command = "study rope --case cube-8 --pass both --device cpu --rounds 3:4 --json"
     names = "floor-copy,floor-launch,eager,torchscript,fusewise-reference,liger"

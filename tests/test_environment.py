@@ -1,4 +1,4 @@
-"""The script behind `make study` and `make test`: what it installs where, and what it says where that fails."""
+"""The script behind `make study` and `make test`: what it installs where, and what it reports on failure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The script as a module that downloads nothing; `script.asked` has what it asks pip for, `script.refused` what
-    pip cannot do."""
+    """The script as a module that downloads nothing; `script.asked` has what it asks pip for, `script.refused` what pip
+    cannot install.
+    """
     spec = importlib.util.spec_from_file_location("environment", ROOT / "scripts" / "environment.py")
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
@@ -81,7 +82,8 @@ def test_beside_torch_for_a_gpu_only_what_is_missing_is_added(
     script.refused = ruff
     script.main()
     both = sorted([mypy, ruff], key=lines.index)
-    # The last of each group; those of a group that cannot be installed as a whole, each by itself; with versions and markers.
+    # The last line of each group; the lines of a group that cannot be installed as a whole one by one; with versions
+    # and markers.
     assert script.asked == [jsonschema, both[-1], *both, torchax]
     assert torchax.endswith('; python_version >= "3.11"')
     assert f"could not install {ruff}; what needs them will say so" in capsys.readouterr().out
@@ -103,7 +105,7 @@ def pinned(part: str) -> list[str]:
 def test_torch_is_taken_from_where_it_lies_and_with_the_packages_beside_it(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, cuda: str | None, taken: bool
 ) -> None:
-    theirs = tmp_path / "user"  # as of `pip install --user`: not where this Python's own packages are
+    theirs = tmp_path / "user"  # as with `pip install --user`: not in this Python's site-packages
     (theirs / "torch").mkdir(parents=True)
     (theirs / "torch" / "__init__.py").write_text(
         f"class version: cuda, hip = {cuda!r}, None\n__version__ = {release!r}\n", encoding="utf-8"

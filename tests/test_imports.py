@@ -1,4 +1,4 @@
-"""The import law, read from the sources, and what importing fusewise does: nothing but import."""
+"""The import rules, checked in the sources, and that importing fusewise has no side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fusewise
 PACKAGE = Path(fusewise.__file__).parent
 SOURCE = PACKAGE.parent
 
-# What a part may import of the others. What all parts use unchanged lies in _shared and imports none of them.
+# Which other parts each part may import. _shared holds what all parts use, and imports none of them.
 ALLOWED: dict[str, set[str]] = {
     "_shared": set(),
     "ops": {"_shared"},
@@ -32,12 +32,12 @@ ALLOWED: dict[str, set[str]] = {
     "native": {"ops", "_shared"},
     "cli": {"lab", "native"},
 }
-# What the package itself offers: the operations and what explains them.
+# What the package itself exports: the operators, and what explains them.
 PUBLIC = {
     "", "rope", "rope_", "rope_and_cache_", "qk_norm_rope", "geglu_linear", "gated_linear", "gated_mlp", "explain_dispatch",
     "Dispatch", "__version__",
 }  # fmt: skip
-# Beside its own parts, an operation is torch, and triton in the files of its Triton implementation alone.
+# Besides its own parts, an operator may import torch; triton only in the files of its Triton implementation.
 OUTSIDE_OF_OPS = {"torch", "triton"}
 
 
@@ -48,7 +48,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(module: str, path: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it, by its absolute name."""
+    """The absolute names of all modules that a file imports, anywhere in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -82,7 +82,7 @@ def test_the_import_law(module: str, path: Path) -> None:
         if name == "fusewise" or name.startswith("fusewise."):
             other = part(name)
             allowed = {"ops"} if own == "" else {"cli"} if own == "__main__" else ALLOWED[own]
-            # The package itself is the public face of the operations: what may use those may import it.
+            # The package itself exports the operators: parts that may use those may import it.
             if other in PUBLIC:
                 assert own == "" or "ops" in allowed or own in ("cli", "__main__"), f"{module} imports {name}"
             else:
@@ -93,7 +93,7 @@ def test_the_import_law(module: str, path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
 def test_implementations_import_no_sibling(module: str, path: Path) -> None:
-    """_triton, _cpu, _cuda, ... of one operation know nothing of each other, and no module above them imports one."""
+    """_triton, _cpu, _cuda, ... of one operator do not import each other, and no module above them imports one."""
     implementations = ("_triton", "_cpu", "_cuda", "_gluon")
     words = module.split(".")
     if words[1:2] != ["ops"]:
@@ -109,13 +109,13 @@ def test_implementations_import_no_sibling(module: str, path: Path) -> None:
             assert own in ("_triton", "_gluon"), f"{module} imports {name}"
 
 
-# What is built on another operation, beyond what the public functions of that do.
+# Operators built on another operator, beyond its public functions.
 BUILT_ON = {"qk_norm_rope": {"rope"}, "rope_and_cache": {"rope"}, "rope": set(), "gated_linear": set()}
 
 
 @pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
 def test_an_operation_is_built_on_none_but_rope(module: str, path: Path) -> None:
-    """The quick way on the host is one for all that rotates: it asks `rope_and_cache` for its plans."""
+    """Exception: the fast path on the host, shared by everything that rotates, asks `rope_and_cache` for its plans."""
     operation = ".".join(module.split(".")[2:3])
     if module.split(".")[1:2] != ["ops"] or operation not in BUILT_ON or module == "fusewise.ops.rope._host":
         return
@@ -125,7 +125,7 @@ def test_an_operation_is_built_on_none_but_rope(module: str, path: Path) -> None
             assert other in BUILT_ON[operation], f"{module} imports {name}"
             assert not inner[1].startswith("_"), (
                 f"{module} imports {name}"
-            )  # a module may be inner, what it has for itself not
+            )  # an inner module is allowed, its private names are not
 
 
 def fresh(code: str, **environment: str) -> str:
@@ -174,7 +174,7 @@ print(json.dumps({
 
 
 def test_importing_does_nothing_else() -> None:
-    """A fresh process: one line of JSON is all that is printed."""
+    """In a fresh process, the only output is one line of JSON."""
     found = json.loads(fresh(EFFECTS))
     assert found == {
         "environment": True, "triton": False, "foreign": [], "lab": [], "cuda": False, "settings": True, "patched": [],
@@ -207,10 +207,10 @@ print(time.process_time() - start)
 
 
 def test_importing_is_quick() -> None:
-    """At most 0.1 s of the processor on top of torch: the best of five, since other work on the machine only adds.
+    """At most 0.1 s of CPU time on top of torch. The best of five, since other load only adds.
 
-    Byte code may be written whatever the environment says: an installed package has it, and without it most of the
-    time is that of the compiler.
+    Bytecode may be written whatever the environment says: an installed package has it, and without it most of the time
+    is the compiler's.
     """
     assert min(float(fresh(TIMED, PYTHONDONTWRITEBYTECODE="")) for _ in range(5)) <= 0.1
 

@@ -1,4 +1,4 @@
-"""Every rung of the ladder runs by itself, in a process of its own, and is short enough to read."""
+"""Every program in learn/ runs by itself, in its own process, and is short enough to read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_readme_lists_every_rung_in_order() -> None:
 
 @pytest.mark.parametrize("rung", RUNGS, ids=[rung.stem for rung in RUNGS])
 def test_a_rung_runs_and_says_so(rung: Path, tmp_path: Path) -> None:
-    """On the GPU where there is one; what it claims, it asserts."""
+    """On the GPU if there is one; the program asserts its claims."""
     source = rung.read_text()
     assert len(source.splitlines()) < 120 and "assert" in source and "import fusewise" not in source
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""What repeated calls find again is bounded."""
+"""The memory of repeated calls is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What tests and benchmarks take from fusewise is there: much of it runs on a GPU alone, where a name that is gone is met late."""
+"""All fusewise names that tests and benchmarks use exist. Much of that code runs only on a GPU, where a missing name
+would be noticed late.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ SCRIPTS = sorted(path for folder in ("benchmarks", "learn", "tests") for path in
 
 
 def modules_of(tree: ast.Module) -> dict[str, ModuleType]:
-    """The modules of fusewise that a script imports, by the names that it has for them and gives to nothing else."""
+    """The fusewise modules that a script imports, by local name, excluding names that it rebinds."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fusewise":

@@ -1,4 +1,4 @@
-"""Native code ahead of time, without what the lab needs."""
+"""Building native code ahead of time, without the lab's dependencies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_it_needs_no_lab(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Of compilers that make an empty file, since what real ones make is tested elsewhere."""
+    """The compilers are fakes that write an empty file; real ones are tested elsewhere."""
     compiler = cache / "compiler"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo quick 1.0\nfor last; do :; done\n: > "$last"\n')
     compiler.chmod(0o755)
@@ -59,7 +59,7 @@ def test_what_cannot_be_built_is_told_and_the_rest_is_built(monkeypatch: pytest.
     with pytest.raises(RuntimeError, match=r"^wrong: building test failed: [\s\S]*one"):
         native.build()
     (made,) = [one for one in native.build_all() if one.path is not None]
-    assert (made.name, made.seconds) == ("one", 0.0)  # it was there
+    assert (made.name, made.seconds) == ("one", 0.0)  # it was there already
 
 
 @pytest.mark.parametrize("name", ["sm_75", "sm90", "90", "sm_9", ""])

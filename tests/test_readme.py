@@ -1,4 +1,4 @@
-"""The figures of the README and of docs/results.md are those of the published rows, and the README's Python runs."""
+"""The figures of the README and of docs/results.md match the published rows, and the README's Python code runs."""
 
 import importlib.util
 import re
@@ -52,7 +52,7 @@ def test_the_day_of_the_models_is_that_of_their_rows(page):
 
 
 class MLP(nn.Module):
-    """What `model` in the README stands for: a model of transformers, of which the code asks no more than this."""
+    """Stands for the README's `model`: a transformers model, of which the code needs no more than this."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,9 @@ def test_its_python_runs():
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_what_a_page_links_to_is_there(page):
-    text = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # an index and a call look alike
+    text = re.sub(
+        r"(?s)```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8")
+    )  # in code, x[i](y) looks like a link
     for target, place in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
         there = page.parent / target if target else page
         assert target.startswith("http") or there.exists(), target

@@ -1,17 +1,17 @@
-"""fusewise: fused kernels for PyTorch, and the evidence that they are worth it.
+"""fusewise: fused kernels for PyTorch, and the measurements that show what they are worth.
 
     rope, rope_          rotary position embedding of q, or of q and k in one launch; rope_ in place
     qk_norm_rope         RMSNorm of q and k, then RoPE
     rope_and_cache_      RoPE, then the write of k and v into a KV cache
-    geglu_linear         linear and GEGLU as one operation
-    gated_linear         the same for six activations and every layout of the weights
-    gated_mlp            the same and the projection down
-    explain_dispatch     which implementation a call takes, and why not another
-    study                every way of running a function on this machine, compared; needs fusewise[lab]
+    geglu_linear         linear and GEGLU in one operation
+    gated_linear         the same for six activations and all weight layouts
+    gated_mlp            the same, followed by the down projection
+    explain_dispatch     which implementation a call uses, and why not another
+    study                compares every way of running a function on this machine; needs fusewise[lab]
 
-`fusewise.nn` has modules over these, `fusewise.ops.rope.tables` the frequencies of published models, `fusewise.compat`
-the signatures of other libraries, `fusewise.integrations` and `fusewise.distributed` what other frameworks need.
-`fusewise.native.build()` compiles the native code ahead of the first call.
+`fusewise.nn` has modules for these operators, `fusewise.ops.rope.tables` the frequencies of published models,
+`fusewise.compat` the signatures of other libraries, `fusewise.integrations` and `fusewise.distributed` the adapters for
+other frameworks. `fusewise.native.build()` compiles the native code ahead of the first call.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from .ops.rope import rope, rope_
 from .ops.rope_and_cache import rope_and_cache_
 
 __version__ = "0.1.0"
-# Not `study`: a star import would bring the lab with all that it needs.
+# Not `study`: a star import would load the lab with all its dependencies.
 __all__ = [
     "Dispatch",
     "explain_dispatch",
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 
-_SUBMODULES = ("compat", "distributed", "integrations", "native", "nn")  # imported when they are first asked for
-study: Callable[..., Any]  # `fusewise.lab.api.study`, imported by `__getattr__` when it is first asked for
+_SUBMODULES = ("compat", "distributed", "integrations", "native", "nn")  # imported on first access
+study: Callable[..., Any]  # `fusewise.lab.api.study`, imported by `__getattr__` on first access
 
-if not TYPE_CHECKING:  # a type checker would take every misspelt name of this module for one that it has
+if not TYPE_CHECKING:  # otherwise a type checker would accept any misspelt attribute of this module
 
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:

@@ -1,4 +1,4 @@
-"""`python -m fusewise` and the `fusewise` command, with one clear message where the extra they need is missing."""
+"""`python -m fusewise` and the `fusewise` command; prints one clear message if the `lab` extra is missing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: What `fusewise[lab]` brings and the command needs.
+#: What `fusewise[lab]` installs and the command needs.
 LAB_EXTRA = frozenset({"click", "jinja2", "rich", "matplotlib", "numpy"})
 
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Ctrl-C ends the process at once, without a traceback: there is nothing to clean up yet, and some libraries catch
-    KeyboardInterrupt while they are imported and go on."""
+    """Make Ctrl-C end the process at once, without a traceback: there is nothing to clean up yet, and some libraries
+    swallow KeyboardInterrupt while they are imported.
+    """
 
     def leave(*_: object) -> None:
         os.write(2, b"interrupted\n")
@@ -24,7 +25,7 @@ def _importing() -> Iterator[None]:
 
     if (
         signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):  # e.g. ignored, as in a shell's background jobs
+    ):  # e.g. ignored, as in background jobs of a shell
         yield
         return
     signal.signal(signal.SIGINT, leave)
@@ -37,7 +38,7 @@ def _importing() -> Iterator[None]:
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path may be no UTF-8
+            stream.reconfigure(errors="backslashreplace")  # a path may not be valid UTF-8
     try:
         with _importing():
             from .cli import cli

@@ -1,5 +1,5 @@
-"""Native code built ahead of time, so that no call waits for a compiler: what `fusewise build` does, which needs the lab; this
-does not.
+"""Builds native code ahead of time, so that no call waits for a compiler. `fusewise build` calls this module, which
+itself does not need the lab.
 
     fusewise.native.build()          for this machine
     fusewise.native.build("sm_90")   in an image that has nvcc and no GPU
@@ -34,7 +34,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Built:
-    """One library: where it is, or why it is not; `seconds` is what building it took, 0 if it was there."""
+    """One library: its path, or why it could not be built. `seconds`: build time, 0 if it was already there."""
 
     name: str
     path: Path | None
@@ -43,10 +43,10 @@ class Built:
 
 
 def capabilities(architectures: tuple[str, ...]) -> tuple[Capability, ...]:
-    """The compute capabilities that nvcc's names, as sm_90, stand for.
+    """The compute capabilities for nvcc's architecture names, such as sm_90.
 
     Raises:
-        ValueError: a name is not of that form, or older than the kernels.
+        ValueError: a name does not have that form, or is older than the kernels support.
     """
     found = []
     for name in architectures:
@@ -61,9 +61,10 @@ def capabilities(architectures: tuple[str, ...]) -> tuple[Capability, ...]:
 
 
 def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], Recipe]]]:
-    """What there is to build, by name: the code for the host, and the kernels for the GPUs of this machine, in one
-    library as a call looks for it, or for each of the chosen capabilities in one of its own, as a machine with GPUs of
-    that kind looks for it."""
+    """All libraries to build, by name: the host code, and the CUDA kernels. Without `chosen`, one library covers this
+    machine's GPUs; otherwise each capability gets its own. Both are the libraries that a call on such a machine looks
+    for.
+    """
     yield "rope", rope.recipe
     yield "gate", gate.recipe
     if sys.platform == "linux":
@@ -81,12 +82,13 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
 
 
 def build(*architectures: str) -> list[Built]:
-    """Build all native code that is not there yet: for the CPU and the GPUs of this machine, or for GPUs by name, as "sm_90",
-    which needs nvcc and no GPU. The compilers are $CXX and $NVCC, or those on the PATH.
+    """Build all missing native code: for this machine's CPU and GPUs, or for GPU architectures by name, such as
+    "sm_90", which needs nvcc but no GPU. The compilers are $CXX and $NVCC, or those on the PATH.
 
     Raises:
-        ValueError: a name is none of a GPU that the kernels run on.
-        BuildError (a RuntimeError): something could not be built; the message has the compilers' last lines. The rest is.
+        ValueError: not the name of an architecture that the kernels support.
+        BuildError (a RuntimeError): something could not be built; the message has the compilers' last lines. The rest
+            is built.
     """
     made = list(build_all(capabilities(architectures)))
     if missed := [f"{one.name}: {one.error}" for one in made if one.path is None]:
@@ -95,7 +97,7 @@ def build(*architectures: str) -> list[Built]:
 
 
 def build_all(chosen: tuple[Capability, ...] = ()) -> Iterator[Built]:
-    """As `build`, one library after the other, whatever becomes of it."""
+    """Like `build`, one library after another; failures are yielded, not raised."""
     for name, recipe in recipes(chosen):
         start = time.perf_counter()
         try:

@@ -11,7 +11,7 @@ from .support import SOURCE
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a process that remembers no build."""
+    """An empty cache folder, and a process without memory of earlier builds."""
     monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "_LOADED", {})
     return tmp_path / "cache" / "native"

@@ -1,4 +1,4 @@
-"""A library to build, and what is looked at of it."""
+"""A small library to build, and helpers to inspect the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of native code: what is damaged is built again, what fails says why, and builds at once do not meet."""
+"""The cache of native code: damaged entries are rebuilt, failures give a reason, parallel builds do not collide."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_whatever_it_depends_on_makes_another_entry(cache: Path, source: Path, m
     make(source, (*FLAGS, "-march=native"))
     monkeypatch.setattr(build, "_cpu_features", lambda: "another CPU")
     make(source, (*FLAGS, "-march=native"))
-    make(source)  # not made for this CPU alone: the entry it has
+    make(source)  # portable code, so the existing entry serves this CPU too
     build.library("answer", [source], build.Compiler(build.cxx().command, "another version"), FLAGS)
     assert len(entries(cache)) == 5
     source.write_text(SOURCE % 43)
@@ -70,7 +70,7 @@ def test_a_damaged_entry_is_built_again(cache: Path, source: Path, damage: str) 
     (entry,) = entries(cache)
     path, digest = entry / "library.so", entry / "sha256"
     content = path.read_bytes()
-    path.unlink()  # not in place: this process has the old one mapped
+    path.unlink()  # not overwritten in place: this process has the old one mapped
     if damage == "truncated":
         path.write_bytes(content[:1000])
     elif damage == "changed":
@@ -125,7 +125,9 @@ def test_the_compiler_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_without_a_compiler_what_was_built_serves(cache: Path, source: Path) -> None:
-    """As in an image that runs what another has built; of the same sources and flags, and not if others could have written it."""
+    """As in an image that runs what another one built: only for the same sources and flags, and not if others could
+    have written it.
+    """
     nothing = build.Compiler((), "", "no compiler found")
     arguments = "answer", [source], nothing, FLAGS
     assert not build.built(*arguments)
@@ -162,7 +164,7 @@ def test_without_a_compiler_what_was_built_serves(cache: Path, source: Path) -> 
 def test_a_shell_makes_nothing_of_the_folders_name(
     tmp_path: Path, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvcc runs its steps through one."""
+    """nvcc runs its steps through a shell."""
     monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / 'a b\'s "c" $HOME `touch x`'))
     shell = tmp_path / "by-shell"
     shell.write_text(f"#!/bin/sh\neval {shutil.which('c++')} $*\n")
@@ -199,7 +201,7 @@ BUILD = """
 
 @pytest.fixture
 def slow_compiler(tmp_path: Path) -> Path:
-    """A compiler that notes each build and takes its time, half of its output written."""
+    """A compiler that logs each build and pauses with half of its output written."""
     path = tmp_path / "slow"
     real = shutil.which("c++")
     path.write_text(
@@ -259,7 +261,9 @@ def test_without_a_compiler_rope_runs_on_the_reference_and_can_say_why(cache: Pa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the extensions are made for Linux")
 def test_an_extension_shares_the_standard_library_that_torch_has(cache: Path, tmp_path: Path) -> None:
-    """Where the compiler is set up to link its own: two of them in a process share symbols, and streams break."""
+    """Also if the compiler is configured to link its own statically: two copies in one process share symbols, which
+    breaks streams.
+    """
     source = tmp_path / "digits.cpp"
     source.write_text(
         "#include <sstream>\n"
@@ -307,7 +311,7 @@ if child == 0:
     os._exit(0 if build.FORKED is {several} else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # or numpy, which torch loads, starts some
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy, loaded by torch, starts threads
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, env=environment)
 
 

@@ -1,4 +1,4 @@
-"""Folders of native code: none in which others could put a library is used, and what cannot be used says why."""
+"""Folders of native code: none is used into which others could put a library, and errors give the reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_folder_in_one_that_everybody_may_rewrite_is_refused(tmp_path: Path, s
     tmp_path.chmod(0o777)
     with pytest.raises(build.BuildError, match="writable by others"):
         make(source)
-    tmp_path.chmod(0o1777)  # as /tmp is: only the owner may rename
+    tmp_path.chmod(0o1777)  # like /tmp: only the owner may rename
     forget()
     assert make(source) == 42
 

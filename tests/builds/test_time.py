@@ -1,4 +1,4 @@
-"""A first call waits no longer for compilers than it must."""
+"""A first call waits for compilers no longer than necessary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ comp
 
 @pytest.fixture
 def recipes(tmp_path: Path, cache: Path) -> tuple[build.Recipe, build.Recipe]:
-    """Two libraries; the compiler of the first waits until that of the second is at work."""
+    """Two libraries; the compiler of the first waits until that of the second is running."""
     source, begun, waiting, telling = (tmp_path / name for name in ("one.cpp", "begun", "waiting", "telling"))
     source.write_text(SOURCE % 42)
     waits = f"for i in $(seq 300); do [ -e {begun} ] && break; sleep 0.1; done; [ -e {begun} ] || exit 1"

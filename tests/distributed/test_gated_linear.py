@@ -26,7 +26,7 @@ def _start(rank: int, port: int) -> Any:
 
 def _finish() -> None:
     dist.barrier()
-    # Past the interpreter's and the backend's own ways down, whose threads have been seen to abort a process at its end.
+    # Skips the shutdown of the interpreter and the backend, whose threads have been seen to abort a process at its end.
     os._exit(0)
 
 
@@ -39,7 +39,7 @@ def _shards(rank: int, port: int) -> None:
 
     mesh = _start(rank, port)
     register_sharding_rules()
-    register_sharding_rules()  # a second time does nothing
+    register_sharding_rules()  # calling it twice is harmless
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -71,20 +71,20 @@ def _shards(rank: int, port: int) -> None:
         return z
 
     whole, rows, columns = Replicate(), Shard(0), Shard(2)
-    # A function, its tensors, how they are sharded, how its result comes out.
+    # Function, tensors, their placements, placement of the result.
     cases: list[tuple[Any, tuple[Tensor, ...], tuple[Any, ...], Any]] = [
         (of_two, two, (rows, whole, whole, whole, whole), rows),
         (of_two, two, (whole, rows, rows, rows, rows), columns),
         (geglu_linear, stacked, (rows, whole, whole), rows),
         (geglu_linear, stacked, (whole, whole, whole), whole),
-        (geglu_linear, stacked, (whole, rows, rows), whole),  # gathered: a rank would have features of one half alone
+        (geglu_linear, stacked, (whole, rows, rows), whole),  # gathered: a rank would only have features of one half
         (in_turn, turns, (rows, whole, whole), rows),
         (in_turn, turns, (whole, rows, rows), columns),
         (in_turn, (x, turns[1].view(8, 2, 16)), (whole, rows), columns),
-        # gathered: nine pairs of rows, and their bias, do not divide alike
+        # gathered: nine pairs of rows and their bias do not split alike
         (in_turn, (x, randn(9, 2, 16), randn(18)), (whole, rows, rows), whole),
         (mlp, (x, value, gate, down), (rows, whole, whole, whole), rows),
-        (mlp, (x, value, gate, down), (whole, rows, rows, Shard(1)), None),  # a sum that is still to be taken
+        (mlp, (x, value, gate, down), (whole, rows, rows, Shard(1)), None),  # a pending sum
         (act, (x, randn(4, 6, 16)), (columns, columns), columns),
         (act, (x, randn(4, 6, 16)), (rows, rows), rows),
     ]
@@ -111,7 +111,7 @@ def _shards(rank: int, port: int) -> None:
 
 
 class _Block(nn.Module):
-    """Two gated MLPs and a gated linear unit of its own, with a residual."""
+    """Two gated MLPs and a bare gated linear unit, with a residual."""
 
     def __init__(self, save: Any) -> None:
         from fusewise.nn import GatedLinear, GatedMLP
@@ -147,7 +147,7 @@ def _fsdp(rank: int, port: int) -> None:
                 batch = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step))
                 for index, (module, optimizer) in enumerate(zip((usual, sharded), optimizers, strict=True)):
                     optimizer.zero_grad()
-                    # Each rank has one half of the batch; FSDP takes the mean of the gradients.
+                    # Each rank has one half of the batch; FSDP averages the gradients.
                     loss = module(batch if index == 0 else batch[rank]).square().mean()
                     loss.backward()
                     optimizer.step()

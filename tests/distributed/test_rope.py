@@ -1,4 +1,4 @@
-"""RoPE on DTensors: two processes, each rotating its shard, agree with one."""
+"""RoPE on DTensors: two processes, each rotating its shard, match a single process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rank(rank: int, port: int) -> None:
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     register_sharding_rules()
-    register_sharding_rules()  # a second time does nothing
+    register_sharding_rules()  # calling it twice is harmless
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(4, 6, heads, 16, generator=generator) for heads in (8, 2))
@@ -49,7 +49,7 @@ def _rank(rank: int, port: int) -> None:
             in_place = distribute_tensor(q.clone(), mesh, [placement])
             fusewise.rope_(in_place, **sharded)
             assert torch.equal(in_place.full_tensor(), expected[0])
-    # q and k placed unlike each other: out of place one is moved, in place neither may be.
+    # q and k with different placements: out of place one is redistributed, in place neither may be.
     expected = fusewise.rope(q, k, inv_freq=inv_freq)
     for placements in ((Replicate(), Shard(2)), (Shard(0), Replicate()), (Shard(2), Replicate()), (Shard(0), Shard(2))):
         pair = [distribute_tensor(x.clone(), mesh, [p]) for x, p in zip((q, k), placements, strict=True)]
@@ -61,7 +61,7 @@ def _rank(rank: int, port: int) -> None:
             assert got.placements == (placement,)
             assert torch.equal(got.full_tensor(), want)
     dist.barrier()
-    # Past the interpreter's and the backend's own ways down, whose threads have been seen to abort a process at its end.
+    # Skips the shutdown of the interpreter and the backend, whose threads have been seen to abort a process at its end.
     os._exit(0)
 
 

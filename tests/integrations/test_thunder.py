@@ -1,4 +1,4 @@
-"""fusewise's operations inside thunder.jit: one symbol each, the results and gradients of the same code without it."""
+"""fusewise operators inside thunder.jit: one symbol each, with the same results and gradients as without Thunder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusewise.integrations.thunder import executor
 from fusewise.lab.plugin import Missing
 from fusewise.lab.providers.thunder import imported
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what Thunder imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # from Thunder's imports
 
 
 @pytest.fixture(scope="module")

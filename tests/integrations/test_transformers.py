@@ -1,6 +1,6 @@
-"""A patched model of transformers: the same results within rounding, nothing else changed, and all of it undone.
+"""A patched transformers model: same results within rounding, nothing else changed, and fully reversible.
 
-Every family is a model of two layers with random weights, held against itself in float64.
+Every family is a two-layer model with random weights, compared with itself in float64.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LATENT = {
     "v_head_dim": 8, "first_k_dense_replace": 2,
 }  # fmt: skip
 NO_GATE = "it has no modules gate_proj and up_proj, or gate_up_proj, before down_proj"
-# model, its configuration, which function stands in for its rotation, what became of its MLP
+# model: configuration, replacement of its rotation function, outcome for its MLP
 FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "Llama": ({**GROUPED, "mlp_bias": True}, "apply_rotary_pos_emb", "silu"),
     "Mistral": (GROUPED, "apply_rotary_pos_emb", "silu"),
@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "DeepseekV2": ({**GROUPED, **LATENT}, "apply_rotary_emb_deepseek_v2", "silu"),
     "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "", NO_GATE),
 }
-# Qwen2.5 and Qwen2, Llama 2 and 3 are of one class each.
+# Qwen2.5 shares its class with Qwen2, Llama 2 with Llama 3.
 TOKENS = torch.arange(20).view(2, 10) + 3
 
 
@@ -83,8 +83,10 @@ def forwards(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients(family: str, dtype: torch.dtype) -> None:
-    """At most twice as far from float64 as the model's own code, plus a rounding; afterwards what it was, to the bit. Of a
-    few numbers the own error may be small by luck: then its median over all tensors counts, by the largest value."""
+    """Errors are at most twice the model's own, plus one rounding; removing the patch restores it bitwise. Tensors of
+    few numbers may have a small own error by luck: for them the median over all tensors counts, relative to the largest
+    value.
+    """
     model = build(family).to(dtype)
     truth, own = results(copy.deepcopy(model).double()), results(model)
     with patch(model) as handle:
@@ -115,7 +117,7 @@ def test_the_report_names_every_module(family: str) -> None:
 
 
 class Count(torch.utils._python_dispatch.TorchDispatchMode):
-    """The operators of fusewise that are called."""
+    """Records the fusewise operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Count(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_what_is_replaced_is_called() -> None:
-    """As many calls of each operator as there are layers, and none of a model that is not patched."""
+    """Each operator is called as often as there are layers; an unpatched model calls none."""
     model, other = build("Llama"), build("Llama")
     with patch(model), torch.no_grad(), Count() as seen:
         other(TOKENS)
@@ -185,7 +187,7 @@ def test_threads_with_and_without() -> None:
 
 
 def test_compiled_whole_before_and_after() -> None:
-    """Patching a model that is compiled already takes effect, removing it finds the first graph again."""
+    """Patching an already compiled model takes effect; removing the patch finds the first graph again."""
     targets: list[set[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -250,7 +252,7 @@ def test_forwards_of_others_are_not_touched() -> None:
 
 
 def renamed(old: str, new: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives an argument another name, as transformers 5.24 has it on every attention."""
+    """A decorator that renames an argument, as transformers 5.24 applies to every attention."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -265,7 +267,7 @@ def renamed(old: str, new: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def test_a_decorated_forward_keeps_its_decorators() -> None:
-    """Copies of them: the class, and other models of it, have their own."""
+    """The decorators are copied: the class and its other instances keep their own."""
     llama = transformers.models.llama.modeling_llama
     no_grad = torch.no_grad()
 
@@ -358,7 +360,7 @@ def test_whatever_a_rotation_raises_or_returns_it_is_left(function: Any, monkeyp
 
 def test_names_of_methods_and_names_that_are_nowhere_are_no_functions() -> None:
     class OwnAttention(nn.Module):
-        def apply_rotary_by_nothing(self, x: Tensor) -> Tensor:  # as one of the module's globals
+        def apply_rotary_by_nothing(self, x: Tensor) -> Tensor:  # named like a global of the module
             return x
 
         def forward(self, x: Tensor) -> Tensor:
@@ -391,7 +393,7 @@ def test_whatever_an_mlp_raises_or_returns_it_is_left() -> None:
         assert left.why == "its forward is no gated MLP with an activation of fusewise"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated, in torch 2.15 by a FutureWarning
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated; a FutureWarning in torch 2.15
 def test_a_scripted_mlp_is_left() -> None:
     module = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("gate_proj", "up_proj", "down_proj")})
     module.forward = nn.Identity().forward

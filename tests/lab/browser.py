@@ -1,4 +1,4 @@
-"""A headless Chromium spoken to over its debugging pipe: no driver, no socket, no network."""
+"""Controls a headless Chromium over its debugging pipe: needs no driver, no socket, no network."""
 
 import json
 import os
@@ -21,17 +21,17 @@ FLAGS = [
     "--remote-debugging-pipe",
 ]
 
-#: Seconds without a word from the browser; a busy machine may be slow to start it.
+#: Timeout for a message from the browser, seconds; on a busy machine it may start slowly.
 PATIENCE_S = 120
 
 
 def path():
-    """The browser of this machine, or None."""
+    """The path of an installed browser, or None."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Browser:
-    """One tab. `errors` has what the page threw, logged as an error, or was refused."""
+    """One tab. `errors` collects exceptions, logged errors and blocked requests of the page."""
 
     def __init__(self):
         self.profile = tempfile.mkdtemp(prefix="fusewise-chromium-")
@@ -39,7 +39,7 @@ class Browser:
         to_read, self.out = os.pipe()
         self.inn, to_write = os.pipe()
 
-        def pipes():  # Chromium reads its commands from descriptor 3 and answers on 4
+        def pipes():  # Chromium reads commands from descriptor 3 and answers on 4
             a, b = os.dup(to_read), os.dup(to_write)
             os.dup2(a, 3)
             os.dup2(b, 4)
@@ -113,7 +113,7 @@ class Browser:
             self._next()
 
     def run(self, script):
-        """The value of a JavaScript expression."""
+        """Evaluate a JavaScript expression and return its value."""
         reply = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")

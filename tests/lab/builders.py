@@ -1,4 +1,4 @@
-"""Constructed rows, measurements and records."""
+"""Builds rows, measurements and records for tests."""
 
 from fusewise.lab import analysis
 from fusewise.lab.record import Measurement, Record, Row
@@ -16,7 +16,7 @@ def row(provider, status="ok", **fields):
 
 
 def measurement(provider, rounds, **fields):
-    """`rounds`: device times, one list of samples a round."""
+    """`rounds`: device times, one list of samples per round."""
     turns = [{"round": i, "device_us": list(samples), "host_us": None} for i, samples in enumerate(rounds)]
     return Measurement(**{**KEY, "provider": provider, "prepared": {"status": "ok"}, "rounds": turns, **fields})
 
@@ -47,7 +47,7 @@ HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"
 
 
 def full_record(cases=3, hostile=""):
-    """A record with everything that a report can show: floors, a wrong one, a missing one, ledgers, code, limits."""
+    """A record with everything a report can show: floors, a wrong and a missing provider, ledgers, code, limits."""
     rows, measurements, comparisons, ledgers = [], [], [], []
     factors = {"floor-copy": 1.0, "floor-launch": 0.2, "eager": 5.1, "torchscript": 5.0, "torch.compile": 1.9,
                "thunder": 2.5, "jax": 2.2, "tvm": 6.0, "liger": 1.3, "fusewise-cpu": 1.1, "fusewise-cpu#2": 1.1}  # fmt: skip
@@ -86,7 +86,7 @@ def full_record(cases=3, hostile=""):
     return study_record(rows, measurements, comparisons, ledgers=ledgers, code=code, limits=limits)
 
 
-#: Device and host microseconds of a decode step and of a long chunk: what a compiled call and two kernels cost.
+#: Device and host microseconds of a decode step and of a long chunk, for a compiled call and two kernels.
 SERVED = {
     "decode": {"eager": (30.0, 90.0), "torch.compile": (5.0, 48.0), "vllm": (4.0, 6.0), "fusewise-cuda": (3.5, 5.0)},
     "chunk": {
@@ -99,7 +99,7 @@ SERVED = {
 
 
 def gpu_record(hostile=""):
-    """A record with host times, profiles and what its seconds went into."""
+    """A record with host times, profiles and time spent by activity."""
     rows, profiles = [], []
     for case, times in SERVED.items():
         rows += [row(f"{name}{hostile}" if name == "vllm" else name, case=case, device_us=device, host_us=host)

@@ -1,4 +1,4 @@
-"""Processes that tests start find the fake providers through PYTHONPATH, as a third party's package would be found."""
+"""Puts the fake providers on PYTHONPATH, where child processes find them like a third-party package."""
 
 import os
 import sys
@@ -27,8 +27,9 @@ def _fakes_on_the_path():
 
 @pytest.fixture
 def jax() -> Any:
-    """JAX on the CPU alone: where there is a GPU it would compute there, and take three quarters of its memory. Skips the
-    test where there is no JAX."""
+    """JAX on the CPU only; by default it would use a GPU and reserve three quarters of its memory. Skips the test if
+    JAX is missing.
+    """
     found = pytest.importorskip("jax")
     found.config.update("jax_platforms", "cpu")
     return found

@@ -1,4 +1,4 @@
-"""Providers that show code, well or badly; imported by worker processes through PYTHONPATH."""
+"""Providers that return valid or invalid code stages; imported by worker processes through PYTHONPATH."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Providers that misbehave, each in its own way; imported by worker processes through PYTHONPATH."""
+"""Providers that each misbehave in one way; imported by worker processes through PYTHONPATH."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from fusewise.lab import Missing, Provider, Run, Unsupported
 
 
 class Right(Provider):
-    """Correct and quick: what a third party's provider looks like."""
+    """Correct and quick: a typical third-party provider."""
 
     name = "right"
     packages = ("torch",)
@@ -21,7 +21,7 @@ class Right(Provider):
 
 
 class Namesake(Right):
-    """Of a name that another has."""
+    """Has the same name as another provider."""
 
     name = "eager"
 
@@ -35,7 +35,7 @@ class Wrong(Right):
 
 
 class Unwritten(Right):
-    """Leaves half of its output as it found the memory."""
+    """Leaves half of its output uninitialised."""
 
     name = "unwritten"
 
@@ -56,7 +56,7 @@ class Shapeless(Right):
 
 
 class Mutating(Right):
-    """Right, but it destroys its input and does not say so."""
+    """Correct, but overwrites its input without declaring it."""
 
     name = "mutating"
 
@@ -72,7 +72,7 @@ class Mutating(Right):
 
 
 class Versioned(Right):
-    """Says its version as a number."""
+    """Reports its version as a number."""
 
     name = "versioned"
 
@@ -81,7 +81,7 @@ class Versioned(Right):
 
 
 class Speechless(Right):
-    """Cannot run the problem and does not say why."""
+    """Cannot run the problem and gives no reason."""
 
     name = "speechless"
 
@@ -97,7 +97,7 @@ class Raising(Right):
 
 
 class Crammed(Right):
-    """Never finds room."""
+    """Always runs out of memory."""
 
     name = "crammed"
 
@@ -106,7 +106,7 @@ class Crammed(Right):
 
 
 class Crowded(Right):
-    """Finds no room while others prepare."""
+    """Runs out of memory while others prepare."""
 
     name = "crowded"
     asked = 0
@@ -133,7 +133,7 @@ class AbsentOnImport(Right):
     name = "absent-on-import"
 
     def check(self, device):
-        if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set for workers, so the coordinator does not know yet
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set in workers only: the coordinator cannot tell
             raise Missing("its shared library does not load")
 
 
@@ -166,7 +166,7 @@ class Segfault(Right):
 
 
 class SegfaultLater(Right):
-    """Right on small problems, and dies of large ones."""
+    """Correct on small problems; crashes on large ones."""
 
     name = "segfault-later"
 
@@ -177,7 +177,7 @@ class SegfaultLater(Right):
 
 
 class DiesInRounds(Right):
-    """Passes the check and dies at the first timed round."""
+    """Passes the check; dies in the first timed round."""
 
     name = "dies-in-rounds"
 
@@ -202,7 +202,7 @@ class Hang(Right):
 
 
 class SlowLater(Right):
-    """Quick on small problems; on a large one it takes its time, asleep."""
+    """Quick on small problems; sleeps on large ones."""
 
     name = "slow-later"
 
@@ -213,7 +213,7 @@ class SlowLater(Right):
 
 
 class SlowIfAsked(SlowLater):
-    """SlowLater where the environment says so, else Right."""
+    """SlowLater if an environment variable says so, else Right."""
 
     name = "slow-if-asked"
 
@@ -222,7 +222,7 @@ class SlowIfAsked(SlowLater):
 
 
 class SlowToShow(Right):
-    """Quick to run; its code takes an hour."""
+    """Runs quickly; producing its code takes an hour."""
 
     name = "slow-to-show"
 
@@ -241,7 +241,7 @@ class Hungry(Right):
 
 
 class Mapped(Right):
-    """Prints what memory its process has."""
+    """Prints how much memory its process has mapped."""
 
     name = "mapped"
 
@@ -252,7 +252,7 @@ class Mapped(Right):
 
 
 class Babbling(Right):
-    """Prints, and writes garbage into every pipe that it finds open."""
+    """Prints, and writes garbage into every open pipe."""
 
     name = "babbling"
 

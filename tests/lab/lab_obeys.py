@@ -1,4 +1,4 @@
-"""A worker's program that does what its standard input says, in Python."""
+"""A worker program that executes Python code from standard input."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""A Triton kernel for the tests of the code view."""
+"""A Triton kernel for the tests of code stages."""
 
 import triton
 import triton.language as tl

@@ -14,7 +14,7 @@ times = st.floats(min_value=0.5, max_value=1e6, allow_nan=False)
 
 
 def noisy(generator, level, spread, rounds=12, samples=5):
-    """A fake device: a drifting machine on which a call takes `level`, give or take `spread`."""
+    """A simulated device: the machine drifts, and a call takes `level` ± `spread`."""
     return [
         [level * (1 + 0.05 * i / rounds) * math.exp(generator.gauss(0, spread)) for _ in range(samples)]
         for i in range(rounds)
@@ -22,7 +22,7 @@ def noisy(generator, level, spread, rounds=12, samples=5):
 
 
 def compare(generator, factor, spread):
-    """The verdict on a provider `factor` as slow as its rival, with an A/A pair measured beside."""
+    """The verdict on a provider `factor` times as slow as its rival, measured together with an A/A pair."""
     measurements = [
         measurement("fusewise-cpu", noisy(generator, 100 * factor, spread)),
         measurement("fusewise-cpu#2", noisy(generator, 100 * factor, spread)),
@@ -51,15 +51,15 @@ def test_real_differences_are_told(factor, word):
     ("value", "low", "high", "noise", "word"),
     [
         (1.05, 1.02, 1.08, 0.01, "slower"),
-        (1.05, 1.005, 1.08, 0.01, "ambiguous"),  # the interval reaches into the noise, whatever its middle
+        (1.05, 1.005, 1.08, 0.01, "ambiguous"),  # the interval overlaps the noise band, wherever its centre is
         (0.95, 0.92, 0.98, 0.01, "faster"),
         (0.95, 0.92, 0.995, 0.01, "ambiguous"),
         (1.012, 1.011, 1.013, 0.01, "slower"),
-        (1.012, 1.011, 1.013, 0.012, "same"),  # beyond the noise must be all of it
-        (1.0, 0.981, 1.019, 0.001, "same"),  # 2 % are the same on the quietest machine
+        (1.012, 1.011, 1.013, 0.012, "same"),  # only an interval entirely beyond the noise counts
+        (1.0, 0.981, 1.019, 0.001, "same"),  # 2 % count as the same even on the quietest machine
         (1.0, 0.979, 1.019, 0.001, "ambiguous"),
         (1.0, 0.92, 1.08, 0.03, "same"),  # three times the noise
-        (1.0, 0.89, 1.0, 0.2, "ambiguous"),  # but 10 % are never the same
+        (1.0, 0.89, 1.0, 0.2, "ambiguous"),  # but 10 % never count as the same
         (1.5, 1.4, 1.6, None, "ambiguous"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The report in a real browser: it renders, sorts, filters, browses code, by mouse and by keyboard, and says no error."""
+"""The report in a real browser: it renders, sorts, filters and browses code, by mouse and keyboard, without errors."""
 
 import time
 
@@ -54,7 +54,7 @@ def test_it_renders_and_the_charts_have_marks(page):
 def test_twenty_cases_render_within_a_second(tab, files):
     tab.errors.clear()
     took = []
-    for _ in range(3):  # the machine may be at other work
+    for _ in range(3):  # the machine may be busy
         tab.open(files / "large.html")
         took.append(tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd"))
     assert tab.run("document.querySelectorAll('#verdict tbody tr').length") == 20
@@ -80,7 +80,7 @@ def test_tables_sort_by_number_and_by_text_by_click_and_by_key(page):
 
 
 def soon(page, expression):
-    """Whether an expression comes true: a page answers an event when the machine lets it."""
+    """Whether an expression becomes true in time: a page handles events asynchronously."""
     for _ in range(200):
         if page.run(expression):
             return True
@@ -128,7 +128,7 @@ def test_stages_are_chosen_searched_and_lit_up(page):
 
 
 def test_a_rows_program_is_whole_once_it_is_opened(page):
-    """The page holds the end of all programs once; without the script it says where that is."""
+    """The page holds the common end of all programs once; without the script a note says where."""
     first = "document.querySelector('pre.program')"
     assert not page.run(f"{first}.textContent.includes('def main')")
     assert page.run("[...document.querySelectorAll('.unscripted')].every(part => part.hidden)")
@@ -172,7 +172,7 @@ def test_a_hostile_record_runs_nothing_and_loads_nothing(tab, files):
 
 
 def test_the_policy_refuses_a_script_that_got_in_all_the_same(tab, files, tmp_path):
-    """The second wall: were an escape missing, the browser would still run nothing."""
+    """Second line of defence: even if escaping failed, the browser would not run the injected script."""
     broken = (files / "plain.html").read_text().replace("<h2>Charts</h2>", "<h2>Charts</h2>" + HOSTILE)
     (tmp_path / "broken.html").write_text(broken)
     tab.errors.clear()

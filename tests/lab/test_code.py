@@ -1,4 +1,4 @@
-"""Reading what compilers write: places of lines, counts of instructions, accesses of kernels."""
+"""Parsing of compiler output: source locations, instruction counts, memory accesses of kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_texts_do_not_depend_on_the_machine() -> None:
     assert tidy(text) == '"fusewise/cli.py", <code object f>, fn_1_'
     assert short(f"{SOURCE}/fusewise/cli.py") == "fusewise/cli.py"
     assert short("/nowhere/x.py") == "/nowhere/x.py"
-    # Kernels that another checkout compiled, wherever that one is: here, it is in one of the folders that shorten paths.
+    # Paths from another checkout are shortened, wherever it is; here inside one of the folders that shorten paths.
     for checkout in (SOURCE, "/nowhere/src", f"{SOURCE}/build/lib"):
         assert short(f"{checkout}/fusewise/ops/rope/_triton.py") == "fusewise/ops/rope/_triton.py"
 
@@ -86,7 +86,7 @@ def test_mlir_shows_the_users_line_of_an_inlined_call() -> None:
     text, lines = locations.mlir(MLIR)
     assert "loc" not in text
     assert text.splitlines()[2] == "    %0 = tt.load %x : !tt.ptr<f32>"
-    assert lines[3] == "/src/mine.py:7"  # not Triton's own file, which is further in
+    assert lines[3] == "/src/mine.py:7"  # not Triton's own file, which is the innermost frame
     assert lines[4] == "/src/mine.py:9"
     assert lines[5] == "/src/mine.py:1"
 
@@ -175,7 +175,7 @@ def test_instructions_are_counted() -> None:
         "REDG.E.ADD.F32x2.FTZ.RN",
     )
     counts = disassembly.count_sass("".join(f"        /*0370*/                   {name} R2 ;\n" for name in atomics))
-    assert all(counts[name.partition(".")[0]] == 1 for name in atomics)  # Hopper's reductions are REDG
+    assert all(counts[name.partition(".")[0]] == 1 for name in atomics)  # on Hopper, reductions are REDG
 
 
 def test_resources_are_the_largest_of_all_kernels() -> None:
@@ -367,7 +367,7 @@ def test_relax_calls() -> None:
             narrow = builder.emit_te(topi.cast, x, "bfloat16")
             square = builder.emit_te(topi.multiply, narrow, narrow)
             flat = builder.emit_te(topi.reshape, builder.emit_te(topi.add, square, w), (2048,))  # a view
-            order = builder.emit_output(tvm_relax.op.argsort(flat, dtype="int64"))  # what a library computes
+            order = builder.emit_output(tvm_relax.op.argsort(flat, dtype="int64"))  # implemented by a library call
         builder.emit_func_output(order)
     found = [(k.name, k.read, k.written) for k in relax.calls(builder.get(), tvm_relax)]
     size = 64 * 32
@@ -377,7 +377,7 @@ def test_relax_calls() -> None:
 
 
 def test_thunder_views() -> None:
-    """A kernel that reads an expanded tensor, or one that `to` gave back as it was, reads what there is of it."""
+    """A kernel that reads an expanded tensor, or the unchanged result of `to`, is charged for its storage."""
     dtype = SimpleNamespace(bytes=4)
     one, wide, kept, total = (SimpleNamespace(name=n, shape=s, dtype=dtype) for n, s in (("one", ()), ("wide", (8, 8)), ("kept", (8, 8)), ("total", (8, 8))))  # fmt: skip
 
@@ -399,7 +399,7 @@ def test_thunder_views() -> None:
 
 
 def test_thunder_without_a_backward_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a function that gives back what it was given."""
+    """As for a function that returns its argument."""
     traces = SimpleNamespace(last_traces=lambda _: [], last_backward_traces=lambda _: [])
     monkeypatch.setitem(sys.modules, "thunder", traces)
     monkeypatch.setattr(thunder.passes, "once", lambda *_: None)

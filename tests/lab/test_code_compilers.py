@@ -1,4 +1,4 @@
-"""The real compilers on 5 × 5 elements, each in its own process: every stage, what each reads and writes, and the index."""
+"""The real compilers on 5 × 5 elements, each in its own process: all stages, the traffic ledger, and the index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusewise.lab.ledger import Ledger
 from fusewise.lab.problem import Task
 
 GELU = Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0)
-#: Stages that each must have, in this order, among others.
+#: Stages that each compiler must produce, in this order, possibly among others.
 STAGES = {
     "eager": ["source", "bytecode", "aten"],
     "torchscript": ["source", "torchscript", "torchscript-optimised"],
@@ -42,7 +42,7 @@ Asked = tuple[list[dict[str, Any]], Ledger, Path]
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Asked]:
-    """Stages, ledger and folder of a provider, from one process each; skips where the compiler is not installed."""
+    """Stages, ledger and folder of a provider, from one process each; skips if the compiler is not installed."""
 
     @functools.cache
     def once(name: str, *key: str) -> Asked:
@@ -76,9 +76,9 @@ def test_every_stage_of_every_compiler(name: str, asked: Callable[..., Asked]) -
         text = (folder / stage["file"]).read_text()
         assert text.strip() and str(Path(torch.__file__).parents[1]) not in text, stage["file"]
         assert all(1 <= int(line) <= len(text.splitlines()) for line in stage["lines"]), stage["file"]
-    # Somewhere below the source there is a line that leads to the formula's own.
+    # Some stage below the source has a line that maps to the formula's own line.
     assert name in ("tvm",) or any("targets/gelu.py" in place for s in stages[1:] for place in s["lines"].values())
-    # Fused it is one read and one write; operator by operator it is eight, one of which reads three tensors' worth.
+    # Fused: one read and one write. Operator by operator: eight kernels, one of which reads three tensors' worth.
     assert ledger.bytes_min == 200
     if name in ("torch.compile", "jax", "tvm"):
         assert [(k.read, k.written) for k in ledger.kernels] == [(100, 100)]
@@ -93,7 +93,7 @@ def test_inductors_kernel_for_a_gpu_that_is_not_here(asked: Callable[..., Asked]
     counts = by_name["sass"]["counts"]
     assert counts["LDG.32"] == 1 and counts["STG.32"] == 1 and counts["registers"] > 0
     assert "tl.store(" in (folder / by_name["triton"]["file"]).read_text()
-    # The machine code leads to the line of the function, which is all that this kernel computes.
+    # The machine code maps to the line of the function, the only thing this kernel computes.
     sass = (folder / by_name["sass"]["file"]).read_text().splitlines()
     load = next(n for n, line in enumerate(sass, start=1) if "LDG" in line)
     formula = by_name["fx"]["lines"]
@@ -120,8 +120,8 @@ def test_our_kernels_move_what_the_mathematics_needs(
 def test_backward_of_a_compiled_function(asked: Callable[..., Asked]) -> None:
     stages, ledger, _ = asked("torch.compile", Task("gelu", "gelu-5x5", "fp32", "bwd", "cpu", 0))
     assert {"forward", "backward"} <= {s["part"] for s in stages if s["stage"] == "aten"}
-    assert len([s for s in stages if s["stage"] == "sass"]) == 2  # a kernel each way
-    assert [(k.read, k.written) for k in ledger.kernels] == [(200, 100)]  # x and dy, dx: forward is not timed
+    assert len([s for s in stages if s["stage"] == "sass"]) == 2  # one kernel per direction
+    assert [(k.read, k.written) for k in ledger.kernels] == [(200, 100)]  # x and dy, dx: the forward is not timed
 
 
 def test_the_backward_of_a_lookup_is_shown_without_a_gpu(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_used_folder_keeps_nothing_of_the_look_before(tmp_path: Path) -> None:
     capture.stages(entries, GELU, "sm_90", out)
     index = json.loads((out / "index.json").read_text())
     stages = index["providers"][0]["stages"]
-    # What an earlier look wrote and this one does not, and what an index may not touch.
+    # Files that an earlier run wrote and this one does not, and files that an index must not touch.
     others = ["gone/00-old.py", "gone/mine.py", "00-mine.py", "deep/er/00-mine.py", "../00-mine.py"]
     for name in others:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -275,4 +275,4 @@ def test_inductors_kernel_on_the_gpu_that_is_here(asked: Callable[..., Asked]) -
 @pytest.mark.gpu
 def test_torchscripts_fuser_is_in_the_ledger(asked: Callable[..., Asked]) -> None:
     _, ledger, _ = asked("torchscript", Task("gelu", "gelu-256", "fp32", "fwd", "cuda:0", 0))
-    assert ledger.bytes in (2**19, 9 * 2**19)  # one kernel, or eight where the fuser is off
+    assert ledger.bytes in (2**19, 9 * 2**19)  # one kernel, or eight if the fuser is off

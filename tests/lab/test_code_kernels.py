@@ -1,4 +1,4 @@
-"""The code of real kernels, ours and Inductor's, from source to machine code; those for a GPU without one."""
+"""The code of real kernels, ours and Inductor's, from source to machine code; GPU kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_lines_lead_to_the_kernels_source(rope: list[Stage]) -> None:
             path, _, number = place.rpartition(":")
             assert 1 <= line <= len(texts)
             assert 1 <= int(number) <= len(sources[path])
-    # The same source line, through the stages: every one stores on the line that says so.
+    # In every stage, the stores map to the same source line.
     stores = {f"{kernel}:{number}" for number, line in enumerate(sources[kernel], start=1) if "tl.store(" in line}
     for stage, word in zip(rope, ("tt.store", "tt.store", "st.global", "st.global", "STG"), strict=True):
         places = {stage.lines.get(n) for n, line in enumerate(stage.text.splitlines(), start=1) if word in line}
@@ -72,11 +72,11 @@ def test_the_gated_kernel_uses_tensor_cores_and_tma() -> None:
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0
     assert (
         counts["shared_bytes"] == launch.compiled.metadata.shared > 48 * 1024
-    )  # asked for at launch, not in the binary
+    )  # requested at launch, not in the binary
 
 
 def test_what_a_size_divides_decides_the_width_of_loads() -> None:
-    """A masked copy: where 16 divides n the mask covers whole vectors."""
+    """A masked copy: if n is a multiple of 16, the mask covers whole vectors."""
     from lab_triton import copy_kernel
 
     x, y = torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_our_cuda_kernels_from_source_to_machine_code() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_the_cuda_kernels_of_a_call_that_copies_a_part_of_each_head() -> None:
-    """In accesses of 8 bytes, which the kernel of 16 does not serve; a part of them through the copy engine."""
+    """It uses 8-byte accesses, which the 16-byte kernel does not support, and partly the copy engine."""
     problem = targets.problem_for(Task("rope", "gpt-neox-20b-train", "fp16", "fwd", "cpu", 0))
     found = {s.part: s for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}
     assert set(found) == {
@@ -156,14 +156,16 @@ def test_the_gated_units_cuda_kernels_from_source_to_machine_code() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_the_gated_units_cuda_kernels_of_few_rows() -> None:
-    """Those of as many columns as the problem's 16 rows need."""
+    """They have as many columns as the problem's 16 rows need."""
     problem = targets.problem_for(Task("geglu", "quick-decode", "bf16", "fwd", "cpu", 0))
     parts = {s.part for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass" and "few_rows" in s.part}
     assert parts == {f"few_rows_kernel of 16 columns, tiles to {features} features" for features in (64, 128)}
 
 
 def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:
-    """The forward with pre-activations, and their gradient from dy in their place with that of the bias; its two products are torch's."""
+    """The forward writes pre-activations; a second kernel overwrites them with their gradient, computed from dy, and
+    adds up the bias gradient. The two matrix products of the backward are torch's.
+    """
     problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
     forward, gradient, *products = GatedCuda().traffic(problem.compact(), "sm_90")
     assert [kernel.name for kernel in (forward, gradient)] == ["gated_linear (cuda)"] * 2

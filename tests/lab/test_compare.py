@@ -1,4 +1,4 @@
-"""Two runs side by side, from constructed records: what is a regression, what is noise, and what cannot be told."""
+"""Comparison of two runs, from constructed records: regressions, noise, and undecidable changes."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def test_a_difference_beside_threads_that_waited_for_a_core_is_ambiguous():
     assert found.changes[0].note == "the machine was busy: 1.50 of its threads waited for a core, on average"
     assert words(compared(busy, idle)) == {"eager": "ambiguous"}
     slower_still = run({"eager": 70.0}, waiting=0.01)
-    assert words(compared(busy, slower_still)) == {"eager": "slower"}  # and not for what the one before it had to wait
+    assert words(compared(busy, slower_still)) == {"eager": "slower"}  # the wait does not explain it
 
 
 def test_notes_say_what_else_changed():
@@ -176,7 +176,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_is_the_verdict(tmp
     ],
 )
 def test_a_time_beyond_all_use_is_told_with_its_value(tmp_path, time, told):
-    """JSON may have any number, and Python reads 1e999 as infinity."""
+    """JSON allows any number, and Python reads 1e999 as infinity."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row("eager", device_us=0.125).to_json()).replace("0.125", time) + "\n")
     result = CliRunner().invoke(cli, ["compare", str(path), str(path)])

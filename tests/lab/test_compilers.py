@@ -28,7 +28,7 @@ def here(provider):
         return False
 
 
-#: Users' functions come to JAX through torchax, which may be missing where JAX is not.
+#: User functions reach JAX through torchax, which may be missing even if JAX is installed.
 BRIDGE = importlib.util.find_spec("torchax") is not None or sys.version_info < (3, 11)
 NO_BRIDGE = "import torchax.export failed: ModuleNotFoundError: No module named 'torchax'; pip install 'fusewise[lab]'"
 
@@ -51,7 +51,7 @@ TASKS = [
     user_task("Net", "bwd", "fp32[3,6]"),
     user_task("several", "fwd", "x=fp32[4,8]", "y=fp32[4,8]", "i64[4] randint(0,4)"),
 ]
-#: What a compiler cannot do, and the words of its row.
+#: What each compiler cannot do, with the words of its row's reason.
 CANNOT = {
     ("jax", "user_functions.py:several", "fwd"): "takes floating outputs only",
     **{("tvm", task.op, task.pass_): "has no backward" for task in TASKS if task.pass_ != "fwd"},
@@ -93,7 +93,7 @@ def test_a_compiler_is_right_or_says_that_it_cannot(rows, provider, task):
 @pytest.mark.slow
 @pytest.mark.skipif(not here("jax") or not BRIDGE or sys.version_info < (3, 11), reason="no JAX, or no bridge to it")
 def test_gradients_of_jax_are_those_of_pytorch(tmp_path):
-    """Of complex numbers, which are conjugates there, and of a module's parameters that have two names or want none."""
+    """Covers complex numbers, whose gradients JAX conjugates, and modules whose parameters are shared or frozen."""
     names = {
         "with_words": ("x=fp32[4,8]",), "conjugated": ("z=c64[4,8]", "x=fp32[4,8]"), "turned": ("x=bf16[4,8]",), "Complex": ("x=fp32[3,4]",), "Tied": ("fp32[3,6]",),
     }  # fmt: skip
@@ -108,7 +108,7 @@ def test_gradients_of_jax_are_those_of_pytorch(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
-    """TVM's importer has products in float32 whatever they are of, JAX no float64 unless told."""
+    """TVM's importer computes all products in float32; JAX has no float64 by default."""
     tasks = [
         user_task("torch:mm", "fwd", "bf16[8,16]", "bf16[16,4]"),
         user_task("doubled_in_float64", "fwd", "fp32[8]"),
@@ -130,7 +130,7 @@ def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(tmp_path):
-    """torch.export has it as one more result, which those that come through it do not write back."""
+    """torch.export returns it as an extra output, which providers built on it do not write back."""
     options = Options(
         op="all", tasks=[user_task("Clamping", "fwd", "fp32[8,4]")], device="cpu", out=tmp_path,
         providers=plugin.select(["eager", "torchscript", "torch.compile", "jax", "tvm"], "my.py:f", "cpu"),

@@ -1,4 +1,4 @@
-"""Ledgers against a GPU's counters: what ncu prints becomes a table. The counters themselves need a GPU."""
+"""Ledgers against GPU performance counters: ncu's output becomes a table. The counters themselves need a GPU."""
 
 import importlib.util
 import sys
@@ -26,7 +26,7 @@ PRINTED = HEAD + LINES
 def counters():
     spec = importlib.util.spec_from_file_location("counters", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["counters"] = module  # dataclasses look their module up
+    sys.modules["counters"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -74,9 +74,9 @@ def test_a_run_beside_what_was_counted(counters, tmp_path, monkeypatch, capsys):
     program.chmod(0o755)
     monkeypatch.setattr(counters, "NCU", str(program))
     counters.main([str(tmp_path)])
-    assert (tmp_path / "asked").read_text().split() == [*("eager", "all"), *("eager", "none")]  # not what has no ledger
+    assert (tmp_path / "asked").read_text().split() == [*("eager", "all"), *("eager", "none")]  # skipped: no ledger
     lines = capsys.readouterr().out.splitlines()
-    # 100 MiB told, 200 MB counted; 10.5 µs seen, 10 counted, 12.5 timed
+    # ledger 100 MiB, counted 200 MB; profiler 10.5 µs, counters 10, timer 12.5
     assert [cell.strip() for cell in lines[2].split("|")[2:-1]] == [
         "eager",
         "2",

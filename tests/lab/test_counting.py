@@ -1,4 +1,4 @@
-"""What is counted of operators: the length of sums, and the operations of products."""
+"""Counting by operator: the number of summands, and the operations of products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def terms(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
         (torch.mv, [(3, 7), (7,)], 7),
         (torch.dot, [(7,), (7,)], 7),
         (functional.linear, [(2, 3, 7), (5, 7), (5,)], 7),
-        (torch.inference_mode()(functional.linear), [(3, 7), (5, 7)], 7),  # where nothing takes it apart before
+        (torch.inference_mode()(functional.linear), [(3, 7), (5, 7)], 7),  # where nothing decomposes it first
         (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(3, 7), (7, 5)], 7),
         (functional.conv2d, [(2, 3, 8, 8), (4, 3, 3, 3)], 27),
         (functional.scaled_dot_product_attention, [(1, 2, 64, 16)] * 3, 128),  # of D, and of S values
@@ -48,7 +48,7 @@ def terms(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
         (lambda x: (x @ x.mT).sum(1), [(3, 7)], 7),  # the longest of several
         (torch.tanh, [(1000,)], 1),
         (lambda x: x[3] * x[4, 1], [(100, 3)], 1),
-        (lambda w: functional.embedding(LABELS, w), [(1000, 4)], 1),  # reads a part, adds nothing
+        (lambda w: functional.embedding(LABELS, w), [(1000, 4)], 1),  # gathers, adds nothing
         (lambda x: x.amax(0), [(9, 4)], 1),
         (lambda x: x[:0].sum(0), [(9, 4)], 1),
         (lambda x: x.sum(), [(2 * MOST_TERMS,)], MOST_TERMS),
@@ -59,13 +59,13 @@ def test_terms(function: Callable[..., Any], shapes: list[tuple[int, ...]], expe
 
 
 def mirrored(a: Tensor) -> Tensor:
-    """One of positive definite matrices."""
+    """Make a positive definite matrix."""
     return a @ a.mT + 12 * torch.eye(a.shape[-1])
 
 
 N = 12
 OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int]] = {
-    # as many as there are terms in a sum, twice
+    # two operations per term of the sum
     "dot": (torch.dot, [(7,), (7,)], 2 * 7),
     "vdot": (torch.vdot, [(7,), (7,)], 2 * 7),
     "inner": (torch.inner, [(3, 7), (5, 7)], 2 * 3 * 5 * 7),
@@ -95,8 +95,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int]] = {
         [(5, 2, 8), (24, 8), (24,), (8, 8), (8,)],
         2 * 10 * 4 * 8 * 8 + 4 * 10 * 5 * 8,
     ),
-    "outer": (torch.outer, [(7,), (5,)], 0),  # nothing is added
-    # LAPACK's
+    "outer": (torch.outer, [(7,), (5,)], 0),  # no sums
+    # LAPACK's count
     "solve": (torch.linalg.solve, [(N, N), (N, 3)], 2 * N**3 // 3 + 2 * N**2 * 3),
     "solve-one": (torch.linalg.solve, [(2, N, N), (2, N)], 2 * (2 * N**3 // 3 + 2 * N**2)),
     "solve-right": (
@@ -119,7 +119,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int]] = {
     ),
     "qr": (torch.linalg.qr, [(20, N)], 4 * 20 * N**2 - 4 * N**3 // 3),
     "qr-without-q": (lambda a: torch.linalg.qr(a, mode="r"), [(20, N)], 2 * 20 * N**2 - 2 * N**3 // 3),
-    # FFTW's
+    # FFTW's count
     "fft": (lambda x: torch.fft.fft(torch.complex(x, x)), [(3, 8)], 3 * 5 * 8 * 3),
     "rfft": (torch.fft.rfft, [(3, 8)], 3 * 5 * 8 * 3 // 2),
     "irfft": (lambda x: torch.fft.irfft(torch.complex(x, x)), [(3, 5)], 3 * 5 * 8 * 3 // 2),
@@ -140,14 +140,14 @@ def test_operations(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("dot", 0),  # numbers times vectors
+        ("dot", 0),  # scalars times vectors
         ("bilinear", 3 * 2 * 5 * 6 * 3 * 4),
         ("cdist", 2 * 2 * 2 * 5 * 7 * 3),
         ("pdist", 2 * 10 * 3),
         (
             "solve",
             2 * N**2 * 3 + 2 * N**2 * 3,
-        ),  # of the right sides with the same factors, and their product with the result
+        ),  # two triangular solves, one product
         ("det", 2 * N**3),  # the inverse from the factors
         ("inv", 2 * 2 * N**3),
         ("irfft", 3 * 5 * 8 * 3 // 2),
@@ -184,7 +184,7 @@ def test_attention_that_is_one_operator_without_gradients(frozen: bool) -> None:
     assert counted(lambda: layer.self_attn(x, x, x))[1].flops == heads
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # which torch says once a process
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # torch emits it once per process
 def test_of_sequences_that_differ_in_length_nothing_is_counted() -> None:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 1).eval().requires_grad_(False)
@@ -215,7 +215,7 @@ def test_gradients_add_along_other_dimensions() -> None:
 
 @pytest.mark.parametrize(("pass_", "expected"), [("fwd", 512), ("fwd+bwd", 4096)])
 def test_of_a_problem(pass_: Any, expected: int) -> None:
-    """x (1024, 512) and a weight (4096, 512): of the features forward, of the columns of the product backward."""
+    """x (1024, 512), weight (4096, 512): the forward sums over features, the backward over the product's columns."""
     p = targets.problem_for(Task("geglu", "quick-square", "fp32", pass_, "cpu", 0))
     _, yardstick = truth.expected(p)
     assert yardstick.terms == expected

@@ -1,4 +1,4 @@
-"""The pages of the verbs say what the command line has."""
+"""The documentation of the commands matches the command line."""
 
 import json
 import re
@@ -15,12 +15,12 @@ from fusewise.lab.code import commands as code_commands
 
 DOCS = Path(__file__).parents[2] / "docs"
 VERBS = (DOCS / "verbs.md").read_text(encoding="utf-8")
-#: The page that has each verb's options.
+#: The page that documents each command's options.
 PAGES = {
     "study": "study.md", "report": "report.md", "compare": "compare.md", "code": "code.md", "profile": "profile.md",
     "tune": "tune.md", "providers": "verbs.md", "limits": "verbs.md", "build": "verbs.md",
 }  # fmt: skip
-#: Told once for several verbs in study.md, or by their help alone.
+#: Documented once for several commands in study.md, or only in their help.
 ELSEWHERE = {
     "--help",
     "--device",
@@ -65,7 +65,7 @@ def test_options_that_a_page_shows_are_the_verbs_own() -> None:
 
 
 def shown() -> list[str]:
-    """Every command that a page or a help text shows for a problem of ours; a user's own files are not here."""
+    """Every command that a page or help text shows for a built-in problem; users' own files do not exist here."""
     texts = [page.read_text(encoding="utf-8") for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))]
     texts += [command.epilog or "" for command in cli.commands.values()]
     lines = re.findall(r"^ *(fusewise (?:study|code|profile) [^#\n]*)", "\n".join(texts), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Results have the dtypes of eager code's, and gradients those of what they are of, or a provider is wrong."""
+"""Results must have eager code's dtypes, and gradients those of their inputs; otherwise a provider is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 
 
 def changed(p: Any, number: int, dtype: torch.dtype) -> Any:
-    """Eager code, one of whose results is cast."""
+    """Eager code with one result cast to another dtype."""
     run = eager(p)
 
     def call(*xs: Any) -> tuple[Tensor, ...]:
@@ -30,7 +30,7 @@ def changed(p: Any, number: int, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 def test_a_wider_output_is_wrong_in_every_pass(pass_: Any) -> None:
-    """The gradient that comes to a wider output is wider, too, so that another backward would be measured."""
+    """The incoming gradient of a wider output is also wider, so a different backward would be measured."""
     p = problem("rms", *RMS, dtype="bf16", pass_=pass_)
     assert truth.check(p, changed(p, 0, torch.bfloat16)).reason == ""
     found = truth.check(p, changed(p, 0, torch.float32))
@@ -93,7 +93,7 @@ def test_gradients_outside_of_autograd_are_held_to_it_too() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("op", list(targets.BUILT_IN))
 def test_the_gradients_of_a_targets_outputs_have_their_dtypes(op: str, dtype: str) -> None:
-    """By which the dtypes of outputs are known without eager code."""
+    """This gives the output dtypes without running eager code."""
     target = targets.find(op)
     case = min(target.cases(target.default_preset), key=lambda c: c.bytes_min("fwd", dtype))
     p = target.problem(Task(op, case.name, dtype, "fwd", "cpu", 0))
@@ -106,7 +106,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @pytest.mark.usefixtures("jax")
 def test_jax_gives_gradients_in_the_dtypes_of_what_they_are_of() -> None:
-    """Before torch's autograd takes them through the views of the arguments, which would cast them."""
+    """Checked before torch's autograd passes them through views of the arguments, which would cast them."""
     import jax
 
     from fusewise.lab.providers.xla import Jax
@@ -129,7 +129,7 @@ def test_jax_gets_64_bits_as_32(jax: Any, dtype: torch.dtype, narrow: str) -> No
 
 
 class Wide(torch.autograd.Function):
-    """With a backward in float64."""
+    """The backward computes in float64."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 
 
 def profile(events):
-    """A finished profile that saw (device, start, duration, name)."""
+    """A finished profile with the given events: (device, start, duration, name)."""
 
     def event(device, start, duration, name="work"):
         return SimpleNamespace(
@@ -42,14 +42,14 @@ def test_kernels_are_what_ran_on_the_device():
 
 
 def test_samples_are_what_ran_between_marks():
-    """Whatever order the profiler tells it in, and not what ran before the first, such as a flush, or between two samples."""
+    """Independent of the profiler's order; work before the first mark (a flush) or between samples is excluded."""
     told = [(KINDS.CUDA, at, 1, MARK) for at in (10, 20, 30, 40, 50, 60)]
     told += [(KINDS.CUDA, at, 2) for at in (33, 5, 12, 25, 11, 70)] + [HOST]
     assert foreign.between_marks(profile(told)) == [[(11, 13), (12, 14)], [(33, 35)], []]
 
 
 class Device:
-    """A GPU that is not there: what its profiler sees, when, and which kernels, as (start, duration), a call runs."""
+    """A simulated GPU. `seen`: the profiler's events; `kernels`: (start, duration) of the kernels of a call."""
 
     def __init__(self):
         self.now, self.seen, self.kernels, self.profiles = 0, [], [], 0
@@ -79,7 +79,9 @@ def device(monkeypatch):
 
 @pytest.fixture
 def timer(monkeypatch, device):
-    """A timer on it, and what its events say by calls a sample; the smallest kernel takes 2 µs by the profiler."""
+    """A timer on the simulated GPU, and its event times by calls per sample; the smallest kernel takes 2 µs by the
+    profiler.
+    """
     by_events = {}
 
     class Events(foreign.CudaTimer):
@@ -103,7 +105,7 @@ def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer, device):
     device.profiles = 0
     turn = timer.turn(device.work, samples=2, calls=4)
     assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([4.0, 4.0]), None, {"sm": 1})
-    assert device.profiles == 1  # since beginning and ending one takes milliseconds
+    assert device.profiles == 1  # starting and stopping one takes milliseconds
 
 
 def test_the_kernels_of_a_call_alone(timer, device):
@@ -114,7 +116,7 @@ def test_the_kernels_of_a_call_alone(timer, device):
 
 
 def test_the_starts_of_kernels_count_as_events_count_them(timer, device):
-    """The smallest kernel: by the profiler 2 µs, by events 3.5 in samples of one call and 2.5 in a row of them."""
+    """The smallest kernel takes 2 µs by the profiler; by events 3.5 in samples of one call and 2.5 back to back."""
     timer, by_events = timer
     device.kernels = [(0, 2000)]
     by_events |= {1: 3.5, foreign.ROW: 2 / foreign.ROW + 0.5}
@@ -147,7 +149,7 @@ def test_a_sample_that_the_profiler_has_lost_is_missed(timer, device, monkeypatc
 
 
 def negating(elements):
-    """A timer on the GPU, and a kernel to be timed; the driver's copies take longer to start."""
+    """A timer on the GPU and a kernel to time; the driver's copies take longer to start."""
     device = torch.device("cuda")
     a, b = torch.randn(2, elements, device=device).unbind()
     return foreign.ProfiledTimer(device, 2**28, lambda: None), Work(lambda _: None, lambda _: torch.neg(a, out=b))
@@ -155,8 +157,9 @@ def negating(elements):
 
 @pytest.mark.gpu
 def test_kernels_alone_take_no_longer_than_with_their_starts():
-    """Nor less than memory that moves 10 TB/s would. How much of a call by itself is not its kernel depends: 4 of 7 us right
-    behind the flush, which memory is still writing, on an H200."""
+    """Lower bound: memory at 10 TB/s. The share of a single call that is not kernel time varies: 4 of 7 µs on an H200
+    right after the flush, whose writes memory is still draining.
+    """
     timer, work = negating(2**20)
     foreign.begin()
     alone = timer.kernel_us(work, samples=9)
@@ -166,7 +169,7 @@ def test_kernels_alone_take_no_longer_than_with_their_starts():
 
 @pytest.mark.gpu
 def test_a_kernel_of_torch_takes_as_long_by_either_clock():
-    """The same kernel, timed as what runs on a stream of torch and as what does not."""
+    """The same kernel, timed as work on torch's stream and as work on a foreign one."""
     timer, work = negating(2**22)
     profiled = sorted(timer.turn(work, samples=20, calls=1).device_us)[10]
     by_events = sorted(timer.events.turn(work, samples=20, calls=1).device_us)[10]

@@ -1,4 +1,4 @@
-"""RoPE with what stands beside it: normalised before, or cached after; every form of both against float64."""
+"""RoPE fused with its neighbours, normalisation before or caching after; every form of both against float64."""
 
 import sys
 import types
@@ -41,7 +41,7 @@ def test_a_norm_is_a_norm():
     p = problem("qk_norm_rope", "qwen3-8b-decode-b16", dtype="fp32")
     q, k, q_weight, k_weight = p.tensors
     rotated = fused_rope.NormReference().build(p).call(q, k, torch.ones_like(q_weight), torch.ones_like(k_weight))
-    for y in rotated:  # a rotation keeps what a norm made
+    for y in rotated:  # a rotation preserves the norm
         assert torch.allclose(y.pow(2).mean(-1), torch.ones(()), atol=1e-4)
 
 
@@ -145,4 +145,4 @@ def test_who_is_measured_by_default_and_who_cannot(request):
 
     with pytest.raises(Unsupported, match="its arrays never change"):
         Jax().build(problem("rope_and_cache", CACHES[0]))
-    assert rope_case("llama-3-8b-serve-decode-b8").serving  # what the cases of the cache are made of
+    assert rope_case("llama-3-8b-serve-decode-b8").serving  # the base of the cache cases

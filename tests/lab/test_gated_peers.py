@@ -1,7 +1,7 @@
 """The adapters of gated units, against stand-ins that follow each library's documented contract in plain torch.
 
-What can be wrong here, and is held, is what an adapter hands over and how it reads the result: which half is the gate, the
-order of rows, shapes, what is overwritten, gradients.
+This covers what an adapter passes and how it reads the result: which half is the gate, row order, shapes, overwritten
+buffers, gradients.
 """
 
 import sys
@@ -52,7 +52,7 @@ def liger(name):
         def backward(ctx, dc):
             a, b = ctx.saved_tensors
             da, db = gradients(name, a, b, dc)
-            return a.copy_(da), b.copy_(db)  # it overwrites what it saved
+            return a.copy_(da), b.copy_(db)  # overwrites what it saved
 
     return Gate
 
@@ -84,7 +84,7 @@ def transformer_engine(name):
 
 
 def gemm_gated(a, b, *, bias=None, activation, store_preact, concat_layout=None):
-    """QuACK: columns of gate and value in turn, or two halves where concat_layout says so."""
+    """QuACK: columns of gate and value interleaved, or two halves with concat_layout."""
     assert not store_preact and b.stride(0) == 1
     if concat_layout is not None:
         assert concat_layout == (("B",) if bias is None else ("B", "bias"))
@@ -94,7 +94,7 @@ def gemm_gated(a, b, *, bias=None, activation, store_preact, concat_layout=None)
 
 
 def mlp_func(x, weight1, weight2, *, activation, recompute):
-    """QuACK: rows of gate and value in turn, no bias."""
+    """QuACK: rows of gate and value interleaved, no bias."""
     z = functional.linear(x, weight1)
     return functional.linear(ACTIVATE[activation](z[:, ::2]) * z[:, 1::2], weight2)
 
@@ -148,12 +148,12 @@ def test_an_adapter_is_right_or_says_that_it_cannot(peer, name, pass_):
     run = peer().build(problem)
     verdict = truth.check(problem, run)
     assert verdict.reason == ""
-    assert truth.check(problem, run).errors == verdict.errors  # nothing was kept that the first call changed
+    assert truth.check(problem, run).errors == verdict.errors  # nothing kept refers to what the first call changed
 
 
 @pytest.mark.parametrize("peer", PROVIDERS, ids=lambda p: p.name)
 def test_a_wrong_half_is_found(peer, monkeypatch):
-    """The check tells gate from value: with the case's order turned round every adapter is wrong."""
+    """The check distinguishes gate from value: with the halves of the case swapped every adapter is wrong."""
     problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
     run = peer().build(problem)
     monkeypatch.setitem(problem.kwargs, "gate_first", True)
@@ -206,7 +206,7 @@ def test_what_a_library_lacks_is_its_reason(monkeypatch):
 @pytest.mark.parametrize("provider", [ours.GatedCuda, ours.GatedGluon, ours.GatedTriton])
 def test_what_ours_cannot_serve_is_told_before_it_runs(provider, monkeypatch):
     problem = target.GatedProblem(Task("geglu", "geglu", "bf16", "fwd", "cpu", 0))
-    provider().build(problem)  # to look at its code, where there is no GPU
+    provider().build(problem)  # to inspect its code without a GPU
     problem.device = torch.device("cuda")
     monkeypatch.setattr(_op.choice, "unavailable", lambda impl, device_type, dtype: f"{impl} is for another GPU")
     with pytest.raises(Unsupported, match=f"{provider.impl} is for another GPU"):

@@ -1,7 +1,7 @@
-"""The harness proved on a device whose truth is known: real studies, whose workers are played by a simulated machine.
+"""Tests the harness against known truth: real studies whose workers are replaced by a simulated machine.
 
-The machine drifts by ten percent within a few rounds, every sample has noise, and one in fifty takes three times as long.
-What the study says of it must be what was put in.
+The machine drifts by ten percent within a few rounds, every sample has noise, and one in fifty takes three times as
+long. The study must report the values that were put in.
 """
 
 import math
@@ -19,7 +19,7 @@ from fusewise.lab.verdict import verdicts
 
 
 class Machine:
-    """Virtual time goes on with every call; how fast the machine is depends on it."""
+    """Virtual time advances with every call; the machine's speed depends on it."""
 
     def __init__(self, times, spread, drift=0.1, seed=0):
         self.times, self.spread, self.drift = times, spread, drift
@@ -55,8 +55,10 @@ def studied(
     looked=0,
     **machine,
 ):
-    """A study of the machine; `order` keeps providers in this order in every round, `asked` is told of every request and says
-    what its reply has besides, and `proposed` says how many samples a provider would have in a turn. The kernels of the first `looked` groups are looked at."""
+    """A study of the simulated machine. `order`: a fixed order of providers for every round. `asked`: called with every
+    request, returns extra fields for its reply. `proposed`: samples per turn that a provider asks for. `looked`: number
+    of groups whose kernels are timed.
+    """
     device = kind(times, **machine)
 
     class Worker:
@@ -129,7 +131,7 @@ def test_a_difference_of_half_the_noise_is_not_told(monkeypatch, tmp_path):
 
 
 def test_a_hopelessly_slow_provider_gets_three_rounds_and_its_verdict(monkeypatch, tmp_path):
-    """Five samples of 50 ms are a turn of more than 50; of 1 ms they are not."""
+    """A turn of five 50 ms samples exceeds HOPELESS_SECONDS; five of 1 ms do not."""
     times = {"floor-copy": 9.0, "eager": 100.0, "slow": 1010.0, "tvm": 5e4}
     made = studied(monkeypatch, tmp_path, times, spread=0.004)
     rounds = {m.provider: len(m.rounds) for m in made.measurements}
@@ -143,7 +145,7 @@ def test_a_hopelessly_slow_provider_gets_three_rounds_and_its_verdict(monkeypatc
 
 def test_one_round_on_a_busy_machine_makes_nobody_hopeless(monkeypatch, tmp_path):
     class Stalled(Machine):
-        """In its third turn, of five samples, one provider waits for a core."""
+        """One provider waits for a core during its third turn of five samples."""
 
         count = 0
 
@@ -170,7 +172,9 @@ def test_the_verdict_is_what_was_put_in(monkeypatch, tmp_path):
 
 
 def test_rounds_are_drawn_anew_because_a_fixed_order_is_misled(monkeypatch, tmp_path):
-    """A machine that is quick after a rest and slow after a heavy neighbour: in a fixed order the same one always pays."""
+    """A machine that is quick after a rest and slow after a heavy neighbour: in a fixed order the same provider always
+    pays.
+    """
 
     class Heated(Machine):
         def sample(self, provider):
@@ -200,7 +204,7 @@ def test_inputs_are_made_side_by_side_before_anyone_is_prepared_alone(monkeypatc
     def asked(do):
         order.append(do)
         if do == "load":
-            both.wait()  # a second one is on its way
+            both.wait()  # the second signal is on its way
         elif do == "prepare":
             assert alone.acquire(blocking=False)
             sleep(0.01)
@@ -235,7 +239,7 @@ def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, mos
 
 
 def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_path):
-    """A card at its limit of power slows down while a turn lasts: the median of a longer one is a longer time."""
+    """A GPU at its power limit slows down during a turn: the median of a longer turn is larger."""
 
     class Tiring(Machine):
         def sample(self, provider):
@@ -245,7 +249,7 @@ def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_pat
 
         last, tired = "", 0
 
-    counts = iter((10, 8, 9, 4, 9, 2, 9))  # what each would take for itself
+    counts = iter((10, 8, 9, 4, 9, 2, 9))  # what each would choose for itself
     times = {
         "floor-launch": 2.0,
         "floor-matmul": 90.0,
@@ -264,7 +268,7 @@ def test_who_takes_about_as_long_has_as_many_samples_a_turn(monkeypatch, tmp_pat
 
 
 def test_kernels_are_looked_at_behind_the_rounds_and_cost_no_row(monkeypatch, tmp_path):
-    """Of the groups that have ledgers alone. A worker that dies by it is started again for the next group."""
+    """Only for groups that have ledgers. A worker that dies in it is restarted for the next group."""
     order, deaths = [], iter([False, True, False])  # eager, liger, and eager's twin
 
     def asked(do):

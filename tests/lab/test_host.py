@@ -1,4 +1,4 @@
-"""Host against device: what decides a call, and the sentences about it, on constructed rows."""
+"""Host time against device time: which one dominates a call, and the sentences about it, on constructed rows."""
 
 import pytest
 from builders import HOSTILE, SERVED, gpu_record, row, study_record
@@ -43,7 +43,7 @@ def test_rows_without_both_say_nothing():
         == []
     )
     lonely = [row("eager", device_us=3.0, host_us=9.0), row("torch.compile", device_us=3.0, host_us=9.0)]
-    assert host.answer(host.groups(lonely)) == []  # nobody wrote a kernel
+    assert host.answer(host.groups(lonely)) == []  # no hand-written kernel
     assert not host.shown(study_record([row("eager", device_us=3.0)]))
     seen = study_record([row("eager", device_us=3.0)], profiles=gpu_record().profiles)
     assert host.shown(seen) and host.lack(seen).endswith("fusewise study rope-cube")

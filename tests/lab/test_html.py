@@ -1,4 +1,4 @@
-"""The report as a text: complete, self-contained, and harmless whatever the record says."""
+"""The HTML report as text: complete, self-contained, and safe whatever the record contains."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ VOID = {"meta", "link", "input", "br", "img"}
 
 
 class Page(HTMLParser):
-    """Elements, their attributes, ids and text; fails on elements that are not closed in order."""
+    """Collects elements, attributes, ids and text; fails on elements that are not closed in order."""
 
     def __init__(self, text):
         super().__init__()

@@ -134,7 +134,7 @@ def test_arguments_become_specs_of_their_kind_and_range():
     assert z == TensorSpec("c64", (100,), fill="uniform", values=(3.0, 7.0))  # of both parts
     assert spec_of(torch.randn(9, dtype=torch.complex64).conj(), True).fixed
     mask = spec_of(torch.tensor([-torch.inf, -2.0, -torch.inf, 4.0]))
-    assert (mask.fill, mask.values) == ("randn", (1.0, 3.0))  # of what is finite
+    assert (mask.fill, mask.values) == ("randn", (1.0, 3.0))  # over the finite values
     assert spec_of(torch.tensor([torch.inf])).values == (torch.inf,)
     spec = spec_of(torch.randn(1000) * 7, fixed_unless_wanted=True)
     assert (spec.fill, spec.fixed) == ("randn", True)

@@ -1,4 +1,4 @@
-"""A kernel that keeps its own time, as a study's timer has it."""
+"""A kernel that measures its own time, against a study's timer."""
 
 import importlib
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_a_study_adds_a_constant_to_what_a_kernel_takes(calls, monkeypatch):
     added = []
     for us in (20, 100):
         kernel = kernel_time.Turning(us, "cuda:0")
-        kernel()  # compiled
+        kernel()  # compile it
         turn = timer.turn(kernel.work, samples=9, calls=calls)
         assert turn.held
         assert us <= kernel.took < us + 1

@@ -1,4 +1,4 @@
-"""What is charged to an operator: its operands once, broadcasts by what they have, views nothing."""
+"""Bytes charged to an operator: each operand once, broadcast operands by their storage, views nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusewise.lab.render import ledgers as render
 from fusewise.lab.schema import schema
 
 X = torch.arange(64, dtype=torch.float32).reshape(8, 8)  # 256 bytes
-Y = torch.zeros(8, 8)  # to write to
+Y = torch.zeros(8, 8)  # an output buffer
 ROW = torch.ones(8)  # 32 bytes
 ONE = torch.tensor(1.0)  # 4 bytes
 INDEX = torch.tensor([1, 3])  # 16 bytes
@@ -37,8 +37,8 @@ def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
         (lambda: X * X, [("mul", 256, 256)]),  # one tensor, read once
         (lambda: X * X.T, [("mul", 512, 256)]),  # two views, two orders
         (lambda: X + ROW, [("add", 288, 256)]),
-        (lambda: X + ROW.expand(8, 8), [("add", 288, 256)]),  # an expanded row is a row
-        (lambda: X.flatten().unfold(0, 8, 1) + 1, [("add", 256, 57 * 32)]),  # windows lie in 64 elements
+        (lambda: X + ROW.expand(8, 8), [("add", 288, 256)]),  # an expanded row counts as one row
+        (lambda: X.flatten().unfold(0, 8, 1) + 1, [("add", 256, 57 * 32)]),  # the windows share 64 elements
         (lambda: X[:4].view(32).unsqueeze(0), []),
         (lambda: X.t().contiguous(), [("clone", 256, 256)]),
         (lambda: torch.empty(8, 8), []),
@@ -52,7 +52,7 @@ def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
         (lambda: torch.cat((X, X[:4])), [("cat", 384, 384)]),
         (lambda: X[INDEX], [("index", 64 + 16, 64)]),  # two rows of eight
         (lambda: torch.nn.functional.embedding(INDEX, X), [("embedding", 64 + 16, 64)]),
-        (lambda: torch.zeros_like(X), [("zeros_like", 0, 256)]),  # takes its shape alone
+        (lambda: torch.zeros_like(X), [("zeros_like", 0, 256)]),  # only uses its shape
         (lambda: X.new_full((2,), 1.0), [("new_full", 0, 8)]),
         (lambda: Y.index_put_((INDEX,), X[:2]), [("index_put_", 64 + 16, 64)]),
         (lambda: Y.index_put_((INDEX,), ONE), [("index_put_", 4 + 16, 64)]),  # one value for two rows
@@ -61,7 +61,7 @@ def charged(function: Callable[[], object]) -> list[tuple[str, int, int]]:
         (lambda: Y.index_add_(1, INDEX, X[:, :2]), [("index_add_", 64 + 64 + 16, 64)]),
         (lambda: Y[0].scatter_(0, INDEX, 1.0), [("scatter_", 16, 8)]),
         (lambda: Y[0].scatter_add_(0, INDEX, ROW), [("scatter_add_", 32 + 16 + 8, 8)]),
-        (lambda: X[0].scatter(0, INDEX, 1.0), [("scatter", 32 + 16, 32)]),  # all of a new tensor
+        (lambda: X[0].scatter(0, INDEX, 1.0), [("scatter", 32 + 16, 32)]),  # a whole new tensor
         (lambda: X @ X, [("mm", 256, 256)]),
         (lambda: X.sum(), [("sum", 256, 4)]),
         (lambda: torch.chunk(X, 2, -1)[0] + 1, [("add", 128, 128)]),

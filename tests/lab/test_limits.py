@@ -1,4 +1,4 @@
-"""The machine's limits: measured, kept for the user alone, and used where a group has no floor of its own."""
+"""The machine's limits: measured, saved for this user only, and used where a group has no floor of its own."""
 
 import json
 import os
@@ -110,7 +110,7 @@ NO_SHARE = (
 
 @pytest.fixture
 def unmeasured(monkeypatch):
-    """A study that measures nothing: what is told before."""
+    """A study that measures nothing, for the messages before it."""
     monkeypatch.setattr(commands.Study, "run", lambda self: self.record)
 
 
@@ -120,7 +120,7 @@ def unmeasured(monkeypatch):
         (["eager", "torch.compile"], False, True),
         (["eager", "torch.compile"], True, False),
         (["eager", "floor-launch"], False, False),
-        (["eager", "floor-triton-launch"], False, True),  # a floor of the host's, which is no limit
+        (["eager", "floor-triton-launch"], False, True),  # a host floor, which is no limit
         (None, False, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Workers forked from a process that has loaded torch, with real processes and signals: they are as those that start alone."""
+"""Workers forked from a process with torch loaded behave like those started alone. Real processes and signals."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ RIGHT = {"provider": "lab_fakes:Right", "device": "cpu", "flush_bytes": 0}
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory):
-    """One for all tests that do it no harm, with a variable and a descriptor of its own."""
+    """One nursery for all tests that do not damage it, with a variable and a descriptor of its own."""
     folder = tmp_path_factory.mktemp("nursery")
     with (
         open(folder / "shared", "wb") as shared,
@@ -35,7 +35,7 @@ def parent(tmp_path_factory):
 
 @contextmanager
 def obeying(parent, log):
-    """A process that does what it is told, in Python, line by line."""
+    """A process that executes Python code, line by line."""
     with log.open("ab") as sink:
         process = parent.start("lab_obeys", sink)
     try:
@@ -59,7 +59,7 @@ def ask(process, expression):
 
 
 def state(pid):
-    """The letter that ps has; empty where there is no such process."""
+    """The state letter of ps; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -117,7 +117,7 @@ def test_a_worker_has_its_own_of_everything(parent, tmp_path):
 
 
 def test_kernels_in_a_worker_have_torchs_threads(parent, tmp_path):
-    """As in a process that started alone: otherwise every call of a CPU kernel would start threads, and wait for them."""
+    """As in a process started alone. Otherwise every call of a CPU kernel would start threads and wait for them."""
     for name, start in (("alone", Nursery(None)), ("forked", parent)):
         with obeying(start, tmp_path / name) as process:
             tell(process, "import torch; from fusewise._shared import build, cpu")
@@ -162,7 +162,7 @@ def test_nobody_gets_the_pid_of_a_worker_that_may_still_be_killed(parent, tmp_pa
     with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):
         worker.ask("round")
     until(lambda: not state(pid))
-    worker.kill()  # of what is over nothing, whoever has its number now
+    worker.kill()  # a no-op for a finished worker: its pid may be reused
 
 
 def test_a_worker_that_nobody_holds_is_ended(parent, tmp_path):
@@ -188,7 +188,7 @@ def test_workers_outlive_the_nursery_and_the_next_start_alone(tmp_path):
 
 
 def test_a_process_that_must_not_fork_does_not(tmp_path, monkeypatch):
-    """As where something that every Python loads has a thread."""
+    """For example because a module that every Python process loads has started a thread."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     )
@@ -225,7 +225,7 @@ def test_every_thread_that_waits_hears_of_the_end(parent, tmp_path):
 
 
 def test_an_end_is_seen_without_a_signal(tmp_path):
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # which is inherited
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # inherited
     try:
         with closing(Nursery(tmp_path / "nursery.log")) as deaf, obeying(deaf, tmp_path / "log") as process:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

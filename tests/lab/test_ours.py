@@ -1,4 +1,4 @@
-"""Our own providers, as a user has them who ran `fusewise build`."""
+"""Our own providers after `fusewise build`."""
 
 import pytest
 
@@ -22,5 +22,5 @@ def test_repeated_calls_on_a_cpu_go_to_the_kernel_in_cpp(provider, task, name, m
     provider().build(problem)
     assert asked == [name]
     monkeypatch.setattr(build, "prepared", lambda *_: (_ for _ in ()).throw(build.BuildError("no compiler")))
-    provider().build(problem)  # and where that cannot be built they are measured all the same
+    provider().build(problem)  # if it cannot be built, they are measured without it
     assert capsys.readouterr().out == "calls go through Python: no compiler\n"

@@ -1,7 +1,7 @@
 """The adapters, against stand-ins that follow each library's documented contract in plain torch.
 
-The libraries need a GPU; what can be wrong here, and is held, is what an adapter hands over and how it reads the
-result: layout, table form, positions, pairing, gradients.
+The libraries need a GPU. This covers what an adapter passes and how it reads the result: layout, table form, positions,
+pairing, gradients.
 """
 
 import dataclasses
@@ -56,7 +56,9 @@ class Turn(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """Liger's habits: (B, H, T, D), q, k and the gradients overwritten, tables (1 | B, T, 2P) read half."""
+    """Liger's conventions: (B, H, T, D), q, k and the gradients overwritten, tables (1 | B, T, 2P) of which half is
+    read.
+    """
 
     @staticmethod
     def forward(ctx, q, k, cos, sin):
@@ -75,7 +77,7 @@ class InPlace(torch.autograd.Function):
 
 
 def flat(positions, q, k, head_size, cache, half):
-    """vLLM's and FlashInfer's habits: (tokens, H · D) overwritten, cache [cos | sin] by position."""
+    """vLLM's and FlashInfer's conventions: (tokens, H · D) overwritten, cache [cos | sin] indexed by position."""
     pairs = cache.shape[-1] // 2
     cos, sin = cache[positions].float()[:, None].split(pairs, dim=-1)
     for x in (q, k) if k is not None else (q,):
@@ -165,7 +167,7 @@ def test_an_adapter_is_right_or_says_that_it_cannot(peer, name, pass_):
     run = peer().build(problem)
     verdict = truth.check(problem, run)
     assert verdict.reason == ""
-    again = truth.check(problem, run)  # nothing was kept that the first call changed
+    again = truth.check(problem, run)  # nothing kept refers to what the first call changed
     assert again.errors == verdict.errors
 
 

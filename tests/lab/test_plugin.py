@@ -141,7 +141,7 @@ def test_a_broken_plugin_is_an_entry_with_its_reason(where):
 
 
 def test_an_installed_package_adds_a_provider_by_entry_point(tmp_path, monkeypatch):
-    """A third party's whole package: its metadata and a class."""
+    """A complete third-party package: its metadata and a class."""
     package = tmp_path / "third_party.py"
     package.write_text(
         "import torch\n"

@@ -1,4 +1,4 @@
-"""How gradients come in for a backward that is checked and timed."""
+"""The incoming gradients of a backward that is checked and timed."""
 
 import weakref
 
@@ -11,7 +11,7 @@ from fusewise.lab.targets import problem_for
 
 
 class Doubled(torch.autograd.Function):
-    """Overwrites the gradient that comes in, of which `seen` is told."""
+    """Overwrites the incoming gradient and records it in `seen`."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -41,7 +41,7 @@ def test_every_backward_has_a_gradient_that_nobody_else_holds():
 
 
 def test_outputs_may_depend_on_each_other():
-    """Or be one tensor twice, an input as it came, a leaf, or without a gradient."""
+    """An output may also be repeated, an unchanged input, a leaf, or without gradient."""
     x, leaf = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     gs = [torch.randn(3, 4) for _ in range(6)]
 
@@ -58,7 +58,7 @@ def test_outputs_may_depend_on_each_other():
 
 
 def test_a_gradient_comes_in_as_it_lies():
-    """Its strides are those of the output, and its dtype is."""
+    """It has the strides and dtype of the output."""
     x = torch.randn(3, 4, requires_grad=True)
     seen = []
     (stand_in,) = handed_over([y := Doubled.apply(x.T, seen)], [torch.randn(3, 4, dtype=torch.float64).T])

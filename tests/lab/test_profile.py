@@ -1,4 +1,4 @@
-"""Profiles: stacks folded from constructed traces, flame graphs that are well-formed, and a real profile in its process."""
+"""Profiles: stacks folded from constructed traces, well-formed flame graphs, and a real profile in its own process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_time_goes_to_the_innermost_frame() -> None:
             event("aten::mul", 20, 10),
             event("aten::mul", 40, 15),
             event("aten::empty", 42, 5),
-            event("aten::after", 80, 10),  # outside of what is timed
+            event("aten::after", 80, 10),  # outside the timed region
             event("aten::elsewhere", 20, 10, thread=2),
         ]
     )
@@ -70,7 +70,7 @@ spans = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=12)
 
 
 def nested(found: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Those of the spans that nest within each other and within [0, 100), as calls on one thread do."""
+    """The spans that nest within each other and within [0, 100), like calls on one thread."""
     kept: list[tuple[int, int]] = []
     for start, length in found:
         end = start + length
@@ -144,7 +144,7 @@ def test_a_provider_that_cannot_be_profiled_says_why(tmp_path: Path) -> None:
     [
         (["tango"], "target must be one of rope, .*, got 'tango'; try rope or my_file.py:my_function"),
         (["gelu", "--provider", "nobody"], "providers must be among those of `fusewise providers`, got 'nobody'; "),
-        # what the function's own process found
+        # found in the function's own process
         ([f"{FUNCTIONS}:nope", "--input", "x=fp32[4]"], "nope must be defined at the top of .*, got no such name; "),
     ],
     ids=["target", "provider", "function"],

@@ -1,4 +1,4 @@
-"""benchmarks/publish.py: a comparison is published whole, or not at all."""
+"""benchmarks/publish.py: a comparison is published completely or not at all."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""docs/questions.md says what the published rows say: made anew it is the same, and its figures come out by hand, too."""
+"""docs/questions.md matches the published rows: regenerating it changes nothing, and its figures match independent
+calculations.
+"""
 
 import importlib.util
 import json
@@ -24,7 +26,7 @@ def questions():
 
 
 def by_group(name):
-    """(case, dtype, pass) -> provider -> its row, of the latest run with torch.compile; from the file as it stands."""
+    """(case, dtype, pass) -> provider -> its row, of the latest run with torch.compile, read from the file directly."""
     found = {}
     for line in (ROOT / "benchmarks" / "baselines" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
@@ -42,7 +44,7 @@ def test_the_page_is_what_the_rows_and_the_ledgers_make_of_it(tmp_path):
 
 
 def three(value):
-    """Three significant digits, zeros too."""
+    """Three significant digits, including zeros."""
     return f"{value:#.3g}".removesuffix(".")
 
 

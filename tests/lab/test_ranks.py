@@ -1,4 +1,4 @@
-"""What ranks tell each other, over a store that is a dictionary; real processes are in test_survival.py."""
+"""Communication between ranks, over a dictionary as the store; real processes are in test_survival.py."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def options(tmp_path, cases):
 
 
 def of_tasks(made, tasks):
-    """The part of a record that is about these tasks."""
+    """The part of a record that belongs to these tasks."""
     keys = {task.key for task in tasks}
     part = full_record(3)
     for name in ("rows", "measurements"):
@@ -121,7 +121,7 @@ def test_a_large_record_passes_a_real_store(whole):
     made, asked = whole
     store = TCPStore("127.0.0.1", 0, is_master=True)
     rank = ranks.Rank(0, 1, store)
-    text = random.Random(0).randbytes(10 << 20).hex()  # of which 10 MiB are left when it is compressed
+    text = random.Random(0).randbytes(10 << 20).hex()  # still 10 MiB when compressed
     code = [{**made.code[0], "text": text, "lines": {}}]
     rank.give(dataclasses.replace(made, code=code))
     assert int(store.get("record/0")) == 3

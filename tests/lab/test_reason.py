@@ -1,4 +1,4 @@
-"""The one line that is left of an exception tells its cause."""
+"""The one-line summary of an exception names its cause."""
 
 import pytest
 import torch

@@ -151,10 +151,10 @@ SMALL = [full_record(1).to_json(), gpu_record().to_json()]
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_changed_record_is_refused_or_can_be_shown(data):
-    """And refused by exactly the rules of JSON Schema, of which ours is the part that the schema uses."""
+    """Refused by exactly the rules of JSON Schema, of which our validator implements the part that the schema uses."""
     jsonschema = pytest.importorskip("jsonschema")
     changed = copy.deepcopy(SMALL[data.draw(st.integers(0, 1))])
-    # a place is drawn key by key, so that the rare parts are found as often as the many samples
+    # Draw the place key by key, so that rare fields are hit as often as the many samples.
     where, key = changed, None
     while isinstance(where, (dict, list)) and where and (key is None or data.draw(st.integers(0, 3))):
         inside, key = where, data.draw(st.sampled_from(list(where) if isinstance(where, dict) else range(len(where))))
@@ -201,7 +201,7 @@ def test_the_schema_uses_what_is_understood():
 
 
 def test_every_number_has_a_range():
-    """So that none is beyond a double, which whoever computes with it would find out."""
+    """No value may overflow a double, which code that computes with it would hit."""
 
     def without(rules):
         if isinstance(rules, dict):
@@ -212,7 +212,7 @@ def test_every_number_has_a_range():
         for inner in rules.values() if isinstance(rules, dict) else rules if isinstance(rules, list) else ():
             yield from without(inner)
 
-    # a row's time that must be there, which has its range where it may be null
+    # the required time of a finished row; its range is on the nullable definition
     assert list(without(schema.schema())) == [{"type": "number"}]
 
 
@@ -269,7 +269,7 @@ def test_a_version_is_an_integer(version):
 
 
 def test_rows_without_a_time_of_kernels_are_read(tmp_path):
-    """As they were before there was one, in records of version 3; with it, too."""
+    """Rows of version 3 do not have it; rows that have it are read, too."""
     made = complete()
     assert record.Record.from_json({**made.to_json(), "schema": 3}) == made
     made.rows[0] = replace(made.rows[0], kernel_us=9.5)
@@ -367,7 +367,7 @@ def test_rows_append_one_a_line(tmp_path):
 
 
 def test_reading_a_record_runs_nothing_that_is_in_it(tmp_path):
-    """A record is data: hostile text in it stays text."""
+    """A record is data: hostile text in it remains text."""
     hostile = study_record([row("__import__('os').system('touch owned')", "failed", reason="!!python/object")])
     record.save(hostile, tmp_path)
     code = "import sys, pathlib, fusewise.lab.record as r; print(r.read(pathlib.Path(sys.argv[1])).rows[0].reason)"

@@ -122,7 +122,9 @@ def test_sweeps_become_lines_and_others_bars(tmp_path):
 
 
 def test_a_plot_of_many_cases_can_be_read(tmp_path):
-    """45 cases of 12 providers: as high as a page or two, no two providers of one look, long names within the picture."""
+    """45 cases of 12 providers: one or two pages high, no two providers look the same, long names stay inside the
+    picture.
+    """
     names = [f"p{i}" for i in range(12)]
     rows = [row(name, case=f"model-{i % 9}-{'long ' * 30}{i}", device_us=1.0, limit="copy", share_of_limit=0.1 + i / 50)
             for i in range(45) for name in names]  # fmt: skip
@@ -167,7 +169,7 @@ def test_terminal_table_has_a_column_a_provider():
 
 @pytest.mark.parametrize("width", [300, 80, 60])
 def test_a_terminal_of_any_width_has_names_and_times_whole(width):
-    """Columns that do not fit stand in a table of their own below, with the case's name again."""
+    """Columns that do not fit move to another table below, which repeats the case names."""
     names = ["eager", "torch.compile-max-autotune", "fusewise-cpu", *(f"provider-of-others-{i}" for i in range(9))]
     record = study_record(
         [row(name, case="a-model-prefill-8k", device_us=123456.0 + i) for i, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""`fusewise report`: everything that is shown is a function of the record on disk."""
+"""`fusewise report`: all output is a function of the record on disk."""
 
 import ast
 import json
@@ -34,7 +34,7 @@ def test_it_renders_anew_and_the_same(run):
 
 
 def test_nothing_is_written_through_a_link(run, tmp_path):
-    """The folder may be someone else's."""
+    """The folder may belong to someone else."""
     assert invoke(run).exit_code == 0
     written = [path for path in run.iterdir() if path.suffix in (".html", ".md", ".png")]
     assert len(written) > 2

@@ -1,4 +1,4 @@
-"""RoPE in the form of serving engines: who can take it, who is right, and who says why not."""
+"""RoPE in the form of serving engines: which providers support it, which are correct, and which give a reason."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""What a study's seconds went into: the arithmetic on constructed timings, and a whole study whose parts add up."""
+"""How a study's time is spent: the arithmetic on constructed timings, and a whole study whose parts add up."""
 
 import pytest
 from test_study import run
@@ -53,7 +53,7 @@ def test_a_part_counts_even_where_it_ends_in_an_error():
 def test_a_studys_parts_add_up_to_its_seconds_and_resuming_adds_to_both(tmp_path):
     made, _ = run(tmp_path / "one", ["floor-copy", "eager", "lab_fakes:Raising"])
     assert sum(made.spent.values()) == pytest.approx(made.seconds)
-    assert made.spent["starting"] > 0.5  # a process has loaded torch, and so the three that it forked
+    assert made.spent["starting"] > 0.5  # a process has loaded torch, and so have the three forked from it
     assert made.spent["measuring"] > 0 and made.spent["compiling"] > 0 and made.spent["truth"] > 0
     eager = next(m for m in made.measurements if m.provider == "eager")
     assert {"inputs", "compiling", "truth", "measuring"} == set(eager.prepared["spent"])

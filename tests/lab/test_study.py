@@ -1,4 +1,4 @@
-"""Whole studies in real processes: the good, the wrong, the dead."""
+"""Whole studies in real processes, with correct, wrong and dying providers."""
 
 import json
 import math
@@ -20,7 +20,7 @@ FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising C
 
 
 class Silent:
-    """Follows a study and remembers who had a turn in each round."""
+    """A listener that records who had a turn in each round."""
 
     def __init__(self):
         self.groups, self.turns = [], []
@@ -53,7 +53,7 @@ def run(out, providers, **fields):
 def misbehaving(tmp_path_factory):
     out = tmp_path_factory.mktemp("fakes")
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONUNBUFFERED", raising=False)  # which nobody has who just types a command
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # not set when a user types the command
         made, _ = run(out, ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"])
     return made, out
 
@@ -160,7 +160,7 @@ def test_one_that_ran_is_given_up_only_where_each_failure_costs_the_time_limit(t
 
 
 def test_rounds_visit_everyone(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "HOPELESS", math.inf)  # on a busy machine the right one is, at ten times eager's time
+    monkeypatch.setattr(study, "HOPELESS", math.inf)  # reached by correct providers on a busy machine
     made, listener = run(tmp_path / "out", ["eager", "lab_fakes:Right", "floor-launch"], rounds=(8, 8))
     assert [set(turn) for turn in listener.turns] == [{"eager", "eager#2", "right", "floor-launch"}] * 8
     assert {len(m.rounds) for m in made.measurements} == {8}
@@ -208,7 +208,7 @@ def command(out):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's jobs in the background ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
     )
 
 
@@ -240,8 +240,8 @@ def test_a_killed_coordinator_leaves_valid_rows_and_no_workers(tmp_path):
     with command(out) as process:
         wait_for_rows(out, process)
         workers = descendants(process.pid)
-        assert len(workers) > 2  # the nursery is one of them
-        time.sleep(2)  # one of them is in the middle of something long by now
+        assert len(workers) > 2  # including the nursery
+        time.sleep(2)  # by now one of them is busy with something long
         process.kill()
     assert record.read(out).rows
     for _ in range(600):
@@ -266,7 +266,7 @@ def running(pid):
 
 @pytest.mark.parametrize("groups", [1, 2, 50])
 def test_groups_that_take_as_long_as_the_quickest_end_at_the_deadline(groups):
-    """The first takes longer: by all that is compiled once, which no group after it takes again."""
+    """The first takes longer, because it includes one-time compilation."""
     left, preparing = 100.0 * groups, []
     for index in range(groups):
         preparing.append(61.0 if index == 0 else 3.0)

@@ -1,4 +1,4 @@
-"""What a run directory survives, with real processes, real signals, a real full disk, and real ranks."""
+"""What a run directory survives, with real processes, real signals, a really full disk, and real ranks."""
 
 import contextlib
 import json
@@ -19,11 +19,11 @@ SMALL = ["study", "rope", "--device", "cpu", "--warm", "--pass", "fwd", "--round
 
 
 def command(out, *arguments, cases=("cube-4",), providers="eager", limit=None, **environment):
-    """A study in a process of its own; `limit`: bytes that a file may have."""
+    """A study in its own process; `limit`: maximum file size in bytes."""
     named = [word for case in cases for word in ("--case", case)]
 
     def prepare():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's jobs in the background ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in a shell's background jobs
         if limit is not None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -56,7 +56,7 @@ SLOW = {**TWO, "FAKES_ARE_SLOW": "1"}
 
 
 def ended(out, end):
-    """The exit code of a study that gets a signal in its second group."""
+    """The exit code of a study that receives a signal in its second group."""
     with command(out, **SLOW) as process:
         until_rows(out, process, 2)
         time.sleep(0.3)
@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
 
 
 def test_a_full_disk_keeps_the_rows_and_says_so(tmp_path):
-    """A file may have 7 KiB: the record outgrows that after a few groups."""
+    """Files are limited to 7 KiB, which the record exceeds after a few groups."""
     out, cases = tmp_path / "run", [f"cube-{n}" for n in range(4, 10, 2)]
     code, _, said = finished(command(out, cases=cases, limit=7 * 2**10))
     assert code == 1
@@ -195,7 +195,7 @@ def test_two_studies_do_not_share_a_folder(tmp_path):
         assert f"must be free, got {out}, where process {first.pid} is at work" in " ".join(said.split())
         first.kill()
         first.communicate()
-    with folder.claimed(out):  # the lock went with its process
+    with folder.claimed(out):  # the lock ended with its process
         assert record.read(out).rows
 
 

@@ -126,7 +126,7 @@ def _small(monkeypatch):
 
 
 def assert_scripted_and_jax_agree(p, request):
-    """With eager code, which is right by then."""
+    """They must agree with eager code, which has been checked before."""
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(p.program().function)
     assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
@@ -220,7 +220,7 @@ def test_bytes_and_products_of_an_mlp_counted_by_hand(pass_, flops):
 
 
 def test_the_memory_model_of_an_mlp_is_what_was_measured():
-    """On an H200 with N = 16384: MiB of eager code and of torch.compile, and what they hold for the backward."""
+    """On an H200 with N = 16384: MiB of eager code and of torch.compile, and what they keep for the backward."""
     mib = 2**20
     for d, eager, compiled in ((1024, (808, 512), (680, 384)), (2048, (1632, 1024), (1376, 768))):
         p = gated_mlp.GatedMlp().case(f"mlp-n16384-d{d}")

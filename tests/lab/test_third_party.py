@@ -1,4 +1,4 @@
-"""Someone else's package, really installed: a provider and a target that the lab finds by their entry points."""
+"""A third-party package, really installed: a provider and a target that the lab finds by their entry points."""
 
 import importlib.metadata
 import json
@@ -33,14 +33,14 @@ py-modules = ["tiny_kernels"]
 
 
 def example(heading):
-    """The first Python block behind a heading of the page that tells people how to do this."""
+    """The first Python block below a heading of the page that documents this."""
     text = (Path(__file__).parents[2] / "docs" / "study.md").read_text(encoding="utf-8")
     return text.split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    try:  # by their metadata: to look for the modules lets setuptools put itself in the place of distutils
+    try:  # check metadata: searching for the modules would let setuptools replace distutils
         for name in ("pip", "setuptools"):
             importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -14,7 +14,7 @@ from fusewise.lab.timing import HOST_CALLS, RESOLUTION_US, CpuTimer, CudaTimer, 
 
 
 class Clock:
-    """A clock that only what calls `sleep` moves on: under load a real one measures the neighbours."""
+    """A clock that only advances by calls of `sleep`: under load a real one would measure other processes."""
 
     def __init__(self):
         self.now = 0.0
@@ -50,18 +50,18 @@ def test_a_real_clock_is_read():
 
 
 def test_a_turn_tells_how_many_threads_waited_for_a_core(clock, monkeypatch):
-    # Before and after each sample: the first finds its threads on one core, in the last turn but one a thread ends.
+    # Before and after each sample. In the first sample all threads share one core; in the second turn a thread ends.
     waited = iter([1.0, 1.5, 1.5, 1.65, 1.65, 1.8, 5.0, 4.0, None, None])
     monkeypatch.setattr(timing.machine, "waited_s", lambda: next(waited))
     work = Work(lambda i: i, lambda _: clock.sleep(0.1))
     assert CpuTimer(0).turn(work, samples=3, calls=1).clocks == {"waiting_threads": 1.5}
     assert CpuTimer(0).turn(work, samples=1, calls=1).clocks == {"waiting_threads": 0.0}
-    assert CpuTimer(0).turn(work, samples=1, calls=1).clocks is None  # not told here
+    assert CpuTimer(0).turn(work, samples=1, calls=1).clocks is None  # not available here
 
 
 @pytest.mark.skipif(machine.waited_s() is None, reason="this system does not tell how long threads wait")
 def test_threads_of_one_core_wait_for_each_other():
-    """Two processes on the first core that is ours: either has it half of the time."""
+    """Two processes pinned to the first available core: each gets half of the time."""
     program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     burn = subprocess.Popen([sys.executable, "-c", program + "while True: pass"])
     try:
@@ -147,8 +147,9 @@ def test_held_bytes_are_what_forward_saves_beyond_inputs_and_outputs():
 
 
 class FakeCuda:
-    """A stream with a clock: work takes known device time, an event `pair` after it, and a hold of too few cycles ends before
-    all is queued."""
+    """A stream with a clock: work takes known device time, events add `pair`, and a hold with too few cycles ends
+    before everything is queued.
+    """
 
     def __init__(self, hold_needed=0, pair=0.0):
         self.hold_needed = hold_needed
@@ -191,7 +192,7 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_
     cuda = FakeCuda(hold_needed).serve(monkeypatch)
     seconds = itertools.count(
         step=1e-4
-    )  # of the host, whatever else this machine is doing: a longer hold follows from them
+    )  # simulated host time, independent of the load; the longer hold is derived from it
     monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: {"sm_mhz": 1980})
     assert timer.pair_us == 0.0
@@ -212,7 +213,9 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_
 
 
 def test_what_takes_the_host_longer_than_any_hold_is_tried_twice(monkeypatch):
-    """Three samples take it 60 ms to queue, of which all see 50 of holding; the first time a call is made may be longer than others."""
+    """Queueing three samples takes 60 ms, beyond the longest hold of 50. It is retried once, since a first call may be
+    slow.
+    """
     cuda = FakeCuda(hold_needed=1e12).serve(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
     assert timer.pair_us == 0.0
@@ -263,7 +266,7 @@ def test_the_host_is_measured_in_fewer_calls_where_they_are_long(monkeypatch, us
 
 
 def bare_us(call):
-    """Microseconds a call in a loop with nothing else in it."""
+    """Microseconds per call in a bare loop."""
     start = time.perf_counter_ns()
     for _ in range(HOST_CALLS):
         call(None)
@@ -271,7 +274,7 @@ def bare_us(call):
 
 
 def test_host_time_is_that_of_a_bare_loop(monkeypatch):
-    """Of a call of some 10 µs, the least of a few tries of each, so that another process does not decide."""
+    """For a call of some 10 µs; the minimum of a few attempts on each side, so that another process does not decide."""
     FakeCuda().serve(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), 0, lambda: None)
 
@@ -302,7 +305,7 @@ def test_host_time_of_a_launch_is_that_of_a_bare_loop():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_times_the_device_and_not_the_host():
     timer = CudaTimer(torch.device("cuda:0"), 2 * torch.cuda.get_device_properties(0).L2_cache_size, lambda: None)
-    x = torch.randn(2**28, device="cuda")  # 1 GiB: at least 0.3 ms on anything
+    x = torch.randn(2**28, device="cuda")  # 1 GiB: at least 0.3 ms on any GPU
 
     def late(_):
         time.sleep(0.002)  # a host that is slower than the device

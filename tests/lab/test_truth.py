@@ -53,7 +53,7 @@ def test_wrong_results_are_told(change, words):
 
 
 class Scaled(torch.autograd.Function):
-    """x itself, and a gradient that is off by a factor."""
+    """Returns x, with a gradient that is off by a factor."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -131,7 +131,7 @@ def one_after_another(x, w):
 
 
 def rounded(x, ulps):
-    """With as many units in the last place less of precision."""
+    """Reduce precision by this many units in the last place."""
     bits = x.view(torch.int32)
     return ((bits + ulps // 2) // ulps * ulps).view(torch.float32)
 
@@ -149,7 +149,7 @@ def test_errors_are_relative_and_never_hidden():
     assert truth.errors([torch.zeros(0)], [torch.zeros(0, dtype=torch.float64)]) == Errors(0.0, 0.0)
     odd = torch.tensor([math.inf, math.nan, -math.inf, 4.0], dtype=torch.float64)
     assert truth.errors([odd.float() + torch.tensor([0, 0, 0, 1.0])], [odd]) == Errors(0.25, 0.25)
-    for place in range(3):  # another infinity, or none, where the truth has one
+    for place in range(3):  # a wrong infinity, or a finite value where the truth is infinite
         assert truth.errors([odd.float().index_fill(0, torch.tensor(place), 7.0)], [odd]) == Errors(math.inf, math.inf)
     assert truth.errors([-odd.float()], [odd]) == Errors(math.inf, math.inf)
     zero = torch.zeros(2, dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_what_float64_leaves_of_zero_is_no_measure():
     found = truth.errors([large, torch.tensor([2e-8, 0.0])], truths)
     assert 0 < found.rms < found.max < 1.1e-8
     assert truth.errors([large, torch.tensor([0.5, 0.0])], truths).max == pytest.approx(0.25)
-    small = torch.tensor([2e-9, 1e-9])  # little, but not nothing
+    small = torch.tensor([2e-9, 1e-9])  # small, but not zero
     assert truth.errors([large, small * 2], [large.double(), small.double()]).max == pytest.approx(1.0)
     counts = torch.tensor([1, 0])
     assert truth.errors([large * 1e15, counts * 2], [large.double() * 1e15, counts]).others == 1
@@ -176,7 +176,7 @@ def test_what_is_known_of_a_providers_arithmetic_is_told_with_its_error():
     assert right.reason == ""
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.export, which its importer calls
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.export, called by its importer
 def test_tvms_products_are_sums_of_one_term_after_another_and_right():
     pytest.importorskip("tvm")
     from fusewise.lab.providers.relax import Tvm
@@ -184,10 +184,10 @@ def test_tvms_products_are_sums_of_one_term_after_another_and_right():
     p = targets.problem_for(Task("geglu", "quick-decode", "fp32", "fwd", "cpu", 0))
     found = truth.check(p, Tvm().build(p))
     assert found.reason == ""
-    assert found.errors.max > truth.allowed(found.eager.max, torch.float32)  # but for its sums
+    assert found.errors.max > truth.allowed(found.eager.max, torch.float32)  # too large without the allowance for sums
     x, weight = (t.double() for t in p.tensors)
     total = torch.zeros(len(x), len(weight), dtype=torch.float64)
-    for k in range(x.shape[1]):  # one fused multiply-add: a product in full, one rounding of the sum
+    for k in range(x.shape[1]):  # fused multiply-add: exact product, one rounding of the sum
         total = (total + x[:, k, None] * weight[:, k]).float().double()
     value, gate = total.float().chunk(2, dim=-1)
     by_hand = truth.errors([value * torch.nn.functional.silu(gate)], p.truth((x, weight)))
@@ -218,14 +218,14 @@ LARGE = [
 
 
 def large(op, case, pass_, monkeypatch, most, piece):
-    """A problem, the truth of which is too large from `most` bytes on and then made of pieces."""
+    """A problem whose truth is computed in pieces if it has `most` bytes or more."""
     monkeypatch.setattr(truth, "MOST_BYTES", most)
     monkeypatch.setattr(truth, "PIECE_BYTES", piece)
     return targets.problem_for(Task(op, case, "fp32", pass_, "cpu", 0))
 
 
 class Widest(TorchDispatchMode):
-    """Elements of the largest float64 tensor that was made."""
+    """Records the size of the largest float64 tensor created."""
 
     most = 0
 
@@ -244,7 +244,7 @@ def test_some_rows_at_a_time_the_errors_are_those_of_the_whole(op, case, pass_, 
     whole = truth.check(p, Eager().build(p))
     rows = len(p.tensors[0])
     size = 8 * sum(x.numel() for x in (*p.upstream, *p.tensors[:1]))
-    p = large(op, case, pass_, monkeypatch, 1000, size // 7)  # rows that no piece divides
+    p = large(op, case, pass_, monkeypatch, 1000, size // 7)  # not a divisor of the number of rows
     ranges = [range(*some.indices(rows)) for some in truth.pieces(p)]
     assert len(ranges) > 3 and [row for some in ranges for row in some] == list(range(rows))
     with Widest() as seen:
@@ -297,14 +297,14 @@ def test_a_wrong_gradient_of_what_all_rows_share_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "most"),
     [
-        # The yardstick's result, the input, and three that the formula takes: half of x and two of the sum's.
+        # The reference result, the input, and three that the formula needs: half of x and two of the sum's.
         (None, 5),
-        # No more than the yardstick's own.
+        # No more than the reference's own.
         (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), 4),
     ],
 )
 def test_the_check_of_a_large_problem_takes_no_more_than_the_calls(call, most, monkeypatch):
-    """In bytes of one tensor, beside the problem's own; docs/measuring.md counts with them."""
+    """In multiples of one tensor's bytes, in addition to the problem's own; docs/measuring.md relies on this."""
     p = large("gelu", "gelu-1024", "fwd", monkeypatch, 0, 2**16)
     size = p.tensors[0].numel() * 4
     verdict, grown = memory.growth(lambda: truth.check(p, Run(call) if call else Eager().build(p)), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What is right, computed once: read back as it was, written by one process only, and nothing that should not be kept."""
+"""Shared reference results: read back exactly, written by one process only; nothing is stored that should not be."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_what_was_kept_is_what_was_computed_and_is_not_computed_again(tmp_path, 
     found, errors = truth.expected(p, truths.Truths(tmp_path))
     assert all(map(torch.equal, found, computed[0])) and errors == computed[1]
     assert truth.check(p, eager(p), truths.Truths(tmp_path)) == first
-    found[0].zero_()  # one's own copy
+    found[0].zero_()  # a private copy
     assert not torch.equal(truth.expected(p, truths.Truths(tmp_path))[0][0], found[0])
 
 
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path):
     keeper = truths.Truths(tmp_path / "taken", keeps=True)
     keeper.folder.mkdir()
     keeper._place(problem().task).mkdir()
-    (keeper._place(problem().task) / "something").touch()  # in the way of the rename
+    (keeper._place(problem().task) / "something").touch()  # blocks the rename
     expected = truth.expected(problem(), keeper)[0]
     assert all(map(torch.equal, expected, truth.expected(problem())[0]))
     assert len(list(keeper.folder.iterdir())) == 1

@@ -32,7 +32,7 @@ class Tile:
 
 
 def forget() -> None:
-    """All results, as a new process knows none."""
+    """Clear all results, as in a new process."""
     for module in (_gluon, _triton):
         module.TUNED.forget()
 
@@ -47,7 +47,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Clock:
-    """Times by configuration, with a relative noise."""
+    """Times by configuration, with relative noise."""
 
     def __init__(self, times: dict[int, float], noise: float = 0.002) -> None:
         self.times, self.noise, self.random, self.measured = times, noise, random.Random(1), []
@@ -113,7 +113,7 @@ def test_the_same_times_give_the_same_choice_in_any_order_of_rounds() -> None:
 
 
 class FakeTimer:
-    """Microseconds by the configuration that is in use."""
+    """Microseconds of the configuration in use."""
 
     def __init__(self, tuned: Tuned[Any], times: dict[int, float]) -> None:
         self.tuned, self.times = tuned, times
@@ -228,7 +228,7 @@ def test_a_device_without_configurations_exits_1() -> None:
 @pytest.mark.parametrize("kernel", ["y", "preact", "gate", "gradient", "down"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_kernel_is_searched_in_the_interpreter(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real launches, held against float64; few candidates and constructed times."""
+    """Real launches, checked against float64; few candidates and constructed times."""
     whole = _triton._space
     monkeypatch.setattr(_triton.TUNED, "space", lambda key, device: whole(key, device)[:3])
 
@@ -287,8 +287,9 @@ def test_what_has_one_configuration_is_left_out_and_refused_by_name(monkeypatch:
 @pytest.mark.parametrize("kernel", ["y", "gate", "gradient"])
 @pytest.mark.parametrize("rows", [16, 512])
 def test_a_search_on_the_device(kernel: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heuristic's choice and some candidates by lot: each is right or does not fit, and a new process finds what is
-    kept."""
+    """The heuristic's choice and some random candidates: each is correct or does not fit, and a new process finds the
+    saved result.
+    """
 
     def few(space: Any) -> Any:
         def drawn(key: Key, device: int) -> list[Any]:
@@ -300,7 +301,7 @@ def test_a_search_on_the_device(kernel: str, rows: int, monkeypatch: pytest.Monk
     for module in (_gluon, _triton):
         monkeypatch.setattr(module.TUNED, "space", few(module.TUNED.space))
     arguments = ["--shape", f"{rows},512,1024", "--epilogue", kernel, "--device", "cuda", "--json"]
-    if kernel == "y" or rows > _gluon_few.MOST_ROWS:  # where auto takes CUDA on Hopper, which has nothing to tune
+    if kernel == "y" or rows > _gluon_few.MOST_ROWS:  # where auto uses CUDA on Hopper, which has nothing to tune
         arguments += ["--impl", "triton" if _op.choice.unavailable("gluon", "cuda", torch.bfloat16) else "gluon"]
     found = invoke("tune", "geglu", *arguments)
     assert found.exit_code == 0, found.output

@@ -1,5 +1,6 @@
-"""A user's own functions: called on arguments made from text, held against themselves in float64. Where they come from is
-in test_user_places.py, what is counted of them in test_user_counts.py."""
+"""User functions: called on arguments made from text, checked against themselves in float64. Where they come from is in
+test_user_places.py, what is counted of them in test_user_counts.py.
+"""
 
 from dataclasses import replace
 
@@ -40,7 +41,7 @@ def test_a_function_agrees_with_itself_in_float64(name, texts, pass_):
 
 
 def test_the_truth_computes_in_float64_whatever_the_function_says():
-    """`rms` casts to float32 and back; its truth has no float32 in it."""
+    """`rms` casts to float32 and back; its truth must not compute in float32."""
     p = problem("rms", "x=fp32[64,128]", "weight=fp32[128]")
     (true,) = p.truth(p.leaves(False, wide=True))
     x, weight = (t.double() for t in p.tensors)
@@ -64,7 +65,7 @@ def test_a_wrong_gradient_of_a_parameter_is_found():
 
 def test_a_gradient_may_be_rounded_to_its_parameter():
     p = problem("Narrow", "fp32[64,4]", pass_="bwd")
-    exact = truth.Yardstick(truth.Errors(0.0, 0.0))  # eager code's, by luck
+    exact = truth.Yardstick(truth.Errors(0.0, 0.0))  # eager code may be exact by luck
     assert truth.within(truth.Errors(2**-9, 2**-9), exact, p.dtype)
     assert truth.check(p, eager(p)).reason == ""
     assert problem("Net", "fp32[3,6]").dtype == torch.float32
@@ -107,7 +108,7 @@ def test_integers_that_are_random_are_refused():
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_right():
-    p = problem("Normalized", "fp32[16,8]", pass_="bwd")  # that of the bias, which the normalization takes out again
+    p = problem("Normalized", "fp32[16,8]", pass_="bwd")  # that of the bias, which the normalization removes
     assert truth.check(p, eager(p)).reason == ""
 
 
@@ -121,7 +122,7 @@ def test_modules_have_the_same_parameters_in_every_process():
 @pytest.mark.parametrize(
     ("name", "texts", "flops"),
     [
-        ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16)),  # dense, whatever the mask
+        ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16)),  # dense, regardless of the mask
         ("either", ["fp32[8,16]"], 0),
         ("compiled_inside", ["fp32[3,6]", "fp32[6,4]"], 2 * 3 * 6 * 4),
     ],
@@ -135,7 +136,7 @@ def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flo
     assert wide.dtype == torch.float64
     if name == "compiled_inside":
         x, weight = (t.double() for t in p.tensors)
-        assert torch.equal(wide, (x @ weight).relu())  # nothing of it in bfloat16
+        assert torch.equal(wide, (x @ weight).relu())  # nothing was computed in bfloat16
 
 
 def test_a_function_may_give_eight_bits():
@@ -210,7 +211,7 @@ def test_complex_numbers_have_gradients_like_real_ones(name, texts, pass_):
 
 
 def test_a_complex_gradient_is_that_of_pytorch():
-    """For upstream g of y = w z it is conj(w) g: one that is not conjugated is wrong."""
+    """For upstream g of y = w z it is conj(w) g; one without the conjugate is wrong."""
     p = problem("conjugated", "z=c64[8]", "x=fp32[8]", pass_="bwd")
     (z, x), (g,) = p.tensors, p.upstream
     assert g.is_complex()

@@ -1,4 +1,4 @@
-"""The bytes and the products that a user's own function needs at least."""
+"""The minimum bytes and operations of a user's function."""
 
 import pytest
 from user_problems import FILE, RMS, problem
@@ -13,7 +13,7 @@ def test_bytes_and_flops():
     assert p.bytes_min() == 2 * 8 * 16 * 4  # a linear function: dy read, dx written
     assert p.flops_min() == 0
     assert problem("twice", "x=fp32[8,16]", pass_="bwd").bytes_min() == 4 * 512  # three gradients read, one written
-    assert problem("summed", "x=fp32[8,16]", pass_="bwd").bytes_min() == 16 * 4  # that of the sum, expanded
+    assert problem("summed", "x=fp32[8,16]", pass_="bwd").bytes_min() == 16 * 4  # the sum's gradient, expanded
     p = problem("rms", *RMS, dtype="bf16", pass_="bwd")
     assert p.bytes_min() == 2 * (8 * 16 + 2 * (8 * 16 + 16))  # dy and both inputs read, both gradients written
     p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")
@@ -24,19 +24,19 @@ def test_bytes_and_flops():
 def test_bytes_count_what_is_not_learned_as_far_as_it_is_read():
     held = 4 * (4 * 6 + 4 + 3 * 4)  # weight, bias, three rows of the mask
     p = problem("Holding", "x=fp32[3,6]")
-    assert p.bytes_min() - held - 4 * (3 * 6 + 3 * 4) in (0, 8)  # x, y, and perhaps the index, made of a number
+    assert p.bytes_min() - held - 4 * (3 * 6 + 3 * 4) in (0, 8)  # x, y, and perhaps the index, created from a number
     back = problem("Holding", "x=fp32[3,6]", pass_="bwd")
     assert back.bytes_min() == 4 * (3 * 4 + 3 * 6) + 4 * 4 * 6  # dy, dx, weight
-    assert problem("projected", "x=fp32[8,8]").bytes_min() == 3 * 4 * 8 * 8  # a tensor of the file's own
+    assert problem("projected", "x=fp32[8,8]").bytes_min() == 3 * 4 * 8 * 8  # the file has a tensor of its own
 
 
 @pytest.mark.parametrize(
     ("name", "text", "read"),
     [
-        ("largest", "x=fp32[8,16]", True),  # which elements have one is known from x
+        ("largest", "x=fp32[8,16]", True),  # which elements have a gradient is known from x
         ("above", "x=fp32[8,16]", True),  # and here how many gradients there are
-        ("entropy", "p=fp32[8,16] uniform(0.1,0.9)", True),  # takes nothing but probabilities
-        ("demanding", "x=fp32[16] full(1)", True),  # refuses other values
+        ("entropy", "p=fp32[8,16] uniform(0.1,0.9)", True),  # accepts only probabilities
+        ("demanding", "x=fp32[16] full(1)", True),  # rejects other values
         ("doubled", "x=fp32[8,16] strides(0,1)", False),
         ("doubled", "x=fp32[]", False),
     ],
@@ -49,13 +49,13 @@ def test_whether_a_gradient_reads_the_inputs(name, text, read):
     ("name", "texts", "flops", "products"),
     [
         ("Recurrent", ["fp32[3,2,8]"], 2 * 6 * 64 * (8 + 16 + 16 + 16), 2),
-        ("torch:mv", ["fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),  # what is left is no sum
+        ("torch:mv", ["fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),  # the rest is no sum
         ("torch:addmv", ["fp32[3]", "fp32[3,7]", "fp32[7]"], 2 * 3 * 7, 1),
         ("torch:addbmm", ["fp32[3,4]", "fp32[2,3,7]", "fp32[2,7,4]"], 2 * 2 * 3 * 7 * 4, 2),
     ],
 )
 def test_products_that_pytorch_has_no_formula_for(name, texts, flops, products):
-    """And how many as many there are in a backward."""
+    """`products`: the backward has this many times the forward's operations."""
     assert problem(name, *texts).flops_min() == flops
     assert problem(name, *texts, pass_="bwd").flops_min() == products * flops
 
@@ -69,7 +69,7 @@ def test_products_that_pytorch_has_no_formula_for(name, texts, flops, products):
     ],
 )
 def test_operations_of_what_is_made_of_other_sums(name, texts, forward, backward):
-    """No more in a backward than twice those of the forward: what it computes once more is not needed."""
+    """The backward has at most twice the forward's operations: recomputation is not a necessary cost."""
     assert problem(name, *texts).flops_min() == forward
     assert problem(name, *texts, pass_="bwd").flops_min() == backward
 
@@ -78,7 +78,7 @@ def test_products_of_a_backward_are_those_that_it_needs():
     assert problem("attention", *["fp32[1,2,8,4]"] * 3).flops_min() == 2 * (2 * 2 * 8 * 8 * 4)
     assert problem("attention", *["fp32[1,2,8,4]"] * 3, pass_="bwd").flops_min() == 4 * (2 * 2 * 8 * 8 * 4)
     product = 2 * 3 * 6 * 4
-    assert problem("Net", "fp32[3,6] fixed", pass_="bwd").flops_min() == product  # the weight's gradient alone
+    assert problem("Net", "fp32[3,6] fixed", pass_="bwd").flops_min() == product  # only the weight's gradient
     assert problem("remembering_less", "fp32[3,6]", "fp32[6,4]", pass_="bwd").flops_min() == 2 * product
 
 
@@ -100,9 +100,9 @@ def test_a_case_counts_its_inputs_before_the_function_ran():
 
 def test_bytes_count_what_is_distinct():
     p = problem("twice", "x=fp32[8,16]")
-    assert p.bytes_min() == 2 * 512  # x read, one product written; a view of x is nothing
+    assert p.bytes_min() == 2 * 512  # x read, one product written; a view of x is free
     assert problem("doubled", "x=fp32[8,16] strides(0,1)").bytes_min() == 16 * 4 + 512
-    assert problem("views_of_one", "x=fp32[8,16]").bytes_min() == 2 * 512  # a product, and views of that
+    assert problem("views_of_one", "x=fp32[8,16]").bytes_min() == 2 * 512  # one product, and views of it
     assert problem("halves", "x=fp32[8,16]").bytes_min() == 2 * 512
 
 

@@ -1,4 +1,4 @@
-"""Where a user's functions come from: files, modules, notebooks; what is refused before a study of them begins."""
+"""Where user functions come from: files, modules, notebooks; and what is refused before a study begins."""
 
 import dataclasses
 import linecache
@@ -25,7 +25,7 @@ RMS = ("x=bf16[8,16]", "weight=bf16[16]")
 
 
 def verified(target, **limits):
-    """The target's first task, tried in a process of its own."""
+    """The target's first task, tried in its own process."""
     case = target.case()
     task = Task(target.name, case.name, case.dtypes[0], "fwd", "cpu", 0, target.detail(case))
     target.verify([task], **{"timeout": 300.0, "memory_limit": None, **limits})
@@ -165,7 +165,7 @@ def masked(x: torch.Tensor, low: float = lowest) -> tuple:
 
 @pytest.fixture
 def notebook(monkeypatch):
-    """A module __main__ without a file, as a notebook has it."""
+    """A module __main__ without a file, as in a notebook."""
     main = types.ModuleType("__main__")
     linecache.cache["<cell>"] = (len(NOTEBOOK), None, NOTEBOOK.splitlines(keepends=True), "<cell>")
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -209,7 +209,7 @@ def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
         place(torch.vmap(notebook.outer), tmp_path)
     for other in (torch.nn.ReLU().forward, torch.vmap(torch.nn.functional.softmax), torch.Tensor.exp):
         with pytest.raises(ValueError, match="must be defined at the top of a file or cell"):
-            place(other, tmp_path)  # what its name stands for is another function
+            place(other, tmp_path)  # its name refers to another function
 
 
 def test_a_script_of_another_name_is_told(monkeypatch, tmp_path):
@@ -304,7 +304,7 @@ def test_a_study_does_not_start_inside_a_study(monkeypatch):
 
 
 def test_a_study_from_python_shows_itself(tmp_path):
-    """End to end: values make specs, a process finds the function, a notebook gets a table."""
+    """End to end: values become specs, another process imports the function, a notebook gets a table."""
     import user_functions
 
     made = fusewise.study(

@@ -1,4 +1,6 @@
-"""What a user's module writes to its buffers and parameters: every provider must, and none profits from the writes of others."""
+"""Writes of a user's module to its buffers and parameters: every provider must perform them, and none may profit from
+the writes of others.
+"""
 
 from dataclasses import replace
 
@@ -28,13 +30,13 @@ WRITES = [
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 @pytest.mark.parametrize(("name", "text", "place"), WRITES)
 def test_a_compiler_that_leaves_out_a_write_is_wrong(name, text, place, pass_):
-    """No result tells of it, and it would be the faster for it."""
+    """No output shows it, and omitting it would be faster."""
     p = problem(name, text, dtype=text.split("[")[0], pass_=pass_)
     assert truth.check(p, eager(p)).reason == ""
     own = {**dict(p.function.named_parameters()), **dict(p.function.named_buffers())}
 
     def call(*xs):
-        """The same on copies, which take the writes; gradients come through."""
+        """Call it on copies, which take the writes; gradients pass through."""
         return torch.func.functional_call(p.function, {n: x.clone() for n, x in own.items()}, xs)
 
     without = replace(eager(p), call=call)
@@ -44,7 +46,7 @@ def test_a_compiler_that_leaves_out_a_write_is_wrong(name, text, place, pass_):
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 def test_results_are_held_against_those_of_the_same_buffers(pass_):
-    """However often eager code, the truth and the provider were called before."""
+    """Regardless of how often eager code, the truth and the provider were called before."""
     p = problem("Settling", "fp32[8,4]", pass_=pass_)
     for _ in range(2):
         verdict = truth.check(p, eager(p))
@@ -54,7 +56,7 @@ def test_results_are_held_against_those_of_the_same_buffers(pass_):
 
 
 def test_an_exporter_takes_the_buffers_of_the_first_call():
-    """Those at which the results are judged."""
+    """The results are checked at the same buffers."""
     target = User(f"{FILE}:Settling", ("fp32[8,4]",))
     task = Task(target.name, target.case().name, "fp32", "fwd", "cpu", 0, target.detail(target.case()))
 
@@ -76,7 +78,7 @@ def test_a_buffer_may_be_taken_away():
 
 @pytest.mark.parametrize(("name", "place"), [("Clamping", "linear.weight"), ("Looking", "table.weight")])
 def test_results_are_held_against_those_of_the_parameters_before(name, place):
-    """However often eager code, the truth and the provider were called before."""
+    """Regardless of how often eager code, the truth and the provider were called before."""
     p = problem(name, "fp32[3,4]", pass_="fwd+bwd")
     before = dict(p.function.named_parameters())[place].detach().clone()
     for _ in range(2):
@@ -89,7 +91,7 @@ def test_results_are_held_against_those_of_the_parameters_before(name, place):
 
 def test_a_write_to_a_parameter_is_bytes_that_move():
     p = problem("Clamping", "fp32[8,4]")
-    read, written = 8 * 4 + 4 * 4 + 4, 8 * 4 + 4 * 4 + 4  # x, weight and bias; the results, the weight, what is frozen
+    read, written = 8 * 4 + 4 * 4 + 4, 8 * 4 + 4 * 4 + 4  # x, weight and bias; result, weight, frozen part
     assert p.bytes_min() == 4 * (read + written)
 
 
@@ -98,14 +100,14 @@ def test_a_write_to_a_parameter_is_bytes_that_move():
     [
         ("Scaling", "bwd", True),
         ("Clamping", "bwd", True),
-        ("Clamping", "fwd+bwd", False),  # a backward has run before the next forward
+        ("Clamping", "fwd+bwd", False),  # a backward runs before the next forward
         ("Clamping", "fwd", False),
-        ("normalised", "bwd", False),  # writes, and not to what its backward reads
+        ("normalised", "bwd", False),  # writes, but not to what its backward reads
         ("Net", "bwd", False),
     ],
 )
 def test_a_call_whose_backward_reads_what_the_next_one_writes_is_timed_alone(name, pass_, one):
-    """Of several forwards in a row the backwards of all but the last would be refused by autograd."""
+    """After several forwards in a row, autograd would refuse the backward of all but the last."""
     target = User(f"{FILE}:{name}", ("fp32[8,6]" if name == "Net" else "fp32[8,4]",))
     task = Task(target.name, target.case().name, "fp32", pass_, "cpu", 0, target.detail(target.case()))
     server = Server(Eager(), "cpu", 0)

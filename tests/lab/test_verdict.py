@@ -12,7 +12,7 @@ PLACE = {"op": "rope", "case": "cube-8", "dtype": "fp32", "pass": "fwd"}
 
 
 def record(times, pair="eager", noise=0.001, hosts=None, ledgers=(), limits=None, wrong=(), code=(), **fields):
-    """One group with these device times; the pair's second comes out `noise` slower."""
+    """One group with these device times; the pair's second is `noise` slower."""
     all_times = {**times, **({f"{pair}#2": times[pair] * (1 + noise)} if pair in times else {})}
     measurements = [measurement(name, [[time]] * 6) for name, time in all_times.items()]
     for m in measurements:
@@ -43,7 +43,7 @@ LIMITS = {
     [
         ({"floor-copy": 10.0, "floor-launch": 2.0}, "memory", 10.0),
         ({"floor-copy": 10.0, "floor-matmul": 40.0}, "compute", 40.0),
-        ({"floor-copy": 10.0, "floor-matmul": 12.0}, "memory", 12.0),  # of few rows: the product waits for its weights
+        ({"floor-copy": 10.0, "floor-matmul": 12.0}, "memory", 12.0),  # few rows: the product waits for its weights
         ({"floor-copy": 10.0, "floor-matmul": 13.0}, "compute", 13.0),
         ({"floor-copy": 1.0, "floor-launch": 2.0}, "launch", 2.0),
         ({}, "cannot tell", None),
@@ -113,7 +113,7 @@ def test_what_starting_anything_binds_is_not_worth_it(device, fix):
 
 
 def test_a_floor_that_a_compiler_is_far_below_says_nothing():
-    """Neither what binds nor a least time, nor how far others are from it."""
+    """It affects neither the bound nor a minimum time nor the distance of others."""
     judged = only(record({"floor-copy": 50.0, "eager": 20.0, "fusewise-cpu": 25.0}))
     assert (judged.bound, judged.minimum_us, judged.left, judged.worth) == ("cannot tell", None, None, "cannot tell")
     assert judged.why == "eager is at 250 % of the floor's speed, so the floor is not a limit"
@@ -151,7 +151,7 @@ def test_a_wrong_provider_has_no_part_in_the_verdict():
         ({"eager": 30.0}, 2.9e-6, "cannot tell"),  # 10 × (2 × 1.17e-7 + 6e-8) = 2.94e-6
         ({"eager": 30.0}, 3.0e-6, "try"),
         ({"eager": 30.0}, None, "try"),  # not finite
-        ({"eager": 30.0, "liger": 12.0}, 4.35e-7, "yes"),  # than what is right
+        ({"eager": 30.0, "liger": 12.0}, 4.35e-7, "yes"),  # faster than the correct ones
         ({"eager": 30.0, "liger": 12.0}, 1e-3, "yes"),
         ({"eager": 11.0, "liger": 10.0}, 4.35e-7, "no"),  # whatever the other compiler takes
     ],
@@ -206,7 +206,7 @@ def test_many_launches_starved_queues_and_low_clocks_are_causes():
 
 @pytest.mark.parametrize(("busy", "worth"), [(("liger",), "yes"), (("liger", "eager"), "cannot tell")])
 def test_times_of_a_busy_machine_carry_no_verdict(busy, worth):
-    """One provider whose threads wait may have too many of them; if most do, somebody else has the cores."""
+    """One provider with waiting threads may have too many of them; if most have, another process uses the cores."""
     found = record({"floor-copy": 10.0, "eager": 40.0, "torch.compile": 30.0, "liger": 20.0})
     found.rows = [
         dataclasses.replace(r, clocks={"waiting_threads": 1.5 if r.provider in busy else 0.02}) for r in found.rows

@@ -1,4 +1,4 @@
-"""What a worker keeps between the turns that it is asked for."""
+"""What a worker keeps between requests."""
 
 import gc
 import weakref
@@ -48,7 +48,9 @@ def test_the_kernels_of_a_call_are_told_or_why_they_are_not(monkeypatch):
 
 
 def test_all_of_the_process_is_looked_through_only_where_something_may_be_left(monkeypatch):
-    """What still holds the last problem when it is let go of, or tensors that have come to much since the last time."""
+    """If the last problem is still referenced when it is released, or if many tensors have accumulated since the last
+    time.
+    """
     looked = []
     monkeypatch.setattr(gc, "unfreeze", lambda unfreeze=gc.unfreeze: (unfreeze(), looked.append(1)))
     server = prepared("cpu")
@@ -91,13 +93,13 @@ def test_an_error_beyond_what_a_record_holds_is_the_largest_that_it_does(monkeyp
     ids=["torch's", "TorchScript's", "cuBLAS's", "another"],
 )
 def test_what_a_failed_provider_held_is_given_back(error, crowded, monkeypatch):
-    """Also what only the frames of the error still hold."""
+    """Including what only the frames of the exception still hold."""
     server, seen = Server(Eager(), "cpu", 0), []
 
     def build(self, problem):
         held = torch.empty(4)
         seen.append(weakref.ref(held))
-        raise type(error)(str(error))  # one of its own: the given one would keep the frames
+        raise type(error)(str(error))  # a new one: the given one would keep the frames
 
     def forget():
         seen.append(seen[0]() is None)
@@ -119,7 +121,7 @@ def test_memory_is_given_back_where_it_is_much_or_little_is_left(free, idle, giv
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
     server.share_memory()
-    assert not given and not server.shared  # of a CPU nothing is asked
+    assert not given and not server.shared  # the CPU has nothing to release
     server.device = torch.device("cuda")
     server.share_memory()
     assert bool(given) == server.shared == gives
@@ -127,7 +129,7 @@ def test_memory_is_given_back_where_it_is_much_or_little_is_left(free, idle, giv
 
 @pytest.fixture
 def shared(monkeypatch):
-    """A server that takes itself for one on a GPU of 100 bytes, large problems for such of a byte, and the list of what it did."""
+    """A server set up as on a GPU of 100 bytes, where one byte is a large problem, and a log of its actions."""
     server, did = Server(Eager(), "cpu", 0), []
     server.device = torch.device("cuda")
     monkeypatch.setattr(worker, "KEPT_BYTES", 1)
@@ -144,7 +146,7 @@ def asked(server, do, **fields):
 
 
 def watch(monkeypatch, did):
-    """Say when a problem is made, copied and checked, and what of it is still there; references to its tensors."""
+    """Log when a problem is copied and checked, and if copies still exist; returns weak references to tensors."""
     tensors, copies = [], []
     make, copy, check = worker.targets.problem_for, worker.make_work, truth.check
 
@@ -179,12 +181,12 @@ def test_a_worker_holds_no_more_of_a_large_problem_than_its_turns_need(shared, m
         tensors.clear()
         assert asked(server, "prepare", pass_=pass_)["ok"]
         mine = ["copied", "checked", "given back", "copied", "measured", "given back"]
-        assert did == (mine if pass_ == "fwd" else ["given back", *mine])  # of the pass before, first
+        assert did == (mine if pass_ == "fwd" else ["given back", *mine])  # first that of the pass before
         of_input, of_gradient = (x() is not None for x in tensors)
-        assert (of_input, of_gradient) == (False, pass_ == "bwd")  # of which every backward is handed a copy
+        assert (of_input, of_gradient) == (False, pass_ == "bwd")  # every backward gets a copy of it
         for do in ("warm", "round", "round"):
             assert asked(server, do)["ok"]
-    assert did[len(mine) + 1 :] == []  # nothing is asked of the allocator between turns where there is room
+    assert did[len(mine) + 1 :] == []  # with enough room, nothing is released between turns
 
 
 def test_small_problems_stay_for_the_other_pass(shared, monkeypatch):
@@ -231,7 +233,7 @@ def test_a_large_problem_on_the_gpu_leaves_its_copies_alone(pass_, monkeypatch):
 def test_a_turn_on_the_gpu_leaves_nothing_where_little_is_left(monkeypatch):
     gc.collect()
     torch.cuda.empty_cache()
-    # Parts of blocks in which other tests have something.
+    # Partly used blocks of other tests.
     parts = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     server = prepared("cuda:0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100))

@@ -86,7 +86,7 @@ def attention(q, k, v):
 
 
 def of_scores(q, k, v):
-    """Attention as a function of scores, causal: an operator that takes functions, and runs no other way than compiled."""
+    """Attention as a function of scores, causal: a higher-order operator that can only run compiled."""
     from torch.nn.attention import flex_attention as flex
 
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=str(q.device))
@@ -155,7 +155,7 @@ def overwrites(x):
 
 
 class Counting(nn.Module):
-    """Keeps a running mean, which no result tells of."""
+    """Keeps a running mean, which no output shows."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Counting(nn.Module):
 
 
 class Setting(Counting):
-    """Writes the same at every call."""
+    """Writes the same value at every call."""
 
     def forward(self, x):
         self.mean.copy_(x.mean())
@@ -175,7 +175,7 @@ class Setting(Counting):
 
 
 class Settling(nn.Module):
-    """What it gives depends on what it keeps, which comes to rest, as in a spectral norm."""
+    """The output depends on a buffer that converges, as in spectral norm."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class Settling(nn.Module):
 
 
 class Dropping(Counting):
-    """Takes its buffer away."""
+    """Deletes its buffer."""
 
     def forward(self, x):
         self.mean = None
@@ -195,7 +195,7 @@ class Dropping(Counting):
 
 
 class Clamping(nn.Module):
-    """Keeps its weights small, the frozen ones, too."""
+    """Clamps its weights, including the frozen ones."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class Clamping(nn.Module):
 
 
 class Looking(nn.Module):
-    """Its table is learned, and kept in bounds by the look-up itself."""
+    """Its table is trained, and renormalised by the lookup itself."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ class Looking(nn.Module):
 
 
 class LazilyNormalised(nn.Module):
-    """Its buffers have a shape after the first call."""
+    """Its buffers get a shape in the first call."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +232,7 @@ class LazilyNormalised(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Writes to what its backward reads."""
+    """Overwrites what its backward reads."""
 
     def __init__(self):
         super().__init__()
@@ -355,7 +355,7 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers of one weight, and one that is frozen."""
+    """Two layers share one weight; another is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -368,7 +368,7 @@ class Tied(nn.Module):
 
 
 class Lazy(nn.Module):
-    """Its parameters are made when it is first called."""
+    """Its parameters are created in the first call."""
 
     def __init__(self):
         super().__init__()
@@ -381,7 +381,7 @@ class Lazy(nn.Module):
 
 
 class Holding(nn.Module):
-    """Learns nothing: frozen weights, buffers in use and not, and a table."""
+    """Nothing to train: frozen weights, used and unused buffers, and a table."""
 
     def __init__(self):
         super().__init__()
@@ -396,7 +396,7 @@ class Holding(nn.Module):
 
 
 class Narrow(nn.Module):
-    """A weight that is narrower than what it takes and gives, and of which a gradient is therefore rounded."""
+    """A weight narrower than input and output, so its gradient is rounded."""
 
     def __init__(self):
         super().__init__()
@@ -418,7 +418,7 @@ class Recurrent(nn.Module):
 
 
 class Complex(nn.Module):
-    """With a parameter and a buffer that are complex."""
+    """With a complex parameter and a complex buffer."""
 
     def __init__(self):
         super().__init__()

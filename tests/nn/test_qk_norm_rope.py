@@ -1,4 +1,4 @@
-"""nn.QKNormRope is the function with its weights, its table and its options kept."""
+"""nn.QKNormRope equals the function called with the module's weights, table and options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_is_the_function(table: Any, options: dict[str, Any]) -> None:
         rotation = {"inv_freq": rotary.inv_freq, "layout": "bhsd", "rotary_dim": 8, **where}
         return fusewise.qk_norm_rope(q, k, module.q_weight, module.k_weight, **call, **rotation)
 
-    for y in module(q, k):  # as it is made, lengths are sqrt(head_dim)
+    for y in module(q, k):  # with the initial weights, lengths are sqrt(head_dim)
         whole = y.transpose(1, 2).flatten(-2) if options.get("norm") == "all" else y
         torch.testing.assert_close(whole.square().mean(-1), torch.ones(whole.shape[:-1]), rtol=1e-4, atol=1e-4)
     for weight in module.parameters():

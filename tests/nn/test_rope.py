@@ -1,5 +1,6 @@
-"""RotaryEmbedding: what it hands to the op, and which arguments it refuses. The tables that it keeps and the configurations
-that it reads have files of their own, which share what is made here."""
+"""RotaryEmbedding: what it passes to the op, and which arguments it refuses. Its tables (test_rope_tables.py) and
+configurations (test_rope_config.py) are tested separately, with the helpers defined here.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor,
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # two products of cos or sin below 1 rounded to float32 and a sum: four half ulps of the largest value
+    # Two products with a float32-rounded cos or sin below 1, and a sum: four half ulps of the largest value.
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4 * 2.0**-24 * expected.abs().max().item())
 
 
@@ -125,9 +126,9 @@ def test_options_are_refused_at_construction(options: dict[str, Any], error: typ
 
 
 def nested() -> torch.Tensor:
-    """Of heads of other numbers, which has no sizes."""
+    """Different numbers of heads, so it has no sizes."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is a prototype
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
         return torch.nested.nested_tensor([torch.ones(2, 3, 16), torch.ones(1, 3, 16)])
 
 

@@ -1,4 +1,4 @@
-"""RotaryEmbedding.from_config: what it reads from configurations, old and new, held against the models of transformers."""
+"""RotaryEmbedding.from_config: reads old and new configurations; checked against the models of transformers."""
 
 from __future__ import annotations
 
@@ -108,19 +108,19 @@ def test_from_config_rotates_as_the_transformers_model_does(name: str, fields: d
     expected, _ = modeling.apply_rotary_pos_emb(q[..., :width], q[..., :width], cos, sin)
     module = RotaryEmbedding.from_config(config, layout="bhsd")
     assert module.rotary_dim == width
-    # their angles are float32 products, off by half an ulp of the largest, 64 to 127: 2^-18
+    # Their angles are float32 products, off by half an ulp of the largest, 64 to 127: 2^-18.
     torch.testing.assert_close(module(q)[..., :width], expected, rtol=0, atol=2.0**-18 * 2 * q.abs().max().item())
     assert torch.equal(module(q)[..., width:], q[..., width:])
 
 
-# A configuration class, a key of its rope_parameters, and the dimensions: of the head, and where its rotated part starts.
+# Model, configuration class, key of its rope_parameters, head dimension, start of the rotated part.
 _PARTS = [
     ("deepseek_v2", "DeepseekV2Config", None, 192, -64),
     ("deepseek_v3", "DeepseekV3Config", None, 192, -64),
-    ("mistral4", "Mistral4Config", None, 128, -64),  # with a partial_rotary_factor of the whole head
+    ("mistral4", "Mistral4Config", None, 128, -64),  # its partial_rotary_factor covers the whole head
     ("minicpm3", "MiniCPM3Config", None, 96, -32),
     ("glm4_moe_lite", "Glm4MoeLiteConfig", None, 256, -64),
-    ("deepseek_v4", "DeepseekV4Config", "main", 512, -64),  # without a qk_nope_head_dim
+    ("deepseek_v4", "DeepseekV4Config", "main", 512, -64),  # has no qk_nope_head_dim
     ("deepseek_v4", "DeepseekV4Config", "compress", 512, -64),
     ("dots3_note", "Dots3NoteTextConfig", "indexed_attention", 192, -64),  # layers of two widths
     ("dots3_note", "Dots3NoteTextConfig", "sliding_attention", 256, -64),
@@ -144,7 +144,7 @@ def test_from_config_has_the_frequencies_of_the_transformers_model(
 
 
 def test_from_config_of_ernie_rotates_text_and_refuses_its_sections() -> None:
-    """Its model orders the frequencies by axis and its tables back: what is left is the axis of each pair."""
+    """Its model reorders the frequencies by axis and undoes this in its tables; what remains is the axis of a pair."""
     modeling = pytest.importorskip("transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe")
     config = modeling.Ernie4_5_VLMoeTextConfig(hidden_size=512, num_attention_heads=4, num_key_value_heads=4)
     q = torch.randn(2, 4, 10, 128, generator=torch.Generator().manual_seed(0))

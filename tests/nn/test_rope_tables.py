@@ -1,5 +1,6 @@
-"""The frequencies and tables that RotaryEmbedding keeps: when they are made, and that casts, moves, copies, traces and inference
-mode leave them right."""
+"""The frequencies and tables kept by RotaryEmbedding: when they are computed, and that casts, moves, copies, traces and
+inference mode leave them correct.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "max_position_embeddings": 64}
 
 
 def test_tables_made_in_inference_mode_serve_training() -> None:
-    """A check of a model before its training, as trainers do it."""
+    """Trainers run such a check of a model before training."""
     module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
     q, k = qk()
     with torch.inference_mode():
@@ -32,7 +33,7 @@ def test_tables_made_in_inference_mode_serve_training() -> None:
 
 @pytest.mark.parametrize("table", ["inv_freq", "cos_sin"])
 def test_frequencies_made_in_inference_mode_serve_training(table: str) -> None:
-    """Of a module made there, or told a length, as generation tells it."""
+    """For a module created in inference mode, or given a length there, as generation does."""
     with torch.inference_mode():
         module = RotaryEmbedding(16, seq_len=200, table=table, **DYNAMIC)
     told = RotaryEmbedding(16, table=table, **DYNAMIC)
@@ -80,7 +81,7 @@ def test_table_grows_by_doubling_and_only_when_it_must() -> None:
     assert module.cos is not None and module.cos.shape == (100, 8)
     module.reserve(50)
     assert module.cos.shape == (100, 8)
-    module.reserve(50, "cpu:0")  # one device by another name, as "cuda" is "cuda:0"
+    module.reserve(50, "cpu:0")  # the same device by another name, like "cuda" and "cuda:0"
     assert module.cos.shape == (100, 8)
 
 
@@ -178,13 +179,13 @@ def test_what_cannot_be_reserved_is_not_asked_for_again() -> None:
 
 
 def test_threads_may_share_a_module_whose_table_grows() -> None:
-    """What one of them has found is of one table, whatever another puts in its place meanwhile."""
+    """A call uses cos and sin from one table, whatever other threads store meanwhile."""
     module = RotaryEmbedding(8, table="cos_sin", max_positions=1)
     made = tables.cos_sin
 
     def grown_meanwhile(*arguments: Any, **options: Any) -> Any:
         found = made(*arguments, **options)
-        module.cos, module.sin = made(module._frequencies, 64)  # another thread, which was asked for more
+        module.cos, module.sin = made(module._frequencies, 64)  # another thread, which needed more
         return found
 
     q = torch.randn(1, 4, 2, 8)
@@ -192,13 +193,13 @@ def test_threads_may_share_a_module_whose_table_grows() -> None:
         patched.setattr(tables, "cos_sin", grown_meanwhile)
         one = module.arguments(q)
     assert one["cos"].shape == one["sin"].shape == (4, 4)
-    module.cos = made(module._frequencies, 128)[0]  # it has put one of the two
+    module.cos = made(module._frequencies, 128)[0]  # it has stored one of the two
     other = module.arguments(q)
     assert other["cos"].shape == other["sin"].shape
 
 
 def test_a_model_without_memory_gets_its_frequencies_at_a_call_or_a_move() -> None:
-    """As one whose weights were assigned: nothing but these buffers is on the meta device then."""
+    """As after weights were assigned: then only these buffers are on the meta device."""
     q = torch.randn(1, 3, 2, 64)
     want = RotaryEmbedding(64)(q)
 

@@ -1,4 +1,4 @@
-"""The command line: parses and calls, nothing else."""
+"""The command line: only parses arguments and calls the lab."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Exit codes:
 
 
 class Verbs(click.Group):
-    """An interruption, by Ctrl-C or SIGTERM, ends every verb alike, wherever it comes."""
+    """Handles an interruption, by Ctrl-C or SIGTERM, in the same way for every command."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with interruptible():
                 return super().invoke(ctx)
-        except click.ClickException as error:  # it may have the words of a user's exception
+        except click.ClickException as error:  # may contain text of a user's exception
             error.message = printable(error.message)  # type: ignore[misc]
             raise
         except KeyboardInterrupt as interruption:
@@ -44,7 +44,7 @@ class Verbs(click.Group):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
             click.echo(f"Error: what is to be printed must find room, got {error}; print it somewhere else", err=True)
-            sys.exit(2)  # of `compare`, 1 would be a result
+            sys.exit(2)  # for `compare`, 1 would be a result
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
@@ -58,7 +58,7 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str
 
 
 class Folder(click.Path):
-    """A folder by its name, which is not empty: that would be the current one."""
+    """The name of a folder; not empty, which would mean the current one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -200,7 +200,7 @@ def study(
             if rank
             else commands.run(options, append_rows, resume, code)
         )
-    except ValueError as error:  # the run directory has another run
+    except ValueError as error:  # the directory belongs to another run
         raise click.ClickException(str(error)) from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -208,7 +208,7 @@ def study(
         raise click.ClickException(f"study: the run directory must be writable, got {error}; {fix}") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; the rows measured so far are in {options.out}; continue with --resume") from None
-    if done is None:  # a rank whose rows rank 0 has
+    if done is None:  # a rank whose rows rank 0 reports
         return
     record, report = done
     if as_json:

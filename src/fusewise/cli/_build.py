@@ -1,4 +1,4 @@
-"""The verb that builds native code ahead of time. Parses and calls, nothing else."""
+"""The command that compiles native code ahead of time. Only parses arguments and calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs that look into one problem: its code at every stage, and a profile. Parses and calls, nothing else."""
+"""The commands for one problem: its code at every stage, and a profile. Only parses arguments and calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Exit codes:
 
 
 def _problem(command: Callable[..., None]) -> Callable[..., None]:
-    """The arguments that name one problem."""
+    """The arguments and options that specify one problem."""
     for decorate in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option(
@@ -63,7 +63,7 @@ def _task(verb: str, target: str, providers: list[str] | None, options: dict[str
     )
     try:
         return commands.the_task(request)
-    except ValueError as error:  # what names a problem is the study's, which speaks in its own name
+    except ValueError as error:  # problem arguments are parsed by the study, whose errors use its own name
         raise click.UsageError(f"{verb}: {str(error).removeprefix('study: ')}") from None
 
 

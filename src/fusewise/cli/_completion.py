@@ -1,4 +1,4 @@
-"""What a shell completes TARGET with."""
+"""Shell completion of TARGET."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from click.shell_completion import CompletionItem
 
 
 def target(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Targets by name and files of Python. Where none begins so, whatever the shell finds: it goes through folders by itself."""
+    """Target names and Python files. If none matches, the shell completes paths, including folders."""
     from fusewise.lab.targets import names
 
     folder, begun = os.path.split(incomplete)
     found = [name for name in names() if name.startswith(incomplete)]
-    with suppress(OSError):  # there may be no such folder
+    with suppress(OSError):  # the folder may not exist
         for name in sorted(os.listdir(folder or ".")):
             if name.startswith(begun) and name.endswith(".py"):
                 found.append(os.path.join(folder, name))

@@ -1,4 +1,4 @@
-"""The verbs on records: show one again, compare two, and the limits of this machine. Parses and calls, nothing else."""
+"""The commands on records: render one, compare two, measure this machine's limits. Only parses arguments and calls."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def compare(before: Path, after: Path, tolerance: float | None, relative: bool, 
     from fusewise.lab import commands
     from fusewise.lab import compare as comparing
 
-    if tolerance is not None and tolerance != tolerance:  # which click takes for a number in the range
+    if tolerance is not None and tolerance != tolerance:  # NaN, which click accepts as within the range
         raise click.BadParameter("nan is not in the range 0<=x<=1", param_hint="--tolerance")
     sides = _read("compare", before, comparing.read), _read("compare", after, comparing.read)
     if relative:

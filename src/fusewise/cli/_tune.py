@@ -1,4 +1,4 @@
-"""The verb that searches configurations. Parses and calls, nothing else."""
+"""The command that searches for the best kernel configurations. Only parses arguments and calls."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def tune(
                 click.echo("\n".join(tuning.lines(result)))
     except (tuning.Unable, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    except RuntimeError as error:  # of the device: out of memory, or a kernel that broke it
+    except RuntimeError as error:  # from the device: out of memory, or a kernel that crashed it
         raise click.ClickException(f"tune: the device must run the search, got {error}") from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; {len(results)} results are kept") from None

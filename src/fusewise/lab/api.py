@@ -1,4 +1,4 @@
-"""A study from Python: `fusewise.study(function, *arguments)`, and what it gives a notebook to show."""
+"""Studies from Python: `fusewise.study(function, *arguments)` and its result, which a notebook shows as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .targets import functions, inputs
 
 
 class Result:
-    """A finished study: the record, the rows in it, and the report's path. A notebook shows it as a table."""
+    """A finished study: the record, its rows, and the path of the report. A notebook shows it as a table."""
 
     def __init__(self, record: Record, report: Path) -> None:
         self.record = record
@@ -38,7 +38,7 @@ class Result:
         return self.record.rows
 
     def _lines(self) -> list[list[str]]:
-        """A line for each row, the fastest of a group first: what a reader looks for first."""
+        """One line per row, the fastest of each group first."""
         found = []
         for row in self._sorted():
             time = number(row.device_us) if row.device_us is not None else row.status
@@ -56,7 +56,7 @@ class Result:
         return [row for group in by_time for row in group]
 
     def _reasons(self) -> list[str]:
-        """Why rows have no time, each reason once: in a cell it would make the table wider than any screen."""
+        """Why rows have no time, each reason once; as table cells they would make the table wider than any screen."""
         told = (f"{row.provider} {row.status}: {row.reason}" for row in self._sorted() if row.device_us is None)
         return list(dict.fromkeys(told))
 
@@ -97,22 +97,23 @@ def study(
     code: bool = True,
     **unknown: Any,
 ) -> Result:
-    """Run `function(*arguments)` through every compiler that is here: right or wrong, how fast, how near the limits.
+    """Run `function(*arguments)` through every available compiler: correctness, speed, and distance from hardware
+    limits.
 
-    Each provider works in a process of its own, which imports the function by its file or module and its name, and draws
-    arguments like those given: same dtype, shape, strides and range, other values. A function of a notebook is written to
-    the run directory with the names of modules and the constants that it uses.
+    Each provider runs in its own process, which imports the function by file or module and name and draws arguments
+    like those given: same dtype, shape, strides and range, other values. A notebook function is written to the run
+    directory together with the imports and constants that it needs.
 
     Args:
-        function: a function at the top of a file or module, or a module's class; of a tensor or more.
-        arguments: tensors, numbers, texts, bools, None. With tensors that want a gradient the backward is measured, too.
-            The first tensor's device is where it runs.
-        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`; `rounds`
-            is a number or (MIN, MAX).
+        function: a top-level function of a file or module, or a class of a module; takes one tensor or more.
+        arguments: tensors, numbers, strings, bools, None. If tensors require gradients, the backward is measured too.
+            The device of the first tensor is used.
+        providers, passes, out, rounds, time_limit, timeout, warm, seed, code: as the options of `fusewise study`;
+            `rounds` is a number or (MIN, MAX).
 
     Raises:
-        TypeError, ValueError: for a function that another process cannot import or run, for arguments it cannot make, and for
-            other options.
+        TypeError, ValueError: the function cannot be imported or run by another process, the arguments cannot be
+            recreated, or an option is invalid.
         OSError: the run directory cannot be written.
         RuntimeError: called while a study's own process imports the file; put the call under
             `if __name__ == "__main__":`.
@@ -138,7 +139,7 @@ def study(
     differentiable = any(value.requires_grad for value in tensors)
     specs = [inputs.spec_of(value, fixed_unless_wanted=differentiable) for value in arguments]
     known = functions.parameters(function, len(specs)) if functions.tells(function) else {}
-    names = [*known, *[""] * len(specs)]  # one too many is told with the command line's words
+    names = [*known, *[""] * len(specs)]  # one too many is reported with the command line's message
     texts = [inputs.written(name, spec) for name, spec in zip(names, specs, strict=False)]
     if not tensors:
         raise ValueError(f"study: arguments must have a tensor among them, got {len(arguments)} without one; add one")
@@ -163,7 +164,7 @@ def study(
 
 
 def _refuse(option: str, function: Callable[..., Any]) -> NoReturn:
-    """TypeError for an option that there is not, which may be meant for the function."""
+    """Raise a TypeError for an unknown option, which may be meant for the function."""
     options = [p.name for p in inspect.signature(study).parameters.values() if p.kind == inspect.Parameter.KEYWORD_ONLY]
     if option in functions.parameters(function, 0):
         fix = f"give the function its {option} by position"
@@ -173,7 +174,7 @@ def _refuse(option: str, function: Callable[..., Any]) -> NoReturn:
 
 
 def place(function: Callable[..., Any], directory: Path) -> str:
-    """`FILE.py:NAME` or `MODULE:NAME`, by which another process finds the function."""
+    """`FILE.py:NAME` or `MODULE:NAME`, by which another process imports the function."""
     if isinstance(function, nn.Module):
         raise TypeError(
             "study: function must be one that another process can import, got a module's instance; "
@@ -182,7 +183,7 @@ def place(function: Callable[..., Any], directory: Path) -> str:
     module = inspect.getmodule(function)
     names = [getattr(function, kind, "") for kind in ("__qualname__", "__name__")]
     name = next((n for n in names if module is not None and _named(module, n) is function), None)
-    if name is None or module is None:  # a lambda, a method of an object, what a decorator or a transform gave back
+    if name is None or module is None:  # a lambda, a bound method, the result of a decorator or transform
         other = next((n for n in names if module is not None and n and _named(module, n) is not None), None)
         got = f"{names[0] or repr(function)}, which is not" if other is None else f"one made of the {other} there"
         raise ValueError(
@@ -204,7 +205,7 @@ def place(function: Callable[..., Any], directory: Path) -> str:
 
 
 def _named(module: types.ModuleType, name: str) -> Any:
-    """What a module has by a name with dots; None where it has nothing."""
+    """Look up a dotted name in a module; None if there is nothing."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -212,8 +213,9 @@ def _named(module: types.ModuleType, name: str) -> Any:
 
 
 def written(function: Callable[..., Any]) -> str:
-    """A file with the function's source and what it needs by name: modules, importable functions, plain constants, and
-    other functions of the same notebook."""
+    """The text of a file with the function's source and everything it looks up by name: modules, importable functions,
+    plain constants, and other functions of the same notebook.
+    """
     lines: dict[str, str] = {}
     sources: list[str] = []
 
@@ -258,8 +260,9 @@ def written(function: Callable[..., Any]) -> str:
 
 
 def _constant(value: Any) -> str:
-    """An expression with that value; of a subclass (an IntEnum, NumPy's float64) the number or text that it is. TypeError if it
-    has none."""
+    """An expression for the value. Subclasses (IntEnum, NumPy's float64) become the plain number or string. Raises
+    TypeError if there is none.
+    """
     if isinstance(value, float):
         return float.__repr__(value) if math.isfinite(value) else f"float('{float(value)}')"
     if isinstance(value, complex):
@@ -272,7 +275,7 @@ def _constant(value: Any) -> str:
         return f"torch.{value!r}"
     if value is None or isinstance(value, bool | torch.dtype):
         return repr(value)
-    if isinstance(value, tuple):  # not a list, which a function may change
+    if isinstance(value, tuple):  # not a list, which a function may mutate
         return f"({''.join(f'{_constant(item)}, ' for item in value)})"
     raise TypeError(f"no constant: {type(value).__name__}")
 
@@ -281,7 +284,8 @@ _LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """What code and the code inside it look up by name, not as an attribute: in a function's source also its decorators,
-    defaults and annotations."""
+    """Names that the code and nested code look up as globals, not as attributes; in a function's source this includes
+    decorators, defaults and annotations.
+    """
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
     return [*(step.argval for step in dis.get_instructions(code) if step.opname in _LOADS), *inner]

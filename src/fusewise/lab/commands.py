@@ -1,4 +1,4 @@
-"""What the commands do, for the command line and for callers."""
+"""Implements the commands, for the command line and for the Python API."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .study import Study
 def run(
     options: Options, append_rows: Path | None = None, resume: bool = False, code: bool = True, alone: bool = True
 ) -> tuple[Record, Path]:
-    """Measure, write the run directory, return the record and the report's path. `resume`: go on with what is there.
-    `code`: then look inside the providers, for their code and their memory traffic. `alone`: no other rank of the study has
-    said what is to be said of all of it.
+    """Measure, write the run directory; return the record and the path of the report. `resume`: continue an existing
+    run. `code`: afterwards inspect the providers' code and memory traffic. `alone`: no other rank prints the messages
+    that concern the whole study.
 
-    OSError where the directory cannot be written, folder.Refused where it is another run's. Whatever ends the study, the
-    rows measured so far are on disk and in the report.
+    Raises OSError if the directory cannot be written, folder.Refused if it belongs to another run. However the study
+    ends, the rows measured so far are on disk and in the report.
     """
     there = _appendable(append_rows)
     with folder.claimed(options.out, resume), interruptible():
@@ -50,13 +50,15 @@ def run(
 
 
 def _limited(options: Options) -> bool:
-    """Whether a limit is measured beside the providers."""
+    """Whether a floor that measures a limit is among the providers."""
     return any(entry.name == f"floor-{kind}" for entry in options.providers for kind in analysis.LIMITS)
 
 
 def _appendable(path: Path | None) -> set[tuple[str, str]]:
-    """Run and id of the rows that a file has, which are not added once more; none where rows cannot be read back, as from a
-    pipe. folder.Refused where none can be added, which is better known now than after an hour. Makes none."""
+    """(run, id) of the rows already in a file, so that they are not appended twice; empty if the file cannot be read
+    back, e.g. a pipe. Raises folder.Refused if the file cannot be appended to: better now than after an hour. Leaves no
+    new file behind.
+    """
     if path is None:
         return set()
     new = not path.exists()
@@ -74,8 +76,9 @@ def _appendable(path: Path | None) -> set[tuple[str, str]]:
 
 
 def _append(found: Record, path: Path | None, out: Path, there: Collection[tuple[str, str]]) -> None:
-    """Add the rows that are not `there`: a study that is resumed once it is done has added them. folder.Refused where the rows
-    of a study that is done cannot be added after all."""
+    """Append the rows that are not in `there`: resuming a finished study must not append them twice. Raises
+    folder.Refused if the rows of a finished study cannot be appended after all.
+    """
     if path is None:
         return
     try:
@@ -90,8 +93,9 @@ def _append(found: Record, path: Path | None, out: Path, there: Collection[tuple
 def run_shared(
     rank: Rank, options: Options, append_rows: Path | None, resume: bool, code: bool
 ) -> tuple[Record, Path] | None:
-    """This rank's part of a study, and in rank 0 the whole: gathered, written, rendered. The other ranks get None. Rank
-    0 alone looks inside the providers."""
+    """Run this rank's share of a study. Rank 0 also gathers, writes and renders the whole and inspects the providers;
+    other ranks return None.
+    """
     there: set[tuple[str, str]] = set()
     if rank.number == 0:
         there = _appendable(append_rows)
@@ -102,7 +106,7 @@ def run_shared(
         part, _ = run(mine, resume=goes_on, code=code and first, alone=first)
         rank.give(part)
     except BaseException:
-        rank.give(None)  # nobody waits for what does not come
+        rank.give(None)  # so that no rank waits for a part that never comes
         raise
     whole = rank.gather(options)
     if whole is None:
@@ -117,7 +121,7 @@ def run_shared(
 
 
 def render(found: Record, directory: Path) -> Path:
-    """Draw and write everything that follows from a record; the path of the report for a browser."""
+    """Write everything derived from a record; returns the path of the HTML report."""
     names = plots.draw(found, directory)
     record.write_atomically(directory / "report.md", markdown.report(found, names))
     path = directory / "report.html"
@@ -126,7 +130,7 @@ def render(found: Record, directory: Path) -> Path:
 
 
 def show(found: Record) -> None:
-    """The tables of times and verdicts on standard output."""
+    """Print the tables of times and verdicts to standard output."""
     console = terminal.console()
     judged = verdict.verdicts(found)
     console.print(terminal.summary(found), "", terminal.verdict_table(judged), "", sep="\n")
@@ -134,13 +138,13 @@ def show(found: Record) -> None:
 
 
 def measured(found: Record) -> bool:
-    """Whether anybody was right and has a time; a floor counts where nobody else was asked for."""
+    """Whether any provider is correct and has a time; floors count only if nothing else was requested."""
     asked = [row for row in found.rows if not analysis.is_floor(row.provider)] or found.rows
     return any(row.status == "ok" for row in asked)
 
 
 def as_json(found: Record) -> list[dict[str, Any]]:
-    """What a record says, for a program: each group's verdict with its rows."""
+    """A record as JSON-serialisable data: each group's verdict with its rows."""
     members = groups(found).values()
     return [
         {**verdict.to_json(judged), "rows": [{"id": row.id, **row.to_json()} for row in rows]}
@@ -149,7 +153,7 @@ def as_json(found: Record) -> list[dict[str, Any]]:
 
 
 def show_comparison(found: Comparison) -> None:
-    """What changed between two runs, on standard output."""
+    """Print what changed between two runs to standard output."""
     console = terminal.console()
     console.print(terminal.comparison_table(found))
     for line in terminal.comparison_summary(found):
@@ -163,7 +167,7 @@ def show_limits(found: Json) -> None:
 def case_listing(
     target: str, inputs: Sequence[str] = (), preset: str | None = None, cases: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Every preset of a target with its cases, shapes and bytes, or those that are asked for."""
+    """Every preset of a target with its cases, shapes and bytes, or only the requested ones."""
     made, of_name = targets.resolve(target, inputs)
     asked = preset or of_name
     presets = {asked: made.cases(asked)} if asked else made.presets()
@@ -196,7 +200,7 @@ def case_text(listing: list[dict[str, Any]]) -> str:
 
 
 def provider_states(where: str) -> list[dict[str, Any]]:
-    """Each known provider: can it run on the device `where`, in which versions, and if not, why."""
+    """The state of each known provider: whether it can run on device `where`, its versions, and if not, why."""
     found = []
     for entry in plugin.known():
         state, note, versions = "here", "", {}
@@ -209,7 +213,7 @@ def provider_states(where: str) -> list[dict[str, Any]]:
                 note = named_only(entry.provider, where)
             except plugin.Missing as error:
                 state, note = "missing", str(error)
-            except Exception as error:  # someone else's package may raise anything
+            except Exception as error:  # third-party packages may raise anything
                 state, note = "broken", reason(error)
         targets_of = list(entry.provider.ops) if entry.provider is not None else []
         place = {"provider": entry.name, "targets": targets_of, "where": entry.where}
@@ -218,7 +222,7 @@ def provider_states(where: str) -> list[dict[str, Any]]:
 
 
 def named_only(provider: plugin.Provider, where: str) -> str:
-    """What is said of a provider that is not measured for each of its targets when none is named."""
+    """The note on a provider that must be named to be measured, for some or all of its targets."""
     of = provider.ops or targets.names()
     named = [op for op in of if not provider.chosen(op, where)]
     if not named:

@@ -1,4 +1,4 @@
-"""The run directory: one study at a time writes in it, and an interrupted one can be gone on with."""
+"""The run directory: locked by one study at a time; an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from . import record
 from .names import checksum
 from .record import Record
 
-#: What must be the same for an interrupted run to go on: the rows of one record are made in one way.
+#: Fields that must match to resume a run: all rows of a record are made in the same way.
 SAME_REQUEST = ("op", "cache", "seed", "rounds", "providers", "cases", "dtypes", "passes", "tasks")
 SAME_MACHINE = ("device_name", "cpu", "cores", "torch_threads", "python")
-#: Of a file's name, characters; a few file systems take no more than 143 bytes.
+#: Longest file name, in characters; some file systems allow only 143 bytes.
 LONGEST_NAME = 100
 
 
@@ -28,8 +28,10 @@ class Refused(ValueError):
 
 @contextmanager
 def claimed(out: Path, resume: bool = False) -> Iterator[None]:
-    """`out`, made where it is not there, for this process alone until the end, which may be a SIGKILL. OSError where
-    nothing can be written, Refused where another process has it, and, with nothing made, where it has no run to resume."""
+    """Create `out` if needed and lock it for this process until the block ends or the process is killed, even by
+    SIGKILL. Raises OSError if nothing can be written, Refused if another process holds it or (nothing created) if there
+    is no run to resume.
+    """
     if resume and not (out / "record.json").exists():
         raise Refused(f"study: --resume must find a record.json in {out}, got none; leave --resume out")
     out.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def claimed(out: Path, resume: bool = False) -> Iterator[None]:
 
 
 def interrupted(out: Path, resume: bool) -> Record | None:
-    """The record in `out` that is to go on, or None for a new one. Refused where there is one and it was not asked for."""
+    """The record in `out` to resume, or None for a new run. Raises Refused if there is one and `resume` is False."""
     if (out / "record.json").exists():
         if resume:
             return record.read(out)
@@ -60,14 +62,14 @@ def interrupted(out: Path, resume: bool) -> Record | None:
 
 
 def file_name(text: str) -> str:
-    """A text, such as a provider's name, as that of a file or folder: in one piece, below no other, and not too long."""
+    """Turn a text, such as a provider's name, into a valid name for a single file or folder of limited length."""
     name = re.sub(r"[^\w.+-]", "_", text).lstrip(".") or "_"
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{checksum(text):08x}"
 
 
 def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-    """Refuse to go on with a record of another request or another machine."""
-    request = json.loads(record.dumps(request))  # as it reads once it was written
+    """Refuse to resume a record of another request or another machine."""
+    request = json.loads(record.dumps(request))  # in the form in which it is read back from a file
     for kind, names, then, now, fix in (
         ("request", SAME_REQUEST, before.request, request, "repeat the options of the command that began the run"),
         ("machine", SAME_MACHINE, before.environment, environment, "choose another --out"),
@@ -87,7 +89,7 @@ def check_same(before: Record, request: Mapping[str, Any], environment: Mapping[
 
 
 def _sources(request: Mapping[str, Any]) -> list[Any]:
-    """What tells the file of each task's function from an edited one; None for one of ours."""
+    """The hash of each task's function source, to detect edits; None for built-in targets."""
     return [task.get("detail", {}).get("source") for task in request.get("tasks", [])]
 
 

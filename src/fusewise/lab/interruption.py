@@ -1,4 +1,4 @@
-"""SIGTERM as Ctrl-C: work that has processes to stop, temporary files to remove or a report to write ends in good order."""
+"""Treats SIGTERM as Ctrl-C, so that workers are stopped, temporary files removed and the report written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A SIGTERM ends the block as a Ctrl-C does: workers stopped, temporary files removed, the report written."""
+    """Within the block, SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

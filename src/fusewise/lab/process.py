@@ -1,7 +1,7 @@
-"""The coordinator's end of a worker: start it, ask it, and survive whatever it does.
+"""The coordinator's side of a worker process: starts it, sends requests, and survives any failure of it.
 
-A request is bounded in time and the process in memory. A worker that dies, hangs, grows too large or talks nonsense
-raises `WorkerFailed` with a sentence for the row, and is gone; nothing it did reaches the coordinator but JSON values.
+Requests have a time limit, the process a memory limit. If a worker dies, hangs, grows too large or sends garbage, it is
+ended and `WorkerFailed` is raised with a sentence for the row. Only JSON values reach the coordinator.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from typing import Any
 from . import machine
 from .nursery import Forked, Nursery
 
-#: How often a waiting coordinator looks at the worker's memory, seconds.
+#: Interval between checks of the worker's memory while waiting, seconds.
 LOOK_EVERY = 0.1
-#: A reply is a few kilobytes; a line that reaches this length is no reply.
+#: Replies are a few kilobytes; a line of this length is not a reply.
 LONGEST_LINE = 16 * 2**20
 
 
 class WorkerFailed(Exception):
-    """The worker is gone; the message says what it did. `hung`: it did nothing until its time was up."""
+    """The worker is gone; the message says what happened. `hung`: it made no progress within the time limit."""
 
     hung = False
 
 
 class WorkerProcess:
-    """One running worker. `log` gets everything that it or its libraries print; without a `nursery` it starts by itself."""
+    """One running worker. Everything that it or its libraries print goes to `log`. Without a `nursery` it starts a
+    fresh interpreter.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class WorkerProcess:
         self._send(start)
 
     def ready(self) -> dict[str, Any]:
-        """The greeting, once the provider has been imported."""
+        """The worker's first message, sent once the provider is imported."""
         return self._receive(0)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
@@ -68,8 +70,8 @@ class WorkerProcess:
         return self._receive(self.requests)
 
     def kill(self) -> None:
-        """End the worker and everything it started; whoever waits for an answer is told that it died."""
-        if not self.over:  # else the pid may be another's
+        """Kill the worker and everything it started; a pending request fails with its death."""
+        if not self.over:  # otherwise the pid may have been reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -123,7 +125,7 @@ class WorkerProcess:
                     )
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The complete replies received so far; what is not one is counted and dropped."""
+        """The complete replies received so far; invalid lines are counted and dropped."""
         *lines, self.buffer = self.buffer.split(b"\n")
         replies = []
         for line in lines:

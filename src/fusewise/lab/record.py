@@ -1,7 +1,7 @@
-"""The record of a study: rows, raw samples, environment. Everything that is shown is a pure function of it.
+"""The record of a study: rows, raw samples, environment. All output is a pure function of it.
 
-`record.json` follows `record.schema.json` beside this file; `rows.jsonl` has the rows alone, one a line, in the form in
-which numbers are published. Both are on disk, valid, after every finished group of rows.
+`record.json` follows `record.schema.json` in this folder; `rows.jsonl` has only the rows, one per line, in the form in
+which numbers are published. Both files are valid on disk after every finished group of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .schema import check, fault, loads
 #: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`; see MIGRATIONS.
 SCHEMA_VERSION = 4
 KIND = "fusewise.record"
-#: What is to be done about a record that nobody could read.
+#: The suggested fix for a record that could not be read back.
 MEND = "mend the provider or target that gave it"
 
 Json = dict[str, Any]
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One provider on one case, dtype and pass. Times in microseconds a call, medians; None: not measured."""
+    """One provider on one case, dtype and pass. Times are medians in microseconds per call; None: not measured."""
 
     op: str
     case: str
@@ -55,7 +55,7 @@ class Row:
     device: str = ""
     clocks: Mapping[str, Any] | None = None
     run: str = ""
-    kernel_us: float | None = None  # how long kernels ran, by the profiler; on a GPU, of cases with ledgers
+    kernel_us: float | None = None  # profiled kernel time; on a GPU, for cases with ledgers
 
     def to_json(self) -> Json:
         found = {("pass" if f.name == "pass_" else f.name): getattr(self, f.name) for f in fields(self)}
@@ -69,18 +69,18 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What the row is compared within: the group."""
+        """The group in which this row is compared."""
         return (self.op, self.case, self.dtype, self.pass_)
 
     @property
     def id(self) -> str:
-        """What the row is called by within its record: `op/case/dtype/pass/provider`."""
+        """The row's name within its record: `op/case/dtype/pass/provider`."""
         return "/".join((*self.key, self.provider))
 
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What a row was made from: the raw samples of every round, and what the preparation found."""
+    """The data behind a row: the raw samples of every round, and the results of the preparation."""
 
     op: str
     case: str
@@ -114,16 +114,16 @@ class Record:
     seconds: float | None = None
     rows: list[Row] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    comparisons: list[Json] = field(default_factory=list)  # ratios with their intervals, and the A/A noise
-    code: list[Json] = field(default_factory=list)  # what compilers wrote: provider, stage, order, language, text, …
+    comparisons: list[Json] = field(default_factory=list)  # ratios with confidence intervals, and the A/A noise
+    code: list[Json] = field(default_factory=list)  # compiler output: provider, stage, order, language, text, …
     ledgers: list[Json] = field(default_factory=list)  # a provider's kernels with the bytes each reads and writes
     profiles: list[Json] = field(default_factory=list)  # torch.profiler's tables: provider, calls, rows
-    spent: dict[str, float] = field(default_factory=dict)  # `seconds` by part; see spent.py
+    spent: dict[str, float] = field(default_factory=dict)  # `seconds` by activity; see spent.py
     limits: Json | None = None  # of this machine, measured earlier by `fusewise limits`
-    resumed: list[str] = field(default_factory=list)  # when an interrupted run went on, UTC, ISO 8601
+    resumed: list[str] = field(default_factory=list)  # when an interrupted run was resumed, UTC, ISO 8601
 
     def add(self, rows: Sequence[Row], measurements: Sequence[Measurement], comparisons: Sequence[Json]) -> None:
-        """A finished group. ValueError, which names the field, for what could not be read again; then nothing is added."""
+        """Add a finished group. Raises ValueError naming a field that could not be read back; then nothing is added."""
         for part, found in (
             ("row", [row.to_json() for row in rows]),
             ("measurement", [m.to_json() for m in measurements]),
@@ -143,7 +143,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], what: str = "it") -> Record:
-        """ValueError for what is no record of a version known here, or does not follow the schema; `what` says which."""
+        """Raises ValueError if `data` has an unknown version or violates the schema; `what` names it in the message."""
         if data.get("kind") != KIND:
             raise ValueError(f"record: kind must be {KIND!r}, got {data.get('kind')!r}; pass a record.json of a study")
         data = migrate(data)
@@ -155,7 +155,7 @@ class Record:
 
 
 def _with_code_and_limits(data: Json) -> Json:
-    """1 → 2: what version 1 did not know is empty."""
+    """1 → 2: fields that version 1 did not have are empty."""
     return {**data, "code": [], "ledgers": [], "limits": None, "resumed": []}
 
 
@@ -165,16 +165,16 @@ def _with_profiles(data: Json) -> Json:
 
 
 def _with_kernel_times(data: Json) -> Json:
-    """3 → 4: rows may have one more number."""
+    """3 → 4: rows gained one optional number."""
     return data
 
 
-#: Each takes a record of its key's version to the next one. A change of the schema adds one here; none is ever removed.
+#: Each migrates a record from its key's version to the next. Every change of the schema adds one; none is ever removed.
 MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits, 2: _with_profiles, 3: _with_kernel_times}
 
 
 def migrate(data: Mapping[str, Any]) -> Json:
-    """A record of any version since the first, in today's form. ValueError for one that is newer than this fusewise."""
+    """Convert a record of any version to the current one. Raises ValueError if it is newer than this fusewise."""
     found, version = dict(data), data.get("schema")
     while version != SCHEMA_VERSION or isinstance(version, bool):
         if isinstance(version, bool) or not isinstance(version, int) or version not in MIGRATIONS:
@@ -190,8 +190,10 @@ def dumps(data: Any) -> str:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside the target and rename, so that a reader or a crash never meets half a file, and a link, as someone else's
-    folder may have, leads nowhere. What is no UTF-8, as in the name of a folder, is written as its escape."""
+    """Write next to the target and rename, so that readers and crashes never see half a file, and a symlink, e.g. in
+    someone else's folder, is replaced instead of followed. Text that is not valid UTF-8, e.g. in a folder name, is
+    written escaped.
+    """
     data = content if isinstance(content, bytes) else content.encode("utf-8", errors="backslashreplace")
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -207,13 +209,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to a JSON-lines file, one a line: all of them or, on a full disk, none."""
+    """Append rows to a JSON-lines file: all of them or, on a full disk, none."""
     data = "".join(dumps(row.to_json()) + "\n" for row in rows).encode()
     with path.open("a+b", buffering=0) as file:
         lasting = path.is_file()  # not a pipe or a device
         before = file.seek(0, os.SEEK_END) if lasting else 0
         if before and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
-            data = b"\n" + data  # an editor may have left the last line without
+            data = b"\n" + data  # an editor may have removed the last newline
         try:
             left = memoryview(data)
             while left:
@@ -221,21 +223,22 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
             if lasting:
                 os.fsync(file.fileno())
         except OSError:
-            with suppress(OSError):  # of what is no file, as a pipe; the reason is the one above
+            with suppress(OSError):  # not a regular file, e.g. a pipe; the error above is the one to report
                 file.truncate(before)
             raise
 
 
 def save(record: Record, directory: Path) -> None:
-    """Write `record.json`. ValueError for what could not be read again, which names the field; of measurements, which are most
-    of a record, `Record.add` says so."""
+    """Write `record.json`. Raises ValueError naming the field if it could not be read back; measurements, the bulk of a
+    record, are checked earlier, by `Record.add`.
+    """
     data = record.to_json()
     check({**data, "measurements": []}, fix=MEND)
     write_atomically(directory / "record.json", dumps(data) + "\n")
 
 
 def read(path: Path) -> Record:
-    """The record at `path`, a record.json or the directory of one."""
+    """Read a record from a record.json or its directory."""
     file = path / "record.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
         raise ValueError(f"record: {path} must be a run directory, got one without record.json; name another")
@@ -249,18 +252,18 @@ def read(path: Path) -> Record:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows at `path`: a run directory, its record.json, or a file of rows, one JSON object a line."""
+    """Read the rows of a run directory, its record.json, or a file of rows, one JSON object per line."""
     return rows_in(path) if path.suffix == ".jsonl" else read(path).rows
 
 
 def rows_in(path: Path) -> list[Row]:
-    """The rows of a file of rows."""
+    """Read a file of rows."""
     rows = []
     try:
         text = path.read_text(encoding="utf-8").rstrip()
     except UnicodeDecodeError as error:
         raise ValueError(f"record: {path} must be a file of rows, got {error}; name another file") from None
-    for number, line in enumerate(text.split("\n") if text else (), start=1):  # a text within a row may have U+2028
+    for number, line in enumerate(text.split("\n") if text else (), start=1):  # a row may contain U+2028
         try:
             data = loads(line)
             found = fault(data, "row")

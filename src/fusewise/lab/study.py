@@ -1,8 +1,8 @@
-"""The coordinator: has every provider prepare, hands out one round at a time, and keeps the record. Their processes are the
-business of `seats.py`.
+"""The coordinator: asks every provider to prepare, hands out one round at a time, and keeps the record. Worker
+processes are managed in `seats.py`.
 
-Only one provider runs at any moment. Within a group (case, dtype, pass) every round visits all of them once, in an
-order drawn anew, so that drift of the machine falls on all alike. What a provider does wrong costs its own row.
+Only one provider runs at any moment. Within a group (case, dtype, pass) every round visits each provider once, in a
+fresh random order, so that machine drift affects all of them alike. A failing provider loses only its own row.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .process import WorkerFailed
 from .record import Measurement, Record, Row
 from .seats import Seat, Seats
 
-#: What takes this many times as long as the fastest, and this many seconds a turn, is left alone after as many rounds as a
-#: comparison needs: more of them would say the same and cost the others theirs.
+#: A provider that takes this many times as long as the fastest, and this many seconds per turn, is dropped after as
+#: many rounds as a comparison needs: more rounds would not change the result and would cost the others time.
 HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
-#: Providers that take at most so many times as long as the fastest, and floors that take at least as small a share of its
-#: time, have turns of as many samples as it.
+#: Providers that take at most ALIKE times as long as the fastest, and floors that take at least 1 / ALIKE of its time,
+#: use the same number of samples per turn.
 ALIKE = 2.0
 
 
 class Listener(Protocol):
-    """Told what happens, for a progress display."""
+    """Callbacks for a progress display."""
 
     def group(self, index: int, total: int, task: Task) -> None: ...
 
@@ -45,8 +45,9 @@ class Listener(Protocol):
 
 
 def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Samples of a turn, by provider. A card that is at its limit of power slows down within a turn, so those that take
-    about as long as the fastest have as many as it: the fewest that any of them asks for. The others ask for themselves."""
+    """Samples per turn, by provider. A GPU at its power limit slows down within a turn, so providers about as fast as
+    the fastest all use the smallest number that any of them asks for. The others use their own.
+    """
     fastest = min((found["estimate_us"] for name, found in warmed.items() if not analysis.is_floor(name)), default=0.0)
     alike = {n for n, found in warmed.items() if fastest <= ALIKE * found["estimate_us"] <= ALIKE**2 * fastest}
     common = min((warmed[name]["samples"] for name in alike), default=0)
@@ -54,7 +55,7 @@ def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
-    """Whether a provider was too slow in every round: a busy machine makes anyone slow in one."""
+    """Whether a provider was too slow in every round: on a busy machine anyone can be slow in one."""
     calls = measurement.prepared.get("calls_per_sample", 1)
     return all(
         sum(turn["device_us"]) * calls / 1e6 > HOPELESS_SECONDS and median(turn["device_us"]) > HOPELESS * fastest_us
@@ -63,16 +64,18 @@ def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
 
 
 def share(left: float, groups: int, preparing: Sequence[float]) -> float:
-    """Seconds for the rounds of a group, with `left` until all of them, this one and those after it, are to end. Those have to
-    be prepared, too: each as the quickest was, but for the first, in which there is whatever is compiled for all."""
+    """Seconds for the rounds of this group, with `left` seconds for it and all later groups. Later groups also need to
+    be prepared: each is assumed to take as long as the quickest so far, excluding the first, which includes one-time
+    compilation.
+    """
     return max(0.0, left - (groups - 1) * min(preparing[1:], default=0.0)) / groups
 
 
 class Study:
-    """One run. `run()` returns the record; the directory has it, too, after every group."""
+    """One run. `run()` returns the record, which is also saved to the run directory after every group."""
 
     def __init__(self, options: Options, listener: Listener, before: Record | None = None) -> None:
-        """`before`: the record of an interrupted run of the same request on the same machine, to go on with."""
+        """`before`: the record of an interrupted run to resume, of the same request on the same machine."""
         self.options = options
         self.listener = listener
         self.device_name = machine.device_name(options.device)
@@ -107,7 +110,7 @@ class Study:
         (options.out / "logs").mkdir(parents=True, exist_ok=True)
         (options.out / "rows.jsonl").write_text("", encoding="utf-8")
         record.append_rows(options.out / "rows.jsonl", self.record.rows)
-        record.save(self.record, options.out)  # what cannot be written is better known now than after an hour
+        record.save(self.record, options.out)  # an unwritable directory should fail now, not after an hour
         try:
             with self.seats.open():
                 with self.spent.part("starting"):
@@ -123,7 +126,7 @@ class Study:
         return self.record
 
     def account(self, seconds: float, parts: Mapping[str, float]) -> None:
-        """Add `seconds` to those of the record, by what they were spent on."""
+        """Add `seconds` to the record's total, broken down by activity."""
         self.record.seconds = (self.record.seconds or 0.0) + seconds
         mine = spent.completed(parts, seconds)
         self.record.spent = {name: self.record.spent.get(name, 0.0) + mine[name] for name in mine}
@@ -175,17 +178,18 @@ class Study:
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:
-        """Share the time that passes within among what the workers are busy with."""
+        """Distribute the time spent inside over the workers' activities."""
         begun = time.monotonic()
         yield
         self.spent.add(spent.scaled(self.seats.busy, time.monotonic() - begun))
         self.seats.busy.clear()
 
     def _prepare_all(self, task: Task, seats: Sequence[Seat], fitting: int) -> dict[str, dict[str, Any]]:
-        """The replies of seats that have their inputs. They overlap where cores abound: first calls, never timed rounds.
-        `fitting`: how many checks a GPU has room for."""
+        """Prepare the seats that have loaded their inputs; returns their replies. With enough cores these first calls
+        overlap; timed rounds never do. `fitting`: number of checks that fit on a GPU at the same time.
+        """
         replies = self.seats.side_by_side(min(machine.cores() // 4, fitting), seats, task, "prepare")
-        for seat in seats:  # alone, what did not fit beside the truths that others were making
+        for seat in seats:  # retry alone what did not fit next to the others' reference results
             if replies[seat.name].get("crowded"):
                 replies[seat.name] = self.seats.prepare(seat, task)
         return replies
@@ -197,7 +201,7 @@ class Study:
         replies: dict[str, dict[str, Any]],
         stop: float,
     ) -> None:
-        """Rounds until every provider is known precisely enough or time is up. A failing worker loses its samples."""
+        """Run rounds until all times are precise enough or time is up. A failing worker loses its samples."""
         options = self.options
 
         def asked(seat: Seat, do: str, when: str, **fields: Any) -> dict[str, Any] | None:
@@ -221,7 +225,7 @@ class Study:
         samples = _samples({s.name: measurements[s.name].prepared for s in seats})
         for name, count in samples.items():
             measurements[name].prepared["samples"] = count
-        patient = seats  # those that are asked in every round
+        patient = seats  # the providers that still take part in every round
         for number in range(options.max_rounds):
             for seat in self.random.sample(patient, len(patient)):
                 turn = asked(seat, "round", f"round {number}", samples=samples[seat.name])
@@ -245,8 +249,9 @@ class Study:
                 return
 
     def _kernels(self, seats: Sequence[Seat], measurements: Mapping[str, Measurement]) -> None:
-        """Beside the times of calls those of their kernels, after the last round: no profiler is to be at work while a call is timed.
-        Those who have none yet start it side by side."""
+        """Measure kernel times after the last round, so that no profiler is active while a call is timed. Workers
+        without a profiler start it in parallel.
+        """
 
         def asked(seat: Seat, do: str) -> dict[str, Any]:
             assert seat.worker is not None

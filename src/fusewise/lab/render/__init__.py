@@ -1,4 +1,4 @@
-"""Renderers: pure functions of a record. They measure nothing and read nothing else."""
+"""Renderers: pure functions of a record. They measure nothing and have no other input."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..analysis import is_floor
 from ..record import Record, Row
 
 Group = tuple[str, str, str, str]
-#: Cases that make a sweep.
+#: Smallest number of cases that form a sweep.
 FEWEST_POINTS = 3
 
 
 def groups(record: Record) -> dict[Group, list[Row]]:
-    """The rows by op, case, dtype and pass, in the order measured."""
+    """The rows grouped by op, case, dtype and pass, in measurement order."""
     found: dict[Group, list[Row]] = {}
     for row in record.rows:
         found.setdefault(row.key, []).append(row)
@@ -29,26 +29,26 @@ def measured(rows: Iterable[Row]) -> list[str]:
 
 
 def sweep(rows: Sequence[Row]) -> str | None:
-    """The common prefix if every case is `<prefix>-<number>` and there are enough of them."""
+    """The common prefix, if every case is named `<prefix>-<number>` and there are enough of them."""
     found = {match[1] if (match := re.fullmatch(r"(.+)-(\d{1,15})", row.case)) else None for row in rows}
     prefix = found.pop() if len(found) == 1 else None
     return prefix if prefix and len({row.case for row in rows}) >= FEWEST_POINTS else None
 
 
 def gigabytes_per_second(row: Row) -> float | None:
-    """The bytes that the mathematics needs over the time; None for the launch floor, which moves none of them."""
+    """Minimum bytes divided by time; None for the launch floor, which moves no bytes."""
     if row.device_us is None or row.bytes_min is None or row.provider == "floor-launch":
         return None
     return row.bytes_min / row.device_us / 1e3
 
 
 def printable(text: str) -> str:
-    """Text on one line and without control characters, which a terminal would obey."""
+    """Text on one line without control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits without an exponent as long as that reads well; a dash for None."""
+    """Three significant digits, without an exponent where that is readable; a dash for None."""
     if value is None:
         return "–"
     if value == 0:
@@ -72,7 +72,7 @@ def size(count: int | None) -> str:
 
 
 def fact(name: str, value: object) -> str:
-    """What a record has by a name: bytes in their unit, everything else as it is."""
+    """Format a named value: bytes with a unit, everything else unchanged."""
     plain = isinstance(value, int) and abs(value) < 1e30
     return size(value) if plain and name.endswith("_bytes") else str(value)  # type: ignore[arg-type]
 

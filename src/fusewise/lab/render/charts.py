@@ -1,4 +1,4 @@
-"""Which charts a record has: time, bandwidth over size, roofline, memory, and the ledger of a group."""
+"""The charts of a record: time, bandwidth over size, roofline, memory, and the traffic ledger of a group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..verdict import moved
 from . import gigabytes_per_second, measured, number, percent, size, svg, sweep
 from .svg import Line, Mark
 
-#: Powers of 1024, as ticks of bytes.
+#: Powers of 1024, as ticks for byte axes.
 Look = Mapping[str, tuple[int, str]]
 
 
 def look(names: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """One number and class a provider in all charts of a report."""
+    """A series number and CSS class per provider, the same in all charts of a report."""
     rivals = [name for name in names if not is_floor(name)]
     found = {name: (i, "ours" if is_ours(name) else "") for i, name in enumerate(rivals)}
     floors = [name for name in names if is_floor(name)]
@@ -25,7 +25,7 @@ def look(names: Sequence[str]) -> dict[str, tuple[int, str]]:
 
 
 def charts(record: Record, anchors: Mapping[str, str]) -> list[Markup]:
-    """All charts but the ledgers, grouped by dtype and pass; `anchors` gives a row's id the anchor of its line."""
+    """All charts except ledgers, grouped by dtype and pass; `anchors` maps row ids to the anchors of their lines."""
     looks = look(measured(record.rows))
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in record.rows:
@@ -57,7 +57,7 @@ def times(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, s
 
 
 def shares(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, str]) -> Markup | None:
-    """What cases of all sizes have in common: the share of the limit that binds; None for a single case or without one."""
+    """The share of the binding limit, comparable across sizes; None for a single case or without a known limit."""
     lines: dict[str, dict[str, Mark]] = {}
     for row in rows:
         if row.share_of_limit is not None and not is_floor(row.provider):
@@ -75,7 +75,7 @@ def shares(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, 
 def _series(
     rows: Sequence[Row], points: Mapping[str, tuple[float, float, str]], anchors: Mapping[str, str]
 ) -> dict[str, list[Mark]]:
-    """Marks by provider, from left to right; `points` are x, y and words by row id."""
+    """Marks by provider, sorted by x; `points` maps row ids to x, y and label."""
     found: dict[str, list[Mark]] = {}
     for row in rows:
         if row.id in points:
@@ -85,7 +85,7 @@ def _series(
 
 
 def bandwidth(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, str]) -> Markup | None:
-    """Achieved bytes a second over the bytes that must be moved; None where all cases are of one size."""
+    """Achieved bytes per second over the minimum bytes; None if all cases have the same size."""
     points = {}
     for row in rows:
         rate = gigabytes_per_second(row)
@@ -96,14 +96,14 @@ def bandwidth(rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[st
     x = svg.span([p[0] for p in points.values()], "minimum bytes")
     y = svg.span([p[1] for p in points.values()], "GB/s", log=False)
     series = _series(rows, points, anchors)
-    # Lines between cases of one family; between any others they would say what was never measured.
+    # Lines only connect cases of one family; elsewhere they would suggest values that were never measured.
     return svg.scatter(f"Bandwidth over size, {suffix}", x, y, series, looks, joined=sweep(rows) is not None)
 
 
 def roofline(
     rows: Sequence[Row], suffix: str, looks: Look, anchors: Mapping[str, str], limits: Json | None
 ) -> Markup | None:
-    """Operations a second over operations a byte, under the roofs of this machine."""
+    """Operations per second over operations per byte, under this machine's roofs."""
     points = {}
     for row in rows:
         if row.flops_min and row.bytes_min and row.device_us and not is_floor(row.provider):
@@ -136,7 +136,7 @@ def roofline(
 
 
 def memory(record: Record, looks: Look, anchors: Mapping[str, str]) -> Markup | None:
-    """Peak bytes measured over predicted; where the target predicts none, over the bytes that must be moved."""
+    """Measured peak bytes over predicted; over the minimum bytes if the target predicts nothing."""
     predicted = {
         (*m.key, m.provider): m.prepared["predicted_peak_bytes"]
         for m in record.measurements
@@ -160,7 +160,7 @@ def memory(record: Record, looks: Look, anchors: Mapping[str, str]) -> Markup | 
 
 
 def ledger(entries: Sequence[Json], minimum: int | None) -> Markup | None:
-    """What each provider of one group reads and writes, a piece a kernel."""
+    """Bytes read and written by each provider of a group, split by kernel."""
     bars = {}
     for entry in entries:
         pieces = []

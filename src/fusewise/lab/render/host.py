@@ -1,7 +1,7 @@
-"""Host against device: what a call costs the device, what it costs the thread that makes it, and which of them decides.
+"""Host against device time: what a call costs the device, what it costs the calling thread, and which dominates.
 
-Calls made one after another from Python take the longer of the two, since the device works on one while the host
-prepares the next. Pure functions of rows, so that published ones can be asked as well as a record.
+Back-to-back calls from Python take the longer of the two, since the host prepares the next call while the device
+executes this one. Pure functions of rows, so they work for published rows as well as for a record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = (
     "× fastest call",
     "× best device time",
 )
-#: What "PyTorch" is in the question.
+#: The provider that stands for PyTorch in the comparison.
 COMPILED = "torch.compile"
 
 
@@ -33,7 +33,7 @@ class Line:
     """One provider in one group, microseconds."""
 
     provider: str
-    row: str  # the id of its row
+    row: str  # row id
     device_us: float
     host_us: float
 
@@ -48,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Group:
-    """The providers of one group whose host time is known, quickest call first."""
+    """The providers of one group with a known host time, quickest call first."""
 
     key: tuple[str, str, str, str]
     lines: tuple[Line, ...]
@@ -67,7 +67,7 @@ class Group:
         return next((line for line in self.lines if not is_compiler(line.provider)), None)
 
     def cells(self, line: Line) -> list[tuple[str, float | None]]:
-        """The line as COLUMNS has it: texts, and what they sort by where that is a number."""
+        """The cells for COLUMNS: texts, and sort keys where they are numbers."""
         best = min(other.device_us for other in self.lines)
         times = (line.device_us, line.host_us, line.call_us)
         ratios = (line.call_us / self.lines[0].call_us, line.device_us / best)
@@ -80,7 +80,7 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Every group with a host time, in the order of the rows. Of floors there are none: they are no rivals."""
+    """Every group with a host time, in row order. Floors are excluded: they are not competitors."""
     found: dict[tuple[str, str, str, str], list[Line]] = {}
     for row in rows:
         if row.device_us is not None and row.host_us is not None and not is_floor(row.provider):
@@ -89,8 +89,9 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def answer(found: Sequence[Group]) -> list[str]:
-    """Whether a kernel of one's own is worth it where a compiler's is as fast: sentences with the numbers of the groups
-    that have both."""
+    """Whether a hand-written kernel pays off where a compiled one is as fast: sentences with the numbers of the groups
+    that have both.
+    """
     both = [(g, g.compiled, g.written) for g in found if g.compiled is not None and g.written is not None]
     pairs = [(g, c, w) for g, c, w in both if c is not None and w is not None]
     if not pairs:
@@ -127,7 +128,7 @@ def answer(found: Sequence[Group]) -> list[str]:
 
 
 def waits(group: Group) -> str:
-    """The group in a sentence."""
+    """Describe the group in one sentence."""
     waiting = [line for line in group.lines if line.decided_by == "host"]
     first = group.lines[0]
     return (
@@ -146,12 +147,12 @@ def _middle(values: Sequence[float]) -> str:
 
 
 def shown(record: Record) -> bool:
-    """Whether there is anything to say: host times, or profiles to put beside each other."""
+    """Whether there is anything to show: host times, or profiles."""
     return bool(record.profiles) or bool(groups(record.rows))
 
 
 def lack(record: Record) -> str:
-    """Why there are no numbers, where there are none."""
+    """Why there are no numbers."""
     if groups(record.rows):
         return ""
     return (
@@ -164,7 +165,7 @@ PROFILE_COLUMNS = ("name", "self CPU", "CPU total", "self device", "calls")
 
 
 def profile_lines(profile: Json) -> list[list[str]]:
-    """torch.profiler's table: of the host and the device the share of all self time and the microseconds of one call."""
+    """torch.profiler's table: for host and device the share of total self time and the microseconds per call."""
     calls = profile["calls"]
     lines = []
     for row in profile["rows"]:
@@ -182,7 +183,7 @@ def profile_lines(profile: Json) -> list[list[str]]:
 
 
 def profiles(record: Record) -> list[tuple[str, list[Json]]]:
-    """The profiles of a group beside each other, under its name."""
+    """The profiles of each group side by side, with the group's name."""
     found: dict[str, list[Json]] = {}
     for profile in record.profiles:
         found.setdefault(" ".join((profile["case"], profile["dtype"], profile["pass"])), []).append(profile)

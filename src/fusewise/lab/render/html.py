@@ -1,8 +1,7 @@
-"""`report.html`: the whole study in one file that needs no network, on any screen.
+"""`report.html`: the whole study in one self-contained file that needs no network.
 
-The page is a template filled by jinja2 with everything escaped; a content security policy forbids it to load or send
-anything, and to run any script but its own. It is readable without the script, which adds sorting, filtering and the
-code browser.
+A jinja2 template with autoescaping; a content security policy forbids all network access and any script but its own.
+The page is readable without the script, which adds sorting, filtering and the code browser.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
 from . import charts, fact, gigabytes_per_second, groups, host, measured, number, percent, script, size, svg
 
-#: Without a colon or a slash: what a table's cell sorts by when it is no number.
+#: Text of a table cell and its sort key; without a number, cells sort by their text.
 Cell = tuple[str, float | None]
 
 
@@ -33,7 +32,7 @@ class Column:
     """A column of a sortable table."""
 
     name: str
-    title: str = ""  # the long form, on hovering
+    title: str = ""  # long form, shown on hover
 
 
 ROW_COLUMNS = (
@@ -59,7 +58,7 @@ ROW_COLUMNS = (
 
 
 def report(record: Record) -> str:
-    """The record as one HTML file."""
+    """Render the record as one HTML file."""
     anchors = {row.id: f"row-{i}" for i, row in enumerate(record.rows)}
     judged = verdicts(record)
     looks = charts.look(measured(record.rows))
@@ -102,18 +101,18 @@ def _resource(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What the content security policy knows our own script and style by."""
+    """The hash by which the content security policy allows our own script and style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def embedded(data: Any) -> Markup:
-    """JSON that may stand inside a script element: nothing in it can end the element or begin a comment."""
-    text = json.dumps(data, separators=(",", ":"))  # ASCII: U+2028 and its kin are escaped already
+    """JSON that is safe inside a script element: nothing in it can close the element or start a comment."""
+    text = json.dumps(data, separators=(",", ":"))  # ASCII: U+2028 and similar are already escaped
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def within(text: str) -> Markup:
-    """Text that may stand between the tags of an element, where quotes are themselves: code is full of them."""
+    """Text escaped for element content, where quotes can stay as they are: code is full of them."""
     return Markup(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
@@ -123,7 +122,7 @@ def _legend(name: str, look: tuple[int, str]) -> dict[str, Any]:
 
 
 def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mapping[str, str]) -> dict[str, Any]:
-    """What the section of one group shows."""
+    """Template data for the section of one group."""
     key = judged.key
     mine = [c for c in record.comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
     entries = [e for e in record.ledgers if (e["op"], e["case"], e["dtype"], e["pass"]) == key]
@@ -144,7 +143,7 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
 
 
 def _glances(record: Record, anchors: Mapping[str, str]) -> list[dict[str, Any]]:
-    """For each dtype and pass a table: a line a case, a column a provider."""
+    """One table for each dtype and pass: a row per case, a column per provider."""
     kinds: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     for row in record.rows:
         kinds.setdefault((row.dtype, row.pass_), {}).setdefault(row.case, {})[row.provider] = row
@@ -175,7 +174,7 @@ def _glances(record: Record, anchors: Mapping[str, str]) -> list[dict[str, Any]]
 
 
 def _hosts(record: Record, anchors: Mapping[str, str]) -> dict[str, Any] | None:
-    """What the section on host and device shows; None where there is nothing to say."""
+    """Template data for the host and device section; None if there is nothing to show."""
     if not host.shown(record):
         return None
     found = host.groups(record.rows)
@@ -199,12 +198,12 @@ def _hosts(record: Record, anchors: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _spent(record: Record) -> list[tuple[str, float, str]]:
-    """What the seconds were spent on: the part, its seconds, and what belongs to it."""
+    """How the study's time was spent: the activity, its seconds, and what it includes."""
     return [(name, record.spent[name], PARTS[name]) for name in PARTS if name in record.spent]
 
 
 def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
-    """One row with all that belongs to it: its cells, its samples and the program that measures it again."""
+    """One row with everything that belongs to it: cells, samples, and the program that measures it again."""
     samples = next((m.rounds for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider)), [])
     rate = gigabytes_per_second(row)
     share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
@@ -227,7 +226,7 @@ def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
     return {
         "anchor": anchor,
         "row": row,
-        "cells": [(text, None if value is None else float(f"{value:.6g}")) for text, value in cells],  # sorted by
+        "cells": [(text, None if value is None else float(f"{value:.6g}")) for text, value in cells],  # sort keys
         "ours": is_ours(row.provider),
         "rounds": len(samples),
         "samples": sum(len(turn["device_us"]) for turn in samples),
@@ -243,7 +242,7 @@ def _ordered(code: Sequence[Json]) -> list[Json]:
 
 
 def _stages(code: Sequence[Json]) -> list[dict[str, str]]:
-    """Name and text of every stage, in the order of the browser."""
+    """Name and text of every stage, in display order."""
     found = []
     telling = [n for n in ("case", "dtype", "pass") if len({stage.get(n) for stage in code}) > 1]
     for stage in _ordered(code):
@@ -259,8 +258,9 @@ def _stages(code: Sequence[Json]) -> list[dict[str, str]]:
 
 
 def _code(code: Sequence[Json]) -> Json:
-    """What the browser knows of every stage: its counts, and which of its lines come from where, as runs of lines from the same
-    place: first, how many, number of the place. Written out they would be a third of a page."""
+    """What the code browser knows of every stage: its counts, and which source its lines come from, run-length encoded
+    as (first line, count, source number). Written out these would be a third of the page.
+    """
     places: dict[str, int] = {}
     stages = []
     for stage in _ordered(code):
@@ -276,7 +276,7 @@ def _code(code: Sequence[Json]) -> Json:
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:
-    """Where and how the record was made, a line a fact."""
+    """Where and how the record was made, one line per fact."""
     environment = dict(record.environment)
     versions = environment.pop("versions", {})
     facts = [

@@ -1,4 +1,4 @@
-"""Ledgers as text: for a terminal, and as a section of a Markdown report. The picture is the report's (`charts.py`)."""
+"""Traffic ledgers as text, for the terminal and for Markdown reports. The chart is in `charts.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADER = ("kernel", "times", "read", "written", "bytes", "of minimum")
 
 
 def table(found: Ledger) -> list[tuple[str, ...]]:
-    """A ledger's lines as text, below HEADER: a kernel a line, its bytes those of all times together; the sum last."""
+    """The cells of a ledger below HEADER: one kernel per line with the bytes of all its launches; the total last."""
     lines = []
     for kernel, times in merged(found.kernels):
         lines.append((kernel.name, str(times), *_sizes(times * kernel.read, times * kernel.written), ""))
@@ -38,7 +38,7 @@ def text(found: Ledger) -> str:
 
 
 def markdown(ledgers: Sequence[Ledger]) -> str:
-    """Ledgers as a section of a report: a table a group and provider, the providers of a group together."""
+    """The ledgers as a section of a report: one table per group and provider, ordered by group."""
     parts = ["## Where the memory traffic goes", ""]
     by_group: dict[tuple[str, ...], list[Ledger]] = {}
     for found in ledgers:

@@ -1,4 +1,4 @@
-"""`report.md`: the whole study for a reader with a text viewer."""
+"""`report.md`: the whole study for a plain text viewer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HOW_TO_READ = """\
   backward, beyond inputs and outputs."""
 
 
-#: Load a core from which a machine counts as busy.
+#: Load per core from which a machine counts as busy.
 BUSY = 0.5
 
 
 def report(record: Record, plots: Sequence[str] = ()) -> str:
-    """The record as Markdown; `plots` are file names of pictures beside it."""
+    """Render the record as Markdown; `plots` are the file names of pictures next to it."""
     request, rows = record.request, record.rows
     judged = verdicts(record)
     parts = [
@@ -69,7 +69,7 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
 
 
 def memories(record: Record) -> list[str]:
-    """Memory predicted and measured, where the target has a model of it."""
+    """Predicted and measured memory, for targets with a memory model."""
     lines = [[text(cell) for cell in line] for line in memory.lines(record)]
     if not lines:
         return []
@@ -81,7 +81,7 @@ def memories(record: Record) -> list[str]:
 
 
 def hosts(record: Record) -> list[str]:
-    """Who waits for whom, and the profiles."""
+    """Host and device times, and the profiles."""
     if not host.shown(record):
         return []
     found = host.groups(record.rows)
@@ -98,7 +98,7 @@ def hosts(record: Record) -> list[str]:
 
 
 def spent_on(record: Record) -> list[str]:
-    """What the seconds of the study were."""
+    """How the study's time was spent."""
     own = own_share(record.spent)
     if own is None:
         return []
@@ -108,7 +108,7 @@ def spent_on(record: Record) -> list[str]:
 
 
 def opening(record: Record) -> str:
-    """What was run, and whether it came to its end."""
+    """What was run, and whether it finished."""
     ok = len({row.provider for row in record.rows if row.status == "ok" and not is_floor(row.provider)})
     state = "" if record.finished else " **The run was cut short; the rows below are complete.**"
     seconds = "" if record.seconds is None else f" in {record.seconds:.0f} s"
@@ -123,7 +123,7 @@ def opening(record: Record) -> str:
 
 
 def conclusions(judged: Sequence[Verdict]) -> list[str]:
-    """The study in a few sentences, and a line a group."""
+    """The study in a few sentences, and one line per group."""
     lines = [
         [
             text(" ".join(v.key[1:])),
@@ -142,7 +142,7 @@ def conclusions(judged: Sequence[Verdict]) -> list[str]:
 
 
 def summaries(record: Record) -> list[str]:
-    """One table for each dtype and pass: a line a case, a column a provider; the fastest provider in bold."""
+    """One table for each dtype and pass: a row per case, a column per provider; the fastest provider in bold."""
     parts = []
     by_kind: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     for row in record.rows:
@@ -166,7 +166,7 @@ def summaries(record: Record) -> list[str]:
 
 
 def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -> str:
-    """One group: every provider that was measured or found wrong, with all that is known about it."""
+    """One group: every provider that was measured or found wrong, with all known values."""
     key = judged.key
     _, case, dtype, pass_ = key
     mine = [c for c in comparisons if (c["op"], c["case"], c["dtype"], c["pass"]) == key]
@@ -200,7 +200,7 @@ def line(row: Row, comparison: Json | None) -> list[str]:
     if row.status == "wrong":
         return [text(row.provider), "wrong", "", "", "", text(row.reason), errors(row), "", "", "", ""]
     verdict = row.verdict_vs_best_other or "–"
-    # the floor that does not bind is a share of nothing
+    # For a floor that is not the binding one the share has no meaning.
     share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
     if comparison is not None:
         c = comparison
@@ -228,7 +228,7 @@ def errors(row: Row) -> str:
 
 
 def limits(rows: Iterable[Row]) -> str:
-    """The best that the floors reached."""
+    """The best values that the floors reached."""
     copies = [(gigabytes_per_second(r), r) for r in rows if r.provider == "floor-copy" and r.device_us]
     launches = [r for r in rows if r.provider == "floor-launch" and r.device_us]
     lines = []
@@ -243,7 +243,7 @@ def limits(rows: Iterable[Row]) -> str:
 
 
 def absent(rows: Iterable[Row]) -> str:
-    """Each reason once, with how many rows it cost."""
+    """Each reason once, with the number of rows it affects."""
     counts: dict[tuple[str, str, str], int] = {}
     for row in rows:
         if row.status != "ok":
@@ -266,7 +266,7 @@ def environment(record: Record) -> str:
 
 
 def idleness(record: Record) -> list[str]:
-    """A warning where the machine had other work during the study, or before it began."""
+    """A warning if the machine was busy with other work before or during the study."""
     timed = [row for row in record.rows if row.device_us is not None]
     waiting = [threads for row in timed if (threads := disturbed(row)) is not None]
     if 2 * len(waiting) > len(timed):
@@ -281,15 +281,15 @@ def idleness(record: Record) -> list[str]:
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; numbers to the right, the first column to the left."""
+    """A Markdown table; numbers right-aligned, the first column left-aligned."""
     rule = ["---", *("---:" for _ in columns[1:])]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [columns, rule, *lines])
 
 
 def text(value: str) -> str:
-    """Text from a record, made harmless in a Markdown table and in the HTML it may become."""
+    """Text from a record, escaped for a Markdown table and for the HTML made from it."""
     for old, new in (
-        ("\\", "\\\\"),  # before those that are escaped by it
+        ("\\", "\\\\"),  # first: the others are escaped with it
         ("&", "&amp;"),
         ("<", "&lt;"),
         (">", "&gt;"),

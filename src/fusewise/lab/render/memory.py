@@ -1,4 +1,4 @@
-"""Bytes that a model of the problem's memory predicts for a provider beside those measured, for targets that have one."""
+"""Predicted and measured memory per provider, for targets with a memory model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def lines(record: Record) -> list[list[str]]:
-    """One line for each provider with a prediction, as text; empty where no target predicts anything."""
+    """One line of cells per provider with a prediction; empty if no target predicts anything."""
     return [_line(m) for m in record.measurements if "#" not in m.provider and _predicted(m)]
 
 

@@ -1,4 +1,6 @@
-"""PNG plots. A sweep (cases named `<prefix>-<number>`) becomes lines over the number, other cases become marks on their shares of the limit."""
+"""PNG plots. Sweeps (cases named `<prefix>-<number>`) become lines over the number; other cases become marks at their
+share of the limit.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from ..folder import file_name
 from ..record import Record, Row, write_atomically
 from . import gigabytes_per_second, measured, printable, sweep
 
-#: Colours that stay apart for the colour-blind (Okabe and Ito), then again with dashes.
+#: Colours that colour-blind readers can distinguish (Okabe and Ito); repeated with dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#444444")
-#: With the colours, one of its own for each of 48 providers.
+#: Combined with the colours, these are unique for 48 providers.
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-@rc_context({"text.parse_math": False})  # a dollar in a device's name is a dollar
+@rc_context({"text.parse_math": False})  # a dollar sign in a device name is literal
 def draw(record: Record, directory: Path) -> list[str]:
     """Write the plots of a record; returns their file names."""
     kinds: dict[tuple[str, str], list[Row]] = {}
@@ -36,7 +38,7 @@ def draw(record: Record, directory: Path) -> list[str]:
         caption = f"{pass_}, {dtype}, {record.request['cache']} cache, {record.environment['device_name']}"
         prefix = sweep(rows)
         if prefix is None and all(is_floor(row.provider) for row in rows):
-            continue  # which have no share of themselves
+            continue  # they have no share
         if prefix is None:
             names.append(save(shares(rows, caption, colours), directory, f"{stem}-share.png"))
             continue
@@ -47,14 +49,14 @@ def draw(record: Record, directory: Path) -> list[str]:
 
 
 def colouring(names: Sequence[str]) -> dict[str, str]:
-    """One colour a provider in all plots of a record; floors are black."""
+    """One colour per provider in all plots of a record; floors are black."""
     rivals = [name for name in names if not is_floor(name)]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(rivals)}
     return {name: colours.get(name, "#000000") for name in names}
 
 
 def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: Mapping[str, str]) -> Figure:
-    """One line a provider over the number in the case's name."""
+    """One line per provider over the number in the case name."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(measured(rows)):
@@ -80,7 +82,7 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: M
 
 
 def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figure:
-    """Share of the limit, a line a case, a mark a provider."""
+    """Share of the limit: a line per case, a mark per provider."""
     names = [name for name in measured(rows) if not is_floor(name)]
     cases = list(dict.fromkeys(row.case for row in rows))
     labels = [textwrap.fill(textwrap.shorten(printable(case), 100, placeholder=" …"), 34) for case in cases]
@@ -107,7 +109,7 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
 
 def save(figure: Figure, directory: Path, name: str) -> str:
     drawn = io.BytesIO()
-    with warnings.catch_warnings():  # a letter that no font here has is an empty box, and the report has it as text
+    with warnings.catch_warnings():  # a glyph missing from all fonts becomes an empty box; the report has the text
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         figure.savefig(drawn, dpi=120, metadata={"Software": "fusewise"})
     write_atomically(directory / name, drawn.getvalue())

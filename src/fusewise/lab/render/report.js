@@ -1,11 +1,11 @@
 "use strict";
-// Sorting, filtering and the code browser of a report. Text from the record only ever becomes textContent.
+// Sorting, filtering and the code browser of a report. Text from the record is only ever assigned to textContent.
 (() => {
   const byId = (id) => document.getElementById(id);
   for (const part of document.querySelectorAll(".scripted")) part.hidden = false;
   for (const part of document.querySelectorAll(".unscripted")) part.hidden = true;
 
-  // Tables: a button in each heading; numbers sort by data-v, other cells by their text, empty ones last.
+  // Tables: a button in each heading; numbers sort by data-v, other cells by text, empty ones last.
   const value = (row, column) => {
     const cell = row.cells[column];
     if (cell.dataset.v === "None" || cell.textContent === "–") return null;
@@ -35,7 +35,7 @@
     });
   }
 
-  // Rows: every word must occur.
+  // Filter: every word must occur in the row.
   const filter = byId("filter"), lines = [...byId("all").tBodies[0].rows];
   const texts = lines.map((row) => [...row.cells].slice(0, -1).map((cell) => cell.textContent).join(" ").toLowerCase());
   const narrow = () => {
@@ -46,11 +46,11 @@
   };
   filter.addEventListener("input", narrow);
   narrow();
-  // All programs end in the same way, which the page holds once.
+  // All programs end the same way; the page holds that ending once.
   for (const program of document.querySelectorAll("pre.program")) {
     program.closest("details").addEventListener("toggle", () => program.append(byId("ending").textContent), { once: true });
   }
-  // A link to a row or a case that is filtered away or folded in shows it.
+  // A link to a filtered or collapsed row or case reveals it.
   const reveal = () => {
     const target = location.hash.length > 1 ? byId(location.hash.slice(1)) : null;
     if (!target) return;

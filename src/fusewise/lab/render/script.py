@@ -1,4 +1,4 @@
-"""A row as a program: measures that row again, by itself, wherever fusewise and the provider are installed."""
+"""A row as a standalone program that measures this row again wherever fusewise and the provider are installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..record import Record, Row
 
-#: What is a row's own, and what is the same in all programs of a record.
+#: HEAD differs by row; MAIN is the same in all programs of a record.
 HEAD = '''\
 """One row of a fusewise study, measured again by itself: `pip install 'fusewise[lab]'`, then run this file."""
 
@@ -48,12 +48,12 @@ if __name__ == "__main__":
 
 
 def program(record: Record, row: Row) -> str:
-    """The row's program."""
+    """The complete program of a row."""
     return head(record, row) + MAIN
 
 
 def head(record: Record, row: Row) -> str:
-    """The row's program without MAIN. What comes from the record stands in it as Python literals only."""
+    """The program without MAIN. Values from the record appear only as Python literals."""
     request = record.request
     tasks = request.get("tasks", [])
     task: dict[str, Any] = next(

@@ -1,7 +1,7 @@
-"""Charts as inline SVG: text that is escaped, colours that follow the page, every mark a link to its row.
+"""Charts as inline SVG: all text is escaped, colours follow the page's theme, every mark links to its row.
 
-No style attributes, since the page's content security policy refuses them; marks carry classes instead: `s0` … `s7` are
-the series' colours, `ours` and `floor` what they are.
+The page's content security policy forbids style attributes, so marks carry classes: `s0` … `s7` are the series'
+colours; `ours` and `floor` mark those providers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from markupsafe import Markup, escape
 WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 44
 SERIES = 8
-LONGEST_LABEL = 36  # characters of a name beside its bar
-#: Outlines of the marks in a 10 × 10 box around 0, told apart without colour, too.
+LONGEST_LABEL = 36  # characters of a name next to its bar
+#: Marker outlines in a 10 × 10 box around the origin, distinguishable without colour.
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
     "M-3.6,-3.6h7.2v7.2h-7.2z",
@@ -28,7 +28,7 @@ SHAPES = (
 
 
 def el(tag: str, *children: Markup | str, **attributes: object) -> Markup:
-    """An element; `_` in an attribute's name becomes `-`, a trailing one is dropped (class_). Everything is escaped."""
+    """An element; `_` in attribute names becomes `-`, a trailing one is dropped (class_). Everything is escaped."""
     named = Markup("").join(
         Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), value)
         for name, value in attributes.items()
@@ -39,7 +39,7 @@ def el(tag: str, *children: Markup | str, **attributes: object) -> Markup:
 
 @dataclass(frozen=True)
 class Mark:
-    """A value of one provider: where it is, what it says, and the anchor of its row."""
+    """One value of a provider: position, label, and the anchor of its row."""
 
     x: float
     y: float
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """A straight limit between two points, with its name at the end."""
+    """A straight limit line between two points, labelled at its end."""
 
     x0: float
     y0: float
@@ -60,7 +60,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: its label, its span, and whether it is logarithmic."""
+    """One axis: label, range, and whether it is logarithmic."""
 
     label: str
     low: float
@@ -68,7 +68,7 @@ class Axis:
     log: bool = True
 
     def at(self, value: float) -> float:
-        """Where `value` lies between the ends, 0 to 1."""
+        """The relative position of `value` on the axis, 0 to 1."""
         if self.log:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
@@ -91,7 +91,7 @@ def _step(span: float) -> float:
 
 
 def span(values: Sequence[float], label: str, log: bool = True) -> Axis:
-    """An axis that holds all values: with room at both ends if logarithmic, from zero if not."""
+    """An axis that contains all values: with padding at both ends if logarithmic, from zero otherwise."""
     if not log:
         return Axis(label, 0.0, max(values) * 1.08, False)
     low, high = min(values), max(values)
@@ -99,7 +99,7 @@ def span(values: Sequence[float], label: str, log: bool = True) -> Axis:
 
 
 def short(value: float) -> str:
-    """A tick's label: 1000 as 1k, 2e6 as 2M."""
+    """A tick label: 1000 as 1k, 2e6 as 2M."""
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:g}{letter}"
@@ -120,7 +120,7 @@ def frame(title: str, height: float, *parts: Markup) -> Markup:
 
 
 def grid(x: Axis, y: Axis | None, height: float, left: float = LEFT) -> Markup:
-    """Grid lines with labels; without a `y` only the upright ones."""
+    """Labelled grid lines; without `y` only the vertical ones."""
     bottom, right = height - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in x.ticks():
@@ -140,14 +140,14 @@ def grid(x: Axis, y: Axis | None, height: float, left: float = LEFT) -> Markup:
 
 
 def marker(series: int, classes: str = "") -> Markup:
-    """A series' mark, drawn around the origin."""
+    """A series' marker, drawn around the origin."""
     shape = SHAPES[(series + series // SERIES) % len(SHAPES)]
     return el("path", d=shape, class_=f"s{series % SERIES} {classes}".strip())
 
 
 def linked(mark: Mark, x: float, y: float, series: int, classes: str) -> Markup:
     dot = el("g", marker(series, classes), transform=f"translate({_n(x)} {_n(y)})")
-    return el("a", el("title", mark.label), dot, href=f"#{mark.anchor}")  # the title is its name, too
+    return el("a", el("title", mark.label), dot, href=f"#{mark.anchor}")  # the title is also its accessible name
 
 
 def scatter(
@@ -160,7 +160,7 @@ def scatter(
     joined: bool = False,
     lines: Sequence[Line] = (),
 ) -> Markup:
-    """Marks over two axes, each series joined to a line if asked; `look` gives a series its number and classes."""
+    """Scatter chart; optionally each series is joined by a line. `look` gives each series its number and classes."""
     height = 360.0
     bottom, right = height - BOTTOM, WIDTH - RIGHT
 
@@ -188,7 +188,7 @@ def dots(
     look: Mapping[str, tuple[int, str]],
     limit: float | None = None,
 ) -> Markup:
-    """A line a case, a mark a provider; an upright line at the limit."""
+    """A line per case, a mark per provider; a vertical line at the limit."""
     left = min(260.0, 24 + 6.6 * max(len(name) for name in lines))
     height = TOP + BOTTOM + 22.0 * len(lines)
     parts = [grid(x, None, height, left=left)]
@@ -206,7 +206,7 @@ def dots(
 
 
 def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]]], minimum: float | None) -> Markup:
-    """A bar a provider, a piece a kernel; the upright line is the least there must be."""
+    """A stacked bar per provider with a piece per kernel; the vertical line is the minimum."""
     left = min(260.0, 24 + 6.6 * max(len(name) for name in bars))
     height = TOP + BOTTOM + 26.0 * len(bars)
     wide = WIDTH - RIGHT - left
@@ -227,10 +227,10 @@ def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]
 
 
 def clipped(text: str) -> str:
-    """A name that fits beside its bar."""
+    """The name, shortened to fit next to its bar."""
     return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
 
 
 def _n(value: float) -> str:
-    """A coordinate with one decimal: a pixel's tenth."""
+    """A coordinate with one decimal: a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")

@@ -1,4 +1,4 @@
-"""The terminal: live progress while it measures (on standard error, only on a terminal) and a table at the end."""
+"""Terminal output: live progress during measurement (on standard error, only on a terminal) and the final tables."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from . import measured, number, percent, printable
 
 
 def plain(text: str) -> str:
-    """Text from a record or a provider as the terminal shows it: no markup, no control characters."""
+    """Text from a record or provider, safe for the terminal: no markup, no control characters."""
     return escape(printable(text))
 
 
 def console(stderr: bool = False) -> Console:
-    """A console for the functions below, in which `my.py:mask:` is no picture of a mask: with tables as wide as they need to be
-    where no terminal limits them."""
+    """A console for the functions below, with emoji codes disabled (`my.py:mask:` is a path). If no terminal limits the
+    width, tables are as wide as they need.
+    """
     made = Console(stderr=stderr, emoji=False)
     return made if made.is_terminal else Console(stderr=stderr, emoji=False, width=200)
 
 
 class Live:
-    """Follows a study. Off a terminal it writes one plain line a group. `named`: whether each provider was asked for by name,
-    so that one that is missing is not left out without a word."""
+    """Shows progress. Off a terminal it writes one plain line per group. `named`: whether the providers were requested
+    by name; a missing one must then be reported.
+    """
 
     def __init__(self, console: Console, *, named: bool = False) -> None:
         self.console = console
@@ -98,16 +100,16 @@ class Column:
     name: str
     right: bool = False
     style: str = ""
-    folds: bool = False  # between words, where a table is too wide
+    folds: bool = False  # wraps between words if the table is too wide
 
     def widths(self, texts: Iterable[str]) -> tuple[int, int]:
-        """The least and the most that texts in it ask for."""
+        """Minimum and maximum width of the column for the given texts."""
         lines = [Text.from_markup(text).plain for text in (self.name, *texts)]
         most = max(map(cell_len, lines))
         return max(cell_len(word) for line in lines for word in line.split() or [""]) if self.folds else most, most
 
 
-GAP = 2  # between two columns
+GAP = 2  # between columns
 
 
 PLAIN: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "collapse_padding": True}
@@ -115,13 +117,14 @@ PLAIN: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge":
 
 @dataclass
 class Columns:
-    """A table, or several one under the other where a terminal is too narrow for all columns: each then begins with the first
-    `keys` of them. Names and cells are markup."""
+    """A table that is split into several, one below the other, if the terminal is too narrow; each repeats the first
+    `keys` columns. Names and cells are markup.
+    """
 
     title: str
     columns: Sequence[Column]
     keys: int = 1
-    lines: list[tuple[Sequence[str], str]] = field(default_factory=list)  # cells and the style of the line
+    lines: list[tuple[Sequence[str], str]] = field(default_factory=list)  # cells and line style
 
     def add(self, *cells: str, style: str = "") -> None:
         self.lines.append((cells, style))
@@ -132,7 +135,7 @@ class Columns:
             if nth > 0:
                 yield ""
             if self.title and nth == 0:
-                yield f"[bold]{self.title}[/]"  # in a line of its own: over a narrow table it would be folded
+                yield f"[bold]{self.title}[/]"  # on its own line: above a narrow table it would wrap
             table = Table(**PLAIN)
             left = options.max_width + GAP - sum(asked[i][0] + GAP for i in chosen)
             for i in chosen:
@@ -146,7 +149,7 @@ class Columns:
             yield table
 
     def _chosen(self, asked: Sequence[tuple[int, int]], width: int) -> list[list[int]]:
-        """The columns of each table."""
+        """The columns of each of the tables."""
         keys = list(range(self.keys))
         tables = [[*keys]]
         for i in range(self.keys, len(self.columns)):
@@ -157,7 +160,7 @@ class Columns:
 
 
 def summary(record: Record) -> Columns:
-    """A line a group, a column a provider: microseconds, the fastest in bold."""
+    """A line per group, a column per provider: microseconds, the fastest in bold."""
     names = measured(record.rows)
     styles = ("dim" if is_floor(name) else "cyan" if is_ours(name) else "" for name in names)
     columns = [Column(plain(name), right=True, style=style) for name, style in zip(names, styles, strict=True)]
@@ -181,7 +184,7 @@ def summary(record: Record) -> Columns:
 
 
 def verdict_table(found: Sequence[Verdict]) -> Columns:
-    """A line a group: what binds it, how near the best comes, and whether a kernel is worth it."""
+    """A line per group: the binding limit, how close the best provider comes, and whether a kernel is worth it."""
     names = ("case", "bound by", "minimum µs", "fastest", "left to gain over the best compiler", "worth a kernel")
     table = Columns("verdict", [Column(name, folds=True) for name in names])
     for v in found:
@@ -196,7 +199,7 @@ STYLES = {"slower": "red", "broken": "red", "faster": "green", "mended": "green"
 
 
 def comparison_table(found: Comparison) -> Columns:
-    """A line a row that both runs have, the regressions first."""
+    """A line per row that both runs have, regressions first."""
     names = ("case", "provider", f"before {found.unit}", f"after {found.unit}", "ratio", "noise", "verdict")
     columns = [Column(plain(name), folds=name not in ("provider", "ratio", "noise")) for name in names]
     table = Columns(plain(f"{found.before} → {found.after}"), columns, keys=2)
@@ -218,7 +221,7 @@ def comparison_summary(found: Comparison) -> list[str]:
 
 
 def limits_table(found: Json) -> Columns:
-    """What the machine can do, as measured."""
+    """The measured limits of the machine."""
     title = plain(f"limits of {found['device']}, measured {found['created']}")
     table = Columns(title, [Column("limit"), Column("measured")])
     table.add("copy", f"{number(found['copy_gb_s'])} GB/s")
@@ -232,7 +235,7 @@ def limits_table(found: Json) -> Columns:
 
 
 def provider_table(lines: Sequence[tuple[str, str, str, str]]) -> Columns:
-    """Name, state, what to do and versions."""
+    """Name, state, note and versions."""
     table = Columns("", [Column(name, folds=True) for name in ("provider", "state", "note", "versions")])
     for line in lines:
         table.add(*(plain(cell) for cell in line))
