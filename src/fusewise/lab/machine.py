@@ -88,6 +88,12 @@ def memory_bytes() -> int | None:
         return None
 
 
+def worker_memory_limit() -> int | None:
+    """The default limit of a worker process's resident memory, in bytes: four fifths of the machine's."""
+    total = memory_bytes()
+    return None if total is None else total * 4 // 5
+
+
 def cache_bytes(device: str) -> int:
     """Size of the cache that a cold-cache measurement must flush: L2 of a GPU, the largest cache of a CPU."""
     if device.startswith("cuda"):

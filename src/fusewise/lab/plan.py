@@ -81,7 +81,8 @@ def options(request: Request, out: Path) -> Options:
     if request.time_limit is not None:
         extra["time_limit"] = request.time_limit
     providers = plugin.select(request.providers, target.name, where)
-    memory_limit = _memory_limit(request.memory_limit)
+    gibibytes = request.memory_limit
+    memory_limit = machine.worker_memory_limit() if gibibytes is None else int(gibibytes * 2**30)
     lacking = target.verify(tasks, request.timeout, memory_limit)  # last, because it takes seconds
     if request.passes is None:
         tasks = [task for task in tasks if task.pass_ not in lacking]
@@ -155,14 +156,6 @@ def device(name: str | None, verb: str = "study") -> str:
             "other; say --device cuda"
         )
     return f"cuda:{index}"
-
-
-def _memory_limit(gibibytes: float | None) -> int | None:
-    """Limit on a worker's resident memory in bytes; by default four fifths of the machine's memory."""
-    if gibibytes is not None:
-        return int(gibibytes * 2**30)
-    total = machine.memory_bytes()
-    return None if total is None else total * 4 // 5
 
 
 def run_directory(request: Request, stamp: str) -> Path:

@@ -79,7 +79,7 @@ def ask(
                 if worker is None:
                     with parts.part("starting"):
                         worker = WorkerProcess(
-                            {"provider": entry.where}, log, timeout=timeout, memory_limit=_memory_limit(),
+                            {"provider": entry.where}, log, timeout=timeout, memory_limit=machine.worker_memory_limit(),
                             nursery=nursery, module="fusewise.lab.code.worker",
                         )  # fmt: skip
                         started(worker)
@@ -103,11 +103,6 @@ def ask(
             worker.stop()
     spent(parts.seconds)
     return answers
-
-
-def _memory_limit() -> int | None:
-    total = machine.memory_bytes()
-    return None if total is None else total * 4 // 5
 
 
 def default_target(device: str) -> str:

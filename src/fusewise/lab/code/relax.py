@@ -39,8 +39,10 @@ def _imported(problem: Problem) -> tuple[Any, Any, Any]:
 
 
 def _compiled(module: Any, target: str, tvm: Any, relax: Any) -> list[Stage]:
+    from ..providers import relax as provider
+
     wanted = tvm_target(tvm, target)
-    scheduled = schedule(module, wanted, relax)
+    scheduled = provider.scheduled(module, wanted, relax)
     found = [Stage(stage="tir", language="python", text=_script(scheduled), target=target)]
     executable = tvm.compile(scheduled, wanted)
     for part in _imports(executable.mod):
@@ -56,9 +58,11 @@ def _compiled(module: Any, target: str, tvm: Any, relax: Any) -> list[Stage]:
 
 def traffic(problem: Problem, target: str) -> list[Kernel]:
     """The primitive functions that the scheduled program calls on the local device, with the bytes of each."""
+    from ..providers import relax as provider
+
     tvm, relax, module = _imported(problem)
     where = "cpu" if problem.device.type == "cpu" else target
-    return calls(schedule(module, tvm_target(tvm, where), relax), relax)
+    return calls(provider.scheduled(module, tvm_target(tvm, where), relax), relax)
 
 
 def tvm_target(tvm: Any, target: str) -> Any:
@@ -71,20 +75,6 @@ def tvm_target(tvm: Any, target: str) -> Any:
             "max_shared_memory_per_block": 49152, "thread_warp_size": 32, "registers_per_block": 65536,
         }
     )  # fmt: skip
-
-
-def schedule(module: Any, target: Any, relax: Any) -> Any:
-    """Relax's standard pipeline, and on a GPU the default schedules, as in the provider."""
-    from ..providers import relax as provider
-
-    with target:
-        module = relax.get_pipeline("zero")(module)
-        if target.kind.name != "cuda":
-            return module
-        dlight = require("tvm.s_tir.dlight", provider.INSTALL)
-        gpu = dlight.gpu
-        rules = (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Transpose(), gpu.Fallback())
-        return dlight.ApplyDefaultSchedule(*rules)(module)
 
 
 def _script(module: Any) -> str:

@@ -35,7 +35,8 @@ class Tvm(Provider):
         program = problem.program()
         module = lowered(problem, relax)
         try:
-            compiled = tvm.compile(scheduled(module, tvm, relax, device), target_of(tvm, device))
+            target = target_of(tvm, device)
+            compiled = tvm.compile(scheduled(module, target, relax), target)
         except Exception as error:  # its passes raise anything
             raise Unsupported(f"TVM cannot compile it: {reason(error)}") from error
         main = relax.VirtualMachine(compiled, device)["main"]
@@ -82,13 +83,13 @@ def target_of(tvm: Any, device: Any) -> Any:
     return tvm.target.Target.from_device(device)
 
 
-def scheduled(module: Any, tvm: Any, relax: Any, device: Any) -> Any:
-    """Relax's standard passes, and on a GPU dlight's schedules, without which nothing would run in parallel."""
-    target = target_of(tvm, device)
+def scheduled(module: Any, target: Any, relax: Any) -> Any:
+    """Relax's standard passes for a TVM target, and on a GPU dlight's schedules, without which nothing would run in parallel."""
     with target:
         module = relax.get_pipeline("zero")(module)
         if target.kind.name != "cuda":
             return module
-        gpu = require("tvm.s_tir.dlight", INSTALL).gpu
+        dlight = require("tvm.s_tir.dlight", INSTALL)
+        gpu = dlight.gpu
         rules = (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Transpose(), gpu.Fallback())
-        return require("tvm.s_tir.dlight", INSTALL).ApplyDefaultSchedule(*rules)(module)
+        return dlight.ApplyDefaultSchedule(*rules)(module)
