@@ -4,6 +4,7 @@ without a GPU, and execution on a GPU where there is one."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -35,11 +36,18 @@ class Library(cuda.Library):
     def __init__(self, sources: tuple[Path, ...], name: str, flags: tuple[str, ...]) -> None:
         recipe = f"{name}-on-cpu", (*sources, *HEADERS), build.cxx(), (*FLAGS, *flags)
         super().__init__(recipe, name)
-        self.play = build.library(*recipe).fusewise_on_cpu
+        loaded = build.library(*recipe)
+        self.play, self._waits = loaded.fusewise_on_cpu, getattr(loaded, "fusewise_waits", None)
 
     def launch(self, plan: bytes, call: bytes, device: int, op: str) -> None:
         code = self.run(plan, call, None)
         assert code == 0, f"{op}: {self.error(code)}"
+
+    def waits(self) -> tuple[int, int]:
+        """Waits of clusters for each other since the last call: those that ended in step, and those that timed out."""
+        found = (ctypes.c_int * 2)()
+        self._waits(found)
+        return found[0], found[1]
 
     def plays(self, *, backwards: bool = False, processors: int = 1, late: bool = False) -> Library:
         """Configure the simulated device: its number of SMs (with one, little work fills it, so that a thread handles several

@@ -23,14 +23,14 @@ struct DirectTensor {
   uint32_t block, slot, cache_head;        // cache strides in bytes
 };
 
-enum Moved : int { MOVED_Q, MOVED_K, MOVED_REST, MOVED_V, MOVED };  // q, k, the unrotated half of k, v
+enum Moved : int { MOVED_Q, MOVED_K, MOVED_REST, MOVED_V, MOVED };  // q, k, the unrotated features of k, v
 
 struct Direct {
   const char *positions, *slots, *cos, *sin;
   uint32_t position, slot, row;            // strides in bytes
   uint32_t rows, count, tokens, heads;     // table rows; cache slots; tokens; heads of all tensors
   uint32_t apart;                          // bytes from the first half of a head to the second
-  Divisor of_token, of_head, of_block;     // threads per token, threads per head, slots per cache block; none of them is 1
+  Divisor of_token, of_head, of_block;     // threads per token, threads per head, slots per cache block; at least 2 wherever more than 0 is divided
   bool wide_positions, wide_slots, write_k;
   DirectTensor tensors[MOVED];
 };
