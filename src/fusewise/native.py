@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,14 +99,23 @@ def build(*architectures: str) -> list[Built]:
 
 
 def build_all(chosen: tuple[Capability, ...] = ()) -> Iterator[Built]:
-    """Like `build`, one library after another; failures are yielded, not raised."""
-    for name, recipe in recipes(chosen):
-        start = time.perf_counter()
+    """Like `build`, but yields each library, in order, once it is there; failures are yielded, not raised."""
+    # A CUDA library itself is compiled by two to three processes.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        waiting = [pool.submit(_build_one, name, recipe) for name, recipe in recipes(chosen)]
         try:
-            parts = recipe()
-            there = built(*parts)
-            path = prepared(*parts)
-        except BuildError as error:
-            yield Built(name, None, time.perf_counter() - start, str(error))
-        else:
-            yield Built(name, path, 0.0 if there else time.perf_counter() - start)
+            for future in waiting:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _build_one(name: str, recipe: Callable[[], Recipe]) -> Built:
+    start = time.perf_counter()
+    try:
+        parts = recipe()
+        there = built(*parts)
+        path = prepared(*parts)
+    except BuildError as error:
+        return Built(name, None, time.perf_counter() - start, str(error))
+    return Built(name, path, 0.0 if there else time.perf_counter() - start)

@@ -20,7 +20,7 @@ def flags(capabilities: tuple[tuple[int, int], ...], features: str = "") -> tupl
     return "-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static", *targets
 
 
-#: Flag for libraries that are compiled from one source per dtype.
+#: Flag for libraries that are compiled from several sources in parallel; without it, the first is the whole library.
 PARTS = "-DFUSEWISE_PARTS"
 
 

@@ -27,17 +27,16 @@ FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / name
     for name in (
-        "gated_linear.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "instructions.cuh", "matrices.cuh",
-        "plan.h", "sums.cuh", "tiles.cuh",
+        "gated_linear.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "instructions.cuh",
+        "matrices.cuh", "plan.h", "sums.cuh", "tiles.cuh",
     )
 )  # fmt: skip
 CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
 DEEP = 4096  # depth from which the gradient of a down projection is faster here
-TILES_FROM = (
-    129  # rows from which its tiles pay off with pre-activations, and copies of matrices that TMA does not support
-)
+#: Rows from which its tiles pay off with pre-activations, and copies of matrices that TMA does not support.
+TILES_FROM = 129
 ROWS, GATE_ROWS = 128, 32  # rows of a tile; minimum rows of a partial sum without a product, as in plan.h
 
 _PLAN = Struct("17q")
@@ -46,7 +45,8 @@ _CALL = Struct("12q")
 
 def recipe(dtype: torch.dtype, activation: str) -> build.Recipe:
     """Build recipe of the library for a dtype and an activation."""
-    return "gated-linear-cuda", SOURCES, build.nvcc(), (*cuda.flags((CAPABILITY,), "a"), *one(dtype, activation))
+    flags = (*cuda.flags((CAPABILITY,), "a"), cuda.PARTS, *one(dtype, activation))
+    return "gated-linear-cuda", SOURCES, build.nvcc(), flags
 
 
 def one(dtype: torch.dtype, activation: str) -> tuple[str, ...]:

@@ -23,13 +23,18 @@
 #include <atomic>
 
 #include "epilogues.cuh"
-#include "few_rows.cuh"
 #include "gate_gradient.cuh"
 #include "hopper.cuh"
 #include "matrices.cuh"
 #include "plan.h"
 #include "sums.cuh"
 #include "tiles.cuh"
+
+#ifdef FUSEWISE_PARTS
+cudaError_t fusewise_few_rows(const Plan&, const Call&, int processors, cudaStream_t);  // few_rows.cu
+#else
+#include "few_rows.cuh"
+#endif
 
 namespace {
 
@@ -251,10 +256,15 @@ Chosen chosen() {
 
 template <bool BFLOAT16, int ACTIVATION>
 Kernels kernels() {
+#ifdef FUSEWISE_PARTS
+  const auto few_rows = fusewise_few_rows;
+#else
+  const auto few_rows = launch_few_rows<BFLOAT16, ACTIVATION>;
+#endif
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
            chosen<BFLOAT16, DOWN, ACTIVATION>(), chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(),
            chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
-          gate_gradient_kernel<BFLOAT16, ACTIVATION>, launch_few_rows<BFLOAT16, ACTIVATION>};
+          gate_gradient_kernel<BFLOAT16, ACTIVATION>, few_rows};
 }
 
 // The kernels for a plan, or nulls if this library lacks them: it may be compiled for a single dtype and activation.
