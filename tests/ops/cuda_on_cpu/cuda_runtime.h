@@ -309,6 +309,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 
 // What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, and whether what is
 // asynchronous is done as late as it may be. The next call to CUDA is the first of its thread.
-extern "C" __attribute__((visibility("default"))) void fusewise_on_cpu(bool backwards, int processors, bool late) {
+// Weak: one definition for all sources of a library.
+extern "C" __attribute__((visibility("default"), weak)) void fusewise_on_cpu(bool backwards, int processors, bool late) {
   on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late, on_cpu::context = false;
 }

@@ -9,6 +9,10 @@
 
 #include "instructions.cuh"
 
+namespace on_cpu {
+inline int in_step = 0, timed_out = 0;  // waits for a count that ended either way
+}
+
 namespace {
 
 using on_cpu::check;
@@ -57,10 +61,9 @@ inline void mbarrier_wait(uint32_t barrier, int parity) {
 }
 
 inline void atomic_increment(unsigned* count) { ++*count; }
-inline int in_step = 0, timed_out = 0;  // waits that ended either way
 inline bool wait_for_count(const unsigned* count, unsigned least) {
   const bool there = *count >= least;
-  return ++(there ? in_step : timed_out), there;
+  return ++(there ? on_cpu::in_step : on_cpu::timed_out), there;
 }
 
 inline void named_barrier_sync(int name, int count) { on_cpu::meet(on_cpu::block().names[name], count); }
@@ -200,6 +203,6 @@ inline void ldmatrix(uint32_t from, uint32_t (&a)[4]) {
 }  // namespace
 
 // How many waits for a count ended in step, and how many timed out, since the last call.
-extern "C" __attribute__((visibility("default"))) void fusewise_waits(int* waits) {
-  waits[0] = std::exchange(in_step, 0), waits[1] = std::exchange(timed_out, 0);
+extern "C" __attribute__((visibility("default"), weak)) void fusewise_waits(int* waits) {
+  waits[0] = std::exchange(on_cpu::in_step, 0), waits[1] = std::exchange(on_cpu::timed_out, 0);
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusewise._shared import cuda
 from fusewise.ops.gated_linear import _cuda, reference
 from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import Halves, Spec, new_preact, split_preact
@@ -33,7 +34,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, str]:
 @pytest.fixture
 def play(kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> Play:
     """Use the kernels for CPU tensors; call the fixture to configure them. With two SMs one cluster processes all tiles."""
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind))
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", cuda.PARTS, *_cuda.one(*kind))
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
     monkeypatch.setattr(_cuda, "processors_of", lambda _: 2)
     return lambda **how: kernels.plays(processors=2, **how)
@@ -164,7 +165,7 @@ def changed(
         assert source.name != file or right in text
         (folder / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
     monkeypatch.setattr(_cuda, "SOURCES", tuple(folder / source.name for source in _cuda.SOURCES))
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", *_cuda.one(*kind))
+    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", cuda.PARTS, *_cuda.one(*kind))
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
     return kernels
 

@@ -7,9 +7,9 @@
 
 #include "plan.h"
 
-namespace {
+inline decltype(&cuTensorMapEncodeTiled) fusewise_encode = nullptr;  // one for all sources of the library
 
-decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+namespace {
 
 // Looks up the driver's cuTensorMapEncodeTiled by name, so that the library does not link to libcuda.
 cudaError_t find_encode() {
@@ -22,7 +22,7 @@ cudaError_t find_encode() {
   const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
   if (error) return error;
-  encode = reinterpret_cast<decltype(encode)>(found);
+  fusewise_encode = reinterpret_cast<decltype(fusewise_encode)>(found);
   return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
 }
 
@@ -34,7 +34,7 @@ bool describe(CUtensorMap* map, const Plan& plan, const void* matrix, int64_t st
   const cuuint32_t box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[] = {1, 1};
   const auto type = plan.bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto swizzle = box_columns * 2 == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  return encode(map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+  return fusewise_encode(map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
