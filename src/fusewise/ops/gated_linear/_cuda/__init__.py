@@ -24,13 +24,11 @@ from . import tiles
 from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(
-    FOLDER / name
-    for name in (
-        "gated_linear.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh", "instructions.cuh",
-        "matrices.cuh", "plan.h", "sums.cuh", "tiles.cuh",
-    )
+_NAMES = (
+    "gated_linear.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh",
+    "instructions.cuh", "matrices.cuh", "plan.h", "sums.cuh", "tiles.cuh",
 )  # fmt: skip
+SOURCES = (*(FOLDER / name for name in _NAMES), cuda.MBARRIER)
 CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"

@@ -47,7 +47,8 @@ static_assert(sizeof(FewShared) <= MOST);
 // would leave too few stages.
 template <int COLUMNS, int SLABS>
 struct Stage {
-  static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2, CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
+  static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2;
+  static constexpr int CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
   static constexpr int BYTES = CHUNKS * CHUNK, COUNT = RING_BYTES / BYTES, DEEP = CHUNKS * DEPTH;
   static constexpr int THREADS = SLABS * GROUP + (SLABS > 1 ? GROUP : 32);  // setmaxnreg is per warpgroup
   static_assert(COUNT <= MOST_STAGES);
@@ -214,6 +215,16 @@ cudaError_t launch_few_rows_of(FewRows& p, const Plan& of, const Call& c, int pr
   return cudaSuccess;
 }
 
+template <bool BFLOAT16, int SLABS, int ACTIVATION>
+cudaError_t launch_slabs(FewRows& p, const Plan& of, const Call& c, int processors, cudaStream_t on) {
+  if (p.rows <= 16) return launch_few_rows_of<BFLOAT16, 16, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 32) return launch_few_rows_of<BFLOAT16, 32, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 64) return launch_few_rows_of<BFLOAT16, 64, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 128) return launch_few_rows_of<BFLOAT16, 128, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 160) return launch_few_rows_of<BFLOAT16, 160, SLABS, ACTIVATION>(p, of, c, processors, on);
+  return cudaErrorInvalidValue;
+}
+
 // Launches the kernel on the stream, with the tile width of the plan.
 template <bool BFLOAT16, int ACTIVATION>
 cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaStream_t on) {
@@ -225,17 +236,8 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   // Rows of the TMA box of x: out-of-bounds rows take TMA longer than rows that exist.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
   if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
-  const bool wide = p.width > 64;
-#define OF(COLUMNS) \
-  if (p.rows <= COLUMNS) \
-    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, of, c, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, of, c, processors, on)
-  OF(16);
-  OF(32);
-  OF(64);
-  OF(128);
-  OF(160);
-#undef OF
-  return cudaErrorInvalidValue;
+  const auto launch = p.width > 64 ? launch_slabs<BFLOAT16, 2, ACTIVATION> : launch_slabs<BFLOAT16, 1, ACTIVATION>;
+  return launch(p, of, c, processors, on);
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ SOURCES = (
     FOLDER / "rope.cu",
     *PARTS,
     *(FOLDER / name for name in ("bulk.cuh", "light.cuh", "rows.cuh", "runs.cuh")),
+    cuda.MBARRIER,
     *HEADERS,
 )
 

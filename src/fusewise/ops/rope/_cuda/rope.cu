@@ -70,10 +70,7 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
   char* y = block_y + threadIdx.z * t.y_strides[1] + threadIdx.y * t.y_strides[2] + y_at;
   int heads = active ? int(t.heads - first_head - threadIdx.y) : 0;  // remaining, from this thread's first head on
 
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
-#endif
+  wait_and_launch_dependents();
   Chunk<T, IN, NP> from[HEADS];
   const bool passes_on = IN != OUT && NP > 1 && !rotates;  // copied features keep their place whatever the pairings
   const auto read = [&](int i) {
@@ -206,7 +203,8 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Plan*
   if (all == 0) return cudaSuccess;
   const Device device = current_device();
   const int64_t enough = int64_t(device.processors) * ENOUGH;
-  if (Bulk b{}; bulk(*plan, *call, batch, tokens, data.bytes(), alone, device, b)) return launch_bulk(b, *plan, batch, data.bytes(), device, stream);
+  if (Bulk b{}; bulk(*plan, *call, batch, tokens, data.bytes(), alone, device, b))
+    return launch_bulk(b, *plan, batch, data.bytes(), device, stream);
   if (Light l{}; all >= enough && light(*plan, *call, batch, tokens, data.bytes(), alone, l)) {
     for (int o = 0; o < plan->operands; ++o) {
       const Tensor& t = params.tensors[o];
