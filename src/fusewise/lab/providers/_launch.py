@@ -40,7 +40,7 @@ def bare_rope(xs: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
         bound.append(prepare(*args))
         return bound[-1]
 
-    with mock.patch.dict(_triton.PLANS, clear=True), mock.patch.object(_triton, "arguments", remember):
+    with mock.patch.dict(_triton._PLANS, clear=True), mock.patch.object(_triton, "arguments", remember):
         fusewise.rope(*xs, **kwargs, impl="triton")
     grid, arguments = bound[0]
     kernel = rope_kernel[(grid,)]

@@ -217,7 +217,7 @@ def _extent(x: Tensor) -> int:
 
 # Bound launches: the compiled kernel with its grid, the arguments after the pointers, and the byte distance from cos to
 # sin if both are in one tensor. Keyed by everything these depend on.
-PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
+_PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
 
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
@@ -245,13 +245,13 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
         None if offsets is None else (offsets.dtype, offsets.stride(), offsets.data_ptr() & 15),
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.data_ptr() & 15),
     )  # fmt: skip
-    plan = PLANS.get(key)
+    plan = _PLANS.get(key)
     if plan is None:
         problem = Problem.build(xs, ys, rotation)
         compiled = _launch_unbound(problem)
         if compiled is not None:
             grid, bound = arguments(problem, processors_of(device))
-            PLANS[key] = compiled[(grid, 1, 1)], tuple(bound.values())[10:], problem.sin.data_ptr() - cos_ptr
+            _PLANS[key] = compiled[(grid, 1, 1)], tuple(bound.values())[10:], problem.sin.data_ptr() - cos_ptr
         return
     run, bound_arguments, sin_distance = plan
     pointers = (
