@@ -61,22 +61,28 @@ SIGNATURES = {
         **dict.fromkeys(("dglu", "dgeglu", "dreglu", "dswiglu"), "grad, fwd_input, quantizer"),
         **dict.fromkeys(("GLU", "GEGLU", "ReGLU"), "*, cache_quantized_input=False"),
         "SwiGLU": "*, cache_quantized_input=False, glu_interleave_size=None",
+    },
+    "_transformer_engine_rope": {
         "apply_rotary_pos_emb": (
             "t, freqs, tensor_format='sbhd', start_positions=None, interleaved=False, fused=False, " + CP
         ),
-        "apply_fused_qkv_rotary_pos_emb": (
-            f"qkv, q_freqs, k_freqs, qkv_split_arg_list, tensor_format='sbhd', {TE}, {CP}"
-        ),
         "FusedRoPEFunc.apply": ("t, freqs, start_positions=None, tensor_format='sbhd', interleaved=False, " + CP),
-        "FusedQKVRoPEFunc.apply": (
-            "qkv, q_freqs, k_freqs, qkv_split_arg_list, start_positions=None, tensor_format='sbhd', interleaved=False, "
-            "cp_size=1, cp_rank=0"
-        ),
         "RotaryPositionEmbedding": (
             "dim, rotary_percent=1.0, seq_len_interpolation_factor=None, pretrained_max_position_embeddings=None, "
             "rotary_base=10000.0, interleaved=False"
         ),
         "RotaryPositionEmbedding.forward": "self, max_seq_len, offset=0",
+        "angle_table": "op, name, freqs",  # internal
+        "context_parallel_of": "op, cp_size, cp_rank",  # internal
+    },
+    "_transformer_engine_qkv": {
+        "apply_fused_qkv_rotary_pos_emb": (
+            f"qkv, q_freqs, k_freqs, qkv_split_arg_list, tensor_format='sbhd', {TE}, {CP}"
+        ),
+        "FusedQKVRoPEFunc.apply": (
+            "qkv, q_freqs, k_freqs, qkv_split_arg_list, start_positions=None, tensor_format='sbhd', interleaved=False, "
+            "cp_size=1, cp_rank=0"
+        ),
     },
     "_vllm_rope": {
         "rotary_embedding": (

@@ -12,7 +12,8 @@ from fusewise.lab import plugin, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Exportable, Task
 from fusewise.lab.providers.pytorch import TorchScript
-from fusewise.lab.targets.user import User, UserProblem
+from fusewise.lab.targets.user import User
+from fusewise.lab.targets.user_problem import UserProblem
 
 SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 

@@ -18,7 +18,8 @@ from fusewise.lab.api import Result, place, study, written
 from fusewise.lab.nursery import WORKER
 from fusewise.lab.problem import Task
 from fusewise.lab.targets.functions import load
-from fusewise.lab.targets.user import User, UserProblem
+from fusewise.lab.targets.user import User
+from fusewise.lab.targets.user_problem import UserProblem
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
 RMS = ("x=bf16[8,16]", "weight=bf16[16]")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
-from fusewise.lab.targets.user import User, UserProblem
+from fusewise.lab.targets.user import User
+from fusewise.lab.targets.user_problem import UserProblem
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
 

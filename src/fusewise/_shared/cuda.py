@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from . import build
 
 OLDEST, HOPPER = (8, 0), (9, 0)  # compute capabilities
+MBARRIER = Path(__file__).with_name("mbarrier.cuh")
 
 
 def flags(capabilities: tuple[tuple[int, int], ...], features: str = "") -> tuple[str, ...]:

@@ -8,7 +8,6 @@
 namespace {
 
 inline char* dynamic_smem() { return on_cpu::block().memory; }
-inline void mbarrier_init(uint32_t barrier) { mbarrier_init(barrier, 1); }
 inline bool whole(const void* place, uint32_t at, uint32_t bytes) {
   const bool right = (reinterpret_cast<uintptr_t>(place) | at | bytes) % 16 == 0;
   check(right, "a run of bytes that is not aligned");

@@ -1,14 +1,10 @@
-"""The CUDA kernels of the gated linear unit: rejected calls, packed launch arguments, machine code for Hopper without a GPU, and
-results on a GPU."""
+"""The CUDA kernels of the gated linear unit: the choice of tiles, rejected calls, and packed launch arguments."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +12,14 @@ from torch import Tensor
 
 import fusewise
 from fusewise._shared import build, cuda
-from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
 from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
-from .. import cuda_codegen
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == _cuda.CAPABILITY
-on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="no Hopper GPU")]
 STACKED = Spec("gelu_tanh", "stacked")
-EPILOGUES = ("y", "preact", "gradient", "down", "gate")
 
 
-def halves(x: Tensor, weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> Halves:
+def halves(weight: Tensor, bias: Tensor | None = None, spec: Spec = STACKED) -> Halves:
     return Halves.of(spec, weight, None, bias)
 
 
@@ -183,7 +173,7 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
     x, dy = torch.empty(300, 80, dtype=torch.float16)[:, :64], torch.empty(300, 96, dtype=torch.float16)
     weight, bias = torch.empty(192, 64, dtype=torch.float16), torch.empty(192, dtype=torch.float16)
     w_down = torch.empty(64, 104, dtype=torch.float16)[:, :96]
-    of = halves(x, weight, bias, spec)
+    of = halves(weight, bias, spec)
     y, preact, made, dbias = torch.empty_like(dy), *(new_preact(x, 96, spec) for _ in range(2)), torch.empty(2, 96)
     _cuda.forward(x, of, spec, y, None)
     _cuda.forward(x, of, spec, y, preact)
@@ -232,8 +222,8 @@ def test_what_tma_cannot_describe_is_copied(packed: list[dict[str, int]], odd: s
     )
     weight, dy = torch.randn(2 * hidden, features, dtype=torch.float16), torch.randn(200, hidden, dtype=torch.float16)
     y, preact, spec = torch.zeros_like(dy), new_preact(x, hidden, STACKED), STACKED
-    _cuda.forward(x, halves(x, weight), spec, y, preact)
-    _cuda.recompute_gradient(dy, x, halves(x, weight), preact, spec, None)
+    _cuda.forward(x, halves(weight), spec, y, preact)
+    _cuda.recompute_gradient(dy, x, halves(weight), preact, spec, None)
     _cuda.down_gradient(x, weight.T.contiguous()[:, :hidden], preact, y, preact, spec, None)
     for call in packed:
         for name in ("x", "value", "gate", "y", "u", "g", "first", "second"):
@@ -242,215 +232,8 @@ def test_what_tma_cannot_describe_is_copied(packed: list[dict[str, int]], odd: s
 
 def test_no_rows_start_nothing(packed: list[dict[str, int]]) -> None:
     x, weight, dbias = torch.empty(0, 64), torch.empty(64, 64), torch.ones(2, 32)
-    _cuda.forward(x, halves(x, weight), STACKED, torch.empty(0, 32), None)
-    _cuda.recompute_gradient(torch.empty(0, 32), x, halves(x, weight), torch.empty(0, 64), STACKED, dbias)
+    _cuda.forward(x, halves(weight), STACKED, torch.empty(0, 32), None)
+    _cuda.recompute_gradient(torch.empty(0, 32), x, halves(weight), torch.empty(0, 64), STACKED, dbias)
     _cuda.down_gradient(x, weight[:, :32], torch.empty(0, 64), torch.empty(0, 32), torch.empty(0, 64), STACKED, None)
     _cuda.gradient(torch.empty(0, 32), torch.empty(0, 64), torch.empty(0, 64), STACKED, dbias)
     assert packed == [] and not dbias.any()
-
-
-@pytest.fixture(scope="module", params=[(torch.bfloat16, "gelu_tanh"), (torch.float16, "gelu")], ids=["bf16", "fp16"])
-def compiled(request: pytest.FixtureRequest) -> tuple[Path, str]:
-    return cuda_codegen.prepared(lambda: _cuda.recipe(*request.param))
-
-
-def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
-    """No spills in the y kernel, and never inside the matmul loop; a step is eight consecutive tensor core instructions; weights
-    are multicast to two blocks; results are stored by TMA. Kernels without a matmul move 16 bytes per thread."""
-    path, said = compiled
-    assert "serialized" not in said
-    bodies = cuda_codegen.listing(path, "sm_90a")
-    kernels = {
-        found[1]: body
-        for body in bodies
-        if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
-    }
-    assert set(kernels) == {"0", "1", "2", "3", "4", "5", "6"}  # the last three: y with sideways tiles
-    streams = [body for body in bodies if "few_rows_kernel" in body.splitlines()[0]]
-    assert len(streams) == 10  # tiles of 64 and of 128 features, each for 16, 32, 64, 128 and 160 columns
-    for body in streams:
-        assert not re.search(r"\b(LDL|STL)\b", body) and "STG.E.128" in body and "STSM.16.MT88.4" in body
-        assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {"16", "32", "64", "128", "160"}
-        assert "UTMALDG.2D" in body and "ACQBULK" in body  # waits for the previous kernel
-    (gate,) = (body for body in bodies if "gate_gradient_kernel" in body.splitlines()[0])
-    assert not re.search(r"\b(LDL|STL)\b", gate)
-    assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", gate)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # STG.E: the sums
-    for epilogue, body in kernels.items():
-        code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
-        columns = {"5": 160, "6": 128}.get(epilogue, 192)
-        products = [i for i, line in enumerate(code) if f"HGMMA.64x{columns}x16" in line]
-        assert len(products) == 8 and products[-1] - products[0] < 120
-        spills = [i for i, line in enumerate(code) if re.search(r"\b(LDL|STL)\b", line)]
-        assert len(spills) <= {"2": 60, "3": 60, "1": 4}.get(epilogue, 0)
-        assert not [i for i in spills if products[0] <= i <= products[-1]]
-        stores = "STSM.16.MT88.4" if epilogue in ("4", "5", "6") else "STSM.16.M88.4"
-        assert "UTMALDG.2D.MULTICAST" in body and stores in body and "UTMASTG.2D" in body
-        assert not re.search(
-            r"MEMBAR\S*GPU", "\n".join(code[products[0] : products[-1] + 20])
-        )  # would wait for all memory operations
-
-
-def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec: Spec) -> list[Tensor]:
-    """All outputs of an implementation."""
-    hidden = of.value.shape[0]
-    y, preact = torch.full_like(dy, torch.nan), new_preact(x, hidden, spec).fill_(torch.nan)
-    dbias = (
-        None
-        if of.value_bias is None
-        else torch.full((2, hidden), torch.nan, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    )
-    if epilogue == "y":
-        module.forward(x, of, spec, y, None)
-        return [y]
-    if epilogue == "preact":
-        module.forward(x, of, spec, y, preact)
-        return [y, *split_preact(preact, spec)]
-    if epilogue in ("down", "gate"):  # from given pre-activations, in place
-        for half, kept in zip(split_preact(preact, spec), (dy.roll(1, 1), dy.flip(0)), strict=True):
-            half.copy_(kept)
-    if epilogue == "down":
-        module.down_gradient(x, of.value.mT.contiguous(), preact, y, preact, spec, dbias)
-    elif epilogue == "gate":
-        _op.having("gradient", module, dy, *split_preact(preact, spec)).gradient(dy, preact, preact, spec, dbias)
-    else:
-        module.recompute_gradient(dy, x, of, preact, spec, dbias)
-    made = [y] if epilogue == "down" else []
-    return [*made, *split_preact(preact, spec), *([] if dbias is None else [dbias])]
-
-
-def assert_right(epilogue: str, shape: tuple[int, int, int], dtype: torch.dtype, spec: Spec, bias: bool = True) -> None:
-    """Allow twice the error of the float32 formula with a rounded result, plus one rounding; results must be deterministic."""
-    rows, features, hidden = shape
-    torch.manual_seed(0)
-    x, dy = (torch.randn(rows, n, device="cuda", dtype=dtype) for n in (features, hidden))
-    shaped = (2 * hidden, features) if spec.fused else (hidden, 2, features)
-    weight = torch.randn(shaped, device="cuda", dtype=dtype) / features**0.5
-    b = torch.randn(shaped[:-1], device="cuda", dtype=dtype) if bias else None
-
-    def of(to: torch.dtype) -> tuple[Any, ...]:
-        return x.to(to), Halves.of(spec, weight.to(to), None, None if b is None else b.to(to)), dy.to(to), spec
-
-    assert _cuda.refuses(hidden, (x, *Halves.of(spec, weight)[:2]), spec.activation, by_choice=False) is None
-    found = outcome(_cuda, epilogue, *of(dtype))
-    usual, true = outcome(reference, epilogue, *of(dtype)), outcome(reference, epilogue, *of(torch.float64))
-    for mine, other, truth in zip(found, usual, true, strict=True):
-        error, allowed = errors([mine], [truth]), errors([other.to(dtype)], [truth])
-        for kind in ("max", "rms"):
-            band = torch.finfo(dtype).eps / 2
-            assert getattr(error, kind) <= 2 * getattr(allowed, kind) + band, (epilogue, shape, error, allowed)
-    for _ in range(3):
-        for one, two in zip(found, outcome(_cuda, epilogue, *of(dtype)), strict=True):
-            assert torch.equal(one, two)
-
-
-class TestOnHopper:
-    pytestmark = on_hopper
-
-    @pytest.mark.parametrize("epilogue", EPILOGUES)
-    @pytest.mark.parametrize(
-        "shape",
-        [
-            (1, 8, 8),
-            (129, 72, 104),
-            (300, 520, 96),
-            (4096, 1024, 4096),
-            (777, 8, 5000),
-            (20000, 64, 640),
-            (200, 77, 131),
-            (150, 136, 14336),
-            (192, 64, 14341),
-            (311, 72, 24576),
-            (400, 200, 14336),
-        ],
-        ids=str,
-    )
-    def test_shapes(self, epilogue: str, shape: tuple[int, int, int]) -> None:
-        """Ragged sizes, one tile, several waves of tiles per SM, rows that are not multiples of 16 bytes, and y with sideways tiles
-        of 128, 160 and 192 rows."""
-        assert_right(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_activations(self, activation: str, dtype: torch.dtype) -> None:
-        for epilogue in EPILOGUES:
-            assert_right(epilogue, (700, 264, 520), dtype, Spec(activation, "stacked", gate_first=True))
-
-    @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-    def test_interleaved_weights_are_read_in_place(self, bias: bool) -> None:
-        for epilogue in EPILOGUES:
-            assert_right(
-                epilogue, (500, 128, 200), torch.bfloat16, Spec("gelu_tanh", "interleaved", gate_first=True), bias
-            )
-
-    def test_a_bias_of_infinity_stays_where_it_is(self) -> None:
-        """Padding rows beyond the last must not turn a sum into NaN."""
-        x, weight = torch.randn(200, 64, device="cuda").half(), torch.randn(256, 64, device="cuda").half()
-        bias = torch.zeros(256, device="cuda").half()
-        bias[:128] = torch.inf
-        dy, dbias = torch.zeros(200, 128, device="cuda").half(), torch.empty(2, 128, device="cuda")
-        dy[:, ::2] = 1.0
-        spec = Spec("sigmoid", "stacked")
-        _cuda.recompute_gradient(dy, x, halves(x, weight, bias, spec), new_preact(x, 128, spec), spec, dbias)
-        assert dbias[0].isfinite().all() and dbias[0, ::2].gt(0).all() and not dbias[0, 1::2].any()
-
-    @pytest.mark.parametrize("save", ["preact", "input"])
-    def test_the_whole_operation(self, save: Any) -> None:
-        """Gradients together with the implementation that dispatch names for the rest."""
-        x, weight, bias = (
-            (torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 8).requires_grad_()
-            for shape in ((1000, 64), (1024, 64), (1024,))
-        )
-        told = fusewise.explain_dispatch(geglu_linear, x, weight, bias, save=save)
-        assert told.impl == "cuda" and "gluon" in told.path
-        dy = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16)
-        results = {}
-        for impl in ("auto", "cuda", "gluon"):
-            y = geglu_linear(x, weight, bias, save=save, impl=impl)
-            results[impl] = [y, *torch.autograd.grad(y, (x, weight, bias), dy)]
-        for one, two, three in zip(*results.values(), strict=True):
-            assert torch.equal(one, two)
-            torch.testing.assert_close(one, three, rtol=2e-2, atol=2e-2)
-        assert torch.equal(results["cuda"][0], results["gluon"][0])  # the same summation order
-
-    @pytest.mark.parametrize("rows", [16, 300])
-    def test_a_thread_of_its_own(self, rows: int) -> None:
-        """The kernel launch may be the thread's first CUDA call."""
-        x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (rows, 256))
-        expected = geglu_linear(x, weight, impl="cuda")
-        with ThreadPoolExecutor(1) as thread:
-            assert torch.equal(thread.submit(geglu_linear, x, weight, impl="cuda").result(), expected)
-
-    def test_a_graph_replays_on_new_values_and_other_streams_do_not_mix(self) -> None:
-        x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (600, 2048))
-        geglu_linear(x, weight, impl="cuda")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = geglu_linear(x, weight, impl="cuda")
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        expected = geglu_linear(x, weight, impl="cuda")
-        assert torch.equal(y, expected)
-        streams = [torch.cuda.Stream() for _ in range(4)]
-        torch.cuda.synchronize()
-        made = []
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                made.append(geglu_linear(x, weight, impl="cuda"))
-        torch.cuda.synchronize()
-        assert all(torch.equal(one, expected) for one in made)
-
-
-def test_without_a_choice_it_has_every_dtype_and_activation(tmp_path: Path) -> None:
-    """As built by CMake."""
-    try:
-        nvcc = build.nvcc().needed()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    to = tmp_path / "all.ptx"
-    done = subprocess.run(
-        [*nvcc, "-std=c++17", "-arch=sm_90a", "-ptx", str(_cuda.SOURCES[0]), "-o", str(to)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(set(re.findall(r"\.entry \w*(gated_linear_kernelI\w+)", to.read_text()))) == 2 * 7 * len(ACTIVATIONS)

@@ -10,7 +10,7 @@ from fusewise.ops.gated_linear import geglu_linear
 from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import Spec
 
-from .test_cuda import assert_right, on_hopper
+from .test_cuda_hopper import assert_right, on_hopper
 
 
 @pytest.mark.parametrize(

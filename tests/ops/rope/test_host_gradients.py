@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusewise
 
+from .host_calls import TABLE, by_python, empty_cache, qk  # noqa: F401 (a fixture)
 from .support import assert_bits
-from .test_host import TABLE, _nothing_remembered, by_python, qk  # noqa: F401 (a fixture)
 
 
 def losses(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fusewise
 
+from .host_calls import TABLE, by_python, empty_cache, qk  # noqa: F401 (a fixture)
 from .support import assert_bits
-from .test_host import TABLE, _nothing_remembered, by_python, qk  # noqa: F401 (a fixture)
 
 Pair = tuple[Any, Any]
 

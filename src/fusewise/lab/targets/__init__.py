@@ -170,7 +170,7 @@ def resolve(name: str, inputs: Sequence[str] = ()) -> tuple[Target, str | None]:
 def problem_for(task: Task) -> Problem:
     """The task's problem, made by its target."""
     if ":" in task.op:
-        from .user import UserProblem
+        from .user_problem import UserProblem
 
         return UserProblem(task)
     return find(task.op).problem(task)

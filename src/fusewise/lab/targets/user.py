@@ -1,50 +1,29 @@
 """A user's function as a target: `path.py:function` or `package.module:function`, with inputs as text.
 
 Worker processes receive the function's location (`functions.py`) and a description of its arguments (`inputs.py`),
-never code or values: each imports the file or module itself and draws the same arguments. The reference is the function
-itself in float64. Modules work like functions, and their parameters get gradients, too.
+never code or values: each imports the file or module itself and draws the same arguments (`user_problem.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import select
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-
-from .. import truth
-from ..counting import counted, memory
 from ..interruption import interruptible
-from ..ledger import extent
-from ..modes import Result
 from ..names import shortened
-from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
+from ..problem import DTYPES, Pass, Problem, Task
 from ..process import WorkerFailed, WorkerProcess
-from ..reason import reason
 from . import Case, Target, functions, inputs
-from .wide import in_float64
+from .user_problem import NO_BACKWARD, UserProblem, replaceable_dtype
 
 #: Counts as a float32 input, since its parts are float32.
 COMPLEX = "c64"
-#: Tolerance of a second call's results against the first's, for another order of summation: REPEATED times the eps of
-#: the coarsest dtype, at most MOST_REPEATED.
-REPEATED, MOST_REPEATED = 1e3, 1e-2
-#: Message for a function none of whose results depends differentiably on an input.
-NO_BACKWARD = "must be differentiable for a backward pass"
-#: Part of autograd's message for a saved tensor that was modified before its backward.
-OVERWRITTEN = "modified by an inplace operation"
-#: How long to wait for a forked process that might return as well.
-FORKED_SECONDS = 1.0
 #: Limit on a case's name in characters; the row's shape lists all inputs.
 LONGEST_CASE = 1000
 
@@ -98,7 +77,7 @@ class User(Target):
         text = shortened(" ".join(inputs.written(*spec) for spec in specs), LONGEST_CASE)
         if name not in ("", text):
             raise ValueError(f"study: a function must be given without --case, got {name!r}; say it with --input")
-        return UserCase(text, (_changeable(specs) or "fp32",), passes, sum(spec.bytes for spec in tensors))
+        return UserCase(text, (replaceable_dtype(specs) or "fp32",), passes, sum(spec.bytes for spec in tensors))
 
     def detail(self, case: Case) -> Mapping[str, Any]:
         file = Path(self.place.rpartition(":")[0])
@@ -147,313 +126,3 @@ class User(Target):
             if own
             else f"study: {self.name} must be importable and run on its inputs, got {reasons[0]}; run it by hand"
         )
-
-
-def _changeable(specs: Sequence[tuple[str, inputs.Spec]]) -> str | None:
-    """The dtype that `--dtype` replaces: that of the first input with a study dtype."""
-    return next((s.dtype for _, s in specs if isinstance(s, inputs.TensorSpec) and s.dtype in DTYPES), None)
-
-
-class UserProblem(Problem):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        #: Buffers and parameters that a call writes, with their values before the first call.
-        self.state: dict[str, Tensor] = {}
-        self.function = functions.load(task.detail["place"], task.seed, task.detail.get("path", ()))
-        specs = [
-            (name, self._of_task(spec)) for name, spec in functions.arguments(self.function, task.detail["inputs"])
-        ]
-        #: Arguments, with None as placeholder for each of `tensors`.
-        self.arguments: list[Any] = [None if isinstance(s, inputs.TensorSpec) else s for _, s in specs]
-        made = {n: self._make(n, s) for n, s in specs if isinstance(s, inputs.TensorSpec)}
-        self.where = [i for i, (n, _) in enumerate(specs) if n in made]
-        tensors = [s for _, s in specs if isinstance(s, inputs.TensorSpec)]
-        self.fixed = frozenset(i for i, spec in enumerate(tensors) if spec.fixed)
-        self.tensors = tuple(made.values())
-        self.text = " ".join(inputs.written(*spec) for spec in specs)
-        self.wide = self.function
-        if isinstance(self.function, nn.Module):
-            self.function = self.function.to(self.device)
-            if self.dtype != torch.float32:
-                _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
-            self.state = self._as_it_is()
-            with torch.no_grad():  # parameters created by a first call are then the same in the copy
-                self._once(lambda: self.function(*self._arguments(self.leaves(False))))
-            self.wide = _cast(functions.copied(self.function), widened)
-            self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
-            self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
-        self._look()
-
-    def begin_anew(self) -> None:
-        with torch.no_grad():
-            for now in (_held(self.function), _held(self.wide)):
-                for name, x in self.state.items():
-                    if name in now and now[name].shape == x.shape:  # skip state that was resized or removed
-                        now[name].copy_(x)
-
-    def left_out(self) -> list[str]:
-        now = _held(self.function)
-        same = [name for name, x in self.state.items() if name in now and _same(now[name], x)]
-        return [f"{'parameter' if isinstance(now[name], nn.Parameter) else 'buffer'} {name}" for name in same]
-
-    def _as_it_is(self) -> dict[str, Tensor]:
-        """Copies of buffers and parameters after `begin_anew`; existing copies are reused. Lazy ones have no values
-        yet."""
-        now = {n: x for n, x in _held(self.function).items() if not nn.parameter.is_lazy(x)}
-        before = self.state
-        return {
-            n: before[n] if n in before and before[n].shape == x.shape else x.detach().clone() for n, x in now.items()
-        }
-
-    def take(self, task: Task) -> None:
-        before, self.task = self.task, task
-        if task.pass_ != before.pass_:  # other gradients and other bytes
-            self._look()
-
-    def _of_task(self, spec: inputs.Spec) -> inputs.Spec:
-        """The spec in the task's dtype, if it has the dtype that `--dtype` replaces."""
-        first = _changeable([inputs.parse(text) for text in self.task.detail["inputs"]])
-        if first is None and self.task.dtype != "fp32":
-            raise ValueError(
-                f"study: dtype must be fp32 where no input is of {', '.join(DTYPES)}, got {self.task.dtype!r}; leave it out"
-            )
-        if isinstance(spec, inputs.TensorSpec) and spec.dtype == first:
-            return replace(spec, dtype=self.task.dtype)
-        return spec
-
-    def _make(self, name: str, spec: inputs.TensorSpec) -> Tensor:
-        try:
-            return spec.make(self.device, f"{self.task.seed}/{self.task.op}/{name}")
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # also raised when a CPU's memory runs out
-            raise ValueError(
-                f"study: input {inputs.written(name, spec)!r} must be one that memory has room for, got {reason(error)}; "
-                "make it smaller"
-            ) from error
-
-    def _look(self) -> None:
-        """Run the function twice to find its outputs, FLOPs and what a gradient reads, and to check that it is
-        deterministic and leaves its inputs unchanged."""
-        gradient = self.task.pass_ != "fwd"
-        leaves = self.leaves(gradient)
-        self.begin_anew()
-        state = self._as_it_is()
-        result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves))))
-        outputs = tensors_of(result)
-        self.flops = counter.flops
-        if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
-            raise ValueError(
-                f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
-            )
-        now = _held(self.function)
-        self.state = {n: x for n, x in state.items() if not _same(x, now.get(n))}
-        del state
-        if not outputs:
-            raise ValueError(
-                f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
-                "return one"
-            )
-        if odd := [y for y in outputs if y.layout != torch.strided or y.is_nested or y.is_meta]:
-            kind = "meta" if odd[0].is_meta else "nested" if odd[0].is_nested else odd[0].layout
-            raise ValueError(
-                f"study: {self.op} must return tensors with values and strides, got a {kind} one; convert it"
-            )
-        self.shapes, self.dtypes = _shapes(outputs), tuple(y.dtype for y in outputs)
-        self.begin_anew()
-        again = self.eager(leaves)
-        # Errors are judged by the coarsest dtype among inputs, outputs and parameters.
-        coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
-        self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
-        within = min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
-        if _shapes(again) != self.shapes or truth.errors(again, outputs).worst > within:
-            raise ValueError(
-                f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
-            )
-        self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
-        now = _held(self.function)
-        own = {memory(x) for x in (*leaves, *self.parameters, *(now[n] for n in self.state if n in now))}
-        #: Memory the function reads besides inputs and learned or written state: frozen parameters, buffers, captured
-        #: tensors.
-        self.besides = {of: size for of, size in counter.outside.items() if of not in own}
-        generator = torch.Generator(self.device).manual_seed(self.task.seed)
-        self.upstream = tuple(
-            torch.randn(
-                y.shape,
-                generator=generator,
-                device=y.device,
-                dtype=y.dtype if y.element_size() > 1 else torch.float32,  # torch draws no 8-bit floats
-            ).to(y.dtype)
-            if differentiable(y) and (y.requires_grad or not gradient)
-            else None
-            for y in outputs
-        )
-        if gradient and not any(g is not None for g in self.upstream):
-            raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
-        self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
-        self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, again)
-        self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
-
-    def _once(self, call: Callable[[], Result]) -> Result:
-        """The result of the call. ValueError if a process forked inside also returns: with every call their number
-        would double."""
-        process, (reading, writing) = os.getpid(), os.pipe()
-        try:
-            return call()
-        finally:
-            if os.getpid() != process:
-                os.write(writing, b"!")
-                os._exit(0)
-            os.close(writing)
-            ready = select.select([reading], [], [], FORKED_SECONDS)[0]  # immediate if no other process holds the pipe
-            twice = ready and os.read(reading, 1)
-            os.close(reading)
-            if twice:
-                raise ValueError(
-                    f"study: {self.op} must return in the process that called it, got a second one that it forked; let that end "
-                    "by itself"
-                )
-
-    def _is_overwritten(self, leaves: tuple[Tensor, ...]) -> bool:
-        """Whether a call overwrites what the previous call's backward reads, which autograd then rejects."""
-        outputs = self.eager(leaves)
-        self.eager(leaves)
-        try:
-            self.gradients(outputs, leaves, self.upstream)
-        except RuntimeError as error:
-            if OVERWRITTEN not in str(error):
-                raise
-            return True
-        return False
-
-    def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
-        """Whether other inputs give other gradients. The gradient of a function linear in all inputs needs none of
-        them."""
-        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream))
-        # FLOPs of recomputation (checkpointing) are not required
-        self.gradient_flops = min(counter.flops, 2 * self.flops)
-        self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
-        self.gradient_besides = sum(size for of, size in counter.outside.items() if of in self.besides)
-        moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
-        try:
-            self.begin_anew()
-            others = self.eager(moved)
-            if _shapes(others) != self.shapes:
-                return True
-            there = self.gradients(others, moved, self.upstream)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a function that rejects other values depends on them
-            return True
-        return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
-
-    def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        found = list(self.arguments)
-        for i, x in zip(self.where, tensors, strict=True):
-            found[i] = x
-        return tuple(found)
-
-    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.shapes
-
-    def output_dtypes(self) -> tuple[torch.dtype, ...]:
-        return self.dtypes
-
-    def program(self) -> Program:
-        return Program(self.function, lambda *xs: self._arguments(xs), tensors_of)
-
-    def truth(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        try:
-            found = tensors_of(self._in_float64(lambda: self.wide(*self._arguments(tensors))))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a user's function may raise anything
-            raise ValueError(
-                f"study: {self.op} must run on float64 tensors, too, which give the truth, got {reason(error)}; "
-                "let it take them"
-            ) from error
-        if _shapes(found) != self.shapes:
-            raise ValueError(
-                f"study: {self.op} must give results of the same shapes in float64, which are the truth, got {_shapes(found)} for "
-                f"{self.shapes}; let none depend on the dtype"
-            )
-        return found
-
-    def gradients(
-        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Sequence[Tensor | None], wide: bool = False
-    ) -> tuple[Tensor, ...]:
-        def call() -> tuple[Tensor, ...]:
-            return Problem.gradients(self, outputs, leaves, upstream, wide)
-
-        return self._in_float64(call) if wide else call()
-
-    def _in_float64(self, call: Callable[[], Result]) -> Result:
-        """The call in float64. A scripted module needs no dispatch mode: it captures no other tensors, and its autograd
-        fixes dtypes in advance."""
-        return call() if isinstance(self.wide, torch.jit.ScriptModule) else in_float64(call)
-
-    def shape(self) -> str:
-        count = sum(p.numel() for p in self.parameters)
-        return self.text + (f" parameters[{count}]" if count else "")
-
-    def bytes_min(self) -> int:
-        """Forward: reads inputs, parameters and other memory, writes outputs. Backward: reads output gradients, writes
-        gradients of floating inputs and parameters, reads inputs and parameters if the gradient depends on them, and
-        other memory as far as operators read it. Views of existing memory are not written."""
-        read = sum(map(extent, (*self.tensors, *self.parameters)))
-        forward = read + sum(self.besides.values()) + self.output_bytes
-        upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        backward = upstream + self.gradient_bytes + self.gradient_besides + (read if self.reads_inputs else 0)
-        return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
-
-    def flops_min(self) -> int:
-        """FLOPs as counted by `counting.py`, which excludes elementwise operations."""
-        backward = self.gradient_flops
-        return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
-
-
-def _held(function: Any) -> dict[str, Tensor]:
-    """Parameters and buffers of a module, by name."""
-    return (
-        {**dict(function.named_parameters()), **dict(function.named_buffers())}
-        if isinstance(function, nn.Module)
-        else {}
-    )
-
-
-def _same(x: Tensor, before: Tensor | None) -> bool:
-    return before is not None and (x.shape, x.dtype) == (before.shape, before.dtype) and truth.equal(x, before)
-
-
-def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
-    """Cast parameters and buffers. `nn.Module.to` would make complex ones real, and `double` would leave them
-    unchanged."""
-    return module._apply(lambda x: x.to(to(x.dtype)))  # type: ignore[no-any-return]
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(y.shape) for y in tensors)
-
-
-def tensors_of(result: Any) -> tuple[Tensor, ...]:
-    """The tensors in a function's return value, in pytree order."""
-    return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
-
-
-def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes newly allocated for the tensors: views of `read` are free, and shared storage counts once."""
-    memory = {x.untyped_storage().data_ptr() for x in read}
-    found: dict[int, int] = {}
-    for y in {(y.data_ptr(), y.shape, y.stride()): y for y in tensors}.values():
-        storage = y.untyped_storage()
-        if storage.data_ptr() not in memory:
-            found[storage.data_ptr()] = min(found.get(storage.data_ptr(), 0) + extent(y), storage.nbytes())
-    return sum(found.values())
-
-
-def _moved(x: Tensor) -> Tensor:
-    """Other values with the strides of `x`: the means of neighbours, or something smaller where these are equal. They
-    stay within the range of x, so that a function accepting x accepts them."""
-    x = x.detach()
-    means = torch.lerp(x.flatten().roll(1).view(x.shape), x, 0.5)
-    return torch.empty_like(x).copy_(torch.where(means == x, 0.75 * x, means))

@@ -119,7 +119,10 @@ struct Geometry {
   c10::SmallVector<int64_t, 4> sizes, strides;
   Geometry() = default;
   explicit Geometry(const Tensor& x)
-      : dtype(x.scalar_type()), device(x.device()), sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end()) {}
+      : dtype(x.scalar_type()),
+        device(x.device()),
+        sizes(x.sizes().begin(), x.sizes().end()),
+        strides(x.strides().begin(), x.strides().end()) {}
   bool of(const Tensor& x) const {
     return dense(x) && x.scalar_type() == dtype && x.device() == device && x.sizes() == sizes && x.strides() == strides;
   }

@@ -47,7 +47,8 @@ static_assert(sizeof(FewShared) <= MOST);
 // would leave too few stages.
 template <int COLUMNS, int SLABS>
 struct Stage {
-  static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2, CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
+  static constexpr int X = 2 * SLABS * SLAB_BYTES, CHUNK = X + COLUMNS * DEPTH * 2;
+  static constexpr int CHUNKS = COLUMNS <= 64 && 6 * CHUNK <= RING_BYTES ? 2 : 1;
   static constexpr int BYTES = CHUNKS * CHUNK, COUNT = RING_BYTES / BYTES, DEEP = CHUNKS * DEPTH;
   static constexpr int THREADS = SLABS * GROUP + (SLABS > 1 ? GROUP : 32);  // setmaxnreg is per warpgroup
   static_assert(COUNT <= MOST_STAGES);
@@ -73,11 +74,11 @@ __device__ void produce_few(const FewRows& p, FewShared& shared) {
       const uint32_t ready = smem_address(&shared.ready[at.slot]), to = smem_address(shared.ring + at.slot * S::BYTES);
       mbarrier_wait(smem_address(&shared.free[at.slot]), at.phase);
       mbarrier_arrive_expect_tx(ready, (2 * p.width + p.x_rows) * S::DEEP * 2);
-      const auto bring = [&](const CUtensorMap* map, int row, uint32_t to) {
+      const auto load = [&](const CUtensorMap* map, int row, uint32_t to) {
 #pragma unroll
         for (int chunk = 0; chunk < S::CHUNKS; ++chunk) tma_load(map, column + chunk * DEPTH, row, to + chunk * S::CHUNK, ready);
       };
-      bring(&p.value, tile * p.width, to), bring(&p.gate, tile * p.width, to + SLABS * SLAB_BYTES), bring(&p.x, 0, to + S::X);
+      load(&p.value, tile * p.width, to), load(&p.gate, tile * p.width, to + SLABS * SLAB_BYTES), load(&p.x, 0, to + S::X);
     }
   }
 }
@@ -128,8 +129,8 @@ __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMN
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
-      const auto made = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
-      y[j] = packed<BFLOAT16>(made(i), made(i + 1));
+      const auto value = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
+      y[j] = packed<BFLOAT16>(value(i), value(i + 1));
     }
     __syncwarp();  // the previous 16 rows have been read
     stmatrix_trans(smem_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), y);
@@ -214,6 +215,16 @@ cudaError_t launch_few_rows_of(FewRows& p, const Plan& of, const Call& c, int pr
   return cudaSuccess;
 }
 
+template <bool BFLOAT16, int SLABS, int ACTIVATION>
+cudaError_t launch_slabs(FewRows& p, const Plan& of, const Call& c, int processors, cudaStream_t on) {
+  if (p.rows <= 16) return launch_few_rows_of<BFLOAT16, 16, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 32) return launch_few_rows_of<BFLOAT16, 32, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 64) return launch_few_rows_of<BFLOAT16, 64, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 128) return launch_few_rows_of<BFLOAT16, 128, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 160) return launch_few_rows_of<BFLOAT16, 160, SLABS, ACTIVATION>(p, of, c, processors, on);
+  return cudaErrorInvalidValue;
+}
+
 // Launches the kernel on the stream, with the tile width of the plan.
 template <bool BFLOAT16, int ACTIVATION>
 cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaStream_t on) {
@@ -225,17 +236,8 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   // Rows of the TMA box of x: out-of-bounds rows take TMA longer than rows that exist.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
   if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
-  const bool wide = p.width > 64;
-#define OF(COLUMNS) \
-  if (p.rows <= COLUMNS) \
-    return wide ? launch_few_rows_of<BFLOAT16, COLUMNS, 2, ACTIVATION>(p, of, c, processors, on) : launch_few_rows_of<BFLOAT16, COLUMNS, 1, ACTIVATION>(p, of, c, processors, on)
-  OF(16);
-  OF(32);
-  OF(64);
-  OF(128);
-  OF(160);
-#undef OF
-  return cudaErrorInvalidValue;
+  const auto launch = p.width > 64 ? launch_slabs<BFLOAT16, 2, ACTIVATION> : launch_slabs<BFLOAT16, 1, ACTIVATION>;
+  return launch(p, of, c, processors, on);
 }
 
 }  // namespace

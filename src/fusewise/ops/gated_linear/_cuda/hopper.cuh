@@ -1,11 +1,13 @@
-// Hopper's PTX as functions: mbarrier, TMA, wgmma, clusters, named barriers. Nearly each is one instruction, described in the PTX ISA
-// manual under its name.
+// Hopper's PTX as functions: TMA, wgmma, clusters, named barriers. Nearly each is one instruction, described in the PTX ISA manual
+// under its name.
 
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
+
+#include "../../../_shared/mbarrier.cuh"
 
 namespace {
 
@@ -15,7 +17,6 @@ __device__ inline T& shared_memory() {
   extern __shared__ __align__(1024) char memory[];
   return *reinterpret_cast<T*>(memory);
 }
-__device__ inline uint32_t smem_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // Moves registers between warpgroups.
 template <int COUNT>
@@ -25,31 +26,6 @@ __device__ inline void setmaxnreg_dec() {
 template <int COUNT>
 __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-// mbarrier: a phase completes when all arrivals and all expected bytes have come.
-__device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ inline void mbarrier_wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ inline void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives at the mbarrier of the same address in the cluster's block of that rank. It only signals that a wgmma or TMA has read shared
-// memory, so it needs no cluster-scope release, which would cost two full memory fences.
-__device__ inline void mbarrier_arrive_cluster(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
 // A counter in global memory that signals progress only: relaxed, no data depends on it.
@@ -79,7 +55,6 @@ __device__ inline int cluster_rank() {
 __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // TMA: loads a box of a matrix into shared memory; multicast, at the same address in each of the cluster's blocks of the mask `blocks`.
 __device__ inline void tma_load(const CUtensorMap* map, int column, int row, uint32_t to, uint32_t barrier) {
@@ -102,8 +77,6 @@ __device__ inline void tma_store(const CUtensorMap* map, int column, int row, ui
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all TMA stores of this thread have read their shared memory.
 __device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// Makes this thread's shared-memory writes visible to TMA.
-__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void prefetch_tensormap(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Programmatic dependent launch: wait for the previous kernel on the stream to complete, with its writes visible; and allow the next

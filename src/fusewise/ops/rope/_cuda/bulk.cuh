@@ -52,12 +52,9 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
   char* const memory = dynamic_smem();
   const uint32_t barrier = smem_address(memory), unit = barrier + BARRIER, bytes = heads * t.width;
   const bool leads = threadIdx.x == 0;
-#if defined(__CUDA_ARCH__)
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
-#endif
+  wait_and_launch_dependents();
   if (leads) {
-    mbarrier_init(barrier);
+    mbarrier_init(barrier, 1);  // the arrival of this thread
     fence_mbarrier_init();
     mbarrier_arrive_expect_tx(barrier, bytes);
     bulk_load(t.x + batch * t.x_strides[0] + token * t.x_strides[1] + int64_t(first) * t.width, unit, bytes, barrier);
@@ -101,7 +98,8 @@ __global__ void __launch_bounds__(BULK_THREADS) bulk_rope_kernel(const __grid_co
 
 // Whether this kernel supports a call whose halves allow accesses of `bytes`. If so, sets its parameters. `alone`: as for
 // `set_angles`.
-inline bool bulk(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, const Device& device, Bulk& p) {
+inline bool bulk(const Plan& plan, const Call& call, int64_t batch, int64_t tokens, int64_t bytes, bool alone, const Device& device,
+                 Bulk& p) {
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, access = bytes / size;
   if (device.generation != 9 || plan.in_place || plan.interleaved_in || plan.interleaved_out || bytes < 4) return false;
   if (!rows_of(plan, call, access, alone, p.rows)) return false;

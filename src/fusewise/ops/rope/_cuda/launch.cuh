@@ -1,4 +1,4 @@
-// Host-side launch decisions: access width, heads per thread, selection of the kernel instance, and the launch itself.
+// Launch decisions on the host: access width, heads per thread, selection of the kernel instance; and the launch itself.
 
 #pragma once
 
@@ -120,8 +120,17 @@ inline Device current_device() {
   return device;
 }
 
+// A kernel's side of programmatic dependent launch, before it touches memory: waits until the previous kernel on the stream has completed
+// and its writes are visible, and lets the next one launch, which is safe this early since it waits, too.
+__device__ __forceinline__ void wait_and_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Launch on a stream of the current device, with programmatic dependent launch: blocks may become resident while the previous
-// kernel drains; the kernel waits for its completion (griddepcontrol.wait) before it touches memory.
+// kernel drains.
 template <class Params>
 cudaError_t launched(void (*kernel)(Params), dim3 grid, dim3 block, void* stream, const Device& device, const Params& params,
                      size_t shared_memory = 0) {

@@ -131,10 +131,7 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
   }
   const char* const x = t.x + batch * t.x_strides[0] + token * t.x_strides[1] + head * t.x_strides[2] + x_at;
   char* const y = t.y + batch * t.y_strides[0] + token * t.y_strides[1] + head * t.y_strides[2] + y_at;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
-#endif
+  wait_and_launch_dependents();
   Mine mine;
   mine.read(x, x_apart, both);
 
@@ -239,7 +236,8 @@ auto light_kernel(const Plan& plan, int64_t bytes, bool copies) {
 #ifdef FUSEWISE_IN
   return light_kernel<T, TABLE, FUSEWISE_IN, FUSEWISE_OUT>(bytes, copies);
 #else
-  if (plan.interleaved_in) return (plan.interleaved_out ? light_kernel<T, TABLE, true, true> : light_kernel<T, TABLE, true, false>)(bytes, copies);
+  if (plan.interleaved_in)
+    return (plan.interleaved_out ? light_kernel<T, TABLE, true, true> : light_kernel<T, TABLE, true, false>)(bytes, copies);
   return (plan.interleaved_out ? light_kernel<T, TABLE, false, true> : light_kernel<T, TABLE, false, false>)(bytes, copies);
 #endif
 }

@@ -29,7 +29,8 @@ inline bool rows_of(const Plan& plan, const Call& call, int64_t entries, bool al
   if (plan.rows == 0 || plan.rows > UINT32_MAX) return false;  // without rows there is no row 0 to read instead of a missing one
   Work work{};
   set_angles(work, plan, call, entries, alone);
-  const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 && (call.positions || !work.alone) && plan.table_strides[0] == 0;
+  const bool one_row = work.axes == ONE && !call.offsets && !call.bounds && plan.cp_size == 1 &&
+                       (call.positions || !work.alone) && plan.table_strides[0] == 0;
   const bool of_table = work.read == FLOATS || (work.read <= HALVES && plan.table_kind == plan.kind);
   if (!one_row || !of_table) return false;
   const int64_t table_size = plan.table_kind == FLOAT32 ? 4 : 2, position_size = plan.wide_positions ? 8 : 4;

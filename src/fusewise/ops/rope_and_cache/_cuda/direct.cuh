@@ -30,7 +30,8 @@ struct Direct {
   uint32_t position, slot, row;            // strides in bytes
   uint32_t rows, count, tokens, heads;     // table rows; cache slots; tokens; heads of all tensors
   uint32_t apart;                          // bytes from the first half of a head to the second
-  Divisor of_token, of_head, of_block;     // threads per token, threads per head, slots per cache block; at least 2 wherever more than 0 is divided
+  // Threads per token, threads per head, slots per cache block; at least 2 wherever more than 0 is divided.
+  Divisor of_token, of_head, of_block;
   bool wide_positions, wide_slots, write_k;
   DirectTensor tensors[MOVED];
 };
@@ -54,10 +55,7 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 || AT_ONCE < NP ? 2048 : 1
   constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;  // accesses per head; elements per access
   const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, token = quotient(thread, p.of_token);
   if (token >= p.tokens) return;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
-#endif
+  wait_and_launch_dependents();
   // The head of the dependency chain first, unconditionally, also for q and v: a branch would cost more than the loads.
   const Index position(p.positions + uint64_t(token) * p.position, p.wide_positions);
   const Index slot(p.slots + uint64_t(token) * p.slot, p.wide_slots);

@@ -134,10 +134,7 @@ __device__ __forceinline__ void move(const Params& params, uint32_t block) {
   }
   char* x = t.x + batch * t.strides[0] + token * t.strides[1] + head * t.strides[2];
 
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // safe this early: dependents wait for this grid to complete, too
-#endif
+  wait_and_launch_dependents();
   From from[HEADS];
 #pragma unroll
   for (int i = 0; i < HEADS; ++i)
@@ -208,7 +205,9 @@ extern "C" int fusewise_rope_and_cache_half(const CachePlan*, const CacheCall*, 
 
 extern "C" __attribute__((visibility("default"))) int fusewise_rope_and_cache(const CachePlan* cache, const CacheCall* call, void* stream) {
   const int64_t kind = cache->rotation.kind;
-  const auto part = kind == FLOAT32 ? fusewise_rope_and_cache_float : kind == BFLOAT16 ? fusewise_rope_and_cache_bfloat16 : fusewise_rope_and_cache_half;
+  const auto part = kind == FLOAT32    ? fusewise_rope_and_cache_float
+                    : kind == BFLOAT16 ? fusewise_rope_and_cache_bfloat16
+                                       : fusewise_rope_and_cache_half;
   return part(cache, call, stream);
 }
 #else

@@ -1,5 +1,5 @@
-"""fusewise.compat.liger and fusewise.compat.transformers against their documented semantics, and against the installed
-transformers."""
+"""fusewise.compat.transformers against its documented semantics and the installed transformers, and the functions that Liger
+has of the same models."""
 
 from __future__ import annotations
 
@@ -8,42 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
+from compat_inputs import HK, HQ, B, D, T, once, pair, repeated, table, twice
+from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, randn, rotate
 from torch import Tensor
 
-from fusewise.compat import diffusers, liger
+from fusewise.compat import liger
 from fusewise.compat import transformers as compat
-
-B, T, HQ, HK, D = 2, 5, 4, 2, 16
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def pair(layout: str = "bhsd", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """q and k as in models: stored as (B, T, H, D)."""
-    q, k = randn(B, T, HQ, D, dtype=dtype), randn(B, T, HK, D, dtype=dtype)
-    return (q.transpose(1, 2), k.transpose(1, 2)) if layout == "bhsd" else (q, k)
-
-
-def table(width: int, batch: int = B, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin (batch, T, width / 2)."""
-    angles = torch.rand(batch, T, width // 2, device=DEVICE) * 6.3
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def twice(*tables: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.cat((t, t), -1) for t in tables)
-
-
-def repeated(*tables: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.repeat_interleave(2, -1) for t in tables)
-
-
-def once(*tables: Tensor) -> tuple[Tensor, ...]:
-    return tables
-
 
 # function: form of its tables, arguments of the reference
 PAIRS = {
@@ -207,62 +177,6 @@ def test_tables_that_were_not_made_together() -> None:
     assert torch.equal(y[0], compat.apply_rotary_pos_emb(q, k, cos, sin)[0])
 
 
-@pytest.mark.parametrize(
-    "form", ["(B, T, W)", "(1, T, W)", "(T, W)", "(B, 1, T, W)", "(B, T, 1, W)", "partial", "once"]
-)
-def test_liger(form: str) -> None:
-    q, k = pair()
-    q.requires_grad_()
-    before = q.detach().clone(), k.clone()
-    cos, sin = table(8 if form == "partial" else D, 1 if form in ("(1, T, W)", "(T, W)") else B)
-    tables = once(cos, sin) if form == "once" else twice(cos, sin)
-    extra: dict[str, Any] = {"rotary_dim": D} if form == "once" else {}
-    if form == "(T, W)":
-        tables = tables[0][0], tables[1][0]
-    elif form in ("(B, 1, T, W)", "(B, T, 1, W)"):
-        extra["unsqueeze_dim"] = 1 if form == "(B, 1, T, W)" else 2
-        tables = tuple(t.unsqueeze(extra["unsqueeze_dim"]) for t in tables)
-
-    def statement(x: Tensor) -> Tensor:
-        return rotate(x, cos[:, None], sin[:, None])
-
-    q_out, k_out = liger.liger_rotary_pos_emb(q, k, *tables, **extra)
-    assert_rotated(q_out, statement(q))
-    assert_rotated(k_out, statement(k))
-    assert_gradient(q_out, q, statement)
-    assert torch.equal(q, before[0])
-    assert torch.equal(k, before[1])
-    assert torch.equal(liger.LigerRopeFunction.apply(q, k, *tables, None, *extra.values())[0], q_out) or form == "once"
-    if form == "once":
-        assert torch.equal(liger.liger_rotary_pos_emb_gpt_oss(q, k, *tables)[0], q_out)
-    else:
-        found = liger.rope(q, k, *tables, **extra, impl="nvidia-triton")
-        assert torch.equal(found[0], q_out) and torch.equal(found[1], k_out)
-
-
-@pytest.mark.parametrize("batch", [1, B])
-def test_liger_finds_the_dimension_of_heads_in_four(batch: int) -> None:
-    q, k = pair()
-    cos, sin = table(D, batch)
-    found = liger.liger_rotary_pos_emb(q, k, *(t[:, :, None] for t in twice(cos, sin)))
-    for y, x in zip(found, (q, k), strict=True):
-        assert_rotated(y, rotate(x, cos[:, None], sin[:, None]))
-
-
-def test_liger_takes_the_width_of_its_tables_for_that_of_the_rotation() -> None:
-    q, k = pair()
-    cos, sin = table(D)
-    y, _ = liger.liger_rotary_pos_emb(q, k, cos, sin)
-    assert_rotated(y, rotate(q, cos[:, None, :, : D // 4], sin[:, None, :, : D // 4]))
-
-
-def test_liger_reads_what_it_needs_of_a_wider_table() -> None:
-    q, k = pair()
-    cos, sin = table(D)
-    y, _ = liger.liger_rotary_pos_emb(q, k, *twice(cos, sin), rotary_dim=8)
-    assert_rotated(y, rotate(q, cos[:, None, :, :4], sin[:, None, :, :4]))
-
-
 def test_one_launch_and_nothing_else() -> None:
     q, k = pair()
     cos, sin = table(D)
@@ -405,74 +319,3 @@ def test_llama4_frequencies_that_a_cast_made_real(function: Any) -> None:
     want = (q.float().view(2, 10, 4, 8, 2) * freqs.float()[None, ..., None]).view_as(q).bfloat16()
     for y in function(q, q, freqs):
         assert torch.equal(y, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_diffusers(dtype: torch.dtype) -> None:
-    cos, sin = (t[0] for t in table(D, 1))
-    for dim, form, pairs in ((-1, repeated, {"interleaved": True}), (-2, twice, {})):
-        tables = form(cos, sin)
-        for sequence_dim, layout in ((2, "bhsd"), (1, "bshd")):
-            x = pair(layout, dtype)[0].detach().requires_grad_()
-            at = (lambda t: t) if sequence_dim == 2 else (lambda t: t[:, None])
-
-            def statement(x: Tensor, at: Any = at, pairs: Any = pairs) -> Tensor:
-                return rotate(x, at(cos), at(sin), **pairs)
-
-            y = diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=dim, sequence_dim=sequence_dim)
-            assert y.dtype == dtype
-            assert_rotated(y, statement(x))
-            assert_gradient(y, x, statement)
-            if sequence_dim == 2:
-                assert torch.equal(diffusers.apply_rotary_emb_qwen(x, tables, use_real_unbind_dim=dim), y)
-    x = pair("bshd", dtype)[0]
-    freqs = torch.complex(*table(D))
-    expected = rotate(x, freqs.real[:, :, None], freqs.imag[:, :, None], interleaved=True)
-    assert_rotated(diffusers.apply_rotary_emb(x, freqs, use_real=False), expected)
-    expected = rotate(x, freqs.real[0, :, None], freqs.imag[0, :, None], interleaved=True)
-    assert_rotated(diffusers.apply_rotary_emb_qwen(x, freqs[0], use_real=False), expected)
-
-
-def test_diffusers_without_a_batch() -> None:
-    """As CogView4 rotates one image of a packed batch: the result has B = 1."""
-    x, tables = randn(HQ, T, D), twice(*(t[0] for t in table(D, 1)))
-    y = diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=-2)
-    assert torch.equal(y, diffusers.apply_rotary_emb(x[None], tables, use_real_unbind_dim=-2))
-    x = x.transpose(0, 1)
-    assert torch.equal(diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=-2, sequence_dim=1), y.transpose(1, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_diffusers_tables_of_64_bits(dtype: torch.dtype) -> None:
-    angles = torch.rand(T, D // 2, device=DEVICE, dtype=torch.float64)
-    freqs, x = torch.polar(torch.ones_like(angles), angles), randn(B, T, HQ, D).to(dtype)
-    expected = rotate(x, angles.cos()[:, None], angles.sin()[:, None], interleaved=True)
-    tables = repeated(angles.cos(), angles.sin())
-    for y in (
-        diffusers.apply_rotary_emb(x, freqs[None], use_real=False),
-        diffusers.apply_rotary_emb_qwen(x, freqs, use_real=False),
-        diffusers.apply_rotary_emb(x, tables, sequence_dim=1),
-    ):
-        assert y.dtype == dtype
-        assert_rotated(y, expected)
-        if dtype == torch.float64:
-            torch.testing.assert_close(y, expected)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"sequence_dim": 3}, "sequence_dim must be 1 or 2, got 3; "),
-        ({"sequence_dim": 1}, "cos must have shape (S, D) of x, (4, 16), got (5, 16); "),
-        ({"use_real_unbind_dim": 0}, "use_real_unbind_dim must be -1 or -2, got 0; "),
-        ({"freqs_cis": torch.ones(T, D)}, "freqs_cis must be (cos, sin), got Tensor; "),
-        ({"freqs_cis": (torch.ones(T, D), torch.ones(T, 8))}, "sin must have shape (S, D) of x, (5, 16), got (5, 8); "),
-        ({"freqs_cis": torch.ones(T, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) of x, (4, 8), got (5, 8)"),
-        ({"x": torch.ones(T, D)}, "x must have at least 3 dimensions, got shape (5, 16); "),
-    ],
-)  # fmt: skip
-def test_diffusers_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
-    tables = torch.ones(T, D, device=DEVICE), torch.zeros(T, D, device=DEVICE)
-    with pytest.raises((TypeError, ValueError)) as raised:
-        diffusers.apply_rotary_emb(**{"x": randn(B, HQ, T, D), "freqs_cis": tables, **wrong})
-    assert str(raised.value).startswith(f"apply_rotary_emb: {message}")
