@@ -151,12 +151,12 @@ def watch(work: Work, flush_bytes: int, device: str) -> None:
 def table(checks: Iterable[Check]) -> str:
     rows = []
     for check in checks:
-        row, told, counted = check.row, check.ledger.bytes, check.bytes
+        row, ideal, counted = check.row, check.ledger.bytes, check.bytes
         assert row.device_us is not None and row.kernel_us is not None
         rows.append(
             [
                 f"{row.op} {row.case} {row.dtype} {row.pass_}", row.provider, str(len(check.kernels)),
-                number(told / 2**20), number(counted / 2**20), number(told / counted),
+                number(ideal / 2**20), number(counted / 2**20), number(ideal / counted),
                 number(row.kernel_us), number(check.us), number(row.kernel_us / check.us), number(row.device_us),
             ]
         )  # fmt: skip

@@ -217,6 +217,11 @@ def why_not(recipe: Recipe, otherwise: str = "it is not built; run `fusewise bui
     return recipe[2].missing or otherwise
 
 
+def loaded() -> list[Path]:
+    """The files of the libraries that this process has loaded."""
+    return [Path(library._name) for library in _LOADED.values() if isinstance(library, ctypes.CDLL)]
+
+
 def loads() -> int:
     """Count of libraries that this process has built, loaded, or failed to load. While it is unchanged, so are the
     libraries that can be loaded."""

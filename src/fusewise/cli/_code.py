@@ -123,12 +123,12 @@ def code(
     if stage is not None and out is not None:
         raise click.UsageError("code: --out writes every stage, got --stage, too; leave one out")
 
-    def told(name: str) -> None:
+    def progress(name: str) -> None:
         if sys.stderr.isatty():
             click.echo(f"{name} …", err=True)
 
     try:
-        index = commands.code(task, entries, target=gpu, stage=stage, out=out, timeout=timeout, told=told)
+        index = commands.code(task, entries, target=gpu, stage=stage, out=out, timeout=timeout, progress=progress)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:

@@ -62,7 +62,7 @@ def _take(x: Tensor, part: Part | None) -> Tensor:
 
 
 def _groups(
-    x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None
+    parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None
 ) -> list[tuple[tuple[Part | None, ...], dict[str, Any]]]:
     """The parts and arguments of each launch."""
     q, k, _ = parts
@@ -89,7 +89,7 @@ def alike_in_kind(table: Tensor, other: Tensor) -> bool:
 
 def check_all(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> None:
     """Check all launches before the first writes, so that an error leaves x unchanged."""
-    for together, arguments in _groups(x, parts, call, tables_k):
+    for together, arguments in _groups(parts, call, tables_k):
         for part in together:
             options = tuple({**DEFAULTS, **arguments}.values())
             validated("rope_", _take(x, part), None, options)
@@ -106,7 +106,7 @@ def _rotate_parts(
         if y is None or y.stride(2) == heads * y.stride(3):  # (3, H) flattens to one head dimension
             x, y = x.flatten(2, 3), None if y is None else y.flatten(2, 3)
             parts = ((0, heads), (heads, heads), (2 * heads, heads))
-    for together, arguments in _groups(x, parts, call, tables_k):
+    for together, arguments in _groups(parts, call, tables_k):
         views = [_take(x, part) for part in together]
         if y is None:
             rope_(views[0], views[1] if len(views) == 2 else None, **arguments)
@@ -165,7 +165,7 @@ _rotate_parts_in_place: Any = _RotatePartsInPlace.apply
 def _joined(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tuple[Tensor, Tensor] | None) -> Tensor:
     """Rotate the parts of x out of place, with operations that autograd, vmap and torch.compile support."""
     pieces: list[Tensor] = []
-    for together, arguments in _groups(x, parts, call, tables_k):
+    for together, arguments in _groups(parts, call, tables_k):
         views = [_take(x, part) for part in together]
         rotated = rope(views[0], views[1] if len(views) == 2 else None, **arguments)
         pieces += rotated if isinstance(rotated, tuple) else [rotated]

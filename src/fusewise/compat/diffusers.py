@@ -48,9 +48,9 @@ from ._diffusers_rows import apply_split_rotary_emb as apply_split_rotary_emb
 from ._shared import fused_activation
 
 
-def _linear(op: str, taken: tuple[str, int], made: tuple[str, int], bias: bool) -> nn.Linear:
-    """Make a projection; `taken` and `made` are (argument name, number of features) of its input and output."""
-    return nn.Linear(whole(op, *taken, 0), whole(op, *made, 0), bias=flag(op, "bias", bias))
+def _linear(op: str, inputs: tuple[str, int], outputs: tuple[str, int], bias: bool) -> nn.Linear:
+    """Make a projection; `inputs` and `outputs` are (argument name, number of features) of its input and output."""
+    return nn.Linear(whole(op, *inputs, 0), whole(op, *outputs, 0), bias=flag(op, "bias", bias))
 
 
 def _inner_dim(op: str, dim: int, mult: float, inner_dim: int | None) -> int:

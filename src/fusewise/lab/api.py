@@ -57,8 +57,8 @@ class Result:
 
     def _reasons(self) -> list[str]:
         """Why rows have no time, each reason once; as table cells they would make the table wider than any screen."""
-        told = (f"{row.provider} {row.status}: {row.reason}" for row in self._sorted() if row.device_us is None)
-        return list(dict.fromkeys(told))
+        reasons = (f"{row.provider} {row.status}: {row.reason}" for row in self._sorted() if row.device_us is None)
+        return list(dict.fromkeys(reasons))
 
     columns = ("case", "dtype", "pass", "provider", "time µs", "of limit", "error", "against the best other")
 

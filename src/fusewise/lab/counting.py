@@ -61,36 +61,38 @@ class Counter(Mode):
             with self:  # inference mode does not decompose composite operators
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
-        made = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.numel()]
-        self._look(func, packet, given, made)
-        if not given or not made:
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
+        outputs = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.numel()]
+        self._look(func, packet, inputs, outputs)
+        if not inputs or not outputs:
             return result
         name, flops, terms = getattr(packet, "__name__", ""), 0, 1
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=result))  # two FLOPs per term
-            terms = flops // (2 * min(y.numel() for y in made if y.ndim == made[0].ndim))
+            terms = flops // (2 * min(y.numel() for y in outputs if y.ndim == outputs[0].ndim))
         elif name in FACTORISATIONS:
-            which, taken = FACTORISATIONS[name]
-            flops, terms = taken(args[which], made), max(args[which].shape[-2:])
+            which, count = FACTORISATIONS[name]
+            flops, terms = count(args[which], outputs), max(args[which].shape[-2:])
         elif name in TRANSFORMS:
-            self.flops += of_transform(name, given[0], made[0], args[1])
+            self.flops += of_transform(name, inputs[0], outputs[0], args[1])
         else:
-            terms = _reduced(name, given, made, args, kwargs)
-        self.flops += COMPLEX_FLOPS * flops if any(x.is_complex() for x in given) else flops
+            terms = _reduced(name, inputs, outputs, args, kwargs)
+        self.flops += COMPLEX_FLOPS * flops if any(x.is_complex() for x in inputs) else flops
         self.terms = min(MOST_TERMS, max(self.terms, terms))
         return result
 
-    def _look(self, func: Any, packet: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def _look(self, func: Any, packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Record what is read from outside memory, and what is allocated here."""
-        given, made = ([x for x in some if x.layout == torch.strided and not x.is_nested] for some in (given, made))
-        before = {memory(x) for x in given}
+        inputs, outputs = (
+            [x for x in some if x.layout == torch.strided and not x.is_nested] for some in (inputs, outputs)
+        )
+        before = {memory(x) for x in inputs}
         name = getattr(packet, "__name__", "")
         if not getattr(func, "is_view", False) and name not in ALIKE | RESERVE:
-            for x in given[1:] if name in LOOK_UP else given:
+            for x in inputs[1:] if name in LOOK_UP else inputs:
                 if (of := memory(x)) not in self.inside:
                     self.outside[of] = max(self.outside.get(of, 0), extent(x))
-        self.inside |= {memory(y) for y in made} - before - self.outside.keys()
+        self.inside |= {memory(y) for y in outputs} - before - self.outside.keys()
 
 
 def memory(x: Tensor) -> int:
@@ -108,12 +110,12 @@ def _is_made_of_others(func: torch._ops.OpOverload) -> bool:
 
 
 def _reduced(
-    name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> int:
     """Terms per sum of a reduction; 1 for other operators."""
     if name in REDUCTIONS:
-        return max(x.numel() for x in given) // min(y.numel() for y in made)
+        return max(x.numel() for x in inputs) // min(y.numel() for y in outputs)
     if name in ALONG:
         named = args[ALONG[name]] if len(args) > ALONG[name] else kwargs.get("dim")
-        return given[0].shape[named] if isinstance(named, int) and given[0].ndim else 1
+        return inputs[0].shape[named] if isinstance(named, int) and inputs[0].ndim else 1
     return 1

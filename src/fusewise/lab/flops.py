@@ -103,8 +103,8 @@ def _qr(a: Tensor, q: Tensor | None) -> int:
     orgqr of c columns of Q from k = min(m, n): 4 m c k - 2 (m + c) k² + 4/3 k³."""
     *batch, m, n = a.shape
     k, c = min(m, n), 0 if q is None else q.shape[-1]
-    made = 4 * m * c * k - 2 * (m + c) * k**2 + 4 * k**3 // 3 if c else 0
-    return 2 * _lu(a) + math.prod(batch) * made
+    of_q = 4 * m * c * k - 2 * (m + c) * k**2 + 4 * k**3 // 3 if c else 0
+    return 2 * _lu(a) + math.prod(batch) * of_q
 
 
 def _solved(a: Tensor, x: Tensor) -> int:
@@ -119,22 +119,22 @@ FACTORISATIONS: dict[str, tuple[int, Callable[[Tensor, Sequence[Tensor]], int]]]
     "linalg_lu": (0, lambda a, _: _lu(a)),
     "_linalg_det": (0, lambda a, _: _lu(a)),
     "_linalg_slogdet": (0, lambda a, _: _lu(a)),
-    "_linalg_solve_ex": (0, lambda a, made: _lu(a) + _solved(a, made[0])),
-    "linalg_lu_solve": (0, lambda a, made: _solved(a, made[0])),
-    "linalg_solve_triangular": (0, lambda a, made: _solved(a, made[0]) // 2),  # trtrs: n² per right-hand side
-    "triangular_solve": (1, lambda a, made: _solved(a, made[0]) // 2),
+    "_linalg_solve_ex": (0, lambda a, outputs: _lu(a) + _solved(a, outputs[0])),
+    "linalg_lu_solve": (0, lambda a, outputs: _solved(a, outputs[0])),
+    "linalg_solve_triangular": (0, lambda a, outputs: _solved(a, outputs[0]) // 2),  # trtrs: n² per right-hand side
+    "triangular_solve": (1, lambda a, outputs: _solved(a, outputs[0]) // 2),
     "linalg_inv_ex": (0, lambda a, _: 2 * a.numel() * a.shape[-1]),  # getrf and getri: 2 n³
     "linalg_cholesky_ex": (0, lambda a, _: a.numel() * a.shape[-1] // 3),  # potrf: n³/3
     "cholesky": (0, lambda a, _: a.numel() * a.shape[-1] // 3),
-    "cholesky_solve": (1, lambda a, made: _solved(a, made[0])),  # potrs: 2 n² per right-hand side
+    "cholesky_solve": (1, lambda a, outputs: _solved(a, outputs[0])),  # potrs: 2 n² per right-hand side
     "cholesky_inverse": (0, lambda a, _: 2 * a.numel() * a.shape[-1] // 3),  # potri: 2/3 n³
-    "linalg_qr": (0, lambda a, made: _qr(a, made[0] if len(made) > 1 else None)),
+    "linalg_qr": (0, lambda a, outputs: _qr(a, outputs[0] if len(outputs) > 1 else None)),
 }
 #: Fourier transforms: FLOPs per element and per doubling of the length. Half as many if one side is real.
 TRANSFORMS = {"_fft_c2c": 5.0, "_fft_r2c": 2.5, "_fft_c2r": 2.5}
 
 
-def of_transform(name: str, given: Tensor, made: Tensor, dims: Sequence[int]) -> int:
+def of_transform(name: str, given: Tensor, output: Tensor, dims: Sequence[int]) -> int:
     """5 N log₂ n for N complex elements in transforms of length n."""
-    x = made if name == "_fft_c2r" else given  # the side with all elements
+    x = output if name == "_fft_c2r" else given  # the side with all elements
     return int(TRANSFORMS[name] * x.numel() * math.log2(math.prod(x.shape[dim] for dim in dims)))

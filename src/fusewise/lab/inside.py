@@ -33,7 +33,7 @@ LONGEST_TEXT = 300_000
 PROFILE_ROWS, PROFILE_NAME = 15, 200
 
 
-def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[float, dict[str, float]]:
+def look(options: Options, found: Record, progress: Callable[[str], None]) -> tuple[float, dict[str, float]]:
     """Add `code`, `ledgers` and `profiles` to a record; returns the seconds taken, in total and by part. The texts with
     their index are also written to `code/`, traces and flame graphs to `profiles/`."""
     begun = time.monotonic()
@@ -62,7 +62,7 @@ def look(options: Options, found: Record, told: Callable[[str], None]) -> tuple[
         return {"do": "profile", "task": task.to_json(), "folder": str(where)}
 
     def answered(entry: plugin.Entry, requests: list[dict[str, Any]]) -> list[capture.Answer]:
-        told(entry.name)
+        progress(entry.name)
         log = folder / "logs" / f"{file_name(entry.name)}.log"
         return capture.ask(
             entry, requests, log, timeout=options.timeout, nursery=nursery, started=started, spent=busy.append

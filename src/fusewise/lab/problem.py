@@ -62,9 +62,9 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy with the strides of `x`, gaps and repeated elements included."""
-    made = x.to(dtype, copy=True)
-    if made.stride() == x.stride() or x.numel() == 0:
-        return made
+    copied = x.to(dtype, copy=True)
+    if copied.stride() == x.stride() or x.numel() == 0:
+        return copied
     memory = x.as_strided((span(x.shape, x.stride()),), (1,)).to(dtype, copy=True)
     return memory.as_strided(x.shape, x.stride())
 

@@ -156,8 +156,8 @@ def jobs(
     return (job for case, shape in wanted for job in operation.jobs(case, shape, dtypes, kernels, where, impl))
 
 
-def tune(jobs: Iterator[Job], time_limit: float, seed: int, told: Callable[[str], None]) -> Iterator[Result]:
-    """Tune each job and store its result. `time_limit`: seconds per kernel; `told` receives lines of progress.
+def tune(jobs: Iterator[Job], time_limit: float, seed: int, progress: Callable[[str], None]) -> Iterator[Result]:
+    """Tune each job and store its result. `time_limit`: seconds per kernel; `progress` receives lines of progress.
 
     Raises:
         Unable: no candidate of a kernel is correct, or no implementation has configurations for it.
@@ -166,7 +166,7 @@ def tune(jobs: Iterator[Job], time_limit: float, seed: int, told: Callable[[str]
     for job in jobs:
         cuda = job.device.type == "cuda"
         with torch.no_grad(), torch.cuda.device(job.device) if cuda else contextlib.nullcontext():
-            result = search(job, timer(job.device), time_limit, seed, told)
+            result = search(job, timer(job.device), time_limit, seed, progress)
         winner, heuristic = result.winner.us, result.heuristic.us
         if winner is not None:
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -176,17 +176,17 @@ def tune(jobs: Iterator[Job], time_limit: float, seed: int, told: Callable[[str]
         yield result
 
 
-def search(job: Job, timer: Timer, time_limit: float, seed: int, told: Callable[[str], None]) -> Result:
+def search(job: Job, timer: Timer, time_limit: float, seed: int, progress: Callable[[str], None]) -> Result:
     """Check the candidates, then race them."""
     deadline = time.monotonic() + time_limit
     key = _key(job)
     candidates = [Candidate(config) for config in job.tuned.space(key, _index(job.device))]
-    told(f"{key}: {len(candidates)} candidates")
+    progress(f"{key}: {len(candidates)} candidates")
     _check(job, candidates, time.monotonic() + time_limit / 2)
     right = [candidate for candidate in candidates if candidate.status == "ok"]
     if not right:
         raise Unable(f"tune: {key} must have a candidate that is right, got none: {candidates[0].reason}")
-    told(f"{key}: {len(right)} of them right, timing")
+    progress(f"{key}: {len(right)} of them right, timing")
     works = {candidate: Work(lambda i: None, lambda _: job.run()) for candidate in right}
 
     def measure(candidate: Candidate) -> float:

@@ -96,7 +96,7 @@ def serving(implementation: ModuleType, choice: Choice, kernels: Library) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implementation, "_kernel", lambda: kernels)
         patch.setattr(implementation, "unavailable", lambda device_type: None)
-        patch.delattr(implementation, "tell")
+        patch.delattr(implementation, "register")
         for answer in answers:
             answer.cache_clear()
         yield

@@ -324,8 +324,8 @@ class Machine:
             if name.endswith("Layout"):
                 setattr(gl, name, lambda *_: None)
         namespace: dict[str, Any] = {
-            "gl": gl, "range": range_, "SUMS": None, "PIECE": None, "_load": self.load, "_store": self.store, "fence_async_shared": lambda: None,
-            "_meet": lambda: None,
+            "gl": gl, "range": range_, "SUMS": None, "PIECE": None, "tma_load": self.load, "_tma_store": self.store, "fence_async_shared": lambda: None,
+            "_barrier": lambda: None,
             "tma": SimpleNamespace(store_wait=self.store_wait),
             "mbarrier": SimpleNamespace(
                 init=self.init, arrive=self.arrive, expect=self.expect, wait=self.wait, MBarrierLayout=lambda: None

@@ -195,7 +195,7 @@ def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.Monkey
     ("file", "right", "wrong"),
     [
         ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # overwrites what a product still reads
-        ("epilogues.cuh", "if (piece > 0) at.stored();", ""),  # overwrites what a store still reads
+        ("epilogues.cuh", "if (piece > 0) at.wait_stores();", ""),  # overwrites what a store still reads
         ("gated_linear.cu", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, 2 * x_bytes"),
         ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
         ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 * p.width", "mbarrier_arrive_expect_tx(ready, (p.width"),

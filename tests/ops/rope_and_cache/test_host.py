@@ -217,7 +217,7 @@ def test_an_error_of_the_launch_is_an_error(simulated: cuda_on_cpu.Library, monk
     for run in (lambda: recalled(given(made)), lambda: operator(*arguments)):
         with pytest.raises(RuntimeError, match=r"^rope_and_cache_: the CUDA launch .* got invalid configuration"):
             run()
-    _cuda.tell(_host.extension())
+    _cuda.register(_host.extension())
     assert recalled(given(made))
 
 

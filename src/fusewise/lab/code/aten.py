@@ -78,10 +78,10 @@ class Operators(Mode):
     def charge(self, func: Any, args: Any, kwargs: Any, result: Any) -> ledger.Kernel | None:
         """Bytes of one operator; None for a view or a pure allocation."""
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator has no schema
-            given, made = (
+            arguments, results = (
                 [x for x in pytree.tree_leaves(some) if isinstance(x, Tensor)] for some in ((args, kwargs), result)
             )
-            return ledger.Kernel(name=str(func), read=self._bytes(given), written=self._bytes(made))
+            return ledger.Kernel(name=str(func), read=self._bytes(arguments), written=self._bytes(results))
         name = func._schema.name.partition("::")[2]
         if name in RESERVE:
             return None

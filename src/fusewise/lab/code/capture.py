@@ -176,7 +176,7 @@ def stages(
     task: Task,
     target: str,
     out: Path,
-    told: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     timeout: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """Write every stage of every provider below `out`; returns the index, which is also written to `out/index.json`."""
@@ -185,7 +185,7 @@ def stages(
     index = new_index(task, target)
     with closing(Nursery(out / "logs" / "nursery.log")) as nursery:
         for entry in entries:
-            told(entry.name)
+            progress(entry.name)
             log = out / "logs" / f"{file_name(entry.name)}.log"
             (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout, nursery=nursery)
             index["providers"].append(indexed(answer))

@@ -33,13 +33,13 @@ def code(
     stage: str | None = None,
     out: Path | None = None,
     timeout: float = capture.TIMEOUT_S,
-    told: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The index of every stage, each with its text. `stage` selects those of that name; ValueError if no provider has
     it. The files are kept if `out` is given."""
     with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
         where = out or Path(folder)
-        index = capture.stages(entries, task, target or capture.default_target(task.device), where, told, timeout)
+        index = capture.stages(entries, task, target or capture.default_target(task.device), where, progress, timeout)
         having = [provider for provider in index["providers"] if provider["stages"]]
         every = list(dict.fromkeys(s["stage"] for provider in having for s in provider["stages"]))
         for provider in index["providers"]:

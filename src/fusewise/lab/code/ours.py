@@ -152,9 +152,8 @@ def cpu_stages(problem: Problem, run: Run) -> list[Stage]:
     files = sorted(folder.glob("*.cpp"))
     others = "|".join(name for dtype, name in _KINDS.items() if dtype != problem.task.dtype)
     found = [_file(path, "cpp") for path in [*files, *sorted(folder.glob("*.h"))]]
-    for library in build._LOADED.values():
-        path = Path(getattr(library, "_name", ""))
-        if path.name and any(re.fullmatch(f"{file.stem}-[0-9a-f]+", path.parent.name) for file in files):
+    for path in build.loaded():
+        if any(re.fullmatch(f"{file.stem}-[0-9a-f]+", path.parent.name) for file in files):
             found.append(disassembly.library(path, other_than=rf"<[^>]*\b({others})\b"))
     return found
 

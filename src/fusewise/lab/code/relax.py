@@ -35,7 +35,7 @@ def _imported(problem: Problem) -> tuple[Any, Any, Any]:
     tvm, relax = require("tvm", provider.INSTALL), require("tvm.relax", provider.INSTALL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # raised in torch.export, which TVM's importer calls
-        return tvm, relax, provider.lowered(problem, relax)
+        return tvm, relax, provider.lowered(problem)
 
 
 def _compiled(module: Any, target: str, tvm: Any, relax: Any) -> list[Stage]:

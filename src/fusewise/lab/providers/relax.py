@@ -33,7 +33,7 @@ class Tvm(Provider):
         if not device.exist:
             raise Missing("this TVM has no CUDA; build one with USE_CUDA")
         program = problem.program()
-        module = lowered(problem, relax)
+        module = lowered(problem)
         try:
             target = target_of(tvm, device)
             compiled = tvm.compile(scheduled(module, target, relax), target)
@@ -63,7 +63,7 @@ class Tvm(Provider):
         return relax.traffic(problem, target)
 
 
-def lowered(problem: Problem, relax: Any) -> Any:
+def lowered(problem: Problem) -> Any:
     """The program as a Relax module."""
     importer = require("tvm.relax.frontend.torch", INSTALL).from_exported_program
     example = problem.program().enter(*problem.leaves(False))

@@ -44,7 +44,7 @@ class Live:
         self.console = console
         self.worth_telling = ("wrong", "failed", "missing") if named else ("wrong", "failed")
         self.title = ""
-        self.told: set[tuple[str, str]] = set()
+        self.reported: set[tuple[str, str]] = set()
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -76,8 +76,8 @@ class Live:
         self.progress.update(self.bar, description=f"code and traffic: {plain(name)}")
 
     def provider(self, name: str, status: str, reason: str) -> None:
-        if status in self.worth_telling and (name, reason) not in self.told:
-            self.told.add((name, reason))
+        if status in self.worth_telling and (name, reason) not in self.reported:
+            self.reported.add((name, reason))
             self.console.print(
                 f"{self.title}: [bold]{plain(name)} {status}[/]: {plain(reason)}", highlight=False, soft_wrap=True
             )

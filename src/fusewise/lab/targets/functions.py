@@ -136,13 +136,13 @@ def tells(function: Callable[..., Any]) -> bool:
 def arguments(function: Callable[..., Any], texts: Sequence[str]) -> list[tuple[str, inputs.Spec]]:
     """The inputs in the order of the function's parameters. ValueError if they do not match."""
     named = [p for p in _signature(function) if p.kind == inspect.Parameter.KEYWORD_ONLY]
-    told = [inputs.parse(text)[0] for text in texts]
-    if needed := [p.name for p in named if p.default is inspect.Parameter.empty or p.name in told]:
+    given_names = [inputs.parse(text)[0] for text in texts]
+    if needed := [p.name for p in named if p.default is inspect.Parameter.empty or p.name in given_names]:
         raise ValueError(
             f"study: a function must take its arguments by position, got {', '.join(needed)} by keyword only; wrap it in a "
             "function that gives it"
         )
-    if not tells(function) and (names := [text for text, name in zip(texts, told, strict=True) if name]):
+    if not tells(function) and (names := [text for text, name in zip(texts, given_names, strict=True) if name]):
         raise ValueError(
             f"study: inputs must be without names where a function does not tell its parameters, got {names[0]!r}; give them in order"
         )

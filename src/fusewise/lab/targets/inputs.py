@@ -104,20 +104,20 @@ class TensorSpec:
         sizes = self.sizes if not self.strides or 0 in self.sizes else (span(self.sizes, self.strides),)
         if dtype != DTYPES[self.dtype]:
             sizes = (*sizes, 2)
-        made = torch.empty(sizes, device=device, dtype=dtype)
+        x = torch.empty(sizes, device=device, dtype=dtype)
         if fill == "randn":
-            made = torch.randn(sizes, generator=generator, device=device, dtype=dtype).mul_(values[1])
-            made = made.add_(values[0])
+            x = torch.randn(sizes, generator=generator, device=device, dtype=dtype).mul_(values[1])
+            x = x.add_(values[0])
         elif fill == "uniform":
-            made.uniform_(*values, generator=generator)
+            x.uniform_(*values, generator=generator)
         elif fill == "randint":
             low, high = (int(v) for v in values)
-            made = torch.randint(low, high, sizes, generator=generator, device=device).to(dtype)
+            x = torch.randint(low, high, sizes, generator=generator, device=device).to(dtype)
         else:
-            made.fill_(values[0])
+            x.fill_(values[0])
         if dtype != DTYPES[self.dtype]:
-            made = torch.view_as_complex(made)
-        return made.as_strided(self.sizes, self.strides) if self.strides else made
+            x = torch.view_as_complex(x)
+        return x.as_strided(self.sizes, self.strides) if self.strides else x
 
 
 def _number(value: float) -> str:

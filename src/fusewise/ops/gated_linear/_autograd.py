@@ -88,8 +88,8 @@ def weight_gradient(
     size = du.shape[1], x.shape[1]
     x = _products.operand(x)
     if spec.layout == "separate":
-        made = (_products.transposed(d, x) if wanted else None for d, wanted in zip((du, dg), wants, strict=True))
-        dvalue, dgate = (None if dw is None else _products.cropped(dw, *size) for dw in made)
+        products = (_products.transposed(d, x) if wanted else None for d, wanted in zip((du, dg), wants, strict=True))
+        dvalue, dgate = (None if dw is None else _products.cropped(dw, *size) for dw in products)
         return dvalue, dgate
     # No `out=`: DTensor does not support it before torch 2.13, torch.compile not with strided rows.
     if type(x) is not Tensor or torch.compiler.is_compiling():
@@ -136,7 +136,7 @@ class GatedLinear(torch.autograd.Function):
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
         elif _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE:
             # Two matrices with rows zero-padded to an aligned length: the backward's products need no copies of them.
-            saved = [_products.whole_room(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
+            saved = [_products.padded_buffer(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
         elif large(x_MD, hidden) and x_MD.shape[0] >= x_MD.shape[1]:
             saved = x_MD.new_empty((x_MD.shape[0], hidden)), x_MD.new_empty((x_MD.shape[0], hidden))
@@ -249,7 +249,7 @@ def _products_apart(
             of_value = _products.transposed(parts.pop(0), x_MD)
             dweights[0] = dweight = _new_like(weight)
             to = Halves.of(spec, dweight)
-            _products.put(of_value, to.value)
+            _products.copy_to(of_value, to.value)
             del of_value
             _products.transposed(parts.pop(), x_MD, to.gate)
     dbiases: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -30,7 +30,7 @@ from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
 from ._problem import ALIGNED, Halves, Preact, Spec, odd, split_preact, stride_unit
-from ._products import brought, describable_room, each, put
+from ._products import aligned, aligned_output, copy_to, each
 
 ROWS = 128  # rows of a tile
 PIECE = (64, 64)  # block that the epilogue reads and writes at a time
@@ -196,11 +196,11 @@ def _launch(
     sums = None
     if dbias is not None:
         sums = torch.empty((triton.cdiv(rows, PIECE[0]), *dbias.shape), dtype=dbias.dtype, device=x.device)
-    x, value = brought(x), brought(value)
-    gate, *read = each(brought, gate, *inputs)
+    x, value = aligned(x), aligned(value)
+    gate, *read = each(aligned, gate, *inputs)
     written = (y, *(outputs or (None, None)))
-    made = tuple(each(describable_room, *written))
-    matrices = (x, value, gate, *made, *read)
+    buffers = tuple(each(aligned_output, *written))
+    matrices = (x, value, gate, *buffers, *read)
     pointers = (*bias, sums)
     key = (
         epilogue, activation, device, x.dtype, TUNED.state,
@@ -212,13 +212,13 @@ def _launch(
         found: Config | None = TUNED.find(device, Key(epilogue, x.dtype, "", rows, x.shape[1], hidden))
         return arguments(
             x, value, gate, found or choose(epilogue), processors_of(device), epilogue=epilogue, activation=activation,
-            hidden=hidden, y=made[0], outputs=made[1:], inputs=read, bias=bias, sums=sums,
+            hidden=hidden, y=buffers[0], outputs=buffers[1:], inputs=read, bias=bias, sums=sums,
         )  # fmt: skip
 
     _start(gated_linear_kernel, key, device, matrices, pointers, called)
-    for to, of in zip(written, made, strict=True):
-        if to is not None and of is not None and to is not of:
-            put(of, to)
+    for to, buffer in zip(written, buffers, strict=True):
+        if to is not None and buffer is not None and to is not buffer:
+            copy_to(buffer, to)
     if dbias is not None and sums is not None:
         _add_up(sums, dbias)
 
@@ -256,7 +256,7 @@ def _few_rows(x: Tensor, halves: Halves, activation: str, y: Tensor) -> None:
     rows, features = x.shape
     hidden, device = y.shape[1], x.get_device()
     bias = (halves.value_bias, halves.gate_bias)
-    x, value, gate = map(brought, (x, halves.value, halves.gate))
+    x, value, gate = map(aligned, (x, halves.value, halves.gate))
     matrices, pointers = (x, value, gate), (*bias, y)
     key = (
         few.WAY, activation, device, x.dtype, TUNED.state, *[(t.shape, t.stride()) for t in matrices],

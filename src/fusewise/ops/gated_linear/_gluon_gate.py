@@ -23,7 +23,7 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _gate(g, ACTIVATION: gl.constexpr):
+def gate(g, ACTIVATION: gl.constexpr):
     """act(g) and act'(g), by base-2 exponentials; the compiler removes whichever is unused."""
     if ACTIVATION == "gelu_tanh":
         # ½ (1 + tanh z) is the sigmoid of 2z, which neither cancels nor saturates early.
@@ -56,9 +56,9 @@ def _gate(g, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _gate_gradient(dy, u, g, ACTIVATION: gl.constexpr):
+def gate_gradient(dy, u, g, ACTIVATION: gl.constexpr):
     """act(g), du and dg."""
-    a, slope = _gate(g, ACTIVATION)
+    a, slope = gate(g, ACTIVATION)
     dg = dy * u
     if ACTIVATION == "relu":
         dg = gl.where(g <= 0.0, 0.0, dg)
@@ -106,7 +106,7 @@ def gate_gradient_kernel(
         next_mask = (next_row < end) & (column < F)
         # Prefetch before storing this block: as outputs may alias inputs, the compiler cannot hoist the loads.
         following = _load_gate(u_ptr, g_ptr, dy_ptr, next_row, column, stride_preact, stride_dy, next_mask)
-        _, du, dg = _gate_gradient(dy.to(gl.float32), u.to(gl.float32), g.to(gl.float32), ACTIVATION)
+        _, du, dg = gate_gradient(dy.to(gl.float32), u.to(gl.float32), g.to(gl.float32), ACTIVATION)
         gl.store(du_ptr + row * stride_dpreact + column, du.to(du_ptr.dtype.element_ty), mask=mask)
         gl.store(dg_ptr + row * stride_dpreact + column, dg.to(dg_ptr.dtype.element_ty), mask=mask)
         if BIAS_GRAD:

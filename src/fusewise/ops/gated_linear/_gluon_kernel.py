@@ -37,12 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._gluon_gate import _gate, _gate_gradient
+from ._gluon_gate import gate, gate_gradient
 
 # Renamed in newer versions of Triton.
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # among a warpgroup's warps
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # among a warpgroup's warps
 
 # Register layout of a piece, as in the accumulator.
 PIECE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -83,7 +83,7 @@ def _top_bottom(block):
 
 
 @gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
+def next_slot(slot, phase, SLOTS: gl.constexpr):
     """The next slot of a ring buffer, and its phase parity."""
     around = slot + 1 == SLOTS
     return gl.where(around, 0, slot + 1), phase ^ around.to(gl.int32)
@@ -106,14 +106,14 @@ def _produce(maps, memory, ready, free, sizes, EPILOGUE: gl.constexpr, BLOCK_D: 
             mbarrier.wait(free.index(slot), phase)
             full = ready.index(slot)
             mbarrier.expect(full, 2 * 128 * BLOCK_D * 2)
-            _load(x_map, [tile_m * 128, d], full, x_ring.index(slot))
+            tma_load(x_map, [tile_m * 128, d], full, x_ring.index(slot))
             weight = w_ring.index(slot)
             if EPILOGUE == "down":
-                _load(first_map, [d, tile_f * COLUMNS], full, weight)
+                tma_load(first_map, [d, tile_f * COLUMNS], full, weight)
             else:
-                _load(first_map, [tile_f * COLUMNS, d], full, weight.slice(0, COLUMNS, 0))
-                _load(second_map, [tile_f * COLUMNS, d], full, weight.slice(COLUMNS, COLUMNS, 0))
-            slot, phase = _next(slot, phase, STAGES)
+                tma_load(first_map, [tile_f * COLUMNS, d], full, weight.slice(0, COLUMNS, 0))
+                tma_load(second_map, [tile_f * COLUMNS, d], full, weight.slice(COLUMNS, COLUMNS, 0))
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -130,11 +130,11 @@ def _get(maps, row, column, slots, first, barrier, EPILOGUE: gl.constexpr, pred=
     """Start the TMA loads of an epilogue piece, dy or u and g, into the slots from `first` on; they complete on `barrier`."""
     if EPILOGUE == "gradient":
         mbarrier.expect(barrier, 64 * 64 * 2, pred=pred)
-        _load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
+        tma_load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
     else:
         mbarrier.expect(barrier, 2 * 64 * 64 * 2, pred=pred)
-        _load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
-        _load(maps[1], [row, column], barrier, slots.index(first + 1), pred=pred)
+        tma_load(maps[0], [row, column], barrier, slots.index(first), pred=pred)
+        tma_load(maps[1], [row, column], barrier, slots.index(first + 1), pred=pred)
 
 
 @gluon.jit
@@ -188,7 +188,7 @@ def _multiply(x_ring, w_ring, ready, free, block, steps, EPILOGUE: gl.constexpr,
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(free.index(last), count=1, pred=step > 0)
         last = slot
-        slot, phase = _next(slot, phase, STAGES)
+        slot, phase = next_slot(slot, phase, STAGES)
     return acc, last
 
 
@@ -241,20 +241,20 @@ def _consume(
                 if HAS_BIAS:
                     u = _biased(u, bias_slots.index(2 * GROUP))
                     g = _biased(g, bias_slots.index(2 * GROUP + 1))
-                y = u * _gate(g, ACTIVATION)[0]
+                y = u * gate(g, ACTIVATION)[0]
                 if EPILOGUE == "preact":
                     tma.store_wait(pendings=0)  # of the piece before
                     slots.index(0).store(y.to(slots.dtype))
                     slots.index(1).store(u.to(slots.dtype))
                     slots.index(2).store(g.to(slots.dtype))
                     fence_async_shared()
-                    _store(y_map, [row + p * 64, column], slots.index(0))
-                    _store(u_map, [row + p * 64, column], slots.index(1))
-                    _store(g_map, [row + p * 64, column], slots.index(2))
+                    _tma_store(y_map, [row + p * 64, column], slots.index(0))
+                    _tma_store(u_map, [row + p * 64, column], slots.index(1))
+                    _tma_store(g_map, [row + p * 64, column], slots.index(2))
                 else:
                     slots.index(p).store(y.to(slots.dtype))
                     fence_async_shared()
-                    _store(y_map, [row + p * 64, column], slots.index(p))
+                    _tma_store(y_map, [row + p * 64, column], slots.index(p))
                 top = bottom
         else:
             # A rolled loop that rotates the next piece into the registers of the current one: the code stays small
@@ -280,10 +280,10 @@ def _consume(
                     if HAS_BIAS:
                         u = _biased(u, bias_slots.index(2 * GROUP))
                         g = _biased(g, bias_slots.index(2 * GROUP + 1))
-                _meet()  # all threads have read the slot: it may be refilled
+                _barrier()  # all threads have read the slot: it may be refilled
                 next_row, next_column = _at(row, column, p + AHEAD, EPILOGUE)
                 _get(in_maps, next_row, next_column, slots, own, full, EPILOGUE, p + AHEAD < PIECES)
-                a, du, dg = _gate_gradient(dy, u, g, ACTIVATION)
+                a, du, dg = gate_gradient(dy, u, g, ACTIVATION)
                 tma.store_wait(pendings=0)  # of the piece before
                 # Write all outputs before a single fence: registers are freed as soon as a few columns are done.
                 slots.index(0).store(du.to(slots.dtype))
@@ -292,10 +292,10 @@ def _consume(
                     slots.index(2).store((u * a).to(slots.dtype))
                 fence_async_shared()
                 this_row, this_column = _at(row, column, p, EPILOGUE)
-                _store(u_map, [this_row, this_column], slots.index(0))
-                _store(g_map, [this_row, this_column], slots.index(1))
+                _tma_store(u_map, [this_row, this_column], slots.index(0))
+                _tma_store(g_map, [this_row, this_column], slots.index(1))
                 if EPILOGUE == "down":
-                    _store(y_map, [this_row, this_column], slots.index(2))
+                    _tma_store(y_map, [this_row, this_column], slots.index(2))
                 if BIAS_GRAD:
                     _store_sums(dbias_ptr, this_row, this_column, M, F, slots.index(0), slots.index(1), EPILOGUE)
                 now = next_1

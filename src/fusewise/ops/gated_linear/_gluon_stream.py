@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ._gluon_gate import _gate
-from ._gluon_kernel import _load, _next
+from ._gluon_gate import gate
+from ._gluon_kernel import next_slot, tma_load
 
 
 @gluon.jit
@@ -52,13 +52,13 @@ def _stream(
                 row = tile * WIDTH + i * BLOCK_W
                 for c in gl.static_range(CHUNKS):
                     to = w_ring.index(slot * CHUNKS + c)
-                    _load(value_map, [row, d + c * 64], full, to.slice(i * BLOCK_W, BLOCK_W, 0))
-                    _load(gate_map, [row, d + c * 64], full, to.slice(HALF + i * BLOCK_W, BLOCK_W, 0))
+                    tma_load(value_map, [row, d + c * 64], full, to.slice(i * BLOCK_W, BLOCK_W, 0))
+                    tma_load(gate_map, [row, d + c * 64], full, to.slice(HALF + i * BLOCK_W, BLOCK_W, 0))
             for i in gl.static_range(X_ROWS // BLOCK_X):
                 for c in gl.static_range(CHUNKS):
                     to = x_ring.index(slot * CHUNKS + c)
-                    _load(x_map, [i * BLOCK_X, d + c * 64], full, to.slice(i * BLOCK_X, BLOCK_X, 0))
-            slot, phase = _next(slot, phase, STAGES)
+                    tma_load(x_map, [i * BLOCK_X, d + c * 64], full, to.slice(i * BLOCK_X, BLOCK_X, 0))
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -90,7 +90,7 @@ def _finish(
             acc = warpgroup_mma_init(warpgroup_mma_wait(CHUNKS, deps=(acc,)))
             mbarrier.arrive(free.index(last), count=1, pred=step > 0)
             last = slot
-            slot, phase = _next(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
         product = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(free.index(last), count=1)
         u, g = product.reshape((2, HALF, N)).permute((1, 2, 0)).split()
@@ -102,7 +102,7 @@ def _finish(
             b_gate = gl.load(b_gate_ptr + feature * stride_b_gate, mask=feature < F, other=0.0)
             u += gl.expand_dims(b_value.to(gl.float32), 1)
             g += gl.expand_dims(b_gate.to(gl.float32), 1)
-        y = gl.convert_layout((u * _gate(g, ACTIVATION)[0]).to(y_ptr.dtype.element_ty), STORED)
+        y = gl.convert_layout((u * gate(g, ACTIVATION)[0]).to(y_ptr.dtype.element_ty), STORED)
         inside = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
         feature = tile * WIDTH + inside
         row = gl.arange(0, N, layout=gl.SliceLayout(0, STORED))

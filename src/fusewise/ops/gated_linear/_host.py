@@ -45,10 +45,10 @@ def extension() -> Any:
     Raises:
         BuildError: it cannot be built here.
     """
-    made = host.loaded(PYFUNCTYPE(py_object)(("fusewise_gated_host", build.library(*recipe())))())
+    module = host.loaded(PYFUNCTYPE(py_object)(("fusewise_gated_host", build.library(*recipe())))())
     global gated_linear, _new
-    gated_linear, _new = made.gated_linear, made.new
-    return made
+    gated_linear, _new = module.gated_linear, module.new
+    return module
 
 
 def load(kernel: cpu.Kernel | None = None) -> None:
@@ -58,9 +58,9 @@ def load(kernel: cpu.Kernel | None = None) -> None:
         BuildError: it cannot be built here.
     """
     global _with_gate
-    made = extension()
+    module = extension()
     if kernel is not None:
-        made.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0, _onednn.there())
+        module.on_cpu(cast(kernel.run, c_void_p).value, kernel.parallel or 0, _onednn.there())
         _with_gate = True
 
 
@@ -72,7 +72,7 @@ def unavailable(kernel: cpu.Kernel | None = None) -> str | None:
     return _unavailable(kernel, build.loads())
 
 
-def told(kernel: cpu.Kernel | None = None) -> str:
+def explain(kernel: cpu.Kernel | None = None) -> str:
     """Explains why the host overhead of calls is higher than necessary; empty if it is not."""
     reason = unavailable(kernel)
     return f"without the host fast path of gated_linear, geglu_linear and gated_mlp: {reason}" if reason else ""

@@ -72,5 +72,5 @@ def _packed(x: Tensor) -> bool:
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x weightᵀ + bias, (M, N), contiguous. Not differentiable."""
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
-    return made
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
+    return y

@@ -38,27 +38,27 @@ def pads(x_MD: Tensor) -> bool:
     return x_MD.shape[0] >= ROWS and x_MD.element_size() == 2 and torch.version.hip is None
 
 
-def room(like: Tensor, rows: int, columns: int) -> Tensor:
+def aligned_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
     """Memory for a matrix whose rows start at cache line boundaries."""
     return like.new_empty((rows, -(-columns // LINE) * LINE))[:, :columns]
 
 
-def whole_room(like: Tensor, rows: int, columns: int) -> Tensor:
+def padded_buffer(like: Tensor, rows: int, columns: int) -> Tensor:
     """Memory for a matrix including its padding: rows are extended by zeroed columns to the end of their last line."""
-    whole = room(like, rows, -(-columns // LINE) * LINE)
+    whole = aligned_buffer(like, rows, -(-columns // LINE) * LINE)
     whole[:, columns:].zero_()
     return whole
 
 
-def describable_room(x: Tensor) -> Tensor:
-    """x itself if TMA supports it, else new memory of its shape that TMA supports."""
-    return x if describable(x) else room(x, *x.shape)
+def aligned_output(x: Tensor) -> Tensor:
+    """x itself if TMA supports it, else a new matrix of its shape that TMA supports."""
+    return x if describable(x) else aligned_buffer(x, *x.shape)
 
 
-def brought(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x, or a copy of it that TMA supports."""
-    to = describable_room(x)
-    return x if to is x else put(x, to)
+    to = aligned_output(x)
+    return x if to is x else copy_to(x, to)
 
 
 def each(of: Callable[[Tensor], Tensor], *xs: Tensor | None) -> Iterator[Tensor | None]:
@@ -71,9 +71,7 @@ def padded(x: Tensor, rows: int | None = None) -> Tensor:
     rows = x.shape[0] if rows is None else rows
     if rows == x.shape[0] and x.shape[1] % COLUMN_MULTIPLE == 0 and describable(x):
         return x
-    to = room(x, rows, -(-x.shape[1] // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
-    op_copy_(x, to)
-    return to
+    return copy_to(x, aligned_buffer(x, rows, -(-x.shape[1] // COLUMN_MULTIPLE) * COLUMN_MULTIPLE))
 
 
 def operand(x_MD: Tensor) -> Tensor:
@@ -100,12 +98,12 @@ def transposed(part_MF: Tensor, x_MD: Tensor, to: Tensor | None = None) -> Tenso
     if pads(x_MD):
         part_MF, x_MD = padded(part_MF), padded(x_MD)
     if onednn.takes(part_MF.mT, x_MD.mT):
-        made = _transposed_in_chunks(part_MF, x_MD)
+        result = _transposed_in_chunks(part_MF, x_MD)
     elif to is not None and to.shape == (part_MF.shape[1], x_MD.shape[1]):
         return torch.mm(part_MF.mT, x_MD, out=to)
     else:
-        made = torch.mm(part_MF.mT, x_MD)
-    return made if to is None else put(made, to)
+        result = torch.mm(part_MF.mT, x_MD)
+    return result if to is None else copy_to(result, to)
 
 
 def _transposed_in_chunks(part_MF: Tensor, x_MD: Tensor) -> Tensor:
@@ -124,21 +122,21 @@ def linear(y_MF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             onednn.linear(y_MF, weight, bias) if onednn.takes(y_MF, weight) else functional.linear(y_MF, weight, bias)
         )
     missing = -weight.shape[0] % COLUMN_MULTIPLE
-    made = functional.linear(
+    y = functional.linear(
         padded(y_MF), padded(weight, weight.shape[0] + missing),
         functional.pad(bias, (0, missing)) if bias is not None and missing else bias,
     )  # fmt: skip
-    return cropped(made, y_MF.shape[0], weight.shape[0])
+    return cropped(y, y_MF.shape[0], weight.shape[0])
 
 
-def cropped(made: Tensor, rows: int, columns: int) -> Tensor:
+def cropped(x: Tensor, rows: int, columns: int) -> Tensor:
     """The first rows and columns of a product, contiguous; the product itself if it has no more."""
-    return made if made.shape == (rows, columns) else put(made, made.new_empty((rows, columns)))
+    return x if x.shape == (rows, columns) else copy_to(x, x.new_empty((rows, columns)))
 
 
-def put(made: Tensor, to: Tensor) -> Tensor:
-    """Copy the first rows and columns of a product to `to`, and return it."""
-    op_copy_(made, to)
+def copy_to(x: Tensor, to: Tensor) -> Tensor:
+    """Copy x to `to`, cropped or zero-padded to its size, and return it."""
+    op_copy_(x, to)
     return to
 
 

@@ -109,11 +109,11 @@ def _case(name: str | None, shape: Sequence[int] | None, device_type: str) -> Ga
 
 def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: str) -> Job | str:
     """The tuning job, or the name of the implementation if it has nothing to tune."""
-    made = found.make_inputs(device, dtype)
+    drawn = found.make_inputs(device, dtype)
     spec = Spec(found.activation, "stacked", found.gate_first)
-    x, weight, *bias = made.operands
+    x, weight, *bias = drawn.operands
     halves = Halves.of(spec, weight, None, bias[0] if bias else None)
-    dy = made.gradients[0]
+    dy = drawn.gradients[0]
     rows, hidden = dy.shape
     weights: Any = halves
     if kernel in ("y", "preact"):
@@ -128,7 +128,7 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
         inputs, outputs = (dy, preact), (torch.empty_like(preact),)
         if kernel == "down":
             out = found.out or found.features
-            weights = made.w_down
+            weights = drawn.w_down
             if weights is None:
                 weights = torch.randn(out, hidden, device=device, dtype=x.dtype) / hidden**0.5
             inputs, outputs = (torch.randn(rows, out, device=device, dtype=x.dtype), preact), (dy, *outputs)

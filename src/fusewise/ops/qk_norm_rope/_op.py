@@ -119,8 +119,8 @@ class _QkNormRope(torch.autograd.Function):
                 rotation, norm, _ = _split(call)
                 dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
             else:
-                made = _op_grad(picked, xs, weights, *call, wants_weights)
-                dxs, dweights = made[: len(xs)], made[len(xs) :]
+                grads = _op_grad(picked, xs, weights, *call, wants_weights)
+                dxs, dweights = grads[: len(xs)], grads[len(xs) :]
             for place, i in enumerate(given):
                 results[i] = dxs[place]
                 if dweights:

@@ -56,10 +56,10 @@ def extension() -> Any:
 
     library = build.library(*recipe())
     make = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))
-    made = host.loaded(make(gradients, _planned))
+    module = host.loaded(make(gradients, _planned))
     global rope, rope_out, rope_, rope_and_cache_
-    rope, rope_out, rope_, rope_and_cache_ = made.rope, made.rope_out, made.rope_, made.rope_and_cache_
-    return made
+    rope, rope_out, rope_, rope_and_cache_ = module.rope, module.rope_out, module.rope_, module.rope_and_cache_
+    return module
 
 
 def unavailable(device_type: str, impl: str) -> str | None:
@@ -87,7 +87,7 @@ def _unavailable(build_it: bool, loads: int) -> str | None:
 
 def served(implementation: Any, device_type: str, impl: str) -> None:
     """Load the extension after native code served a Python operator, so that it takes the next call."""
-    if hasattr(implementation, "tell"):
+    if hasattr(implementation, "register"):
         unavailable(device_type, impl)
 
 
@@ -106,9 +106,9 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
         xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
         implementation = serving(impl, xs, ys, rest[-1])
         packed, call = planned, (xs, ys, rest)
-    if not hasattr(implementation, "tell"):
+    if not hasattr(implementation, "register"):
         return None
-    implementation.tell(extension())
+    implementation.register(extension())
     return packed(*call)
 
 
@@ -153,11 +153,11 @@ def without(impl: str) -> bool:
 def keeper(form: int, arguments: tuple[Any, ...], implementation: Any, impl: str) -> Any:
     """The extension, if it should cache a call that `implementation` has just served as native code (whose entry point
     it gets); None for other implementations and for calls that are already cached."""
-    tell = getattr(implementation, "tell", None)
-    if tell is None or unavailable(arguments[0].device.type, impl) is not None:
+    register = getattr(implementation, "register", None)
+    if register is None or unavailable(arguments[0].device.type, impl) is not None:
         return None
     host = extension()
     if not host.new(form, arguments):
         return None
-    tell(host)
+    register(host)
     return host

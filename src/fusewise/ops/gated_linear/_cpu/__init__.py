@@ -49,7 +49,7 @@ def unavailable(device_type: str) -> str | None:
 
 def path(x: Tensor, halves: Halves) -> str:
     """Explains why the host overhead of calls is higher than necessary; empty if it is not."""
-    return _host.told(_kernel())
+    return _host.explain(_kernel())
 
 
 def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | None) -> None:

@@ -19,7 +19,7 @@ from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
 from .. import _host
 from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, odd, split_preact
-from .._products import COLUMN_MULTIPLE, brought, describable_room, each, put
+from .._products import COLUMN_MULTIPLE, aligned, aligned_output, copy_to, each
 from . import tiles
 from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT
 
@@ -111,7 +111,7 @@ def path(x: Tensor, halves: Halves) -> str:
         f"{ALIGNED}: other matrices are copied" if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
     )
     narrow = f"gradients behind a down projection to fewer than {DEEP} features are computed by {OTHERWISE}"
-    return "; ".join(filter(None, (copies, narrow, _host.told())))
+    return "; ".join(filter(None, (copies, narrow, _host.explain())))
 
 
 def _run(
@@ -133,8 +133,8 @@ def _run(
     part = GATE_ROWS if value is None else ROWS
     sums = None if dbias is None else torch.empty((-(-rows // part), *dbias.shape), dtype=dbias.dtype, device=x.device)
     written = (y, *outputs)
-    room = tuple(each(describable_room, *written))
-    matrices = (*each(brought, x, value, gate), *room, *each(brought, *inputs))
+    buffers = tuple(each(aligned_output, *written))
+    matrices = (*each(aligned, x, value, gate), *buffers, *each(aligned, *inputs))
     depth, hidden = x.shape[1], x.shape[1] if value is None else value.shape[epilogue == DOWN]
     plan = _PLAN.pack(
         rows, hidden, depth, *(0 if t is None else t.stride(0) for t in (*matrices, *bias)), x.dtype == torch.bfloat16,
@@ -142,9 +142,9 @@ def _run(
     )  # fmt: skip
     call = _CALL.pack(*(0 if t is None else t.data_ptr() for t in (*matrices, *bias, sums, dbias)))
     kernel.launch(plan, call, x.get_device(), "gated_linear")
-    for to, made in zip(written, room, strict=True):
-        if to is not None and made is not None and to is not made:
-            put(made, to)
+    for to, buffer in zip(written, buffers, strict=True):
+        if to is not None and buffer is not None and to is not buffer:
+            copy_to(buffer, to)
 
 
 def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:

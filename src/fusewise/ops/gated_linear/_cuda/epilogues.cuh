@@ -25,26 +25,26 @@ struct EpilogueContext {
     const int row = half * 64 % A::HEIGHT + warp * 16 + lane % 16, chunk = 2 * pair + lane / 16;
     return row * A::PIECE * 2 + ((chunk ^ (A::PIECE == 64 ? row & 7 : row >> 1 & 3)) << 4);
   }
-  __device__ void meet() const { named_barrier_sync(OWN + group, GROUP); }
+  __device__ void sync() const { named_barrier_sync(OWN + group, GROUP); }
   // Waits until TMA has read the staging slots, which may then be overwritten.
-  __device__ void stored() const {
+  __device__ void wait_stores() const {
     if (thread == 0) tma_store_wait_read();
-    meet();
+    sync();
   }
   // Makes all threads' writes to the slots visible to TMA.
-  __device__ void written() const {
+  __device__ void fence_writes() const {
     fence_proxy_async();
-    meet();
+    sync();
   }
   // Waits for the inputs of a piece; returns their first slot.
-  __device__ int read(int piece) const {
-    mbarrier_wait(smem_address(&shared.came[piece % A::AHEAD]), piece / A::AHEAD & 1);
+  __device__ int wait_inputs(int piece) const {
+    mbarrier_wait(smem_address(&shared.inputs_ready[piece % A::AHEAD]), piece / A::AHEAD & 1);
     return A::WRITES + piece % A::AHEAD * A::READS;
   }
   // Releases the input slots of a piece. Only after the values were used: the arrival may otherwise overtake loads still in flight.
-  __device__ void taken(int piece) const {
+  __device__ void release_inputs(int piece) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(&shared.taken[piece % A::AHEAD]));
+    if (lane == 0) mbarrier_arrive(smem_address(&shared.inputs_free[piece % A::AHEAD]));
   }
 };
 
@@ -65,7 +65,7 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Epilo
   constexpr bool KEEP = EPILOGUE == PREACT;
 #pragma unroll
   for (int piece = 0; piece < Traits<EPILOGUE>::PIECES; ++piece) {
-    if (KEEP && piece > 0) at.stored();
+    if (KEEP && piece > 0) at.wait_stores();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int half = i / 2, pair = i % 2;
@@ -81,7 +81,7 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Epilo
       stmatrix(at.slot(1) + at.offset(half, pair), u);
       stmatrix(at.slot(2) + at.offset(half, pair), g);
     }
-    at.written();
+    at.fence_writes();
     if (at.thread == 0) {
       const int feature = at.tile.feature + piece * Traits<EPILOGUE>::PIECE, row = at.tile.row;
       tma_store(&at.p.y, feature, row, at.slot(KEEP ? 0 : piece));
@@ -109,13 +109,13 @@ __device__ void write_sideways(const float (&top)[Traits<EPILOGUE>::COLUMNS / 2]
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = ((piece * A::HEIGHT / 8 + pair * 2 + j / 2) * 2 + j % 2) * 2;
-        const auto made = [&](int i) { return (top[i] + value_bias[j % 2]) * gate<ACTIVATION>(bottom[i] + gate_bias[j % 2]).value; };
-        y[j] = packed<BFLOAT16>(made(i), made(i + 1));
+        const auto value = [&](int i) { return (top[i] + value_bias[j % 2]) * gate<ACTIVATION>(bottom[i] + gate_bias[j % 2]).value; };
+        y[j] = packed<BFLOAT16>(value(i), value(i + 1));
       }
       const int row = pair * 16 + below;
       stmatrix_trans(at.slot(piece) + row * A::PIECE * 2 + ((chunk ^ (row & 7)) << 4), y);
     }
-    at.written();
+    at.fence_writes();
     if (at.thread == 0) tma_store(&at.p.y, at.tile.feature, at.tile.row + piece * A::HEIGHT, at.slot(piece)), tma_store_commit();
   }
 }
@@ -143,8 +143,8 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Epil
   const Params& p = at.p;
 #pragma unroll
   for (int piece = 0; piece < A::PIECES; ++piece) {
-    const int from = at.read(number + piece), group = piece / A::HALVES * A::PIECE;
-    if (piece > 0) at.stored();
+    const int from = at.wait_inputs(number + piece), group = piece / A::HALVES * A::PIECE;
+    if (piece > 0) at.wait_stores();
     float sums[8];  // du then dg: two adjacent features of each eight, for two eights
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // blocks of 16 features by 64 rows: two halves of rows, or four side by side
@@ -179,13 +179,13 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Epil
       stmatrix(at.slot(0) + offset, du);
       stmatrix(at.slot(1) + offset, dg);
       if (A::DOWNWARD) stmatrix(at.slot(2) + offset, y);
-      if (i == 3) at.taken(number + piece);
+      if (i == 3) at.release_inputs(number + piece);
       if (p.sums != nullptr && (A::HALVES > 1 || half == 1)) {
         const int feature = pair * 16 + at.lane / 8 % 2 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;
         at.shared.sums[piece % A::HALVES * 4 + at.warp][at.lane / 16 * A::PIECE + feature] = add_rows(sums, at.lane);
       }
     }
-    at.written();
+    at.fence_writes();
     const int feature = at.tile.feature + group, row = at.tile.row + piece % A::HALVES * A::HEIGHT;
     if (at.thread == 0) {
       tma_store(&p.u, feature, row, at.slot(0)), tma_store(&p.g, feature, row, at.slot(1));

@@ -74,11 +74,11 @@ __device__ void produce_few(const FewRows& p, FewShared& shared) {
       const uint32_t ready = smem_address(&shared.ready[at.slot]), to = smem_address(shared.ring + at.slot * S::BYTES);
       mbarrier_wait(smem_address(&shared.free[at.slot]), at.phase);
       mbarrier_arrive_expect_tx(ready, (2 * p.width + p.x_rows) * S::DEEP * 2);
-      const auto bring = [&](const CUtensorMap* map, int row, uint32_t to) {
+      const auto load = [&](const CUtensorMap* map, int row, uint32_t to) {
 #pragma unroll
         for (int chunk = 0; chunk < S::CHUNKS; ++chunk) tma_load(map, column + chunk * DEPTH, row, to + chunk * S::CHUNK, ready);
       };
-      bring(&p.value, tile * p.width, to), bring(&p.gate, tile * p.width, to + SLABS * SLAB_BYTES), bring(&p.x, 0, to + S::X);
+      load(&p.value, tile * p.width, to), load(&p.gate, tile * p.width, to + SLABS * SLAB_BYTES), load(&p.x, 0, to + S::X);
     }
   }
 }
@@ -129,8 +129,8 @@ __device__ void write_few(const float (&u)[COLUMNS / 2], const float (&g)[COLUMN
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
-      const auto made = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
-      y[j] = packed<BFLOAT16>(made(i), made(i + 1));
+      const auto value = [&](int i) { return (u[i] + bias[0][j % 2]) * gate<ACTIVATION>(g[i] + bias[1][j % 2]).value; };
+      y[j] = packed<BFLOAT16>(value(i), value(i + 1));
     }
     __syncwarp();  // the previous 16 rows have been read
     stmatrix_trans(smem_address(out + place(lane / 16 * 8 + lane % 8, lane / 8 % 2)), y);

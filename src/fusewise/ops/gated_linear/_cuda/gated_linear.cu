@@ -89,15 +89,15 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
       } else {
         tma_load_multicast(ALL, rank == 0 ? &p.value : &p.gate, depth, tile.feature, right + rank * A::RIGHT_BYTES / 2, ready);
       }
-      const auto bring = [&](const CUtensorMap* map, int row) {
+      const auto load = [&](const CUtensorMap* map, int row) {
         if constexpr (A::SIDEWAYS) tma_load_multicast(ALL, map, depth, tile.row + row, x + row * DEPTH * 2, ready);
         else tma_load(map, depth, tile.row + row, x + row * DEPTH * 2, ready);
       };
       if (whole) {
-        bring(&p.x, first);
+        load(&p.x, first);
       } else {
 #pragma unroll 1
-        for (int row = first; row < end; row += EDGE) bring(&p.x_edge, row);
+        for (int row = first; row < end; row += EDGE) load(&p.x_edge, row);
       }
       if (++slot == A::STAGES) slot = 0, phase ^= 1;
     }
@@ -112,12 +112,12 @@ __device__ void produce_epilogue_inputs(const Params& p, Shared<EPILOGUE>& share
   for (int turn = blockIdx.x / CLUSTER; turn < Tile<EPILOGUE>::count(p); turn += gridDim.x / CLUSTER) {
     const Tile<EPILOGUE> tile(p, turn, rank);
     for (int piece = 0; piece < A::PIECES; ++piece) {
-      const uint32_t came = smem_address(&shared.came[ahead]), slot = smem_address(shared.slots[A::WRITES + ahead * A::READS]);
-      mbarrier_wait(smem_address(&shared.taken[ahead]), phase);
-      mbarrier_arrive_expect_tx(came, A::READS * SLOT_BYTES);
+      const uint32_t ready = smem_address(&shared.inputs_ready[ahead]), slot = smem_address(shared.slots[A::WRITES + ahead * A::READS]);
+      mbarrier_wait(smem_address(&shared.inputs_free[ahead]), phase);
+      mbarrier_arrive_expect_tx(ready, A::READS * SLOT_BYTES);
       const int feature = tile.feature + piece / A::HALVES * A::PIECE, row = tile.row + piece % A::HALVES * A::HEIGHT;
-      tma_load(&p.first, feature, row, slot, came);
-      if (A::READS > 1) tma_load(&p.second, feature, row, slot + SLOT_BYTES, came);
+      tma_load(&p.first, feature, row, slot, ready);
+      if (A::READS > 1) tma_load(&p.second, feature, row, slot + SLOT_BYTES, ready);
       if (++ahead == A::AHEAD) ahead = 0, phase ^= 1;
     }
   }
@@ -199,8 +199,8 @@ gated_linear_kernel(const __grid_constant__ Params p) {
       mbarrier_init(smem_address(&shared.free[i]), CLUSTER * GROUP / 32);
     }
     for (int i = 0; i < A::AHEAD; ++i) {
-      mbarrier_init(smem_address(&shared.came[i]), 1);
-      mbarrier_init(smem_address(&shared.taken[i]), GROUP / 32);
+      mbarrier_init(smem_address(&shared.inputs_ready[i]), 1);
+      mbarrier_init(smem_address(&shared.inputs_free[i]), GROUP / 32);
     }
     fence_mbarrier_init();
   }

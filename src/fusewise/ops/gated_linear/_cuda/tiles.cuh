@@ -49,7 +49,7 @@ struct Shared {
   alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][SLOT_BYTES];
   float bias[2][2][96];                                        // per warpgroup: value, gate
   float sums[A::READS > 0 ? 4 * A::HALVES : 1][2 * A::PIECE];  // of a piece's du and dg, per warp and half
-  uint64_t ready[A::STAGES], free[A::STAGES], came[A::AHEAD], taken[A::AHEAD];
+  uint64_t ready[A::STAGES], free[A::STAGES], inputs_ready[A::AHEAD], inputs_free[A::AHEAD];
 };
 constexpr size_t MOST = 227 * 1024;  // bytes of shared memory that a block may have
 static_assert(sizeof(Shared<GRADIENT>) <= MOST && sizeof(Shared<DOWN>) <= MOST);

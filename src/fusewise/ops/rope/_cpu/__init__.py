@@ -44,7 +44,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
     kernel.run(plan, call, torch.get_num_threads(), kernel.parallel)
 
 
-def tell(host: Any) -> None:
+def register(host: Any) -> None:
     """Register the kernel with the host fast path (`_host.py`)."""
     kernel = _kernel()
     host.on_cpu(ctypes.cast(kernel.run, ctypes.c_void_p).value, kernel.parallel)

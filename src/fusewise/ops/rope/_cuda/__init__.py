@@ -38,9 +38,9 @@ def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
 
 @functools.cache
 def _kernel() -> cuda.Library:
-    made = recipe(cuda.present())
-    build.ahead(made, _host.recipe)
-    return cuda.Library(made, "fusewise_rope")
+    needed = recipe(cuda.present())
+    build.ahead(needed, _host.recipe)
+    return cuda.Library(needed, "fusewise_rope")
 
 
 def unavailable(device_type: str) -> str | None:
@@ -54,6 +54,6 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
     _kernel().launch(plan, call, xs[0].get_device(), "rope")
 
 
-def tell(host: Any) -> None:
+def register(host: Any) -> None:
     """Register the launcher with the host fast path (`_host.py`)."""
     host.on_cuda(_host.NEW, *_kernel().addresses())

@@ -216,12 +216,12 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Plan*
   const int64_t unrolled = heads_for(np, size, NARROW_HEADS, all, enough);
   const bool costly = p.read == OF_ANGLES || p.read == OF_FREQUENCIES;  // computed angles are amortized over more heads
   p.steps = static_cast<uint32_t>(costly ? std::clamp<int64_t>(all / (16 * enough * unrolled), 1, 8) : 1);
-  const int64_t room = std::max<int64_t>(1, THREADS / chunks);
+  const int64_t head_threads = std::max<int64_t>(1, THREADS / chunks);
   int64_t fewest = most_heads;
   for (int o = 0; o < plan->operands; ++o)
     if (params.tensors[o].heads) fewest = std::min(fewest, ceil_div(params.tensors[o].heads, unrolled * p.steps));
-  const int64_t most = std::clamp<int64_t>(fewest, 1, room);  // threads for heads in a block
-  int64_t block_tokens = std::clamp<int64_t>(room / most, 1, std::min<int64_t>(tokens, 64));
+  const int64_t most = std::clamp<int64_t>(fewest, 1, head_threads);  // threads for heads in a block
+  int64_t block_tokens = std::clamp<int64_t>(head_threads / most, 1, std::min<int64_t>(tokens, 64));
   while (block_tokens > 1 && all / (chunks * most * block_tokens * unrolled * p.steps) < 4 * device.processors) block_tokens /= 2;
   int64_t parts = 0;
   for (int o = 0; o < plan->operands; ++o) {

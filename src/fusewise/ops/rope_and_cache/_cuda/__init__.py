@@ -26,9 +26,9 @@ def recipe(capabilities: tuple[tuple[int, int], ...]) -> build.Recipe:
 
 @functools.cache
 def _kernel() -> cuda.Library:
-    made = recipe(cuda.present())
-    build.ahead(made, _host.recipe)
-    return cuda.Library(made, "fusewise_rope_and_cache")
+    needed = recipe(cuda.present())
+    build.ahead(needed, _host.recipe)
+    return cuda.Library(needed, "fusewise_rope_and_cache")
 
 
 def unavailable(device_type: str) -> str | None:
@@ -41,6 +41,6 @@ def launch(q: Tensor, *rest: Any) -> None:
     _kernel().launch(*packed(q, *rest), q.get_device(), "rope_and_cache_")
 
 
-def tell(host: Any) -> None:
+def register(host: Any) -> None:
     """Register the launcher with the host fast path (`rope/_host.py`)."""
     host.on_cuda(_host.CACHED, *_kernel().addresses())
