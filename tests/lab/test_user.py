@@ -124,6 +124,7 @@ def test_modules_have_the_same_parameters_in_every_process():
     [
         ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16)),  # dense, regardless of the mask
         ("either", ["fp32[8,16]"], 0),
+        ("either_product", ["fp32[8,8]"], 2 * 8**3),
         ("compiled_inside", ["fp32[3,6]", "fp32[6,4]"], 2 * 3 * 6 * 4),
     ],
 )

@@ -6,6 +6,7 @@ import signal
 import warnings
 
 import torch
+import torch.utils.flop_counter
 from torch import nn
 
 import fusewise
@@ -95,6 +96,10 @@ def of_scores(q, k, v):
 
 def either(x):
     return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+
+def either_product(x):
+    return torch.cond(x.sum() > 99, lambda x: x.sin(), lambda x: x @ x, (x,))
 
 
 @torch.compile(backend="eager")
@@ -446,6 +451,67 @@ def demanding(x):
 
 def greek(x, β=1.0):
     return x * β
+
+
+def looked_up(table, index):
+    return nn.functional.embedding(index, table)
+
+
+def first_rows(x):
+    return x[:10] * 2
+
+
+def through_views(x, index):
+    """Two of 2000 rows of four."""
+    rows = x.view(-1, 4)[index, :] * x.view(-1, 4)[index + 1, :]
+    return torch.cat((rows, rows), -1)
+
+
+def looked_up_and_summed(table, index):
+    return table[index], table.sum(0)
+
+
+def left_out(x, y):
+    return x * 2
+
+
+def only_views(x):
+    return x[:10], x.t()
+
+
+class Keeping(nn.Module):
+    """Writes a row of a cache and reads all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.ones(100, 8))
+
+    def forward(self, x):
+        self.cache.index_copy_(0, torch.tensor([7]), x)
+        return self.cache.sum(0)
+
+
+@torch.library.custom_op("fusewise_tests::tripled", mutates_args=())
+def _tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@torch.library.custom_op("fusewise_tests::counted", mutates_args=())
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.fusewise_tests.counted)
+def _operations(shape, *_, **__):
+    return 3 * shape.numel()
+
+
+def of_another_library(x):
+    return _tripled(x)
+
+
+def of_another_library_with_a_formula(x):
+    return _counted(x)
 
 
 of_torch_compile = torch.compile(nn.Linear(4, 4))

@@ -269,6 +269,10 @@ class Problem:
         """Minimum bytes that the pass reads and writes, per call."""
         raise NotImplementedError
 
-    def flops_min(self) -> int:
-        """Minimum FLOPs of the pass."""
+    def flops_min(self) -> int | None:
+        """Minimum FLOPs of the pass; None if unknown."""
         raise NotImplementedError
+
+    def flops_unknown(self) -> list[str]:
+        """Names of the operators because of which `flops_min` is None."""
+        return []

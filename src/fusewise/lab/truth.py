@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .counting import counted
 from .plugin import Run
-from .problem import Problem, differentiable, handed_over
+from .problem import Problem, differentiable, handed_over, span
 from .truths import MOST_BYTES, Truths
 
 #: Elements compared per chunk. On a CPU few enough that the float64 copy stays in cache and torch starts no threads,
@@ -148,6 +148,24 @@ def parts(x: Tensor) -> Tensor:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Elementwise equality, with NaN equal to NaN."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def memory(x: Tensor) -> Tensor:
+    """The memory of x from its first to its last element, as one dimension."""
+    flat = x.detach()
+    return flat.as_strided((span(x.shape, x.stride()) if x.numel() else 0,), (1,), x.storage_offset())
+
+
+def other(x: Tensor) -> Tensor:
+    """Values for x, with its strides, that differ from its own as much as these from each other: every second element in
+    memory becomes its neighbour, so that order and range stay. Where neighbours are equal, floats become three quarters
+    and others are reversed."""
+    flat = memory(x).clone()
+    if flat.numel() > 1:
+        flat[1::2] = flat[: flat.numel() // 2 * 2 : 2].clone()
+    if equal(flat, memory(x)):
+        flat = flat * 0.75 if differentiable(x) else flat.flip(0)
+    return flat.as_strided(x.shape, x.stride())
 
 
 def band(dtype: torch.dtype, terms: int = 1) -> float:

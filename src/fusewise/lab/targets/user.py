@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import truth
-from ..counting import counted, memory
+from ..counting import counted
 from ..interruption import interruptible
 from ..ledger import extent
 from ..modes import Result
 from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Program, Task, differentiable, widened
 from ..process import WorkerFailed, WorkerProcess
+from ..reads import storage as memory
 from ..reason import reason
 from . import Case, Target, functions, inputs
 from .wide import in_float64
@@ -43,6 +44,10 @@ REPEATED, MOST_REPEATED = 1e3, 1e-2
 NO_BACKWARD = "must be differentiable for a backward pass"
 #: Part of autograd's message for a saved tensor that was modified before its backward.
 OVERWRITTEN = "modified by an inplace operation"
+#: Tensors without observed reads for which it is tested whether the results depend on them.
+MOST_UNSEEN = 16
+#: Stands for what reads tensors without an operator of PyTorch.
+ELSEWHERE = "code that is no operator of PyTorch"
 #: How long to wait for a forked process that might return as well.
 FORKED_SECONDS = 1.0
 #: Limit on a case's name in characters; the row's shape lists all inputs.
@@ -239,15 +244,18 @@ class UserProblem(Problem):
         leaves = self.leaves(gradient)
         self.begin_anew()
         state = self._as_it_is()
-        result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves))))
+        result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves)), reads=True))
         outputs = tensors_of(result)
-        self.flops = counter.flops
+        self.flops, self.uncounted = counter.flops, list(counter.uncounted)
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
         now = _held(self.function)
         self.state = {n: x for n, x in state.items() if not _same(x, now.get(n))}
+        read = counter.reads.bytes() if counter.reads is not None else {}
+        changed = {memory(now[n]): _changed(x, now[n]) for n, x in self.state.items() if n in now}
+        of_state = sum(max(0, read.get(of, 0) - size) for of, size in changed.items())
         del state
         if not outputs:
             raise ValueError(
@@ -270,12 +278,18 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
-        self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
+        self.output_bytes = _written(outputs, leaves) + sum(changed.values())
         now = _held(self.function)
-        own = {memory(x) for x in (*leaves, *self.parameters, *(now[n] for n in self.state if n in now))}
+        given = {memory(x): x for x in (*self.parameters, *leaves)}
+        own = {*given, *changed, *(memory(now[n]) for n in self.state if n in now)}
+        if hidden := self._read_unseen([x for of, x in given.items() if of not in read], leaves, again):
+            self.uncounted.append(ELSEWHERE)
+        #: Bytes of inputs and parameters that the function reads.
+        self.read_bytes = sum(read.get(of, 0) for of in given) + sum(map(extent, hidden))
         #: Memory the function reads besides inputs and learned or written state: frozen parameters, buffers, captured
         #: tensors.
-        self.besides = {of: size for of, size in counter.outside.items() if of not in own}
+        self.besides = {of: size for of, size in read.items() if of not in own}
+        self.besides_bytes = sum(self.besides.values()) + of_state
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
@@ -291,6 +305,7 @@ class UserProblem(Problem):
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
         self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
+        self.gradient_uncounted: list[str] = []
         self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, again)
         self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
 
@@ -329,11 +344,13 @@ class UserProblem(Problem):
     def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
         """Whether other inputs give other gradients. The gradient of a function linear in all inputs needs none of
         them."""
-        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream))
+        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream), reads=True)
         # FLOPs of recomputation (checkpointing) are not required
-        self.gradient_flops = min(counter.flops, 2 * self.flops)
+        self.gradient_flops = counter.flops if self.uncounted else min(counter.flops, 2 * self.flops)
+        self.gradient_uncounted = list(counter.uncounted)
         self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
-        self.gradient_besides = sum(size for of, size in counter.outside.items() if of in self.besides)
+        read = counter.reads.bytes() if counter.reads is not None else {}
+        self.gradient_besides = sum(size for of, size in read.items() if of in self.besides)
         moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
         try:
             self.begin_anew()
@@ -346,6 +363,34 @@ class UserProblem(Problem):
         except Exception:  # a function that rejects other values depends on them
             return True
         return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+    def _read_unseen(
+        self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Those of the inputs and parameters of which no operator has read anything, but on whose values the outputs
+        depend: a kernel of the user's own reads them. After MOST_UNSEEN the rest are taken to be read."""
+        return [
+            x
+            for i, x in enumerate(some)
+            if x.numel()
+            and (i >= MOST_UNSEEN or self._depends_on(x, leaves, [y for y in outputs if memory(y) != memory(x)]))
+        ]
+
+    def _depends_on(self, x: Tensor, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> bool:
+        """Whether other values of x, an input or parameter, give other outputs than these."""
+        before = x.detach().clone()
+        try:
+            with torch.no_grad():
+                x.data.copy_(truth.other(x))
+                self.begin_anew()
+                others = [y for y in self.eager(leaves) if memory(y) != memory(x)]
+            return _shapes(others) != _shapes(outputs) or not all(map(truth.equal, others, outputs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it rejects other values
+            return True
+        finally:
+            x.data.copy_(before)
 
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         found = list(self.arguments)
@@ -397,19 +442,26 @@ class UserProblem(Problem):
         return self.text + (f" parameters[{count}]" if count else "")
 
     def bytes_min(self) -> int:
-        """Forward: reads inputs, parameters and other memory, writes outputs. Backward: reads output gradients, writes
-        gradients of floating inputs and parameters, reads inputs and parameters if the gradient depends on them, and
-        other memory as far as operators read it. Views of existing memory are not written."""
-        read = sum(map(extent, (*self.tensors, *self.parameters)))
-        forward = read + sum(self.besides.values()) + self.output_bytes
+        """Forward: reads what its operators read of inputs, parameters and other memory, each element once, and writes
+        outputs. Backward: reads output gradients, writes gradients of floating inputs and parameters, reads of inputs
+        and parameters as much as the forward if the gradient depends on them, and other memory as far as operators read
+        it. Views of existing memory are not written."""
+        forward = self.read_bytes + self.besides_bytes + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        backward = upstream + self.gradient_bytes + self.gradient_besides + (read if self.reads_inputs else 0)
+        backward = upstream + self.gradient_bytes + self.gradient_besides + self.reads_inputs * self.read_bytes
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
 
-    def flops_min(self) -> int:
+    def flops_min(self) -> int | None:
         """FLOPs as counted by `counting.py`, which excludes elementwise operations."""
+        if self.flops_unknown():
+            return None
         backward = self.gradient_flops
         return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
+
+    def flops_unknown(self) -> list[str]:
+        backward = self.gradient_uncounted
+        both = {"fwd": self.uncounted, "bwd": backward, "fwd+bwd": [*self.uncounted, *backward]}
+        return list(dict.fromkeys(both[self.task.pass_]))
 
 
 def _held(function: Any) -> dict[str, Tensor]:
@@ -423,6 +475,14 @@ def _held(function: Any) -> dict[str, Tensor]:
 
 def _same(x: Tensor, before: Tensor | None) -> bool:
     return before is not None and (x.shape, x.dtype) == (before.shape, before.dtype) and truth.equal(x, before)
+
+
+def _changed(x: Tensor, now: Tensor) -> int:
+    """Bytes of the elements of `now` that differ from those of x; all where the shape does."""
+    if (x.shape, x.dtype) != (now.shape, now.dtype):
+        return extent(now)
+    same = (x == now) | ((x != x) & (now != now))
+    return (x.numel() - int(same.count_nonzero())) * x.element_size()
 
 
 def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
