@@ -12,7 +12,7 @@ from fusewise.lab import plugin, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Exportable, Task
 from fusewise.lab.providers.pytorch import TorchScript
-from fusewise.lab.targets.user import User, UserProblem
+from fusewise.lab.targets.user import VERIFY, User, UserProblem
 
 SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 
@@ -366,3 +366,47 @@ def test_what_is_returned_beside_tensors_is_nothing_to_export():
     result = Exportable(p.program().function, (x,))(x)
     assert [type(y) for y in result] == [torch.Tensor] * 2
     assert torch.equal(result[1], x + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("remembers_address", ["fp32[8]"]),
+        ("remembers_object", ["fp32[8]"]),
+        ("remembers_shape", ["fp32[8]", "bf16[8]"]),
+        ("Remembering", ["fp32[3,6]"]),
+        ("Remembering", ["bf16[3,6]"]),
+    ],
+)
+def test_functions_that_return_results_of_earlier_inputs_are_refused(name, texts):
+    with pytest.raises(
+        ValueError, match=r"must compute its result from the values of its inputs, got the result of earlier"
+    ):
+        verified(name, *texts)
+
+
+def test_a_study_refuses_them_before_it_measures():
+    target = User(f"{FILE}:remembers_address", ["fp32[8]"])
+    task = Task(target.name, target.case().name, "fp32", "fwd", "cpu", 0, target.detail(target.case()))
+    with pytest.raises(ValueError, match="got the result of earlier inputs"):
+        target.verify([task], 300.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("constant_result", "fp32[8]"),
+        ("nothing_of_it", "fp32[8]"),
+        ("Counting", "fp32[8,4]"),
+        ("demanding", "fp32[4] full(1)"),
+    ],
+)
+def test_results_that_stay_the_same_by_themselves_are_no_earlier_ones(name, text):
+    verified(name, text)
+
+
+def verified(name, *texts):
+    """The problem, made as for the check before a study."""
+    target = User(f"{FILE}:{name}", texts)
+    detail = {**target.detail(target.case()), VERIFY: True}
+    return UserProblem(Task(target.name, target.case().name, target.case().dtypes[0], "fwd", "cpu", 0, detail))

@@ -514,6 +514,50 @@ def of_another_library_with_a_formula(x):
     return _counted(x)
 
 
+_results = {}
+
+
+def remembers_address(x):
+    if x.data_ptr() not in _results:
+        _results[x.data_ptr()] = x * 2
+    return _results[x.data_ptr()]
+
+
+@functools.lru_cache
+def remembers_object(x):
+    return x.sin()
+
+
+def remembers_shape(x, y):
+    """One of two results is kept."""
+    return x * y, _results.setdefault(x.shape, x.exp().cumsum(0)).clone()
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.result = nn.Linear(6, 4), None
+
+    def forward(self, x):
+        if self.result is None:
+            self.result = self.linear(x).detach()
+        return self.result
+
+
+def nothing_of_it(x):
+    return torch.zeros_like(x)
+
+
+_table = torch.linspace(0, 1, 8)
+_buffer = torch.empty(8)
+
+
+def constant_result(x):
+    """One output does not depend on the input, one is overwritten by the next call, one saturates."""
+    torch.mul(x.detach(), 2, out=_buffer)
+    return _table, _buffer, torch.sign(x.abs() + 1), x * _results.setdefault(("table", x.dtype), x.new_ones(8))
+
+
 of_torch_compile = torch.compile(nn.Linear(4, 4))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -44,6 +44,8 @@ REPEATED, MOST_REPEATED = 1e3, 1e-2
 NO_BACKWARD = "must be differentiable for a backward pass"
 #: Part of autograd's message for a saved tensor that was modified before its backward.
 OVERWRITTEN = "modified by an inplace operation"
+#: Key of a task's details: whether results of earlier inputs are looked for, once per study.
+VERIFY = "verify"
 #: Tensors without observed reads for which it is tested whether the results depend on them.
 MOST_UNSEEN = 16
 #: Stands for what reads tensors without an operator of PyTorch.
@@ -126,7 +128,7 @@ class User(Target):
                 worker = WorkerProcess(start, Path(folder) / "log", timeout=timeout, memory_limit=memory_limit)
                 worker.ready()
                 for task in tasks:
-                    reply = worker.ask("load", task=task.to_json())
+                    reply = worker.ask("load", task=replace(task, detail={**task.detail, VERIFY: True}).to_json())
                     if not reply["ok"]:
                         reasons.append(reply["reason"])
                     elif task.pass_ != "fwd" or not (backward := [t for t in tasks if t.pass_ != "fwd"]):
@@ -178,16 +180,59 @@ class UserProblem(Problem):
         self.text = " ".join(inputs.written(*spec) for spec in specs)
         self.wide = self.function
         if isinstance(self.function, nn.Module):
-            self.function = self.function.to(self.device)
-            if self.dtype != torch.float32:
-                _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
+            module = self.function = self._placed(self.function)
             self.state = self._as_it_is()
             with torch.no_grad():  # parameters created by a first call are then the same in the copy
                 self._once(lambda: self.function(*self._arguments(self.leaves(False))))
-            self.wide = _cast(functions.copied(self.function), widened)
-            self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
+            self.wide = _cast(functions.copied(module), widened)
+            self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
         self._look()
+        if task.detail.get(VERIFY):
+            self._refuse_earlier_results()
+
+    def _placed(self, function: Any) -> Any:
+        """A module on the task's device and in its dtype; functions unchanged."""
+        if not isinstance(function, nn.Module):
+            return function
+        dtype = DTYPES[self.task.dtype]
+        function = function.to(self.device)
+        return function if dtype == torch.float32 else _cast(function, lambda d: dtype if d.is_floating_point else d)
+
+    def _refuse_earlier_results(self) -> None:
+        """ValueError if the function returns the result of earlier inputs after the values of its inputs have changed:
+        one that stays the same in every bit, while the function, loaded anew, has another for these values."""
+
+        def samples(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+            with torch.no_grad():
+                return [truth.sample(y).clone() for y in tensors_of(function(*self._arguments(tensors)))]
+
+        def changed() -> tuple[Tensor, ...]:
+            return tuple(map(truth.alter_floats, self.leaves(False)))
+
+        leaves = self.leaves(False)
+        try:
+            self.begin_anew()
+            first = samples(self.function, leaves)
+            for x in leaves:
+                truth.alter_floats(x)
+            self.begin_anew()
+            second = samples(self.function, leaves)
+            kept = [i for i, (x, y) in enumerate(zip(first, second, strict=True)) if x.numel() and truth.equal(x, y)]
+            if not kept:
+                return
+            place, path = self.task.detail["place"], self.task.detail.get("path", ())
+            again = samples(self._placed(functions.anew(place, self.task.seed, path)), self.leaves(False))
+            right = samples(self._placed(functions.anew(place, self.task.seed, path)), changed())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it rejects other values, or cannot be loaded anew
+            return
+        if any(truth.equal(first[i], again[i]) and truth.differs(first[i], right[i]) for i in kept):
+            raise ValueError(
+                f"study: {self.op} must compute its result from the values of its inputs, got the result of earlier inputs "
+                "after the values had changed; take out what keeps it"
+            )
 
     def begin_anew(self) -> None:
         with torch.no_grad():
