@@ -140,6 +140,21 @@ def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flo
         assert torch.equal(wide, (x @ weight).relu())  # nothing was computed in bfloat16
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_function_may_give_dataclasses(pass_):
+    p = problem("dataclasses_of", "x=fp32[4]", pass_=pass_)
+    assert p.output_shapes() == ((4,), (4,), ())
+    assert truth.check(p, eager(p)).reason == ""
+    assert len(Exportable(p.function, p.tensors)(*p.tensors)) == 3
+
+
+def test_a_sparse_gradient_is_refused():
+    texts = ["table=fp32[100,8]", "index=i64[4]"]
+    assert problem("sparse_gradient", *texts).bytes_min() > 0
+    with pytest.raises(ValueError, match=r"must have dense gradients, got a torch.sparse_coo one; make it dense"):
+        problem("sparse_gradient", *texts, pass_="bwd")
+
+
 def test_a_function_may_give_eight_bits():
     for pass_ in ("fwd", "bwd"):
         p = problem("quantized", "x=fp32[8,16]", pass_=pass_)

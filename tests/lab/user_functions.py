@@ -1,5 +1,6 @@
 """Functions that tests study as a user's own; imported by worker processes by this file's path."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -512,6 +513,24 @@ def of_another_library(x):
 
 def of_another_library_with_a_formula(x):
     return _counted(x)
+
+
+def partly_linear(x, y):
+    return x * 2 + y.sin()
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+def dataclasses_of(x):
+    return {"one": Pair(x * 2), "both": Pair(x + 1, x.sum())}
+
+
+def sparse_gradient(table, index):
+    return nn.functional.embedding(index, table, sparse=True)
 
 
 _results = {}

@@ -14,7 +14,7 @@ import select
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ NO_BACKWARD = "must be differentiable for a backward pass"
 OVERWRITTEN = "modified by an inplace operation"
 #: Key of a task's details: whether results of earlier inputs are looked for, once per study.
 VERIFY = "verify"
-#: Tensors without observed reads for which it is tested whether the results depend on them.
-MOST_UNSEEN = 16
+#: Inputs and parameters for which it is tested, one by one, whether results or gradients depend on them.
+MOST_APART = 16
 #: Stands for what reads tensors without an operator of PyTorch.
 ELSEWHERE = "code that is no operator of PyTorch"
 #: How long to wait for a forked process that might return as well.
@@ -290,6 +290,7 @@ class UserProblem(Problem):
         self.begin_anew()
         state = self._as_it_is()
         result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves)), reads=True))
+        _register(result)
         outputs = tensors_of(result)
         self.flops, self.uncounted = counter.flops, list(counter.uncounted)
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
@@ -304,7 +305,7 @@ class UserProblem(Problem):
         del state
         if not outputs:
             raise ValueError(
-                f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
+                f"study: {self.op} must return a tensor, or tensors in a tuple, list, dict or dataclass, got {type(result).__name__}; "
                 "return one"
             )
         if odd := [y for y in outputs if y.layout != torch.strided or y.is_nested or y.is_meta]:
@@ -329,8 +330,8 @@ class UserProblem(Problem):
         own = {*given, *changed, *(memory(now[n]) for n in self.state if n in now)}
         if hidden := self._read_unseen([x for of, x in given.items() if of not in read], leaves, again):
             self.uncounted.append(ELSEWHERE)
-        #: Bytes of inputs and parameters that the function reads.
-        self.read_bytes = sum(read.get(of, 0) for of in given) + sum(map(extent, hidden))
+        #: Bytes that the function reads of inputs and parameters, by storage.
+        self.read = {of: read.get(of, 0) for of in given} | {memory(x): extent(x) for x in hidden}
         #: Memory the function reads besides inputs and learned or written state: frozen parameters, buffers, captured
         #: tensors.
         self.besides = {of: size for of, size in read.items() if of not in own}
@@ -351,7 +352,7 @@ class UserProblem(Problem):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
         self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
         self.gradient_uncounted: list[str] = []
-        self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, again)
+        self.gradient_read = self._read_by_gradient(leaves, again) if gradient else 0
         self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
 
     def _once(self, call: Callable[[], Result]) -> Result:
@@ -386,18 +387,37 @@ class UserProblem(Problem):
             return True
         return False
 
-    def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
-        """Whether other inputs give other gradients. The gradient of a function linear in all inputs needs none of
-        them."""
+    def _read_by_gradient(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:
+        """Bytes that the gradient reads of inputs and parameters: what the function reads of those whose other values
+        give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs
+        none."""
         here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream), reads=True)
         # FLOPs of recomputation (checkpointing) are not required
         self.gradient_flops = counter.flops if self.uncounted else min(counter.flops, 2 * self.flops)
         self.gradient_uncounted = list(counter.uncounted)
+        if odd := [g for g in here if g.layout != torch.strided]:
+            raise ValueError(
+                f"study: {self.op} must have dense gradients, got a {odd[0].layout} one; make it dense (an embedding's: sparse=False)"
+            )
         self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
         read = counter.reads.bytes() if counter.reads is not None else {}
         self.gradient_besides = sum(size for of, size in read.items() if of in self.besides)
-        moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
+        floats = [x for x in (*leaves, *self.parameters) if differentiable(x) and x.numel()]
+        if not self._gradients_change(floats, leaves, here):
+            return 0
+        idle = set()  # floats that the gradient does not read
+        if len(floats) > 1:
+            idle = {memory(x) for x in floats[:MOST_APART] if not self._gradients_change([x], leaves, here)}
+        return sum(size for of, size in self.read.items() if of not in idle)
+
+    def _gradients_change(self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], here: Sequence[Tensor]) -> bool:
+        """Whether other values of some inputs and parameters give other gradients than these."""
+        other = {id(x): truth.other(x) for x in some}
+        moved = tuple(other[id(x)].requires_grad_(x.requires_grad) if id(x) in other else x for x in leaves)
+        before = {p: p.detach().clone() for p in self.parameters if id(p) in other}
         try:
+            for p in before:
+                p.data.copy_(other[id(p)])
             self.begin_anew()
             others = self.eager(moved)
             if _shapes(others) != self.shapes:
@@ -407,18 +427,21 @@ class UserProblem(Problem):
             raise
         except Exception:  # a function that rejects other values depends on them
             return True
+        finally:
+            for p, values in before.items():
+                p.data.copy_(values)
         return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
     def _read_unseen(
         self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]
     ) -> list[Tensor]:
         """Those of the inputs and parameters of which no operator has read anything, but on whose values the outputs
-        depend: a kernel of the user's own reads them. After MOST_UNSEEN the rest are taken to be read."""
+        depend: a kernel of the user's own reads them. After MOST_APART the rest are taken to be read."""
         return [
             x
             for i, x in enumerate(some)
             if x.numel()
-            and (i >= MOST_UNSEEN or self._depends_on(x, leaves, [y for y in outputs if memory(y) != memory(x)]))
+            and (i >= MOST_APART or self._depends_on(x, leaves, [y for y in outputs if memory(y) != memory(x)]))
         ]
 
     def _depends_on(self, x: Tensor, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> bool:
@@ -488,12 +511,11 @@ class UserProblem(Problem):
 
     def bytes_min(self) -> int:
         """Forward: reads what its operators read of inputs, parameters and other memory, each element once, and writes
-        outputs. Backward: reads output gradients, writes gradients of floating inputs and parameters, reads of inputs
-        and parameters as much as the forward if the gradient depends on them, and other memory as far as operators read
-        it. Views of existing memory are not written."""
-        forward = self.read_bytes + self.besides_bytes + self.output_bytes
+        outputs. Backward: reads output gradients, writes gradients of floating inputs and parameters, reads as much as
+        the forward of those on which gradients depend, and other memory as far as operators read it. Views of existing memory are not written."""
+        forward = sum(self.read.values()) + self.besides_bytes + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        backward = upstream + self.gradient_bytes + self.gradient_besides + self.reads_inputs * self.read_bytes
+        backward = upstream + self.gradient_bytes + self.gradient_besides + self.gradient_read
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
 
     def flops_min(self) -> int | None:
@@ -545,6 +567,16 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
 
 
+def _register(result: Any) -> None:
+    """Register the dataclasses in a result with pytree, as those of transformers are, so that their tensors are found,
+    by torch.export, too."""
+    unknown = [x for x in pytree.tree_leaves(result) if is_dataclass(x) and not isinstance(x, type)]
+    for of in dict.fromkeys(map(type, unknown)):
+        pytree.register_dataclass(of)
+    if unknown:
+        _register(unknown)  # those inside
+
+
 def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
     """Bytes newly allocated for the tensors: views of `read` are free, and shared storage counts once."""
     memory = {x.untyped_storage().data_ptr() for x in read}
@@ -554,11 +586,3 @@ def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
         if storage.data_ptr() not in memory:
             found[storage.data_ptr()] = min(found.get(storage.data_ptr(), 0) + extent(y), storage.nbytes())
     return sum(found.values())
-
-
-def _moved(x: Tensor) -> Tensor:
-    """Other values with the strides of `x`: the means of neighbours, or something smaller where these are equal. They
-    stay within the range of x, so that a function accepting x accepts them."""
-    x = x.detach()
-    means = torch.lerp(x.flatten().roll(1).view(x.shape), x, 0.5)
-    return torch.empty_like(x).copy_(torch.where(means == x, 0.75 * x, means))
