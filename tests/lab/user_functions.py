@@ -172,6 +172,18 @@ class Counting(nn.Module):
         return 2 * x
 
 
+class Telling(Counting):
+    """Returns its buffers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x), self.mean, self.steps
+
+
 class Setting(Counting):
     """Writes the same value at every call."""
 

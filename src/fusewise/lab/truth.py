@@ -24,6 +24,7 @@ from torch import Tensor
 from .counting import counted
 from .plugin import Run
 from .problem import Problem, copied, differentiable, handed_over, same, span
+from .reads import storage
 from .truths import MOST_BYTES, Truths
 
 #: Elements compared per chunk. On a CPU few enough that the float64 copy stays in cache and torch starts no threads,
@@ -210,7 +211,12 @@ def results(problem: Problem, wide: bool) -> list[Tensor]:
     problem.begin_anew()  # reset state, so that results do not depend on the number of calls
     leaves = problem.leaves(backward, wide)
     outputs = problem.truth(leaves) if wide else problem.eager(leaves)
-    found = [y.detach() for y in outputs] if problem.task.pass_ != "bwd" else []
+    state = {storage(x) for x in problem.written_state()}  # which the next call overwrites
+    found = (
+        [y.detach().clone() if storage(y) in state else y.detach() for y in outputs]
+        if problem.task.pass_ != "bwd"
+        else []
+    )
     return [*found, *problem.gradients(outputs, leaves, problem.upstream, wide)] if backward else found
 
 

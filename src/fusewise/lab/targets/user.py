@@ -241,6 +241,10 @@ class UserProblem(Problem):
                     if name in now and now[name].shape == x.shape:  # skip state that was resized or removed
                         now[name].copy_(x)
 
+    def written_state(self) -> list[Tensor]:
+        held = (_held(self.function), _held(self.wide))
+        return [now[name] for now in held for name in self.state if name in now]
+
     def left_out(self) -> list[str]:
         now = _held(self.function)
         same = [name for name, x in self.state.items() if name in now and _same(now[name], x)]
