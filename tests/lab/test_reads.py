@@ -59,6 +59,7 @@ def read(function: Callable[[Tensor], Any], x: Tensor) -> int | None:
         (lambda x: functional.conv2d(x, torch.ones(4, 3, 3, 3), padding=1), (2, 3, 8, 8), 6 * 64),
         (lambda x: functional.conv1d(x, torch.ones(4, 3, 2), stride=4, padding=1), (2, 3, 8), 6 * 4),
         (lambda x: functional.conv_transpose2d(x, torch.ones(3, 4, 1, 1), stride=2), (2, 3, 8, 8), 6 * 64),
+        (lambda x: functional.conv2d(x[:0], torch.ones(4, 3, 1, 1), stride=2), (2, 3, 8, 8), None),
         (lambda x: functional.max_pool2d(x, 2), (2, 3, 9, 9), 6 * 64),
         (lambda x: functional.avg_pool2d(x, (2, 1), (2, 3)), (3, 9, 9), 3 * 8 * 3),
         (lambda x: functional.max_pool1d(x, 2), (2, 9), 16),

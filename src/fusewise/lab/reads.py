@@ -47,7 +47,7 @@ class Reads:
 
     def add(self, x: Tensor, name: str = "", call: Call | None = None) -> None:
         """The operator reads x whole or, if it is given with its call, as much as it reads of its argument for parts."""
-        if call is not None and name in WINDOWS:
+        if call is not None and call.made and name in WINDOWS:
             places = _places(x, call.made[0], *WINDOWS[name](call))
             if any(len(some) < size for some, size in zip(places, x.shape[x.ndim - len(places) :], strict=True)):
                 return self._part(x, lambda mask: _put(mask, _grid(x.ndim, places)))
@@ -75,7 +75,7 @@ class Reads:
             mark(mask.as_strided(x.shape, x.stride(), x.storage_offset()))
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, IndexError):
+        except Exception:  # arguments that `mark` does not know: less is counted
             return
 
     def _mask(self, x: Tensor) -> Tensor | None:
