@@ -310,3 +310,59 @@ def test_the_check_of_a_large_problem_takes_no_more_than_the_calls(call, most, m
     verdict, grown = memory.growth(lambda: truth.check(p, Run(call) if call else Eager().build(p)), torch.device("cpu"))
     assert verdict.reason == ""
     assert most - 0.5 < grown.peak / size < most + 0.5 and grown.kept < 2**12
+
+
+def remembering(p, of):
+    """Eager code whose results are kept; `of` makes a key of the first argument."""
+    results = {}
+
+    def call(*xs):
+        if of(xs[0]) not in results:
+            results[of(xs[0])] = tuple(y.detach() for y in p.eager(xs))
+        return results[of(xs[0])]
+
+    return call
+
+
+@pytest.mark.parametrize("of", [torch.Tensor.data_ptr, id, lambda x: x.shape, lambda x: x.flatten()[0].item()])
+@pytest.mark.parametrize(("op", "case"), [("rope", "cube-8"), ("gelu", "gelu-5x5"), ("geglu", "quick-square")])
+def test_results_of_earlier_inputs_are_wrong(op, case, of):
+    p = targets.problem_for(Task(op, case, "fp32", "fwd", "cpu", 0))
+    verdict = truth.check(p, Run(remembering(p, of)))
+    assert "that of earlier inputs: it stays the same when the inputs change" in verdict.reason
+    assert verdict.errors.max < 1e-6  # for the first inputs it was right
+
+
+def test_one_of_several_results_that_is_of_earlier_inputs_is_named():
+    p, kept = problem("phi-2-decode-b64"), []
+
+    def call(*xs):
+        q, k = p.eager(xs)
+        kept.append(k.clone())
+        return q, kept[0]
+
+    assert truth.check(p, Run(call)).reason.startswith("output 2 of 2 is that of earlier inputs")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_results_in_one_buffer_are_right(in_place):
+    """As of CUDA graphs, which overwrite the results of the last call; and those of kernels that work in place."""
+    p = problem()
+    buffers = [torch.empty_like(x) for x in p.tensors]
+
+    def call(*xs):
+        return tuple(b.copy_(y) for b, y in zip(xs if in_place else buffers, p.eager(xs), strict=True))
+
+    assert truth.check(p, Run(call, in_place=in_place)).reason == ""
+
+
+def test_weights_in_another_order_change_with_their_originals():
+    p = targets.problem_for(Task("geglu", "quick-square", "fp32", "fwd", "cpu", 0))
+    own = Run(
+        lambda x, w, *rest: p.eager((x, w.t().contiguous(), *rest)),
+        own=lambda x, w, *rest: (x, w.t().contiguous(), *rest),
+    )
+    assert truth.check(p, own).reason == ""
+    stale = remembering(p, lambda x: x.shape)
+    run = Run(lambda x, w, *rest: stale(x, w.t().contiguous(), *rest), own=own.own)
+    assert "earlier inputs" in truth.check(p, run).reason

@@ -13,7 +13,7 @@ from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Exportable, Task
 from fusewise.lab.providers.pytorch import TorchScript
 from fusewise.lab.targets.user import User
-from fusewise.lab.targets.user_problem import UserProblem
+from fusewise.lab.targets.user_problem import VERIFY, UserProblem
 
 SEVERAL = ("x=fp32[8,16]", "y=fp32[8,16]", "i64[8] randint(0,8)")
 
@@ -125,6 +125,7 @@ def test_modules_have_the_same_parameters_in_every_process():
     [
         ("of_scores", ["fp32[1,2,128,16]"] * 3, 2 * (2 * 2 * 128 * 128 * 16)),  # dense, regardless of the mask
         ("either", ["fp32[8,16]"], 0),
+        ("either_product", ["fp32[8,8]"], 2 * 8**3),
         ("compiled_inside", ["fp32[3,6]", "fp32[6,4]"], 2 * 3 * 6 * 4),
     ],
 )
@@ -138,6 +139,21 @@ def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flo
     if name == "compiled_inside":
         x, weight = (t.double() for t in p.tensors)
         assert torch.equal(wide, (x @ weight).relu())  # nothing was computed in bfloat16
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_function_may_give_dataclasses(pass_):
+    p = problem("dataclasses_of", "x=fp32[4]", pass_=pass_)
+    assert p.output_shapes() == ((4,), (4,), ())
+    assert truth.check(p, eager(p)).reason == ""
+    assert len(Exportable(p.function, p.tensors)(*p.tensors)) == 3
+
+
+def test_a_sparse_gradient_is_refused():
+    texts = ["table=fp32[100,8]", "index=i64[4]"]
+    assert problem("sparse_gradient", *texts).bytes_min() > 0
+    with pytest.raises(ValueError, match=r"must have dense gradients, got a torch.sparse_coo one; make it dense"):
+        problem("sparse_gradient", *texts, pass_="bwd")
 
 
 def test_a_function_may_give_eight_bits():
@@ -366,3 +382,47 @@ def test_what_is_returned_beside_tensors_is_nothing_to_export():
     result = Exportable(p.program().function, (x,))(x)
     assert [type(y) for y in result] == [torch.Tensor] * 2
     assert torch.equal(result[1], x + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("remembers_address", ["fp32[8]"]),
+        ("remembers_object", ["fp32[8]"]),
+        ("remembers_shape", ["fp32[8]", "bf16[8]"]),
+        ("Remembering", ["fp32[3,6]"]),
+        ("Remembering", ["bf16[3,6]"]),
+    ],
+)
+def test_functions_that_return_results_of_earlier_inputs_are_refused(name, texts):
+    with pytest.raises(
+        ValueError, match=r"must compute its result from the values of its inputs, got the result of earlier"
+    ):
+        verified(name, *texts)
+
+
+def test_a_study_refuses_them_before_it_measures():
+    target = User(f"{FILE}:remembers_address", ["fp32[8]"])
+    task = Task(target.name, target.case().name, "fp32", "fwd", "cpu", 0, target.detail(target.case()))
+    with pytest.raises(ValueError, match="got the result of earlier inputs"):
+        target.verify([task], 300.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("constant_result", "fp32[8]"),
+        ("nothing_of_it", "fp32[8]"),
+        ("Counting", "fp32[8,4]"),
+        ("demanding", "fp32[4] full(1)"),
+    ],
+)
+def test_results_that_stay_the_same_by_themselves_are_no_earlier_ones(name, text):
+    verified(name, text)
+
+
+def verified(name, *texts):
+    """The problem, made as for the check before a study."""
+    target = User(f"{FILE}:{name}", texts)
+    detail = {**target.detail(target.case()), VERIFY: True}
+    return UserProblem(Task(target.name, target.case().name, target.case().dtypes[0], "fwd", "cpu", 0, detail))

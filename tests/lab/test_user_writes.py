@@ -27,6 +27,14 @@ WRITES = [
 ]
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
+def test_a_buffer_among_the_outputs_has_the_value_of_its_own_call(pass_):
+    p = problem("Telling", "fp32[8,4]", pass_=pass_)
+    verdict = truth.check(p, eager(p))
+    assert verdict.reason == ""
+    assert verdict.errors.worst < 1e-6 and verdict.eager.others == 0
+
+
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 @pytest.mark.parametrize(("name", "text", "place"), WRITES)
 def test_a_compiler_that_leaves_out_a_write_is_wrong(name, text, place, pass_):

@@ -64,6 +64,16 @@ def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
     assert measured.minimum_us == pytest.approx(9.0)
 
 
+def test_unknown_operations_leave_the_bound_and_the_verdict_open():
+    prepared = {"status": "ok", "flops_unknown": ["aten._linalg_svd"]}
+    samples = [measurement(name, [[t]] * 4, prepared=prepared) for name, t in (("eager", 80.0), ("floor-copy", 9.0))]
+    rows, comparisons = analysis.group_rows([row("eager", flops_min=None)], samples, LIMITS)
+    assert (rows[0].limit, rows[0].share_of_limit) == (None, None)
+    found = only(study_record(rows, samples, comparisons, limits=LIMITS))
+    assert (found.bound, found.worth) == ("cannot tell", "cannot tell")
+    assert found.why.startswith("no limit is known: the FLOPs of aten._linalg_svd are unknown")
+
+
 def test_a_kernel_of_ours_that_beats_the_best_compiler_is_worth_it_and_named():
     found = only(record({"floor-copy": 10.0, "eager": 90.0, "torch.compile": 20.0, "fusewise-cpu": 11.0}))
     assert (found.worth, found.kernel) == ("yes", "fusewise-cpu")

@@ -1,11 +1,13 @@
 """Functions that tests study as a user's own; imported by worker processes by this file's path."""
 
+import dataclasses
 import functools
 import os
 import signal
 import warnings
 
 import torch
+import torch.utils.flop_counter
 from torch import nn
 
 import fusewise
@@ -97,6 +99,10 @@ def either(x):
     return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
 
 
+def either_product(x):
+    return torch.cond(x.sum() > 99, lambda x: x.sin(), lambda x: x @ x, (x,))
+
+
 @torch.compile(backend="eager")
 def compiled_inside(x, weight):
     return (x.bfloat16() @ weight.bfloat16()).relu()
@@ -164,6 +170,18 @@ class Counting(nn.Module):
     def forward(self, x):
         self.mean.lerp_(x.mean(), 0.1)
         return 2 * x
+
+
+class Telling(Counting):
+    """Returns its buffers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x), self.mean, self.steps
 
 
 class Setting(Counting):
@@ -446,6 +464,129 @@ def demanding(x):
 
 def greek(x, β=1.0):
     return x * β
+
+
+def looked_up(table, index):
+    return nn.functional.embedding(index, table)
+
+
+def first_rows(x):
+    return x[:10] * 2
+
+
+def through_views(x, index):
+    """Two of 2000 rows of four."""
+    rows = x.view(-1, 4)[index, :] * x.view(-1, 4)[index + 1, :]
+    return torch.cat((rows, rows), -1)
+
+
+def looked_up_and_summed(table, index):
+    return table[index], table.sum(0)
+
+
+def left_out(x, y):
+    return x * 2
+
+
+def only_views(x):
+    return x[:10], x.t()
+
+
+class Keeping(nn.Module):
+    """Writes a row of a cache and reads all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.ones(100, 8))
+
+    def forward(self, x):
+        self.cache.index_copy_(0, torch.tensor([7]), x)
+        return self.cache.sum(0)
+
+
+@torch.library.custom_op("fusewise_tests::tripled", mutates_args=())
+def _tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@torch.library.custom_op("fusewise_tests::counted", mutates_args=())
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@torch.utils.flop_counter.register_flop_formula(torch.ops.fusewise_tests.counted)
+def _operations(shape, *_, **__):
+    return 3 * shape.numel()
+
+
+def of_another_library(x):
+    return _tripled(x)
+
+
+def of_another_library_with_a_formula(x):
+    return _counted(x)
+
+
+def partly_linear(x, y):
+    return x * 2 + y.sin()
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+def dataclasses_of(x):
+    return {"one": Pair(x * 2), "both": Pair(x + 1, x.sum())}
+
+
+def sparse_gradient(table, index):
+    return nn.functional.embedding(index, table, sparse=True)
+
+
+_results = {}
+
+
+def remembers_address(x):
+    if x.data_ptr() not in _results:
+        _results[x.data_ptr()] = x * 2
+    return _results[x.data_ptr()]
+
+
+@functools.lru_cache
+def remembers_object(x):
+    return x.sin()
+
+
+def remembers_shape(x, y):
+    """One of two results is kept."""
+    return x * y, _results.setdefault(x.shape, x.exp().cumsum(0)).clone()
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.result = nn.Linear(6, 4), None
+
+    def forward(self, x):
+        if self.result is None:
+            self.result = self.linear(x).detach()
+        return self.result
+
+
+def nothing_of_it(x):
+    return torch.zeros_like(x)
+
+
+_table = torch.linspace(0, 1, 8)
+_buffer = torch.empty(8)
+
+
+def constant_result(x):
+    """One output does not depend on the input, one is overwritten by the next call, one saturates."""
+    torch.mul(x.detach(), 2, out=_buffer)
+    return _table, _buffer, torch.sign(x.abs() + 1), x * _results.setdefault(("table", x.dtype), x.new_ones(8))
 
 
 of_torch_compile = torch.compile(nn.Linear(4, 4))

@@ -137,6 +137,11 @@ def intensity(row: Row) -> float:
     return (row.flops_min or 0) / row.bytes_min if row.bytes_min else 0.0
 
 
+def flops_unknown(measurements: Iterable[Measurement]) -> list[str]:
+    """Names of the operators because of which the FLOPs of the group are unknown; then so is what limits it."""
+    return next((m.prepared["flops_unknown"] for m in measurements if m.prepared.get("flops_unknown")), [])
+
+
 def known_limits(found: Json | None, row: Row) -> dict[str, float]:
     """Microseconds for the minimum bytes and FLOPs of `row`, and for a launch, at the rates measured by `fusewise
     limits`."""
@@ -198,7 +203,9 @@ def group_rows(
         if same is not None:
             comparisons.append(compared(twin, original, same, None))
     times = {name: time for name, time in times.items() if name not in twins}
-    limit = limits(times, known_limits(machine, rows[0]), intensity(rows[0])) if rows else None
+    limit = None
+    if rows and not flops_unknown(measurements):
+        limit = limits(times, known_limits(machine, rows[0]), intensity(rows[0]))
     by_name = {m.provider: m for m in measurements}
     finished = []
     for row in rows:

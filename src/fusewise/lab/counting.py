@@ -7,6 +7,7 @@ blocked summation gives less, and neither is wrong. So the allowed difference fr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .code.aten import ALIKE, LOOK_UP, RESERVE
-from .flops import FACTORISATIONS, TRANSFORMS, of_transform, products
-from .ledger import extent
+from .code.aten import ALIKE, INDEXED, OVERWRITE, RESERVE
+from .flops import FACTORISATIONS, TRANSFORMS, of_transform, products, uncounted
 from .modes import Mode, Result, under
+from .reads import Call, Reads, position
+from .reads import storage as memory
 
 #: Cap on the length of a sum: libraries sum in blocks and GPU threads a part each, and a tight tolerance still detects
 #: a missing block.
@@ -44,14 +46,15 @@ class Counter(Mode):
 
     `flops`: of products, convolutions, factorisations and Fourier transforms. `terms`: length of the longest sum in one
     operator, 1 if nothing is summed. Unknown operators count as no sum, which can only tighten the tolerance.
-    `outside`: most bytes that one operator reads of each memory allocated before, look-up tables excluded.
+    `uncounted`: operators whose FLOPs are unknown. `reads`: what is read of memory allocated before, if asked for.
     """
 
-    def __init__(self, compiled: bool = False) -> None:
+    def __init__(self, compiled: bool = False, reads: bool = False) -> None:
         super().__init__(compiled)
         self.products = products()
         self.flops, self.terms = 0, 1
-        self.outside: dict[int, int] = {}
+        self.uncounted: dict[str, None] = {}
+        self.reads = Reads() if reads else None
         self.inside: set[int] = set()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -60,10 +63,17 @@ class Counter(Mode):
         if formula is None and isinstance(func, torch._ops.OpOverload) and _is_made_of_others(func):
             with self:  # inference mode does not decompose composite operators
                 return func.decompose(*args, **kwargs)
+        if str(func) == "cond":  # counted by the branch that is taken
+            condition, *branches = args[:3]
+            with self:
+                return branches[0 if condition else 1](*args[3])
         result = func(*args, **kwargs)
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         outputs = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.numel()]
-        self._look(func, packet, inputs, outputs)
+        if self.reads is not None:
+            self._look(self.reads, func, Call(args, kwargs, outputs), inputs)
+        if inputs and uncounted(func, formula is not None, inputs):
+            self.uncounted[str(packet)] = None
         if not inputs or not outputs:
             return result
         name, flops, terms = getattr(packet, "__name__", ""), 0, 1
@@ -81,28 +91,26 @@ class Counter(Mode):
         self.terms = min(MOST_TERMS, max(self.terms, terms))
         return result
 
-    def _look(self, func: Any, packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _look(self, reads: Reads, func: Any, call: Call, inputs: Sequence[Tensor]) -> None:
         """Record what is read from outside memory, and what is allocated here."""
         inputs, outputs = (
-            [x for x in some if x.layout == torch.strided and not x.is_nested] for some in (inputs, outputs)
+            [x for x in some if x.layout == torch.strided and not x.is_nested] for some in (inputs, call.outputs)
         )
         before = {memory(x) for x in inputs}
-        name = getattr(packet, "__name__", "")
+        name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if not getattr(func, "is_view", False) and name not in ALIKE | RESERVE:
-            for x in inputs[1:] if name in LOOK_UP else inputs:
-                if (of := memory(x)) not in self.inside:
-                    self.outside[of] = max(self.outside.get(of, 0), extent(x))
-        self.inside |= {memory(y) for y in outputs} - before - self.outside.keys()
+            place = position(name)
+            partly = call.args[place] if place is not None and len(call.args) > place else None
+            unread = call.args[0] if name in OVERWRITE | INDEXED and call.args else None
+            for x in inputs:
+                if memory(x) not in self.inside and x is not unread:
+                    reads.add(x, name, call if x is partly else None)
+        self.inside |= {memory(y) for y in outputs} - before - reads.largest.keys()
 
 
-def memory(x: Tensor) -> int:
-    """Identity of the storage that all views of a tensor share."""
-    return int(x.untyped_storage()._cdata)
-
-
-def counted(call: Callable[[], Result]) -> tuple[Result, Counter]:
+def counted(call: Callable[[], Result], reads: bool = False) -> tuple[Result, Counter]:
     """The result of the call, and its counter."""
-    return under(Counter, call)
+    return under(functools.partial(Counter, reads=reads), call)
 
 
 def _is_made_of_others(func: torch._ops.OpOverload) -> bool:

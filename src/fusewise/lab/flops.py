@@ -1,9 +1,9 @@
 """FLOP formulas, by leading terms, for operators that `torch.utils.flop_counter` leaves out.
 
 A multiply-add is two FLOPs. Matrix products count their multiply-adds whatever the algorithm; factorisations count as
-in LAPACK (LAPACK Working Note 41, appendix C), Fourier transforms as in FFTW (fftw.org/speed). Iterative algorithms
-(eigenvalues, singular values) have no a priori count, so they count nothing; neither do elementwise operators, which
-include outer products.
+in LAPACK (LAPACK Working Note 41, appendix C), Fourier transforms as in FFTW (fftw.org/speed). Elementwise operators,
+which include outer products, count nothing. Iterative algorithms (eigenvalues, singular values) have no count in
+advance, and operators of other libraries none known here: `uncounted`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def products() -> dict[Any, Callable[..., Any]]:
         torch.ops.higher_order.flex_attention,  # counted as dense, whatever the mask
         lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape),
     )
+    known.setdefault(aten._int_mm, lambda x, y, **_: 2 * x.numel() * y.shape[-1])
     known.setdefault(aten.dot, lambda x, y, **_: 2 * x.numel())
     known.setdefault(aten.vdot, lambda x, y, **_: 2 * x.numel())
     known.setdefault(aten.mv, lambda a, x, **_: 2 * a.numel())
@@ -138,3 +139,27 @@ def of_transform(name: str, given: Tensor, output: Tensor, dims: Sequence[int]) 
     """5 N log₂ n for N complex elements in transforms of length n."""
     x = output if name == "_fft_c2r" else given  # the side with all elements
     return int(TRANSFORMS[name] * x.numel() * math.log2(math.prod(x.shape[dim] for dim in dims)))
+
+
+#: ATen's operators with considerable arithmetic and no count: iterative ones, those whose work depends on the values,
+#: and factorisations that are rarely used.
+UNCOUNTED = {
+    "_linalg_svd", "_linalg_eigh", "linalg_eig", "_linalg_eigvals", "linalg_eigvals", "linalg_lstsq", "linalg_pinv",
+    "linalg_matrix_exp", "linalg_ldl_factor_ex", "linalg_ldl_solve", "geqrf", "ormqr", "linalg_householder_product",
+    "_ctc_loss", "_cudnn_ctc_loss", "_sparse_addmm", "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", "_cslt_sparse_mm",
+    "_grouped_mm", "_scaled_grouped_mm", "_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul_4bit",
+}  # fmt: skip
+#: Namespaces of operators that are elementwise or have a formula, unless they are UNCOUNTED.
+KNOWN = {"aten", "prim", "prims", "fusewise", "inductor", "profiler", "_c10d_functional", "c10d_functional", "c10d"}
+
+
+def uncounted(func: Any, formula: bool, given: Sequence[Tensor]) -> bool:
+    """Whether an operator's FLOPs are unknown: that of another library, one that takes functions, products of sparse
+    and nested tensors, and UNCOUNTED."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return not formula
+    name = func.overloadpacket.__name__
+    odd = any(x.layout != torch.strided or x.is_nested for x in given)
+    if formula or name in FACTORISATIONS or name in TRANSFORMS:
+        return odd
+    return name in UNCOUNTED or func.namespace not in KNOWN

@@ -176,6 +176,10 @@ class Problem:
     def begin_anew(self) -> None:
         """Undo what calls have written to state that the function holds."""
 
+    def written_state(self) -> list[Tensor]:
+        """State that calls write and that may be among the outputs."""
+        return []
+
     def left_out(self) -> list[str]:
         """State that eager's call writes besides its outputs and the calls since `begin_anew` have not written."""
         return []
@@ -269,6 +273,10 @@ class Problem:
         """Minimum bytes that the pass reads and writes, per call."""
         raise NotImplementedError
 
-    def flops_min(self) -> int:
-        """Minimum FLOPs of the pass."""
+    def flops_min(self) -> int | None:
+        """Minimum FLOPs of the pass; None if unknown."""
         raise NotImplementedError
+
+    def flops_unknown(self) -> list[str]:
+        """Names of the operators because of which `flops_min` is None."""
+        return []

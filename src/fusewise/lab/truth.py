@@ -23,7 +23,8 @@ from torch import Tensor
 
 from .counting import counted
 from .plugin import Run
-from .problem import Problem, differentiable, handed_over
+from .problem import Problem, copied, differentiable, handed_over, same, span
+from .reads import storage
 from .truths import MOST_BYTES, Truths
 
 #: Elements compared per chunk. On a CPU few enough that the float64 copy stays in cache and torch starts no threads,
@@ -36,6 +37,10 @@ PIECE_BYTES = 2**28
 NOTHING = 2**-40
 #: Cap on eager's error in the tolerance rule.
 LOOSEST = 0.1
+#: Elements of an output that are compared with those for other inputs.
+MANY = 2**20
+#: Of so few integers all may stay the same by chance when the inputs change.
+FEW = 8
 #: Explains a large error of eager code.
 ANOTHER = "eager code gives another result in float64: a value overflows, depends on the dtype, or is random"
 
@@ -150,6 +155,32 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
+def memory(x: Tensor) -> Tensor:
+    """The memory of x from its first to its last element, as one dimension."""
+    flat = x.detach()
+    return flat.as_strided((span(x.shape, x.stride()) if x.numel() else 0,), (1,), x.storage_offset())
+
+
+def alter(x: Tensor) -> Tensor:
+    """Overwrite x with values that differ from its own as much as these from each other, within their range and in
+    their order: every second element in memory becomes its neighbour. Where neighbours are equal, floats become three
+    quarters and others are reversed."""
+    flat = memory(x)
+    even, odd = flat[: flat.numel() // 2 * 2 : 2], flat[1::2]
+    if not equal(even, odd):
+        odd.copy_(even)
+    elif differentiable(x):
+        flat.mul_(0.75)
+    else:
+        flat.copy_(flat.flip(0))
+    return x
+
+
+def other(x: Tensor) -> Tensor:
+    """A copy with the strides of x and other values."""
+    return alter(copied(x.detach(), x.dtype))
+
+
 def band(dtype: torch.dtype, terms: int = 1) -> float:
     """Relative error of one rounding to `dtype` plus that of a sum of `terms` terms."""
     sums = dtype if dtype == torch.float64 else torch.float32
@@ -180,7 +211,12 @@ def results(problem: Problem, wide: bool) -> list[Tensor]:
     problem.begin_anew()  # reset state, so that results do not depend on the number of calls
     leaves = problem.leaves(backward, wide)
     outputs = problem.truth(leaves) if wide else problem.eager(leaves)
-    found = [y.detach() for y in outputs] if problem.task.pass_ != "bwd" else []
+    state = {storage(x) for x in problem.written_state()}  # which the next call overwrites
+    found = (
+        [y.detach().clone() if storage(y) in state else y.detach() for y in outputs]
+        if problem.task.pass_ != "bwd"
+        else []
+    )
     return [*found, *problem.gradients(outputs, leaves, problem.upstream, wide)] if backward else found
 
 
@@ -311,6 +347,63 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def alter_floats(x: Tensor) -> Tensor:
+    """Integers stay as they are: they may be indices, which fit together."""
+    return alter(x) if differentiable(x) else x
+
+
+def _change(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> None:
+    """Overwrite the provider's tensors with what it would have made of other values."""
+    if run.own is same:  # without copies of large tensors
+        for leaf, x in zip(leaves, problem.tensors, strict=True):
+            memory(leaf).copy_(memory(x))
+            alter_floats(leaf)
+    else:
+        for leaf, x in zip(leaves, run.own(*map(alter_floats, problem.leaves(False))), strict=True):
+            memory(leaf).copy_(memory(x))
+
+
+def sample(y: Tensor) -> Tensor:
+    """At most MANY elements of y, from all of it."""
+    return y.detach().flatten()[:: max(1, y.numel() // MANY)]
+
+
+def differs(a: Tensor, b: Tensor) -> bool:
+    """Whether results differ by more than rounding, or integers by more than chance."""
+    error = errors([a], [b])
+    return max(error.max, error.others / error.whole if error.whole > FEW else 0.0) > LOOSEST
+
+
+def of_earlier_inputs(problem: Problem, run: Run, leaves: tuple[Tensor, ...], samples: Sequence[Tensor]) -> str:
+    """The reason if the provider returns results of earlier inputs: those of which `samples` are, again after the values
+    of `leaves` have changed in place. Only the forward is called, and eager code only where an output stays the same in
+    every bit. Empty if not, or if nothing can be told because the function rejects other values."""
+    try:
+        _change(problem, run, leaves)
+        problem.begin_anew()
+        arguments = run.enter(*leaves)
+        vjp = None if problem.task.pass_ == "fwd" else run.vjp
+        result = run.call(*arguments) if vjp is None else vjp.forward(arguments)[0]
+        outputs = [sample(y) for y in run.leave(result)]
+        kept = [i for i, (y, x) in enumerate(zip(outputs, samples, strict=True)) if y.numel() and equal(y, x)]
+        del result, arguments, outputs
+        if not kept:
+            return ""
+        problem.begin_anew()
+        with torch.no_grad():
+            then = [sample(y).clone() for y in problem.eager(problem.leaves(False))]
+            problem.begin_anew()
+            now = [sample(y) for y in problem.eager(tuple(map(alter_floats, problem.leaves(False))))]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the function or a library may reject the values in any way
+        return ""
+    for i in kept:
+        if differs(then[i], now[i]):
+            return f"{_which('output', i, len(samples))} is that of earlier inputs: it stays the same when the inputs change"
+    return ""
+
+
 def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     """Check one provider against the truth in the task's pass."""
     rows = pieces(problem)
@@ -323,12 +416,14 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     found, odd = found_by(problem, run, leaves)
     given = own_leaves(problem, run, False)  # only now, so that they take no memory during the call
     changed = any(not equal(leaf, x) for leaf, x in zip(leaves, given, strict=True))
-    del leaves, given
+    del given
+    absent = problem.left_out()
     if rows:
         of_eager, *others = hold(problem, rows, by_eager, *([] if odd else [found]))
         yardstick = Yardstick(of_eager, terms)
     else:
         others = [] if odd else [errors(found, truths)]
+        del truths
     eager = yardstick.errors
     if odd:
         return Verdict(Errors(math.inf, math.inf), eager, odd)
@@ -348,8 +443,12 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
             + (f", eager's counting as {LOOSEST} at most: {ANOTHER}" if max(eager.max, eager.rms) > LOOSEST else "")
             + (f"; {run.arithmetic}" if run.arithmetic else "")
         )
-    elif absent := problem.left_out():
+    elif absent:
         reason = f"it does not write to the {absent[0]}"
     elif changed and not (run.in_place or problem.overwrites):
         reason = "it overwrites its inputs without declaring it"
+    if not reason and problem.task.pass_ != "bwd":
+        samples = [sample(y).clone() for y in found[: len(problem.output_shapes())]]
+        by_eager = found = []  # else they would be there beside the second call's
+        reason = of_earlier_inputs(problem, run, leaves, samples)
     return Verdict(measured, eager, reason)

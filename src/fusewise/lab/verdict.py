@@ -207,6 +207,13 @@ def _worth(
     if minimum is None:
         # without a device it would measure the GPU of a machine that has one
         limits = "`fusewise limits --device cpu`" if record.environment.get("device") == "cpu" else "`fusewise limits`"
+        if unknown := analysis.flops_unknown(m for m in record.measurements if m.key == key):
+            return (
+                "cannot tell",
+                None,
+                f"no limit is known: the FLOPs of {', '.join(unknown)} are unknown, so computing may take longer than moving "
+                "the bytes",
+            )
         if analysis.intensity(timed[0]) > analysis.INTENSE:
             return "cannot tell", None, f"no limit is known: its matmuls were not measured; run {limits}"
         return "cannot tell", None, f"no limit is known; add floor-copy to the providers, or run {limits}"

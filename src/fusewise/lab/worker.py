@@ -226,6 +226,8 @@ class Server:
         reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
         reply |= {"versions": plugin.versions(self.provider), "shape": problem.shape(), "calls_per_sample": calls}
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
+        if unknown := problem.flops_unknown():
+            reply["flops_unknown"] = unknown
         del work  # its tensor copies are made again after the check, to limit the check's peak
         if run.checked:
             with self.spent.part("truth"):

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ..analysis import TWIN, is_floor, is_ours
+from ..analysis import TWIN, flops_unknown, is_floor, is_ours
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
@@ -132,6 +132,7 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
         "shape": rows[0].shape,
         "bytes_min": rows[0].bytes_min,
         "flops_min": rows[0].flops_min,
+        "flops_unknown": flops_unknown(m for m in record.measurements if m.key == key),
         "verdict": judged,
         "sentences": sentences(judged),
         "gaps": [(gap, anchors[gap.row]) for gap in judged.gaps],

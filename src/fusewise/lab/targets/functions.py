@@ -19,6 +19,9 @@ from torch import nn
 from ..names import nearest
 from . import inputs
 
+#: Packages whose modules are not executed twice.
+NEVER_ANEW = ("torch", "fusewise")
+
 
 def absolute(place: str) -> str:
     """`place` with the file's absolute path, which is valid in every process; a module's name is unchanged."""
@@ -85,6 +88,25 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     if not callable(made):
         raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
     return made  # type: ignore[no-any-return]
+
+
+def anew(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., Any]:
+    """As `load`, from a module that is executed once more, so that nothing is left of earlier calls. ImportError where
+    that is not possible: packages and torch."""
+    where = place.rpartition(":")[0]
+    kept = {
+        name: module
+        for name, module in sys.modules.items()
+        if name == where or (where.endswith(".py") and getattr(module, "__file__", None) == where)
+    }
+    if any(hasattr(module, "__path__") or name.partition(".")[0] in NEVER_ANEW for name, module in kept.items()):
+        raise ImportError(f"{where} cannot be executed again")
+    for name in kept:
+        del sys.modules[name]
+    try:
+        return load(place, seed, path)
+    finally:
+        sys.modules.update(kept)
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..names import shortened
 from ..problem import DTYPES, Pass, Problem, Task
 from ..process import WorkerFailed, WorkerProcess
 from . import Case, Target, functions, inputs
-from .user_problem import NO_BACKWARD, UserProblem, replaceable_dtype
+from .user_problem import NO_BACKWARD, VERIFY, UserProblem, replaceable_dtype
 
 #: Counts as a float32 input, since its parts are float32.
 COMPLEX = "c64"
@@ -100,7 +100,7 @@ class User(Target):
                 worker = WorkerProcess(start, Path(folder) / "log", timeout=timeout, memory_limit=memory_limit)
                 worker.ready()
                 for task in tasks:
-                    reply = worker.ask("load", task=task.to_json())
+                    reply = worker.ask("load", task=replace(task, detail={**task.detail, VERIFY: True}).to_json())
                     if not reply["ok"]:
                         reasons.append(reply["reason"])
                     elif task.pass_ != "fwd" or not (backward := [t for t in tasks if t.pass_ != "fwd"]):

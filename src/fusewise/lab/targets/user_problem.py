@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import truth
-from ..counting import counted, memory
+from ..counting import counted
 from ..ledger import extent
 from ..modes import Result
 from ..problem import DTYPES, Problem, Program, Task, differentiable, widened
+from ..reads import storage as memory
 from ..reason import reason
 from . import functions, inputs
 from .wide import in_float64
@@ -31,6 +32,12 @@ REPEATED, MOST_REPEATED = 1e3, 1e-2
 NO_BACKWARD = "must be differentiable for a backward pass"
 #: Part of autograd's message for a saved tensor that was modified before its backward.
 OVERWRITTEN = "modified by an inplace operation"
+#: Key of a task's details: whether results of earlier inputs are looked for, once per study.
+VERIFY = "verify"
+#: Inputs and parameters for which it is tested, one by one, whether results or gradients depend on them.
+MOST_APART = 16
+#: Stands for what reads tensors without an operator of PyTorch.
+ELSEWHERE = "code that is no operator of PyTorch"
 #: How long to wait for a forked process that might return as well.
 FORKED_SECONDS = 1.0
 
@@ -59,16 +66,59 @@ class UserProblem(Problem):
         self.text = " ".join(inputs.written(*spec) for spec in specs)
         self.wide = self.function
         if isinstance(self.function, nn.Module):
-            self.function = self.function.to(self.device)
-            if self.dtype != torch.float32:
-                _cast(self.function, lambda dtype: self.dtype if dtype.is_floating_point else dtype)
+            module = self.function = self._placed(self.function)
             self.state = self._as_it_is()
             with torch.no_grad():  # parameters created by a first call are then the same in the copy
                 self._once(lambda: self.function(*self._arguments(self.leaves(False))))
-            self.wide = _cast(functions.copied(self.function), widened)
-            self.parameters = tuple(p for p in self.function.parameters() if p.requires_grad)
+            self.wide = _cast(functions.copied(module), widened)
+            self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
             self.wide_parameters = tuple(p for p in self.wide.parameters() if p.requires_grad)
         self._look()
+        if task.detail.get(VERIFY):
+            self._refuse_earlier_results()
+
+    def _placed(self, function: Any) -> Any:
+        """A module on the task's device and in its dtype; functions unchanged."""
+        if not isinstance(function, nn.Module):
+            return function
+        dtype = DTYPES[self.task.dtype]
+        function = function.to(self.device)
+        return function if dtype == torch.float32 else _cast(function, lambda d: dtype if d.is_floating_point else d)
+
+    def _refuse_earlier_results(self) -> None:
+        """ValueError if the function returns the result of earlier inputs after the values of its inputs have changed:
+        one that stays the same in every bit, while the function, loaded anew, has another for these values."""
+
+        def samples(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+            with torch.no_grad():
+                return [truth.sample(y).clone() for y in _tensors_of(function(*self._arguments(tensors)))]
+
+        def changed() -> tuple[Tensor, ...]:
+            return tuple(map(truth.alter_floats, self.leaves(False)))
+
+        leaves = self.leaves(False)
+        try:
+            self.begin_anew()
+            first = samples(self.function, leaves)
+            for x in leaves:
+                truth.alter_floats(x)
+            self.begin_anew()
+            second = samples(self.function, leaves)
+            kept = [i for i, (x, y) in enumerate(zip(first, second, strict=True)) if x.numel() and truth.equal(x, y)]
+            if not kept:
+                return
+            place, path = self.task.detail["place"], self.task.detail.get("path", ())
+            again = samples(self._placed(functions.anew(place, self.task.seed, path)), self.leaves(False))
+            right = samples(self._placed(functions.anew(place, self.task.seed, path)), changed())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it rejects other values, or cannot be loaded anew
+            return
+        if any(truth.equal(first[i], again[i]) and truth.differs(first[i], right[i]) for i in kept):
+            raise ValueError(
+                f"study: {self.op} must compute its result from the values of its inputs, got the result of earlier inputs "
+                "after the values had changed; take out what keeps it"
+            )
 
     def begin_anew(self) -> None:
         with torch.no_grad():
@@ -76,6 +126,10 @@ class UserProblem(Problem):
                 for name, x in self.state.items():
                     if name in now and now[name].shape == x.shape:  # skip state that was resized or removed
                         now[name].copy_(x)
+
+    def written_state(self) -> list[Tensor]:
+        held = (_held(self.function), _held(self.wide))
+        return [now[name] for now in held for name in self.state if name in now]
 
     def left_out(self) -> list[str]:
         now = _held(self.function)
@@ -125,19 +179,23 @@ class UserProblem(Problem):
         leaves = self.leaves(gradient)
         self.begin_anew()
         state = self._as_it_is()
-        result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves))))
+        result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves)), reads=True))
+        _register(result)
         outputs = _tensors_of(result)
-        self.flops = counter.flops
+        self.flops, self.uncounted = counter.flops, list(counter.uncounted)
         if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
         now = _held(self.function)
         self.state = {n: x for n, x in state.items() if not _same(x, now.get(n))}
+        read = counter.reads.bytes() if counter.reads is not None else {}
+        changed = {memory(now[n]): _changed(x, now[n]) for n, x in self.state.items() if n in now}
+        of_state = sum(max(0, read.get(of, 0) - size) for of, size in changed.items())
         del state
         if not outputs:
             raise ValueError(
-                f"study: {self.op} must return a tensor, or tensors in a tuple, list or dict, got {type(result).__name__}; "
+                f"study: {self.op} must return a tensor, or tensors in a tuple, list, dict or dataclass, got {type(result).__name__}; "
                 "return one"
             )
         if odd := [y for y in outputs if y.layout != torch.strided or y.is_nested or y.is_meta]:
@@ -156,12 +214,18 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
-        self.output_bytes = _written(outputs, leaves) + sum(map(extent, self.state.values()))
+        self.output_bytes = _written(outputs, leaves) + sum(changed.values())
         now = _held(self.function)
-        own = {memory(x) for x in (*leaves, *self.parameters, *(now[n] for n in self.state if n in now))}
+        given = {memory(x): x for x in (*self.parameters, *leaves)}
+        own = {*given, *changed, *(memory(now[n]) for n in self.state if n in now)}
+        if hidden := self._read_unseen([x for of, x in given.items() if of not in read], leaves, again):
+            self.uncounted.append(ELSEWHERE)
+        #: Bytes that the function reads of inputs and parameters, by storage.
+        self.read = {of: read.get(of, 0) for of in given} | {memory(x): extent(x) for x in hidden}
         #: Memory the function reads besides inputs and learned or written state: frozen parameters, buffers, captured
         #: tensors.
-        self.besides = {of: size for of, size in counter.outside.items() if of not in own}
+        self.besides = {of: size for of, size in read.items() if of not in own}
+        self.besides_bytes = sum(self.besides.values()) + of_state
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
@@ -177,7 +241,8 @@ class UserProblem(Problem):
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
         self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
-        self.reads_inputs = gradient and self._gradient_depends_on_inputs(leaves, again)
+        self.gradient_uncounted: list[str] = []
+        self.gradient_read = self._read_by_gradient(leaves, again) if gradient else 0
         self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
 
     def _once(self, call: Callable[[], Result]) -> Result:
@@ -212,16 +277,37 @@ class UserProblem(Problem):
             return True
         return False
 
-    def _gradient_depends_on_inputs(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> bool:
-        """Whether other inputs give other gradients. The gradient of a function linear in all inputs needs none of
-        them."""
-        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream))
+    def _read_by_gradient(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:
+        """Bytes that the gradient reads of inputs and parameters: what the function reads of those whose other values
+        give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs
+        none."""
+        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream), reads=True)
         # FLOPs of recomputation (checkpointing) are not required
-        self.gradient_flops = min(counter.flops, 2 * self.flops)
+        self.gradient_flops = counter.flops if self.uncounted else min(counter.flops, 2 * self.flops)
+        self.gradient_uncounted = list(counter.uncounted)
+        if odd := [g for g in here if g.layout != torch.strided]:
+            raise ValueError(
+                f"study: {self.op} must have dense gradients, got a {odd[0].layout} one; make it dense (an embedding's: sparse=False)"
+            )
         self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
-        self.gradient_besides = sum(size for of, size in counter.outside.items() if of in self.besides)
-        moved = tuple(_moved(x).requires_grad_(x.requires_grad) if differentiable(x) else x for x in leaves)
+        read = counter.reads.bytes() if counter.reads is not None else {}
+        self.gradient_besides = sum(size for of, size in read.items() if of in self.besides)
+        floats = [x for x in (*leaves, *self.parameters) if differentiable(x) and x.numel()]
+        if not self._gradients_change(floats, leaves, here):
+            return 0
+        idle = set()  # floats that the gradient does not read
+        if len(floats) > 1:
+            idle = {memory(x) for x in floats[:MOST_APART] if not self._gradients_change([x], leaves, here)}
+        return sum(size for of, size in self.read.items() if of not in idle)
+
+    def _gradients_change(self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], here: Sequence[Tensor]) -> bool:
+        """Whether other values of some inputs and parameters give other gradients than these."""
+        other = {id(x): truth.other(x) for x in some}
+        moved = tuple(other[id(x)].requires_grad_(x.requires_grad) if id(x) in other else x for x in leaves)
+        before = {p: p.detach().clone() for p in self.parameters if id(p) in other}
         try:
+            for p in before:
+                p.data.copy_(other[id(p)])
             self.begin_anew()
             others = self.eager(moved)
             if _shapes(others) != self.shapes:
@@ -231,7 +317,38 @@ class UserProblem(Problem):
             raise
         except Exception:  # a function that rejects other values depends on them
             return True
+        finally:
+            for p, values in before.items():
+                p.data.copy_(values)
         return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+    def _read_unseen(
+        self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Those of the inputs and parameters of which no operator has read anything, but on whose values the outputs
+        depend: a kernel of the user's own reads them. After MOST_APART the rest are taken to be read."""
+        return [
+            x
+            for i, x in enumerate(some)
+            if x.numel()
+            and (i >= MOST_APART or self._depends_on(x, leaves, [y for y in outputs if memory(y) != memory(x)]))
+        ]
+
+    def _depends_on(self, x: Tensor, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> bool:
+        """Whether other values of x, an input or parameter, give other outputs than these."""
+        before = x.detach().clone()
+        try:
+            with torch.no_grad():
+                x.data.copy_(truth.other(x))
+                self.begin_anew()
+                others = [y for y in self.eager(leaves) if memory(y) != memory(x)]
+            return _shapes(others) != _shapes(outputs) or not all(map(truth.equal, others, outputs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it rejects other values
+            return True
+        finally:
+            x.data.copy_(before)
 
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         found = list(self.arguments)
@@ -283,19 +400,25 @@ class UserProblem(Problem):
         return self.text + (f" parameters[{count}]" if count else "")
 
     def bytes_min(self) -> int:
-        """Forward: reads inputs, parameters and other memory, writes outputs. Backward: reads output gradients, writes
-        gradients of floating inputs and parameters, reads inputs and parameters if the gradient depends on them, and
-        other memory as far as operators read it. Views of existing memory are not written."""
-        read = sum(map(extent, (*self.tensors, *self.parameters)))
-        forward = read + sum(self.besides.values()) + self.output_bytes
+        """Forward: reads what its operators read of inputs, parameters and other memory, each element once, and writes
+        outputs. Backward: reads output gradients, writes gradients of floating inputs and parameters, reads as much as
+        the forward of those on which gradients depend, and other memory as far as operators read it. Views of existing memory are not written."""
+        forward = sum(self.read.values()) + self.besides_bytes + self.output_bytes
         upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        backward = upstream + self.gradient_bytes + self.gradient_besides + (read if self.reads_inputs else 0)
+        backward = upstream + self.gradient_bytes + self.gradient_besides + self.gradient_read
         return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
 
-    def flops_min(self) -> int:
+    def flops_min(self) -> int | None:
         """FLOPs as counted by `counting.py`, which excludes elementwise operations."""
+        if self.flops_unknown():
+            return None
         backward = self.gradient_flops
         return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
+
+    def flops_unknown(self) -> list[str]:
+        backward = self.gradient_uncounted
+        both = {"fwd": self.uncounted, "bwd": backward, "fwd+bwd": [*self.uncounted, *backward]}
+        return list(dict.fromkeys(both[self.task.pass_]))
 
 
 def _held(function: Any) -> dict[str, Tensor]:
@@ -309,6 +432,14 @@ def _held(function: Any) -> dict[str, Tensor]:
 
 def _same(x: Tensor, before: Tensor | None) -> bool:
     return before is not None and (x.shape, x.dtype) == (before.shape, before.dtype) and truth.equal(x, before)
+
+
+def _changed(x: Tensor, now: Tensor) -> int:
+    """Bytes of the elements of `now` that differ from those of x; all where the shape does."""
+    if (x.shape, x.dtype) != (now.shape, now.dtype):
+        return extent(now)
+    same = (x == now) | ((x != x) & (now != now))
+    return (x.numel() - int(same.count_nonzero())) * x.element_size()
 
 
 def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
@@ -326,6 +457,16 @@ def _tensors_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
 
 
+def _register(result: Any) -> None:
+    """Register the dataclasses in a result with pytree, as those of transformers are, so that their tensors are found,
+    by torch.export, too."""
+    unknown = [x for x in pytree.tree_leaves(result) if is_dataclass(x) and not isinstance(x, type)]
+    for of in dict.fromkeys(map(type, unknown)):
+        pytree.register_dataclass(of)
+    if unknown:
+        _register(unknown)  # those inside
+
+
 def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
     """Bytes newly allocated for the tensors: views of `read` are free, and shared storage counts once."""
     memory = {x.untyped_storage().data_ptr() for x in read}
@@ -335,11 +476,3 @@ def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
         if storage.data_ptr() not in memory:
             found[storage.data_ptr()] = min(found.get(storage.data_ptr(), 0) + extent(y), storage.nbytes())
     return sum(found.values())
-
-
-def _moved(x: Tensor) -> Tensor:
-    """Other values with the strides of `x`: the means of neighbours, or something smaller where these are equal. They
-    stay within the range of x, so that a function accepting x accepts them."""
-    x = x.detach()
-    means = torch.lerp(x.flatten().roll(1).view(x.shape), x, 0.5)
-    return torch.empty_like(x).copy_(torch.where(means == x, 0.75 * x, means))
