@@ -213,7 +213,7 @@ def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str
         "cos_sin": cos_sin_cache,
         "positions": positions,
         "layout": "thd",
-        "pairing": pairing_of_neox("rope", is_neox),
+        "pairing": pairing_of_neox("rope", is_neox, "is_neox"),
         "rotary_dim": shape_of("rope", "cos_sin_cache", cos_sin_cache, 2)[-1],
     }
 

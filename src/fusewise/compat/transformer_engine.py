@@ -376,13 +376,13 @@ class RotaryPositionEmbedding(nn.Module):
 def _activated(op: str, input: Tensor, quantizer: None, activation: Activation) -> Tensor:
     if quantizer is not None:
         fail(op, "quantizer", "be None: the result is not quantised here", quantizer, "quantise the result")
-    return stacked_gate(input, activation, gate_first=True, op=op)
+    return stacked_gate(input, activation, gate_first=True, op=op, name="input")
 
 
 def _gradient(op: str, grad: Tensor, fwd_input: Tensor, quantizer: None, activation: Activation) -> Tensor:
     if quantizer is not None:
         fail(op, "quantizer", "be None: the result is not quantised here", quantizer, "quantise the result")
-    return stacked_gradient(grad, fwd_input, activation, gate_first=True, op=op)
+    return stacked_gradient(grad, fwd_input, activation, gate_first=True, op=op, names=("grad", "fwd_input"))
 
 
 def glu(input: Tensor, quantizer: None) -> Tensor:
@@ -440,7 +440,7 @@ class _GateModule(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         op = type(self).__name__
-        return stacked_gate(_autocast(op, input), self.activation, gate_first=True, op=op)
+        return stacked_gate(_autocast(op, input), self.activation, gate_first=True, op=op, name="input")
 
 
 def _autocast(op: str, x: Tensor) -> Tensor:
@@ -492,4 +492,5 @@ class SwiGLU(_GateModule):
         except WRONG:
             check_features("SwiGLU", "input", input)
             raise
-        return gate(blocks[..., 1, :], blocks[..., 0, :], self.activation, op="SwiGLU").flatten(-2)
+        value, gated = blocks[..., 1, :], blocks[..., 0, :]
+        return gate(value, gated, self.activation, op="SwiGLU", names=("input", "input")).flatten(-2)
