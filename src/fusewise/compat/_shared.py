@@ -175,7 +175,7 @@ def rotate_images(
     """
     shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
     try:
-        table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])
+        table = freqs_ci.flatten(0, -2) if len(shape) > 1 else freqs_ci[None]
     except WRONG:
         explain("rope", "freqs_ci", freqs_ci)
         raise

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_count, check_one_of, fail, shown, transforms_active, wants_formula
+from ..ops._common import check_count, check_one_of, fail, jit_traces, shown, transforms_active, wants_formula
 from ..ops.gated_linear._gate import gate, stacked_gate, stacked_gradient
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear._validate import check_features
@@ -82,8 +82,8 @@ def apply_rotary_pos_emb(
         "pairing": pairing(op, "interleaved", interleaved),
         "rotary_dim": angles.shape[-1],
     }
-    if contiguous:
-        rotated: Tensor = rope(t, **call)
+    if contiguous or jit_traces():  # a jit trace cannot record the strides passed to the operator
+        rotated: Tensor = rope(t.contiguous(), **call)
         return rotated
     # `rope` keeps the stride order of its input, so call the operator with contiguous output strides instead.
     t = unit_stride(t, "t")
@@ -359,7 +359,8 @@ class RotaryPositionEmbedding(nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of positions offset, …, offset + max_seq_len − 1; float32 also under autocast."""
         op = "RotaryPositionEmbedding"
-        max_seq_len = whole(op, "max_seq_len", max_seq_len, 0)
+        if not (jit_traces() and isinstance(max_seq_len, Tensor)):  # a size, which the trace keeps
+            max_seq_len = whole(op, "max_seq_len", max_seq_len, 0)
         if not isinstance(offset, Tensor):
             number(op, "offset", offset)
         elif shape := tuple(shape_of(op, "offset", offset)):
