@@ -205,6 +205,12 @@ def _gate_out(first: Tensor, second: Tensor | None, text: str, impl: str, y: Ten
     choice.serving(impl, u.device.type, u.dtype).gate(u, g, y, spec.activation)
 
 
+def _gate_out_op(first: Tensor, second: Tensor | None, text: str, impl: str, y: Tensor) -> None:
+    _gate_out(first, second, text, impl, y)
+    if not y.is_inference():  # autograd does not see writes through a pointer
+        torch.autograd.graph.increment_version(y)
+
+
 def _new_gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """Memory for the gradients: of one matrix with both halves, and an empty tensor; or of u and g."""
     return first.new_empty(first.shape), first.new_empty((0,) if second is None else second.shape)
@@ -231,5 +237,5 @@ _ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
 op_gate = register(
     f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate, recorded=lambda *args: apply_function(_Gate, *args)
 )
-op_gate_out = register(f"gate_out({_ARGUMENTS}, Tensor(a!) y) -> ()", _gate_out, lambda *args: None)
+op_gate_out = register(f"gate_out({_ARGUMENTS}, Tensor(a!) y) -> ()", _gate_out_op, lambda *args: None)
 op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)
