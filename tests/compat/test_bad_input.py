@@ -356,6 +356,44 @@ def test_whole_numbers_of_other_kinds_are_taken() -> None:
 TABLES = {"cos_k": HALF["cos"], "sin_k": HALF["sin"]}
 
 
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (transformer_engine.geglu, ("input",)), (transformer_engine.GEGLU(), ("input",)),
+        (transformer_engine.SwiGLU(glu_interleave_size=2), ("input",)), (transformer_engine.dgeglu, ("grad", "fwd_input")),
+        (flashinfer.silu_and_mul, ("input",)), (vllm.SiluAndMul(), ("x",)), (flash_attn.swiglu, ("y", "x")),
+        (liger.liger_geglu, ("b", "a")), (liger.swiglu, ("b", "a")), (liger.LigerMegatronSwiGLU(), ("input",)),
+        (liger.LigerFusedGateUpSiLUMulFunction.apply, ("y",)),
+    ],
+)  # fmt: skip
+def test_gates_name_the_arguments_of_their_library(function: Any, names: tuple[str, ...]) -> None:
+    of = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    rest = {"quantizer": None} if "quantizer" in of else {}
+    arguments = {name: rand(3, D) if name == "grad" else rand(3, 2 * D) for name in names}
+    function(**arguments, **rest)
+    for name in names:
+        for wrong in (None, arguments[name].int()):
+            assert f": {name} must " in check_named(function, {**arguments, **rest}, **{name: wrong})
+    if len(names) == 2:
+        first, second = names
+        other = {first: rand(2, D), second: rand(3, 2 * D)}
+        text = check_named(function, {**other, **rest})
+        assert f" of {first}" in text or f" of {second}" in text
+        assert "torch." not in text
+    elif "glu_interleave_size" not in vars(function):
+        assert f": {names[0]} must have an even last dimension" in check_named(function, rest, **{names[0]: rand(3, 3)})
+
+
+def test_offsets_on_another_device_are_named() -> None:
+    layer = vllm.get_rope(
+        D, 16, rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 8,
+                                "short_factor": [1.0] * (D // 2), "long_factor": [2.0] * (D // 2)},
+    )  # fmt: skip
+    arguments = {"positions": torch.arange(T), "query": rand(T, H, D), "key": rand(T, H, D)}
+    text = check_named(layer, arguments, offsets=torch.zeros(T, dtype=torch.int64, device="meta"))
+    assert "offsets must be on the device of positions, cpu, got meta; move it with .to('cpu')" in text
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize(
     "tables_k",

@@ -113,6 +113,22 @@ def test_where_a_gate_is_not_written() -> None:
         vllm.GeluAndMul("erf")
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_autograd_sees_a_gate_written_over_a_saved_tensor(grad: bool) -> None:
+    x, weight = randn(4, 6), randn(4, 3).requires_grad_()
+    for write in (vllm.silu_and_mul, lambda out, x: flashinfer.silu_and_mul(x, out)):
+        out = randn(4, 3)
+        loss = (weight * out).sum()
+        with torch.set_grad_enabled(grad):
+            write(out, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        out = randn(4, 3)
+        vllm.silu_and_mul(out, x)
+    assert torch.equal(out, vllm.SiluAndMul()(x))
+
+
 def test_gates_into_memory_compile_to_one_graph() -> None:
     torch._dynamo.reset()
     x, out = randn(4, 6), randn(4, 3)

@@ -22,7 +22,7 @@ from ._check import flag, whole
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) · y, each (..., F); flash_attn.ops.activations.swiglu."""
-    return gate(y, x, "silu", op="swiglu")
+    return gate(y, x, "silu", op="swiglu", names=("y", "x"))
 
 
 class SwiGLUFunction:

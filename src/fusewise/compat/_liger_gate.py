@@ -34,7 +34,7 @@ def multiplied(name: str, x: Tensor, factor: float) -> Tensor:
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """gelu_tanh(a) · b, each (..., F), in their dtype."""
-    return gate(b, a, "gelu_tanh", op="liger_geglu")
+    return gate(b, a, "gelu_tanh", op="liger_geglu", names=("b", "a"))
 
 
 def geglu(
@@ -52,7 +52,8 @@ class LigerGELUMulFunction:
 
 def silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """silu(a · gate_multiplier) · b · down_multiplier; each multiplier other than 1 costs an extra kernel."""
-    y = gate(b, multiplied("gate_multiplier", a, gate_multiplier), "silu", op="liger_swiglu")
+    scaled = multiplied("gate_multiplier", a, gate_multiplier)
+    y = gate(b, scaled, "silu", op="liger_swiglu", names=("b", "a"))
     return multiplied("down_multiplier", y, down_multiplier)
 
 
@@ -83,7 +84,7 @@ class LigerSiLUMulFunction:
 
 def stacked_silu_mul(y: Tensor, in_place: bool = False) -> Tensor:
     """silu(g) · u with (g, u) the halves of y (..., 2F). in_place is ignored: y is never overwritten."""
-    return stacked_gate(y, "silu", gate_first=True, op="liger_swiglu")
+    return stacked_gate(y, "silu", gate_first=True, op="liger_swiglu", name="y")
 
 
 class LigerFusedGateUpSiLUMulFunction:

@@ -251,7 +251,7 @@ class LigerMegatronSwiGLU(nn.Module):
                 contract = f"be {'None' if name == 'bias' else 'False'} without a fallback_impl"
                 got = "a bias" if name == "bias" else shown(wanted[name])
                 fail(op, name, contract, got, "pass Megatron's bias_swiglu_impl as fallback_impl")
-        return stacked_gate(input, "silu", gate_first=True, op=op)
+        return stacked_gate(input, "silu", gate_first=True, op=op, name="input")
 
 
 def _check_silu(op: str, config: Any, name: str = "hidden_act") -> None:

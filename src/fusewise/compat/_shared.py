@@ -89,9 +89,9 @@ def pairing(op: str, name: str, interleaved: bool) -> Any:
         raise
 
 
-def pairing_of_neox(op: str, is_neox: bool) -> Any:
-    """Map a library's `is_neox` flag to the `pairing` of `rope`."""
-    return "half" if flag(op, "is_neox", is_neox) else "interleaved"
+def pairing_of_neox(op: str, is_neox: bool, name: str = "is_neox_style") -> Any:
+    """Map a library's flag for NeoX pairs, called `name`, to the `pairing` of `rope`."""
+    return "half" if flag(op, name, is_neox) else "interleaved"
 
 
 def gate_of_halves(
@@ -100,8 +100,8 @@ def gate_of_halves(
     """act(g) · u with (g, u) the halves of x (..., 2F), or (u, g) if not gate_first; returns (..., F), out if given."""
     check_tensor(op, name, x)
     if out is None:
-        return stacked_gate(x, activation, gate_first=gate_first, op=op)
-    return stacked_gate_into(x, out, activation, gate_first=gate_first, op=op)
+        return stacked_gate(x, activation, gate_first=gate_first, op=op, name=name)
+    return stacked_gate_into(x, out, activation, gate_first=gate_first, op=op, name=name)
 
 
 _MODULES: dict[type[nn.Module], Activation] = {
@@ -175,7 +175,7 @@ def rotate_images(
     """
     shape = shape_of("rope", "freqs_ci", freqs_ci, 1)
     try:
-        table = freqs_ci.reshape(shape[:-1].numel(), shape[-1])
+        table = freqs_ci.flatten(0, -2) if len(shape) > 1 else freqs_ci[None]
     except WRONG:
         explain("rope", "freqs_ci", freqs_ci)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import check_one_of, fail
+from ..ops._common import check_one_of, fail, jit_traces
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import DEFAULTS, validated
 from ._check import WRONG, explain, flag, number, shape_of, whole
@@ -64,8 +64,8 @@ def apply_rotary_pos_emb(
         "pairing": pairing(op, "interleaved", interleaved),
         "rotary_dim": angles.shape[-1],
     }
-    if contiguous:
-        rotated: Tensor = rope(t, **call)
+    if contiguous or jit_traces():  # a jit trace cannot record the strides passed to the operator
+        rotated: Tensor = rope(t.contiguous(), **call)
         return rotated
     # `rope` keeps the stride order of its input, so call the operator with contiguous output strides instead.
     t = unit_stride(t, "t")
@@ -152,7 +152,8 @@ class RotaryPositionEmbedding(nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of positions offset, …, offset + max_seq_len − 1; float32 also under autocast."""
         op = "RotaryPositionEmbedding"
-        max_seq_len = whole(op, "max_seq_len", max_seq_len, 0)
+        if not (jit_traces() and isinstance(max_seq_len, Tensor)):  # a size, which the trace keeps
+            max_seq_len = whole(op, "max_seq_len", max_seq_len, 0)
         if not isinstance(offset, Tensor):
             number(op, "offset", offset)
         elif shape := tuple(shape_of(op, "offset", offset)):

@@ -57,7 +57,7 @@ def _arguments(
         "cos_sin": cos_sin_cache,
         "positions": positions,
         "layout": "thd" if dims == 1 else "bshd",
-        "pairing": pairing_of_neox(op, is_neox),
+        "pairing": pairing_of_neox(op, is_neox, "is_neox"),
         "rotary_dim": shape_of(op, "cos_sin_cache", cos_sin_cache, 2)[-1],
     }
     return q, k, call
@@ -240,4 +240,8 @@ def moved(op: str, positions: Tensor, offsets: Tensor | None) -> Tensor:
     for name, x in (("positions", positions), ("offsets", offsets)):
         if x.is_nested or x.layout != torch.strided:
             explain(op, name, x)
+    if offsets.device != positions.device:
+        device = positions.device
+        fix = f"move it with .to({str(device)!r})"
+        fail(op, "offsets", f"be on the device of positions, {device}", offsets.device, fix)
     return positions + offsets

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._common import jit_traces
 from ..ops.rope import rope, rope_, tables
 from ._check import check_tensor, number, shape_of, whole
 from ._shared import gate_of_halves, heads, pairing, pairing_of_neox, rotate_pair, unit_stride
@@ -213,7 +214,7 @@ def _cached(positions: Tensor, cos_sin_cache: Tensor, is_neox: bool) -> dict[str
         "cos_sin": cos_sin_cache,
         "positions": positions,
         "layout": "thd",
-        "pairing": pairing_of_neox("rope", is_neox),
+        "pairing": pairing_of_neox("rope", is_neox, "is_neox"),
         "rotary_dim": shape_of("rope", "cos_sin_cache", cos_sin_cache, 2)[-1],
     }
 
@@ -235,7 +236,10 @@ def _call(inv_freq: Tensor, interleave: bool, **positions: Tensor) -> dict[str, 
 def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, *llama31: float) -> Tensor:
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
     head_dim = shape_of("rope", "q", q, 1)[-1]
-    numbers = (head_dim if rotary_dim is None else rotary_dim, scale, theta, *llama31)
+    width = head_dim if rotary_dim is None else rotary_dim
+    if jit_traces() and isinstance(width, Tensor):  # a size
+        width = int(width)
+    numbers = (width, scale, theta, *llama31)
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _keep_for_tracing(q.device, *map(_fixed, numbers)))
         return traced

@@ -31,12 +31,12 @@ from ._transformer_engine_rope import apply_rotary_pos_emb as apply_rotary_pos_e
 
 def _activated(op: str, input: Tensor, quantizer: None, activation: Activation) -> Tensor:
     _check_quantizer(op, quantizer)
-    return stacked_gate(input, activation, gate_first=True, op=op)
+    return stacked_gate(input, activation, gate_first=True, op=op, name="input")
 
 
 def _gradient(op: str, grad: Tensor, fwd_input: Tensor, quantizer: None, activation: Activation) -> Tensor:
     _check_quantizer(op, quantizer)
-    return stacked_gradient(grad, fwd_input, activation, gate_first=True, op=op)
+    return stacked_gradient(grad, fwd_input, activation, gate_first=True, op=op, names=("grad", "fwd_input"))
 
 
 def _check_quantizer(op: str, quantizer: None) -> None:
@@ -99,7 +99,7 @@ class _GateModule(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         op = type(self).__name__
-        return stacked_gate(_autocast(op, input), self.activation, gate_first=True, op=op)
+        return stacked_gate(_autocast(op, input), self.activation, gate_first=True, op=op, name="input")
 
 
 def _autocast(op: str, x: Tensor) -> Tensor:
@@ -151,4 +151,5 @@ class SwiGLU(_GateModule):
         except WRONG:
             check_features("SwiGLU", "input", input)
             raise
-        return gate(blocks[..., 1, :], blocks[..., 0, :], self.activation, op="SwiGLU").flatten(-2)
+        value, gated = blocks[..., 1, :], blocks[..., 0, :]
+        return gate(value, gated, self.activation, op="SwiGLU", names=("input", "input")).flatten(-2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import apply_function, check_one_of, compute_dtype, fail, transforms_active, wants_formula
+from .._common import apply_function, check_one_of, compute_dtype, dtype_name, fail, transforms_active, wants_formula
 from .._overlap import check_apart
 from .._register import copies_wrongly, register
 from . import _autograd, reference
@@ -27,40 +27,57 @@ from ._validate import check_features
 choice = Choice("gated_linear", ("triton", "cpu", "reference"))
 
 
-def gate(value: Tensor, gate: Tensor, activation: str, *, op: str = "gate", impl: str = "auto") -> Tensor:
-    """value · act(gate), (..., F) each, in their dtype; `op` is the name in errors."""
-    _check(op, "value", value, activation)
-    _check(op, "gate", gate, activation)
-    for what in ("shape", "dtype", "device"):
+def gate(
+    value: Tensor,
+    gate: Tensor,
+    activation: str,
+    *,
+    op: str = "gate",
+    impl: str = "auto",
+    names: tuple[str, str] = ("value", "gate"),
+) -> Tensor:
+    """value · act(gate), (..., F) each, in their dtype; `op` and `names`, of value and gate, are for errors."""
+    _check(op, names[0], value, activation)
+    _check(op, names[1], gate, activation)
+    for what, told in (("shape", tuple), ("dtype", dtype_name), ("device", str)):
         if getattr(gate, what) != getattr(value, what):
-            fail(op, "gate", f"have the {what} of value, {getattr(value, what)}", getattr(gate, what), "match the two")
+            wanted, got = told(getattr(value, what)), told(getattr(gate, what))
+            fail(op, names[1], f"have the {what} of {names[0]}, {wanted}", got, "match the two")
     return _apply(value, gate, Spec(activation, "separate"), impl)
 
 
 def stacked_gate(
-    x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto"
+    x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto", name: str = "x"
 ) -> Tensor:
-    """The gate of x (..., 2F), which holds value and gate side by side: y (..., F)."""
-    _check_stacked(op, x, activation)
+    """The gate of x (..., 2F), which holds value and gate side by side: y (..., F). `name` is that of x in errors."""
+    _check_stacked(op, name, x, activation)
     return _apply(x, None, Spec(activation, "stacked", gate_first), impl)
 
 
 def stacked_gate_into(
-    x: Tensor, out: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gate", impl: str = "auto"
+    x: Tensor,
+    out: Tensor,
+    activation: str,
+    *,
+    gate_first: bool,
+    op: str = "stacked_gate",
+    impl: str = "auto",
+    name: str = "x",
 ) -> Tensor:
     """`stacked_gate` written to `out` (..., F), which may have strided rows; returns it. Records no gradient."""
-    _check_stacked(op, x, activation)
+    _check_stacked(op, name, x, activation)
     check_features(op, "out", out)
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
-        wanted = f"have shape {shape}, and dtype and device of x ({x.dtype}, {x.device})"
-        fail(op, "out", wanted, f"{tuple(out.shape)}, {out.dtype}, {out.device}", "allocate it so, or leave it out")
+        wanted = f"have shape {shape}, and dtype and device of {name} ({dtype_name(x.dtype)}, {x.device})"
+        got = f"{tuple(out.shape)}, {dtype_name(out.dtype)}, {out.device}"
+        fail(op, "out", wanted, got, "allocate it so, or leave it out")
     if _autograd.needs_autograd(out, x):
         fail(op, "out", "not be given where a gradient is recorded", "one that is", "use torch.no_grad(), or no out")
     if transforms_active() or copies_wrongly():
-        return out.copy_(stacked_gate(x, activation, gate_first=gate_first, op=op, impl=impl))
+        return out.copy_(stacked_gate(x, activation, gate_first=gate_first, op=op, impl=impl, name=name))
     if not torch.compiler.is_compiling():  # the compiler reads inputs before it writes outputs
-        check_apart(op, {"out": out}, {"x": x})
+        check_apart(op, {"out": out}, {name: x})
     try:
         y = out.view(-1, shape[-1])
     except RuntimeError:
@@ -73,15 +90,24 @@ def stacked_gate_into(
 
 
 def stacked_gradient(
-    dy: Tensor, x: Tensor, activation: str, *, gate_first: bool, op: str = "stacked_gradient", impl: str = "auto"
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    *,
+    gate_first: bool,
+    op: str = "stacked_gradient",
+    impl: str = "auto",
+    names: tuple[str, str] = ("dy", "x"),
 ) -> Tensor:
     """The gradient of `stacked_gate` for dy (..., F), with the shape of x (..., 2F); by the formula if it is
     differentiated."""
-    _check(op, "x", x, activation)
-    _check(op, "dy", dy, activation)
-    if dy.shape != (*x.shape[:-1], x.shape[-1] // 2) or dy.dtype != x.dtype or dy.device != x.device:
-        wanted = f"have shape {(*x.shape[:-1], x.shape[-1] // 2)}, and dtype and device of x ({x.dtype}, {x.device})"
-        fail(op, "dy", wanted, f"{tuple(dy.shape)}, {dy.dtype}, {dy.device}", "pass the gradient of y")
+    of_y, of_x = names
+    _check_stacked(op, of_x, x, activation)
+    _check(op, of_y, dy, activation)
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    if dy.shape != shape or dy.dtype != x.dtype or dy.device != x.device:
+        wanted = f"have shape {shape}, and dtype and device of {of_x} ({dtype_name(x.dtype)}, {x.device})"
+        fail(op, of_y, wanted, f"{tuple(dy.shape)}, {dtype_name(dy.dtype)}, {dy.device}", "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
     if transforms_active() or _autograd.needs_autograd(dy, x):
         return _differentiable(dy, x, None, spec)[0]
@@ -89,10 +115,10 @@ def stacked_gradient(
     return dx.view(x.shape)
 
 
-def _check_stacked(op: str, x: Any, activation: str) -> None:
-    _check(op, "x", x, activation)
+def _check_stacked(op: str, name: str, x: Any, activation: str) -> None:
+    _check(op, name, x, activation)
     if x.shape[-1] % 2:
-        fail(op, "x", "have an even last dimension, 2F", tuple(x.shape), "stack the value and the gate")
+        fail(op, name, "have an even last dimension, 2F", tuple(x.shape), "stack the value and the gate")
 
 
 def _check(op: str, name: str, x: Any, activation: str) -> None:
@@ -179,6 +205,12 @@ def _gate_out(first: Tensor, second: Tensor | None, text: str, impl: str, y: Ten
     choice.serving(impl, u.device.type, u.dtype).gate(u, g, y, spec.activation)
 
 
+def _gate_out_op(first: Tensor, second: Tensor | None, text: str, impl: str, y: Tensor) -> None:
+    _gate_out(first, second, text, impl, y)
+    if not y.is_inference():  # autograd does not see writes through a pointer
+        torch.autograd.graph.increment_version(y)
+
+
 def _new_gradients(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """Memory for the gradients: of one matrix with both halves, and an empty tensor; or of u and g."""
     return first.new_empty(first.shape), first.new_empty((0,) if second is None else second.shape)
@@ -205,5 +237,5 @@ _ARGUMENTS = "Tensor first, Tensor? second, str spec, str impl"
 op_gate = register(
     f"gate({_ARGUMENTS}) -> Tensor", _gate_op, _fake_gate, recorded=lambda *args: apply_function(_Gate, *args)
 )
-op_gate_out = register(f"gate_out({_ARGUMENTS}, Tensor(a!) y) -> ()", _gate_out, lambda *args: None)
+op_gate_out = register(f"gate_out({_ARGUMENTS}, Tensor(a!) y) -> ()", _gate_out_op, lambda *args: None)
 op_gate_grad = register(f"gate_grad(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _gate_grad_op, _fake_gate_grad)

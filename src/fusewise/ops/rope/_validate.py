@@ -106,11 +106,14 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     _check_rotated(op, q, k, a["layout"], a["rotary_dim"] is not None)
     pairing, scale = a["pairing"], a["scale"]
     check_one_of(op, "pairing", pairing, PAIRINGS)
-    rotary_dim, start = _check_rotary(op, q.shape[-1], a["rotary_dim"], a["rotary_start"])
+    width, start = a["rotary_dim"], a["rotary_start"]
+    if jit_traces():  # widths read from a tensor's shape are tensors; a trace is for one width
+        width, start = (int(x) if isinstance(x, Tensor) and not x.dim() else x for x in (width, start))
+    rotary_dim, start = _check_rotary(op, q.shape[-1], width, start)
     if jit_traces():
         rotary_dim = int(rotary_dim)
     if k is not None:
-        _check_rotary(op, k.shape[-1], rotary_dim, a["rotary_start"])
+        _check_rotary(op, k.shape[-1], rotary_dim, start)
     for name in ("sections_interleaved", "inverse"):
         if not isinstance(a[name], bool):
             fail(op, name, "be True or False", shown(a[name]), "pass a bool", TypeError)
