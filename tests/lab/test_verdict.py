@@ -64,14 +64,28 @@ def test_limits_of_the_machine_stand_in_for_floors_that_were_not_measured():
     assert measured.minimum_us == pytest.approx(9.0)
 
 
-def test_unknown_operations_leave_the_bound_and_the_verdict_open():
+@pytest.mark.parametrize(
+    ("times", "bound", "worth", "minimum"),
+    [
+        ({"eager": 80.0}, "cannot tell", "cannot tell", None),
+        ({"eager": 80.0, "fusewise-cpu": 40.0}, "cannot tell", "yes", None),
+        ({"eager": 9.5}, "memory", "no", 9.0),  # nothing can be faster than its bytes
+    ],
+    ids=["slow", "beaten", "at the rate of a copy"],
+)
+def test_unknown_operations_leave_open_what_the_bytes_do_not_settle(times, bound, worth, minimum):
     prepared = {"status": "ok", "flops_unknown": ["aten._linalg_svd"]}
-    samples = [measurement(name, [[t]] * 4, prepared=prepared) for name, t in (("eager", 80.0), ("floor-copy", 9.0))]
-    rows, comparisons = analysis.group_rows([row("eager", flops_min=None)], samples, LIMITS)
-    assert (rows[0].limit, rows[0].share_of_limit) == (None, None)
+    all_times = {**times, f"eager{analysis.TWIN}": times["eager"], "floor-copy": 9.0}
+    samples = [measurement(name, [[t]] * 4, prepared=prepared) for name, t in all_times.items()]
+    rows, comparisons = analysis.group_rows([row(name, flops_min=None) for name in times], samples, LIMITS)
+    assert rows[0].limit == "copy" and rows[0].share_of_limit == pytest.approx(9 / times["eager"])
     found = only(study_record(rows, samples, comparisons, limits=LIMITS))
-    assert (found.bound, found.worth) == ("cannot tell", "cannot tell")
-    assert found.why.startswith("no limit is known: the FLOPs of aten._linalg_svd are unknown")
+    assert (found.bound, found.worth) == (bound, worth)
+    assert found.minimum_us == (None if minimum is None else pytest.approx(minimum))
+    if worth == "cannot tell":
+        assert found.why == (
+            "the FLOPs of aten._linalg_svd are unknown: computing may take longer than moving the bytes, 9.00 µs"
+        )
 
 
 def test_a_kernel_of_ours_that_beats_the_best_compiler_is_worth_it_and_named():

@@ -138,7 +138,8 @@ def intensity(row: Row) -> float:
 
 
 def flops_unknown(measurements: Iterable[Measurement]) -> list[str]:
-    """Names of the operators because of which the FLOPs of the group are unknown; then so is what limits it."""
+    """Names of the operators because of which the FLOPs of the group are unknown; computing may then take longer than
+    its limit says."""
     return next((m.prepared["flops_unknown"] for m in measurements if m.prepared.get("flops_unknown")), [])
 
 
@@ -203,9 +204,8 @@ def group_rows(
         if same is not None:
             comparisons.append(compared(twin, original, same, None))
     times = {name: time for name, time in times.items() if name not in twins}
-    limit = None
-    if rows and not flops_unknown(measurements):
-        limit = limits(times, known_limits(machine, rows[0]), intensity(rows[0]))
+    # With unknown FLOPs it is the time of the bytes, which no implementation can go below either.
+    limit = limits(times, known_limits(machine, rows[0]), intensity(rows[0])) if rows else None
     by_name = {m.provider: m for m in measurements}
     finished = []
     for row in rows:

@@ -98,10 +98,13 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
     minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
     bound = _bound(limited, rows)
     missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
-    worth, kernel, why = _worth(key, timed, missed, bound, minimum, record)
+    unknown = analysis.flops_unknown(m for m in record.measurements if m.key == key)
+    worth, kernel, why = _worth(key, timed, missed, bound, minimum, unknown, record)
     best = next((r for r in timed if is_compiler(r.provider)), None)
     if best is not None and minimum is not None and minimum / _time(best) > BEYOND:
         bound, minimum = "cannot tell", None  # `why` reports it; a disproved floor must not be used below
+    if unknown and worth != "no":
+        bound, minimum = "cannot tell", None  # computing may take longer than moving the bytes
     ledgers = {entry["provider"]: entry for entry in record.ledgers if _belongs(entry, key)}
     launch = next((r.device_us for r in rows if r.provider == "floor-launch"), None)
     gaps = []
@@ -198,22 +201,16 @@ def _worth(
     missed: Sequence[str],
     bound: Bound,
     minimum: float | None,
+    unknown: Sequence[str],
     record: Record,
 ) -> tuple[Worth, str | None, str]:
     """Whether a hand-written kernel is worth it, which one, and why. The first matching rule decides. `missed`:
-    compilers without a time because they are slightly wrong."""
+    compilers without a time because they are slightly wrong. `unknown`: operators without a known number of FLOPs."""
     if not timed:
         return "cannot tell", None, "no provider has a correct result and a time"
     if minimum is None:
         # without a device it would measure the GPU of a machine that has one
         limits = "`fusewise limits --device cpu`" if record.environment.get("device") == "cpu" else "`fusewise limits`"
-        if unknown := analysis.flops_unknown(m for m in record.measurements if m.key == key):
-            return (
-                "cannot tell",
-                None,
-                f"no limit is known: the FLOPs of {', '.join(unknown)} are unknown, so computing may take longer than moving "
-                "the bytes",
-            )
         if analysis.intensity(timed[0]) > analysis.INTENSE:
             return "cannot tell", None, f"no limit is known: its matmuls were not measured; run {limits}"
         return "cannot tell", None, f"no limit is known; add floor-copy to the providers, or run {limits}"
@@ -242,7 +239,7 @@ def _worth(
             None,
             f"{best.provider} is at {percent(reach)} of the floor's speed, so the floor is not a limit",
         )
-    if bound == "launch":
+    if bound == "launch" and (not unknown or reach >= ENOUGH):
         graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
         return "no", None, f"launch latency takes as long; fuse it with its neighbours{graph}"
     if reach >= ENOUGH:
@@ -259,6 +256,9 @@ def _worth(
         if chosen is not better[0]:
             why += f", {better[0].provider} {number(_time(better[0]) / _time(best))}"
         return "yes", chosen.provider, f"{why}; {untimed}" if missed else why
+    if unknown:
+        why = f"the FLOPs of {', '.join(unknown)} are unknown: computing may take longer than moving the bytes, {number(minimum)} µs"
+        return "cannot tell", None, why
     if missed:
         rest = f"the best other compiler, {best.provider}, is at {percent(reach)} of the limit"
         return "cannot tell", None, f"{untimed}; {rest}"
