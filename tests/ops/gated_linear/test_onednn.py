@@ -208,6 +208,6 @@ def test_it_needs_no_more_than_a_chunk_beside(layout: Any, taken: list[tuple[int
     step()  # builds kernels
     _, grown = growth(step, torch.device("cpu"))
     without = (3 * rows * hidden + rows * features + 2 * hidden * features) * 4
-    assert (
-        grown is not None and taken and grown.peak <= without + _chunks.CHUNK_BYTES + 2 * hidden * features * 4 + 4096
-    )
+    scratch = 4 << 20  # oneDNN's own, which depends on the processor: 0 to 2.6 MB seen
+    beside = _chunks.CHUNK_BYTES + 2 * hidden * features * 4 + scratch
+    assert grown is not None and taken and grown.peak <= without + beside
