@@ -42,7 +42,7 @@ def test_bytes_count_what_is_not_learned_as_far_as_it_is_read():
     ],
 )
 def test_whether_a_gradient_reads_the_inputs(name, text, read):
-    assert (problem(name, text, pass_="bwd").gradient_read > 0) == read
+    assert (problem(name, text, pass_="bwd").costs.gradient_read > 0) == read
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_operations_that_have_no_count_are_unknown():
     ],
 )
 def test_a_gradient_reads_only_what_it_depends_on(name, texts, read):
-    assert problem(name, *texts, pass_="bwd").gradient_read == read
+    assert problem(name, *texts, pass_="bwd").costs.gradient_read == read

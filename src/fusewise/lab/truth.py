@@ -22,43 +22,20 @@ import torch
 from torch import Tensor
 
 from .counting import counted
+from .earlier import sample, stale_output
+from .errors import Deviation, Errors, equal, errors
 from .plugin import Run
-from .problem import Problem, copied, differentiable, handed_over, same, span
+from .problem import Problem, handed_over
 from .reads import storage
 from .truths import MOST_BYTES, Truths
 
-#: Elements compared per chunk. On a CPU few enough that the float64 copy stays in cache and torch starts no threads,
-#: which would wait for each other beside other processes; on a GPU enough to fill it.
-CHUNK = {"cpu": 2**15, "cuda": 2**26}
 #: Bytes of float64 results computed at a time, where the total exceeds MOST_BYTES and rows are independent. Temporaries
 #: take a few times as much.
 PIECE_BYTES = 2**28
-#: A tensor whose largest value is below this share of the largest over all tensors is zero up to float64 rounding.
-NOTHING = 2**-40
 #: Cap on eager's error in the tolerance rule.
 LOOSEST = 0.1
-#: Elements of an output that are compared with those for other inputs.
-MANY = 2**20
-#: Of so few integers all may stay the same by chance when the inputs change.
-FEW = 8
 #: Explains a large error of eager code.
 ANOTHER = "eager code gives another result in float64: a value overflows, depends on the dtype, or is random"
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Max and RMS error, each relative to the same norm of the truth; inf where finiteness differs from the truth's or
-    non-finite values differ. For integers and bools, how many differ (`others`) out of how many (`whole`)."""
-
-    max: float
-    rms: float
-    others: int = 0
-    whole: int = 0
-
-    @property
-    def worst(self) -> float:
-        """The largest error, or the share of differing integers if that is larger."""
-        return max(self.max, self.others / self.whole if self.whole else 0.0)
 
 
 @dataclass(frozen=True)
@@ -76,109 +53,6 @@ class Verdict:
     errors: Errors
     eager: Errors
     reason: str
-
-
-class Deviation:
-    """Accumulates the error of tensors against the truth, which may arrive whole or some rows at a time."""
-
-    def __init__(self) -> None:
-        # per tensor: max |error|, max |truth|, sum of squared errors, sum of squared truths, element count
-        self.norms: dict[int, list[float]] = {}
-        self.others = self.whole = 0  # integers and bools
-        self.wrong = False  # finiteness, or a non-finite value, differs from the truth's
-
-    def add(self, number: int, result: Tensor, truth: Tensor) -> None:
-        """Compare a tensor, or some of its rows, with the truth."""
-        if truth.numel() == 0 or self.wrong:
-            return
-        if result.is_complex() != truth.is_complex():
-            self.wrong = True
-            return
-        if not differentiable(truth):
-            self.others += int((result != truth).sum())
-            self.whole += truth.numel()
-            return
-        result, truth = parts(result), parts(truth)
-        chunk, norms = CHUNK[truth.device.type], self.norms.setdefault(number, [0.0] * 5)
-        for found, true in zip(result.flatten().split(chunk), truth.flatten().split(chunk), strict=True):
-            found, true = found.double(), true.double()
-            peaks = _peaks(found - true, true)
-            if not all(map(math.isfinite, peaks)):  # NaN and infinity propagate through all four
-                finite = true.isfinite()
-                alike = equal(found.where(~finite, 0.0), true.where(~finite, 0.0))
-                peaks = _peaks((found - true).where(finite, 0.0), true.where(finite, 0.0))
-                if not alike or not all(map(math.isfinite, peaks)):
-                    self.wrong = True
-                    return
-            norms[:2] = max(norms[0], peaks[0]), max(norms[1], peaks[1])
-            norms[2:4] = norms[2] + peaks[2] ** 2, norms[3] + peaks[3] ** 2
-        norms[4] += truth.numel()
-
-    def errors(self) -> Errors:
-        """The worst over all tensors. A tensor that is zero up to float64 rounding, such as the gradient of a bias
-        before a normalization, is scaled by the largest value over all tensors instead of its own."""
-        if self.wrong:
-            return Errors(math.inf, math.inf)
-        worst_max = worst_rms = 0.0
-        scale = max((true for _, true, *_ in self.norms.values()), default=0.0)
-        for largest, largest_true, squares, squares_true, count in self.norms.values():
-            root_true = math.sqrt(squares_true)
-            if 0.0 < largest_true < NOTHING * scale:
-                largest_true, root_true = scale, scale * math.sqrt(count)
-            worst_max = max(worst_max, largest / (largest_true or 1.0))
-            worst_rms = max(worst_rms, math.sqrt(squares) / (root_true or 1.0))
-        return Errors(worst_max, worst_rms, self.others, self.whole)
-
-
-def errors(results: Sequence[Tensor], truths: Sequence[Tensor]) -> Errors:
-    """The worst error over pairs of tensors."""
-    deviation = Deviation()
-    for number, pair in enumerate(zip(results, truths, strict=True)):
-        deviation.add(number, *pair)
-    return deviation.errors()
-
-
-def _peaks(difference: Tensor, true: Tensor) -> list[float]:
-    """Max |difference|, max |true|, and the 2-norm of each."""
-    ends = (*difference.aminmax(), *true.aminmax())  # one pass each, without a copy of absolute values
-    low, high, low_true, high_true, *norms = torch.stack((*ends, difference.norm(), true.norm())).tolist()
-    return [max(-low, high), max(-low_true, high_true), *norms]
-
-
-def parts(x: Tensor) -> Tensor:
-    """Complex tensors as real ones with a trailing dimension of two; others unchanged."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Elementwise equality, with NaN equal to NaN."""
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def memory(x: Tensor) -> Tensor:
-    """The memory of x from its first to its last element, as one dimension."""
-    flat = x.detach()
-    return flat.as_strided((span(x.shape, x.stride()) if x.numel() else 0,), (1,), x.storage_offset())
-
-
-def alter(x: Tensor) -> Tensor:
-    """Overwrite x with values that differ from its own as much as these from each other, within their range and in
-    their order: every second element in memory becomes its neighbour. Where neighbours are equal, floats become three
-    quarters and others are reversed."""
-    flat = memory(x)
-    even, odd = flat[: flat.numel() // 2 * 2 : 2], flat[1::2]
-    if not equal(even, odd):
-        odd.copy_(even)
-    elif differentiable(x):
-        flat.mul_(0.75)
-    else:
-        flat.copy_(flat.flip(0))
-    return x
-
-
-def other(x: Tensor) -> Tensor:
-    """A copy with the strides of x and other values."""
-    return alter(copied(x.detach(), x.dtype))
 
 
 def band(dtype: torch.dtype, terms: int = 1) -> float:
@@ -347,63 +221,6 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def alter_floats(x: Tensor) -> Tensor:
-    """Integers stay as they are: they may be indices, which fit together."""
-    return alter(x) if differentiable(x) else x
-
-
-def _change(problem: Problem, run: Run, leaves: tuple[Tensor, ...]) -> None:
-    """Overwrite the provider's tensors with what it would have made of other values."""
-    if run.own is same:  # without copies of large tensors
-        for leaf, x in zip(leaves, problem.tensors, strict=True):
-            memory(leaf).copy_(memory(x))
-            alter_floats(leaf)
-    else:
-        for leaf, x in zip(leaves, run.own(*map(alter_floats, problem.leaves(False))), strict=True):
-            memory(leaf).copy_(memory(x))
-
-
-def sample(y: Tensor) -> Tensor:
-    """At most MANY elements of y, from all of it."""
-    return y.detach().flatten()[:: max(1, y.numel() // MANY)]
-
-
-def differs(a: Tensor, b: Tensor) -> bool:
-    """Whether results differ by more than rounding, or integers by more than chance."""
-    error = errors([a], [b])
-    return max(error.max, error.others / error.whole if error.whole > FEW else 0.0) > LOOSEST
-
-
-def of_earlier_inputs(problem: Problem, run: Run, leaves: tuple[Tensor, ...], samples: Sequence[Tensor]) -> str:
-    """The reason if the provider returns results of earlier inputs: those of which `samples` are, again after the values
-    of `leaves` have changed in place. Only the forward is called, and eager code only where an output stays the same in
-    every bit. Empty if not, or if nothing can be told because the function rejects other values."""
-    try:
-        _change(problem, run, leaves)
-        problem.begin_anew()
-        arguments = run.enter(*leaves)
-        vjp = None if problem.task.pass_ == "fwd" else run.vjp
-        result = run.call(*arguments) if vjp is None else vjp.forward(arguments)[0]
-        outputs = [sample(y) for y in run.leave(result)]
-        kept = [i for i, (y, x) in enumerate(zip(outputs, samples, strict=True)) if y.numel() and equal(y, x)]
-        del result, arguments, outputs
-        if not kept:
-            return ""
-        problem.begin_anew()
-        with torch.no_grad():
-            then = [sample(y).clone() for y in problem.eager(problem.leaves(False))]
-            problem.begin_anew()
-            now = [sample(y) for y in problem.eager(tuple(map(alter_floats, problem.leaves(False))))]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # the function or a library may reject the values in any way
-        return ""
-    for i in kept:
-        if differs(then[i], now[i]):
-            return f"{_which('output', i, len(samples))} is that of earlier inputs: it stays the same when the inputs change"
-    return ""
-
-
 def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     """Check one provider against the truth in the task's pass."""
     rows = pieces(problem)
@@ -450,5 +267,7 @@ def check(problem: Problem, run: Run, kept: Truths | None = None) -> Verdict:
     if not reason and problem.task.pass_ != "bwd":
         samples = [sample(y).clone() for y in found[: len(problem.output_shapes())]]
         by_eager = found = []  # else they would be there beside the second call's
-        reason = of_earlier_inputs(problem, run, leaves, samples)
+        if (stale := stale_output(problem, run, leaves, samples)) is not None:
+            which = _which("output", stale, len(samples))
+            reason = f"{which} is that of earlier inputs: it stays the same when the inputs change"
     return Verdict(measured, eager, reason)

@@ -29,6 +29,7 @@ from fusewise.ops.gated_linear import tuning as gated_linear
 from . import machine, targets, truth
 from .analysis import Ratio, noise_floor, paired_ratio, verdict
 from .counting import counted
+from .errors import errors
 from .reason import reason
 from .record import Json
 from .timing import CpuTimer, CudaTimer, Timer, Work
@@ -213,7 +214,7 @@ def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
     """Check candidates against float64: always the first, the others until half of the time is used."""
     truths = job.truths()
     terms = counted(job.plain)[1].terms
-    yardstick, dtype = truth.Yardstick(truth.errors(job.plain(), truths), terms), job.outputs[0].dtype
+    yardstick, dtype = truth.Yardstick(errors(job.plain(), truths), terms), job.outputs[0].dtype
     for candidate in candidates:
         if candidate is not candidates[0] and time.monotonic() > deadline:
             break
@@ -222,7 +223,7 @@ def _check(job: Job, candidates: Sequence[Candidate], deadline: float) -> None:
         try:
             with job.tuned.using(candidate.config):
                 job.run()
-            found = truth.errors(job.outputs, truths)
+            found = errors(job.outputs, truths)
         except Exception as error:  # any compiler or driver error only disqualifies the candidate
             candidate.status, candidate.reason = "failed", reason(error)
             continue

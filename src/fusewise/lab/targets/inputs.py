@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import parts
 from ..names import checksum, nearest
 from ..problem import differentiable, span
-from ..truth import parts
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,

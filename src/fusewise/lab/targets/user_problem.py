@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import truth
+from .. import earlier
 from ..counting import counted
-from ..ledger import extent
+from ..errors import equal, errors
 from ..modes import Result
 from ..problem import DTYPES, Problem, Program, Task, differentiable, widened
 from ..reads import storage as memory
 from ..reason import reason
 from . import functions, inputs
+from .user_costs import add_gradient_costs, changed_bytes, forward_costs, shapes
 from .wide import in_float64
 
 #: Tolerance of a second call's results against the first's, for another order of summation: REPEATED times the eps of
@@ -34,10 +35,6 @@ NO_BACKWARD = "must be differentiable for a backward pass"
 OVERWRITTEN = "modified by an inplace operation"
 #: Key of a task's details: whether results of earlier inputs are looked for, once per study.
 VERIFY = "verify"
-#: Inputs and parameters for which it is tested, one by one, whether results or gradients depend on them.
-MOST_APART = 16
-#: Stands for what reads tensors without an operator of PyTorch.
-ELSEWHERE = "code that is no operator of PyTorch"
 #: How long to wait for a forked process that might return as well.
 FORKED_SECONDS = 1.0
 
@@ -91,20 +88,20 @@ class UserProblem(Problem):
 
         def samples(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> list[Tensor]:
             with torch.no_grad():
-                return [truth.sample(y).clone() for y in _tensors_of(function(*self._arguments(tensors)))]
+                return [earlier.sample(y).clone() for y in _tensors_of(function(*self._arguments(tensors)))]
 
         def changed() -> tuple[Tensor, ...]:
-            return tuple(map(truth.alter_floats, self.leaves(False)))
+            return tuple(map(earlier.alter_floats, self.leaves(False)))
 
         leaves = self.leaves(False)
         try:
             self.begin_anew()
             first = samples(self.function, leaves)
             for x in leaves:
-                truth.alter_floats(x)
+                earlier.alter_floats(x)
             self.begin_anew()
             second = samples(self.function, leaves)
-            kept = [i for i, (x, y) in enumerate(zip(first, second, strict=True)) if x.numel() and truth.equal(x, y)]
+            kept = earlier.kept_outputs(first, second)
             if not kept:
                 return
             place, path = self.task.detail["place"], self.task.detail.get("path", ())
@@ -114,7 +111,7 @@ class UserProblem(Problem):
             raise
         except Exception:  # it rejects other values, or cannot be loaded anew
             return
-        if any(truth.equal(first[i], again[i]) and truth.differs(first[i], right[i]) for i in kept):
+        if any(equal(first[i], again[i]) and earlier.differs(first[i], right[i]) for i in kept):
             raise ValueError(
                 f"study: {self.op} must compute its result from the values of its inputs, got the result of earlier inputs "
                 "after the values had changed; take out what keeps it"
@@ -182,16 +179,13 @@ class UserProblem(Problem):
         result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves)), reads=True))
         _register(result)
         outputs = _tensors_of(result)
-        self.flops, self.uncounted = counter.flops, list(counter.uncounted)
-        if not all(truth.equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
+        if not all(equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
             raise ValueError(
                 f"study: {self.op} must leave its inputs as they are, got one overwritten; write to a new tensor"
             )
         now = _held(self.function)
         self.state = {n: x for n, x in state.items() if not _same(x, now.get(n))}
-        read = counter.reads.bytes() if counter.reads is not None else {}
-        changed = {memory(now[n]): _changed(x, now[n]) for n, x in self.state.items() if n in now}
-        of_state = sum(max(0, read.get(of, 0) - size) for of, size in changed.items())
+        changed = {memory(now[n]): changed_bytes(x, now[n]) for n, x in self.state.items() if n in now}
         del state
         if not outputs:
             raise ValueError(
@@ -203,29 +197,20 @@ class UserProblem(Problem):
             raise ValueError(
                 f"study: {self.op} must return tensors with values and strides, got a {kind} one; convert it"
             )
-        self.shapes, self.dtypes = _shapes(outputs), tuple(y.dtype for y in outputs)
+        self.shapes, self.dtypes = shapes(outputs), tuple(y.dtype for y in outputs)
         self.begin_anew()
         again = self.eager(leaves)
         # Errors are judged by the coarsest dtype among inputs, outputs and parameters.
         coarse = [x.dtype for x in (*self.tensors, *self.parameters, *outputs) if differentiable(x)]
         self.dtype = max(coarse, key=lambda d: torch.finfo(d).eps).to_real()
         within = min(REPEATED * torch.finfo(self.dtype).eps, MOST_REPEATED)
-        if _shapes(again) != self.shapes or truth.errors(again, outputs).worst > within:
+        if shapes(again) != self.shapes or errors(again, outputs).worst > within:
             raise ValueError(
                 f"study: {self.op} must give the same result when called again; take randomness out (a module's: .eval())"
             )
-        self.output_bytes = _written(outputs, leaves) + sum(changed.values())
         now = _held(self.function)
-        given = {memory(x): x for x in (*self.parameters, *leaves)}
-        own = {*given, *changed, *(memory(now[n]) for n in self.state if n in now)}
-        if hidden := self._read_unseen([x for of, x in given.items() if of not in read], leaves, again):
-            self.uncounted.append(ELSEWHERE)
-        #: Bytes that the function reads of inputs and parameters, by storage.
-        self.read = {of: read.get(of, 0) for of in given} | {memory(x): extent(x) for x in hidden}
-        #: Memory the function reads besides inputs and learned or written state: frozen parameters, buffers, captured
-        #: tensors.
-        self.besides = {of: size for of, size in read.items() if of not in own}
-        self.besides_bytes = sum(self.besides.values()) + of_state
+        written = {memory(now[n]): 0 for n in self.state if n in now} | changed
+        self.costs = forward_costs(self, leaves, outputs, again, counter, written)
         generator = torch.Generator(self.device).manual_seed(self.task.seed)
         self.upstream = tuple(
             torch.randn(
@@ -240,9 +225,8 @@ class UserProblem(Problem):
         )
         if gradient and not any(g is not None for g in self.upstream):
             raise ValueError(f"study: {self.op} {NO_BACKWARD}; ask for fwd alone")
-        self.gradient_bytes = self.gradient_flops = self.gradient_besides = 0
-        self.gradient_uncounted: list[str] = []
-        self.gradient_read = self._read_by_gradient(leaves, again) if gradient else 0
+        if gradient:
+            add_gradient_costs(self.costs, self, leaves, again)
         self.one_by_one = self.task.pass_ == "bwd" and bool(self.state) and self._is_overwritten(leaves)
 
     def _once(self, call: Callable[[], Result]) -> Result:
@@ -277,79 +261,6 @@ class UserProblem(Problem):
             return True
         return False
 
-    def _read_by_gradient(self, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> int:
-        """Bytes that the gradient reads of inputs and parameters: what the function reads of those whose other values
-        give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs
-        none."""
-        here, counter = counted(lambda: self.gradients(outputs, leaves, self.upstream), reads=True)
-        # FLOPs of recomputation (checkpointing) are not required
-        self.gradient_flops = counter.flops if self.uncounted else min(counter.flops, 2 * self.flops)
-        self.gradient_uncounted = list(counter.uncounted)
-        if odd := [g for g in here if g.layout != torch.strided]:
-            raise ValueError(
-                f"study: {self.op} must have dense gradients, got a {odd[0].layout} one; make it dense (an embedding's: sparse=False)"
-            )
-        self.gradient_bytes = _written(here, [g for g in self.upstream if g is not None])
-        read = counter.reads.bytes() if counter.reads is not None else {}
-        self.gradient_besides = sum(size for of, size in read.items() if of in self.besides)
-        floats = [x for x in (*leaves, *self.parameters) if differentiable(x) and x.numel()]
-        if not self._gradients_change(floats, leaves, here):
-            return 0
-        idle = set()  # floats that the gradient does not read
-        if len(floats) > 1:
-            idle = {memory(x) for x in floats[:MOST_APART] if not self._gradients_change([x], leaves, here)}
-        return sum(size for of, size in self.read.items() if of not in idle)
-
-    def _gradients_change(self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], here: Sequence[Tensor]) -> bool:
-        """Whether other values of some inputs and parameters give other gradients than these."""
-        other = {id(x): truth.other(x) for x in some}
-        moved = tuple(other[id(x)].requires_grad_(x.requires_grad) if id(x) in other else x for x in leaves)
-        before = {p: p.detach().clone() for p in self.parameters if id(p) in other}
-        try:
-            for p in before:
-                p.data.copy_(other[id(p)])
-            self.begin_anew()
-            others = self.eager(moved)
-            if _shapes(others) != self.shapes:
-                return True
-            there = self.gradients(others, moved, self.upstream)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a function that rejects other values depends on them
-            return True
-        finally:
-            for p, values in before.items():
-                p.data.copy_(values)
-        return any(not torch.equal(a, b) for a, b in zip(here, there, strict=True))
-
-    def _read_unseen(
-        self, some: Sequence[Tensor], leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Those of the inputs and parameters of which no operator has read anything, but on whose values the outputs
-        depend: a kernel of the user's own reads them. After MOST_APART the rest are taken to be read."""
-        return [
-            x
-            for i, x in enumerate(some)
-            if x.numel()
-            and (i >= MOST_APART or self._depends_on(x, leaves, [y for y in outputs if memory(y) != memory(x)]))
-        ]
-
-    def _depends_on(self, x: Tensor, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> bool:
-        """Whether other values of x, an input or parameter, give other outputs than these."""
-        before = x.detach().clone()
-        try:
-            with torch.no_grad():
-                x.data.copy_(truth.other(x))
-                self.begin_anew()
-                others = [y for y in self.eager(leaves) if memory(y) != memory(x)]
-            return _shapes(others) != _shapes(outputs) or not all(map(truth.equal, others, outputs))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # it rejects other values
-            return True
-        finally:
-            x.data.copy_(before)
-
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         found = list(self.arguments)
         for i, x in zip(self.where, tensors, strict=True):
@@ -375,9 +286,9 @@ class UserProblem(Problem):
                 f"study: {self.op} must run on float64 tensors, too, which give the truth, got {reason(error)}; "
                 "let it take them"
             ) from error
-        if _shapes(found) != self.shapes:
+        if shapes(found) != self.shapes:
             raise ValueError(
-                f"study: {self.op} must give results of the same shapes in float64, which are the truth, got {_shapes(found)} for "
+                f"study: {self.op} must give results of the same shapes in float64, which are the truth, got {shapes(found)} for "
                 f"{self.shapes}; let none depend on the dtype"
             )
         return found
@@ -400,25 +311,13 @@ class UserProblem(Problem):
         return self.text + (f" parameters[{count}]" if count else "")
 
     def bytes_min(self) -> int:
-        """Forward: reads what its operators read of inputs, parameters and other memory, each element once, and writes
-        outputs. Backward: reads output gradients, writes gradients of floating inputs and parameters, reads as much as
-        the forward of those on which gradients depend, and other memory as far as operators read it. Views of existing memory are not written."""
-        forward = sum(self.read.values()) + self.besides_bytes + self.output_bytes
-        upstream = sum(g.numel() * g.element_size() for g in self.upstream if g is not None)
-        backward = upstream + self.gradient_bytes + self.gradient_besides + self.gradient_read
-        return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[self.task.pass_]
+        return self.costs.bytes_min(self.task.pass_)
 
     def flops_min(self) -> int | None:
-        """FLOPs as counted by `counting.py`, which excludes elementwise operations."""
-        if self.flops_unknown():
-            return None
-        backward = self.gradient_flops
-        return {"fwd": self.flops, "bwd": backward, "fwd+bwd": self.flops + backward}[self.task.pass_]
+        return self.costs.flops_min(self.task.pass_)
 
     def flops_unknown(self) -> list[str]:
-        backward = self.gradient_uncounted
-        both = {"fwd": self.uncounted, "bwd": backward, "fwd+bwd": [*self.uncounted, *backward]}
-        return list(dict.fromkeys(both[self.task.pass_]))
+        return self.costs.flops_unknown(self.task.pass_)
 
 
 def _held(function: Any) -> dict[str, Tensor]:
@@ -431,25 +330,13 @@ def _held(function: Any) -> dict[str, Tensor]:
 
 
 def _same(x: Tensor, before: Tensor | None) -> bool:
-    return before is not None and (x.shape, x.dtype) == (before.shape, before.dtype) and truth.equal(x, before)
-
-
-def _changed(x: Tensor, now: Tensor) -> int:
-    """Bytes of the elements of `now` that differ from those of x; all where the shape does."""
-    if (x.shape, x.dtype) != (now.shape, now.dtype):
-        return extent(now)
-    same = (x == now) | ((x != x) & (now != now))
-    return (x.numel() - int(same.count_nonzero())) * x.element_size()
+    return before is not None and (x.shape, x.dtype) == (before.shape, before.dtype) and equal(x, before)
 
 
 def _cast(module: nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> nn.Module:
     """Cast parameters and buffers. `nn.Module.to` would make complex ones real, and `double` would leave them
     unchanged."""
     return module._apply(lambda x: x.to(to(x.dtype)))  # type: ignore[no-any-return]
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(y.shape) for y in tensors)
 
 
 def _tensors_of(result: Any) -> tuple[Tensor, ...]:
@@ -465,14 +352,3 @@ def _register(result: Any) -> None:
         pytree.register_dataclass(of)
     if unknown:
         _register(unknown)  # those inside
-
-
-def _written(tensors: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes newly allocated for the tensors: views of `read` are free, and shared storage counts once."""
-    memory = {x.untyped_storage().data_ptr() for x in read}
-    found: dict[int, int] = {}
-    for y in {(y.data_ptr(), y.shape, y.stride()): y for y in tensors}.values():
-        storage = y.untyped_storage()
-        if storage.data_ptr() not in memory:
-            found[storage.data_ptr()] = min(found.get(storage.data_ptr(), 0) + extent(y), storage.nbytes())
-    return sum(found.values())

@@ -39,9 +39,9 @@ def gate(
     """value · act(gate), (..., F) each, in their dtype; `op` and `names`, of value and gate, are for errors."""
     _check(op, names[0], value, activation)
     _check(op, names[1], gate, activation)
-    for what, told in (("shape", tuple), ("dtype", dtype_name), ("device", str)):
+    for what, text in (("shape", tuple), ("dtype", dtype_name), ("device", str)):
         if getattr(gate, what) != getattr(value, what):
-            wanted, got = told(getattr(value, what)), told(getattr(gate, what))
+            wanted, got = text(getattr(value, what)), text(getattr(gate, what))
             fail(op, names[1], f"have the {what} of {names[0]}, {wanted}", got, "match the two")
     return _apply(value, gate, Spec(activation, "separate"), impl)
 
