@@ -77,6 +77,10 @@ def test_operations_of_what_is_made_of_other_sums(name, texts, forward, backward
 def test_products_of_a_backward_are_those_that_it_needs():
     assert problem("attention", *["fp32[1,2,8,4]"] * 3).flops_min() == 2 * (2 * 2 * 8 * 8 * 4)
     assert problem("attention", *["fp32[1,2,8,4]"] * 3, pass_="bwd").flops_min() == 4 * (2 * 2 * 8 * 8 * 4)
+    scores = 3 * 4 // 2 + (5 - 3) * 3  # of five queries and three keys, as far as a query sees them
+    for pass_, products in (("fwd", 2), ("bwd", 4)):
+        causal = problem("causal", "fp32[1,2,5,4]", *["fp32[1,2,3,4]"] * 2, pass_=pass_)
+        assert causal.flops_min() == products * (2 * 2 * scores * 4)
     product = 2 * 3 * 6 * 4
     assert problem("Net", "fp32[3,6] fixed", pass_="bwd").flops_min() == product  # only the weight's gradient
     assert problem("remembering_less", "fp32[3,6]", "fp32[6,4]", pass_="bwd").flops_min() == 2 * product
@@ -124,7 +128,7 @@ def test_a_buffer_that_is_written_is_bytes_that_move():
     ("name", "texts", "forward", "backward"),
     [
         # 1000 rows of 8; two indices, both 3: one row is read, two are written; the dense gradient is written whole
-        ("looked_up", ["table=fp32[1000,8]", "index=i64[2] full(3)"], 32 + 16 + 64, 64 + 32000),
+        ("looked_up", ["table=fp32[1000,8]", "index=i64[2] full(3)"], 32 + 16 + 64, 64 + 32000 + 16),
         ("first_rows", ["x=fp32[1000,8]"], 320 + 320, 320 + 32000),
         ("through_views", ["x=fp32[1000,8]", "index=i64[2] full(3)"], 32 + 16 + 64, 64 + 32000 + 32 + 16),
         ("looked_up_and_summed", ["table=fp32[1000,8]", "index=i64[2] full(3)"], 32000 + 16 + 64 + 32, None),

@@ -87,6 +87,10 @@ def attention(q, k, v):
     return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+def causal(q, k, v):
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def of_scores(q, k, v):
     """Attention as a function of scores, causal: a higher-order operator that can only run compiled."""
     from torch.nn.attention import flex_attention as flex

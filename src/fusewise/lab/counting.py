@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .code.aten import ALIKE, INDEXED, OVERWRITE, RESERVE
-from .flops import FACTORISATIONS, TRANSFORMS, of_transform, products, uncounted
+from .flops import FACTORISATIONS, TRANSFORMS, in_view, of_transform, products, uncounted
 from .modes import Mode, Result, under
 from .reads import Call, Reads, position
 from .reads import storage as memory
@@ -80,6 +80,7 @@ class Counter(Mode):
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=result))  # two FLOPs per term
             terms = flops // (2 * min(y.numel() for y in outputs if y.ndim == outputs[0].ndim))
+            flops = in_view(func, args, kwargs, flops)
         elif name in FACTORISATIONS:
             which, count = FACTORISATIONS[name]
             flops, terms = count(args[which], outputs), max(args[which].shape[-2:])

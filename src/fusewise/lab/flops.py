@@ -57,6 +57,19 @@ def products() -> dict[Any, Callable[..., Any]]:
     return known
 
 
+def in_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], flops: int) -> int:
+    """The FLOPs of an operator, given what its formula says: of `scaled_dot_product_attention` with `is_causal` only the
+    share of the scores that are in view, i + 1 of query i."""
+    if not str(func).startswith("aten._scaled_dot_product_"):
+        return flops
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    if not named.get("is_causal"):
+        return flops
+    rows, columns = named["query"].shape[-2], named["key"].shape[-2]
+    square = min(rows, columns)
+    return flops * (square * (square + 1) // 2 + (rows - square) * columns) // (rows * columns)
+
+
 def _of_layers(x: Tensor, weights: Sequence[Tensor]) -> int:
     """Recurrent layers in one operator: every weight is applied at every step of every sequence."""
     steps = x.shape[:-1].numel()

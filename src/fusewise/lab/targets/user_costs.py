@@ -91,8 +91,9 @@ def add_gradient_costs(costs: Costs, problem: Problem, leaves: tuple[Tensor, ...
     costs.gradient_flops = counter.flops if costs.uncounted else min(counter.flops, 2 * costs.flops)
     costs.gradient_uncounted = list(counter.uncounted)
     upstream = [g for g in problem.upstream if g is not None]
-    besides = sum(size for of, size in _reads(counter).items() if of in costs.besides)
-    costs.gradient_read = _read_by_gradient(costs.read, problem, leaves, here)
+    seen = _reads(counter)
+    besides = sum(size for of, size in seen.items() if of in costs.besides)
+    costs.gradient_read = _read_by_gradient(costs.read, problem, leaves, here, seen)
     costs.gradient_other = sum(g.numel() * g.element_size() for g in upstream) + _written(here, upstream) + besides
 
 
@@ -101,14 +102,20 @@ def _reads(counter: Counter) -> dict[int, int]:
 
 
 def _read_by_gradient(
-    read: Mapping[int, int], problem: Problem, leaves: tuple[Tensor, ...], here: Sequence[Tensor]
+    read: Mapping[int, int],
+    problem: Problem,
+    leaves: tuple[Tensor, ...],
+    here: Sequence[Tensor],
+    seen: Mapping[int, int],
 ) -> int:
     """Bytes that the gradients `here` need of inputs and parameters: what the function reads of those whose other values
-    give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs
-    none."""
+    give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs only
+    the integers that operators of the backward read (`seen`), such as indices: these are not tried with other values,
+    which might not fit."""
     floats = [x for x in (*leaves, *problem.parameters) if differentiable(x) and x.numel()]
     if not _gradients_change(problem, floats, leaves, here):
-        return 0
+        integers = {memory(x) for x in leaves if not differentiable(x)}
+        return sum(size for of, size in read.items() if of in integers and of in seen)
     idle = set()  # floats that the gradient does not read
     if len(floats) > 1:
         idle = {memory(x) for x in floats[:MOST_APART] if not _gradients_change(problem, [x], leaves, here)}
