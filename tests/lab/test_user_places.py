@@ -156,10 +156,16 @@ dims, place, one = (0, (1, "a")), torch.device("cpu"), (lowest,)
 class Width(enum.IntEnum):
     narrow = 4
 width = Width.narrow
+def wrapped(f):
+    return f
+@wrapped
+def shapes(y):
+    return y.shape
+@wrapped
 @torch.no_grad()
 def masked(x: torch.Tensor, low: float = lowest) -> tuple:
     def inside(y):
-        return y.shape, [lowest for _ in y.shape]
+        return shapes(y), [lowest for _ in y.shape]
     return low, highest, unknown, turn, width, dims, one, place, *inside(x)
 """
 

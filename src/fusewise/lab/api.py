@@ -218,6 +218,7 @@ def written(function: Callable[..., Any]) -> str:
     """
     lines: dict[str, str] = {}
     sources: list[str] = []
+    begun: set[str] = set()
 
     def add(of: Any) -> None:
         try:
@@ -226,13 +227,14 @@ def written(function: Callable[..., Any]) -> str:
             raise ValueError(
                 f"study: function must have source that can be read, got {of.__name__} without; save it to a file and import it"
             ) from None
-        if source in sources:
+        if source in begun:
             return
-        sources.append(source)
+        begun.add(source)
         known = inspect.unwrap(of).__globals__
         for name in _names(compile(source, "<notebook>", "exec", dont_inherit=True)):
             if name in known:
                 need(name, known[name])
+        sources.append(source)  # after what it uses, which a decorator or a default needs first
 
     def need(name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType):
@@ -256,7 +258,7 @@ def written(function: Callable[..., Any]) -> str:
                 ) from None
 
     add(function)
-    return "\n".join([*lines.values(), "", *reversed(sources)])
+    return "\n".join([*lines.values(), "", *sources])
 
 
 def _constant(value: Any) -> str:
