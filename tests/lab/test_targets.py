@@ -33,6 +33,9 @@ def test_targets_are_found_by_name_and_by_a_preset():
     target, preset = targets.resolve("geglu-memory")
     assert (target.name, preset) == ("geglu", "geglu-memory")
     assert targets.resolve("gelu")[1] is None
+    assert targets.resolve("gelu", (), "gelu-sizes")[1] == "gelu-sizes"
+    with pytest.raises(ValueError, match="preset must be named once, got 'gelu-quick' as target and 'gelu-sizes'"):
+        targets.resolve("gelu-quick", (), "gelu-sizes")
     with pytest.raises(ValueError, match=r"target must be one of rope, geglu, gelu.*, got 'tango'"):
         targets.find("tango")
     assert targets.resolve("cache-serving")[0].name == "rope_and_cache"

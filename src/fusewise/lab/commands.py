@@ -168,8 +168,7 @@ def case_listing(
     target: str, inputs: Sequence[str] = (), preset: str | None = None, cases: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Every preset of a target with its cases, shapes and bytes, or only the requested ones."""
-    made, of_name = targets.resolve(target, inputs)
-    asked = preset or of_name
+    made, asked = targets.resolve(target, inputs, preset)
     presets = {asked: made.cases(asked)} if asked else made.presets()
     wanted = {made.case(name).name for name in cases}
     return [

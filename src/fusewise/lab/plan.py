@@ -52,10 +52,10 @@ class Request:
 
 def options(request: Request, out: Path) -> Options:
     """Validate and resolve the request. ValueError, with a fix, for anything that cannot be measured."""
-    target, preset = targets.resolve(request.target, request.inputs)
-    if (request.preset or preset) is not None and request.cases:
+    target, preset = targets.resolve(request.target, request.inputs, request.preset)
+    if preset is not None and request.cases:
         raise ValueError("study: give --preset or --case, got both; leave one out")
-    preset = request.preset or preset or (None if request.cases else target.default_preset)
+    preset = preset or (None if request.cases else target.default_preset)
     where = device(request.device)
     chosen = [target.case(name) for name in dict.fromkeys(request.cases)] or target.cases(preset or "")
     for dtype in request.dtypes:
@@ -162,6 +162,6 @@ def run_directory(request: Request, stamp: str) -> Path:
     """The run directory: the one requested, or a new one named after the preset and `stamp`."""
     if request.out is not None:
         return request.out
-    target, preset = targets.resolve(request.target, request.inputs)
-    name = request.preset or preset or ("cases" if request.cases else target.default_preset or target.name)
+    target, preset = targets.resolve(request.target, request.inputs, request.preset)
+    name = preset or ("cases" if request.cases else target.default_preset or target.name)
     return Path("fusewise-runs") / f"{file_name(name)}-{stamp}"

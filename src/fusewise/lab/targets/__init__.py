@@ -151,20 +151,30 @@ def find(name: str) -> Target:
     return target
 
 
-def resolve(name: str, inputs: Sequence[str] = ()) -> tuple[Target, str | None]:
-    """Resolve the name of a target, of a preset (then with that preset), or of a user's function with its inputs."""
+def resolve(name: str, inputs: Sequence[str] = (), preset: str | None = None) -> tuple[Target, str | None]:
+    """Resolve the name of a target (with `preset`), of a preset (then with that preset), or of a user's function with its
+    inputs."""
     if ":" in name:
         from .user import User
 
-        return User(name, inputs), None
+        return User(name, inputs), preset
     if inputs:
         raise ValueError(f"study: inputs must be those of a function, got target {name!r}; try my_file.py:my_function")
-    if name not in names():
-        for known in names():
-            with suppress(ValueError):  # a broken target is reported only to whoever asks for it
-                if name in (target := find(known)).presets():
-                    return target, name
-    return find(name), None
+    target = None if name in names() else _of_preset(name)
+    if target is None:
+        return find(name), preset
+    if preset not in (None, name):
+        raise ValueError(f"study: preset must be named once, got {name!r} as target and {preset!r}; leave one out")
+    return target, name
+
+
+def _of_preset(name: str) -> Target | None:
+    """The target that has a preset of that name."""
+    for known in names():
+        with suppress(ValueError):  # a broken target is reported only to whoever asks for it
+            if name in (target := find(known)).presets():
+                return target
+    return None
 
 
 def problem_for(task: Task) -> Problem:
