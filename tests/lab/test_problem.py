@@ -41,19 +41,21 @@ def test_every_backward_has_a_gradient_that_nobody_else_holds():
 
 
 def test_outputs_may_depend_on_each_other():
-    """An output may also be repeated, an unchanged input, a leaf, or without gradient."""
+    """An output may also be repeated, an unchanged input, a leaf, one with a hook, or without gradient."""
     x, leaf = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     gs = [torch.randn(3, 4) for _ in range(6)]
 
     def outputs():
         y = x.sin()
-        return y, y.exp(), y, leaf, leaf * y, y.detach()
+        hooked = 2 * y
+        hooked.register_hook(lambda g: 3 * g)
+        return y, y.exp(), y, leaf, leaf * y, hooked, y.detach()
 
     ys = outputs()
-    given = handed_over(ys, [*gs[:5], None])
-    assert given[5] is None
-    found = torch.autograd.grad(ys[:5], (x, leaf), given[:5])
-    expected = torch.autograd.grad(outputs()[:5], (x, leaf), gs[:5])
+    given = handed_over(ys, [*gs, None])
+    assert given[6] is None
+    found = torch.autograd.grad(ys[:6], (x, leaf), given[:6])
+    expected = torch.autograd.grad(outputs()[:6], (x, leaf), gs)
     torch.testing.assert_close(found, expected)
 
 
