@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from builders import full_record, gpu_record, measurement, row, study_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusewise.lab import analysis, commands, compare, record, schema, verdict
+from fusewise.lab import analysis, commands, compare, folder, record, schema, verdict
 from fusewise.lab.render import html, markdown, script, terminal
 
 FIELDS = [
@@ -376,3 +377,15 @@ def test_reading_a_record_runs_nothing_that_is_in_it(tmp_path):
     )
     assert done.stdout.strip() == "!!python/object"
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_folder_of_someone_else_is_read_and_locked_with_care(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / ".lock").symlink_to(mine)
+    with pytest.raises(OSError, match="symbolic links"), folder.claimed(tmp_path):
+        pass
+    assert mine.read_text() == "mine"
+    os.mkfifo(tmp_path / "record.json")  # reading it would wait for ever
+    with pytest.raises(ValueError, match="got one without record.json"):
+        record.read(tmp_path)

@@ -52,6 +52,7 @@ def run(out, providers, **fields):
 @pytest.fixture(scope="module")
 def misbehaving(tmp_path_factory):
     out = tmp_path_factory.mktemp("fakes")
+    (out / "rows.jsonl").symlink_to(out / "elsewhere")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONUNBUFFERED", raising=False)  # not set when a user types the command
         made, _ = run(out, ["floor-copy", "eager", *(f"lab_fakes:{name}" for name in FAKES.split()), "lab_fakes:Gone"])
@@ -97,6 +98,7 @@ def test_the_record_on_disk_is_complete_and_valid(misbehaving):
     made, out = misbehaving
     assert record.read(out) == made
     assert made.finished
+    assert not (out / "elsewhere").exists()  # nothing is written through a link
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert lines == [r.to_json() for r in made.rows]
     pytest.importorskip("jsonschema").validate(made.to_json(), schema.schema())

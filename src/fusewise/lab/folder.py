@@ -29,13 +29,14 @@ class Refused(ValueError):
 @contextmanager
 def claimed(out: Path, resume: bool = False) -> Iterator[None]:
     """Create `out` if needed and lock it for this process until the block ends or the process is killed, even by
-    SIGKILL. Raises OSError if nothing can be written, Refused if another process holds it or (nothing created) if there
-    is no run to resume.
+    SIGKILL. Raises OSError if nothing can be written or the lock is a symlink, e.g. in someone else's folder, Refused if
+    another process holds it or (nothing created) if there is no run to resume.
     """
     if resume and not (out / "record.json").exists():
         raise Refused(f"study: --resume must find a record.json in {out}, got none; leave --resume out")
     out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("a+", encoding="utf-8") as file:
+    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

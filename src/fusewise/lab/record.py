@@ -240,7 +240,7 @@ def save(record: Record, directory: Path) -> None:
 def read(path: Path) -> Record:
     """Read a record from a record.json or its directory."""
     file = path / "record.json" if path.is_dir() else path
-    if path.is_dir() and not file.exists():
+    if path.is_dir() and not file.is_file():  # nor a pipe or device, which may never end
         raise ValueError(f"record: {path} must be a run directory, got one without record.json; name another")
     try:
         data = loads(file.read_text(encoding="utf-8"))

@@ -108,7 +108,7 @@ class Study:
         if options.time_limit is not None:
             self.deadline = started + options.time_limit
         (options.out / "logs").mkdir(parents=True, exist_ok=True)
-        (options.out / "rows.jsonl").write_text("", encoding="utf-8")
+        (options.out / "rows.jsonl").unlink(missing_ok=True)  # not emptied: a symlink must not be followed
         record.append_rows(options.out / "rows.jsonl", self.record.rows)
         record.save(self.record, options.out)  # an unwritable directory should fail now, not after an hour
         try:
