@@ -387,5 +387,5 @@ def test_a_folder_of_someone_else_is_read_and_locked_with_care(tmp_path):
         pass
     assert mine.read_text() == "mine"
     os.mkfifo(tmp_path / "record.json")  # reading it would wait for ever
-    with pytest.raises(ValueError, match="got one without record.json"):
+    with pytest.raises(ValueError, match=r"got one without record\.json"):
         record.read(tmp_path)

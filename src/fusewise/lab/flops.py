@@ -65,7 +65,8 @@ def in_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any], flops: int) 
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     if not named.get("is_causal"):
         return flops
-    rows, columns = named["query"].shape[-2], named["key"].shape[-2]
+    rows: int = named["query"].shape[-2]
+    columns: int = named["key"].shape[-2]
     square = min(rows, columns)
     return flops * (square * (square + 1) // 2 + (rows - square) * columns) // (rows * columns)
 

@@ -149,7 +149,9 @@ def device(name: str | None, verb: str = "study") -> str:
     if index is None and count:
         return machine.default_device()
     if index is None or index >= count:
-        raise ValueError(f"{verb}: device must be one of {count} CUDA devices, got {name!r}; try --device cpu")
+        raise ValueError(
+            f"{verb}: device must be one of the {count} CUDA devices that torch sees, got {name!r}; try --device cpu"
+        )
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"{verb}: device must be one for each rank of this machine, got {name!r} for all, which would disturb each "

@@ -82,7 +82,7 @@ def handed_over(outputs: Sequence[Tensor], upstream: Sequence[Tensor | None]) ->
 
 def _handed_over(y: Tensor, g: Tensor) -> Tensor:
     alone = [g.to(y.dtype, copy=True)]
-    if y.grad_fn is None or y._backward_hooks:  # no node whose hook could make the swap, or one after the function's own
+    if y.grad_fn is None or y._backward_hooks:  # no node to make the swap, or only after the function's own hooks
         return alone[0]
     stand_in = alone[0].new_zeros(()).expand_as(y)
 
