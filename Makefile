@@ -4,6 +4,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # Test processes: as many as there are cores, to 12, since each has memory of its own on a GPU.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 12 ? n : 12)))
+# Tests and studies start hundreds of Pythons, which should not compile the same sources again, whatever the caller's setting.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: study test test-gpu check format clean
 

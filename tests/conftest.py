@@ -85,8 +85,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if ("interpreter" in item.keywords) == INTERPRETER]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (kept if ("interpreter" in item.keywords) == INTERPRETER else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
     items[:] = kept
     if not torch.cuda.is_available():
         for item in items:

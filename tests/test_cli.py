@@ -153,7 +153,11 @@ def test_an_interruption_exits_130_wherever_it_comes(arguments, where, end, monk
 
     module, name = where.split(".")
     monkeypatch.setattr(importlib.import_module(f"fusewise.lab.{module}"), name, interrupted)
-    result = invoke(*arguments)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    try:
+        result = invoke(*arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
