@@ -20,6 +20,7 @@ from torch import Tensor
 
 import fusewise
 from fusewise._shared import build, host
+from fusewise._shared.cuda import PARTS
 from fusewise.ops._choice import Choice
 from fusewise.ops.gated_linear._cuda.tiles import columns_of_few
 
@@ -169,12 +170,16 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
             if triton_kernels.capability(target) != int(capability):
                 raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
             arch = f"sm_{capability}a"  # includes architecture-specific instructions
-            only = module.one(problem.dtype, problem.case.activation)  # type: ignore[attr-defined]
+            # The kernels of few rows serve y alone, and are a source of their own.
+            few = problem.task.pass_ == "fwd" and columns_of_few(problem.case.rows) is not None  # type: ignore[attr-defined]
+            source = module.SOURCES[1 if few else 0]
+            only = (PARTS, *module.one(problem.dtype, problem.case.activation))  # type: ignore[attr-defined]
         else:
             arch = f"sm_{triton_kernels.capability(target)}"
+            source = module.SOURCES[0]
             dtype, of, to = _instance(problem)
             only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
-        ptx = _nvcc(module.SOURCES[0], Path(folder, "kernel.ptx"), "-ptx", arch, *only)
+        ptx = _nvcc(source, Path(folder, "kernel.ptx"), "-ptx", arch, *only)
         cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", arch).read_bytes()
         text = ptx.read_text(encoding="utf-8")
     parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
