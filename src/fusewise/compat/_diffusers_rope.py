@@ -164,8 +164,25 @@ def apply_rotary_emb_anyflow(hidden_states: Tensor, freqs: Tensor) -> Tensor:
     """
     op = "apply_rotary_emb_anyflow"
     batch, _, tokens, width = check_shape(op, "hidden_states", hidden_states, *_BHSD)
+    return by_complex(hidden_states, _of_tokens(op, freqs, batch, tokens, width), "bhsd")
+
+
+def apply_rotary_emb_sana_wm(hidden_states: Tensor, freqs: Tensor) -> Tensor:
+    """`apply_rotary_emb_anyflow` for hidden_states (B, H, D, S), features before tokens; `_apply_rotary_emb` of SANA-WM.
+
+    In the result, as in diffusers, the features of a token are contiguous. Where those of hidden_states are not, it is copied.
+    """
+    op = "apply_rotary_emb_sana_wm"
+    form = "(B, H, D, S)", (None,) * 4, "pass (B, H, D, S), the tokens last"
+    batch, _, width, tokens = check_shape(op, "hidden_states", hidden_states, *form)
+    freqs = _of_tokens(op, freqs, batch, tokens, width)
+    return by_complex(hidden_states.transpose(2, 3), freqs, "bhsd").transpose(2, 3)
+
+
+def _of_tokens(op: str, freqs: Tensor, batch: int, tokens: int, width: int) -> Tensor:
+    """Check complex freqs (1 | B, 1, S, D / 2) and return them without the dimension of the heads."""
     check_shape(op, "freqs", freqs, "(1 | B, 1, S, D / 2)", ((1, batch), 1, tokens, width // 2), OF_TOKENS)
-    return by_complex(hidden_states, freqs[:, 0], "bhsd")
+    return freqs[:, 0]
 
 
 def apply_rotary_emb_joyimage(xq: Tensor, xk: Tensor, freqs_cis: Any) -> Pair:
@@ -266,8 +283,8 @@ def apply_rope_prx(xq: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def apply_rotary_kandinsky5(x: Tensor, rope: Tensor) -> Tensor:
-    """`apply_rope_hidream` for one x (B, S, H, D) and rope ((1 | B,) S, 1, D / 2, 2, 2); `apply_rotary` inside Kandinsky 5's
-    attention processor, which rounds to bfloat16 for any dtype of x."""
+    """`apply_rope_hidream` for one x (B, S, H, D) and rope ((1 | B,) S, 1, D / 2, 2, 2); `apply_rotary` of
+    Kandinsky 6, and inside Kandinsky 5's attention processor, which rounds to bfloat16 for any dtype of x."""
     op = "apply_rotary_kandinsky5"
     batch, tokens, _, width = check_shape(op, "x", x, *_BSHD)
     if len(shape_of(op, "rope", rope)) == 5:
