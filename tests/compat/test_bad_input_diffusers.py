@@ -36,6 +36,7 @@ CALLS: dict[Any, dict[str, Any]] = {
     diffusers.apply_rotary_emb_wan: {"hidden_states": X, "freqs_cos": rand(1, S, 1, D), "freqs_sin": rand(1, S, 1, D)},
     diffusers.apply_rotary_emb_transposed: {"hidden_states": X, "freqs_cis": rand(B, S, 2 * D)},
     diffusers.apply_rotary_emb_anyflow: {"hidden_states": XH, "freqs": FREQS[None, None, :S]},
+    diffusers.apply_rotary_emb_sana_wm: {"hidden_states": XH.mT, "freqs": FREQS[None, None, :S]},
     diffusers.apply_rotary_emb_joyimage: {"xq": X, "xk": X.clone(), "freqs_cis": both(S, D)},
     diffusers.apply_rotary_emb_batched: {"xq": X, "xk": X.clone(), "freqs_cis": both(B, S, D)},
     diffusers.apply_rotary_emb_minimax_h3: {"hidden_states": X, "cos": rand(S, 8), "sin": rand(S, 8)},

@@ -48,6 +48,12 @@ def test_without_a_batch() -> None:
     assert torch.equal(diffusers.apply_rotary_emb(x, tables, use_real_unbind_dim=-2, sequence_dim=1), y.transpose(1, 2))
 
 
+def test_one_row_for_all_tokens() -> None:
+    x, (cos, sin) = randn(B, HQ, T, D), repeated(*(t[0, :1] for t in table(D, 1)))
+    y = diffusers.apply_rotary_emb(x, (cos, sin))
+    assert torch.equal(y, diffusers.apply_rotary_emb(x, (cos.expand(T, D).clone(), sin.expand(T, D).clone())))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_tables_of_64_bits(dtype: torch.dtype) -> None:
     angles = torch.rand(T, D // 2, device=DEVICE, dtype=torch.float64)
@@ -69,10 +75,10 @@ def test_tables_of_64_bits(dtype: torch.dtype) -> None:
     ("wrong", "message"),
     [
         ({"sequence_dim": 3}, "sequence_dim must be 1 or 2, got 3; "),
-        ({"sequence_dim": 1}, "cos must have shape (S, D) of x, (4, 16), got (5, 16); "),
+        ({"sequence_dim": 1}, "cos must have shape (1 | S, D) = (1 | 4, 16), got (5, 16); "),
         ({"use_real_unbind_dim": 0}, "use_real_unbind_dim must be -1 or -2, got 0; "),
         ({"freqs_cis": torch.ones(T, D)}, "freqs_cis must be (cos, sin), got Tensor; "),
-        ({"freqs_cis": (torch.ones(T, D), torch.ones(T, 8))}, "sin must have shape (S, D) of x, (5, 16), got (5, 8); "),
+        ({"freqs_cis": (torch.ones(T, D), torch.ones(T, 8))}, "sin must have shape (1 | S, D) = (1 | 5, 16), got (5, 8); "),
         ({"freqs_cis": torch.ones(T, 8), "use_real": False}, "freqs_cis must have shape (1 | B, S, D / 2) of x, (4, 8), got (5, 8)"),
         ({"x": torch.ones(T, D)}, "x must have at least 3 dimensions, got shape (5, 16); "),
     ],

@@ -65,6 +65,13 @@ def anyflow(dtype: torch.dtype, batch: int) -> Case:
     return lambda x: diffusers.apply_rotary_emb_anyflow(x, freqs), packed("bhsd", dtype), statement
 
 
+def sana_wm(dtype: torch.dtype, batch: int) -> Case:
+    a = angles(batch, 1, S, P)
+    freqs = torch.polar(torch.ones_like(a), a)
+    statement = lambda x: rotate(x.mT, a.cos(), a.sin(), interleaved=True).mT  # noqa: E731
+    return lambda x: diffusers.apply_rotary_emb_sana_wm(x, freqs), packed("bhsd", dtype).mT, statement
+
+
 def joyimage(dtype: torch.dtype, batch: int) -> Case:
     a, k = angles(S, P), randn(B, S, HK, D, dtype=dtype)
     at = a.cos()[:, None], a.sin()[:, None]
@@ -150,7 +157,7 @@ def kolors(dtype: torch.dtype, batch: int) -> Case:
 
 
 CASES = [
-    wan, helios, qwen_neuron, anyflow, joyimage, joyimage_batched, minimax_h3, minimax_music3, stable_audio, stable_audio3,
+    wan, helios, qwen_neuron, anyflow, sana_wm, joyimage, joyimage_batched, minimax_h3, minimax_music3, stable_audio, stable_audio3,
     hidream, prx, kandinsky5, kolors,
 ]  # fmt: skip
 

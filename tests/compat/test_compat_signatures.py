@@ -283,7 +283,7 @@ SIGNATURES = {
         "apply_rotary_emb_qwen_neuron": "x, freqs",
         "apply_rotary_emb_wan": "hidden_states, freqs_cos, freqs_sin",
         "apply_rotary_emb_transposed": "hidden_states, freqs_cis",
-        "apply_rotary_emb_anyflow": "hidden_states, freqs",
+        **dict.fromkeys(("apply_rotary_emb_anyflow", "apply_rotary_emb_sana_wm"), "hidden_states, freqs"),
         **dict.fromkeys(("apply_rotary_emb_joyimage", "apply_rotary_emb_batched"), "xq, xk, freqs_cis"),
         "apply_rotary_emb_minimax_h3": "hidden_states, cos, sin",
         "apply_partial_rotary_emb_minimax_music3": "hidden_states, rotary_emb",
@@ -314,9 +314,11 @@ SIGNATURES = {
             "dim, dim_out=None, mult=4, dropout=0.0, activation_fn='geglu', final_dropout=False, inner_dim=None, bias=True"
         ),
         "FeedForward.forward": "self, hidden_states, *args, **kwargs",
-        "Flux2SwiGLU.forward": "self, x",
-        "Flux2FeedForward": "dim, dim_out=None, mult=3.0, inner_dim=None, bias=False",
-        "Flux2FeedForward.forward": "self, x",
+        **dict.fromkeys(("Flux2SwiGLU.forward", "Flux3SwiGLU.forward"), "self, x"),
+        **dict.fromkeys(
+            ("Flux2FeedForward", "Flux3FeedForward"), "dim, dim_out=None, mult=3.0, inner_dim=None, bias=False"
+        ),
+        **dict.fromkeys(("Flux2FeedForward.forward", "Flux3FeedForward.forward"), "self, x"),
     },
 }
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops._common import dtype_name, fail
-from ._check import check_shape, check_tensor, flag, shape_of, whole
+from ._check import check_shape, flag, shape_of, whole
 from ._shared import alike, complex_tables, rotate_pair
 
 Pair = tuple[Tensor, Tensor | None]
@@ -37,8 +37,8 @@ def apply_rotary_emb(
     Replaces `diffusers.models.embeddings.apply_rotary_emb`, used by Flux, HunyuanVideo, CogVideoX, Bria, Chroma and most others.
 
     Args:
-        freqs_cis: (cos, sin), each (S, D), every angle twice; with use_real=False complex (1 | B, S, D / 2) for x (B, S, H, D).
-            float64 tables (Lumina) are converted unless x is float64.
+        freqs_cis: (cos, sin), each (1 | S, D), every angle twice; with use_real=False complex (1 | B, S, D / 2) for
+            x (B, S, H, D). float64 tables (Lumina) are converted unless x is float64.
         use_real_unbind_dim: -1: pairs (2i, 2i + 1), tables `repeat_interleave(f, 2)`; -2: pairs (i, i + D / 2), `cat(f, f)`.
     """
     op = "apply_rotary_emb"
@@ -69,13 +69,12 @@ def _rotated_by_pairs(op: str, x: Tensor, tables: Any, unbind_dim: int, layout: 
         fail(op, "freqs_cis", "be (cos, sin)", type(tables).__name__, "pass both tables, or use_real=False", TypeError)
     if len(shape := shape_of(op, "x", x, 3)) == 3:
         x, shape = x[None], torch.Size((1, *shape))
+    tokens, width = shape[2 if layout == "bhsd" else 1], shape[3]
     for name, table in zip(("cos", "sin"), tables, strict=True):
-        check_tensor(op, name, table)
-        if table.shape != (shape[2 if layout == "bhsd" else 1], shape[3]):
-            wanted = f"have shape (S, D) of x, {(shape[2 if layout == 'bhsd' else 1], shape[3])}"
-            fail(op, name, wanted, tuple(table.shape), "check sequence_dim, or cut the tables to the tokens")
-    cos, sin = (table.to(x.device) for table in tables)
-    return rotated(op, x, cos, sin, layout, "interleaved" if unbind_dim == -1 else "half", rotary_dim=shape[3])
+        fix = "check sequence_dim, or cut the tables to the tokens"
+        check_shape(op, name, table, "(1 | S, D)", ((1, tokens), width), fix)
+    cos, sin = (table.to(x.device).expand(tokens, width) for table in tables)
+    return rotated(op, x, cos, sin, layout, "interleaved" if unbind_dim == -1 else "half", rotary_dim=width)
 
 
 def _rotated_by_complex(op: str, x: Tensor, freqs_cis: Tensor, dims: int) -> Tensor:
@@ -164,8 +163,25 @@ def apply_rotary_emb_anyflow(hidden_states: Tensor, freqs: Tensor) -> Tensor:
     """
     op = "apply_rotary_emb_anyflow"
     batch, _, tokens, width = check_shape(op, "hidden_states", hidden_states, *_BHSD)
+    return by_complex(hidden_states, _of_tokens(op, freqs, batch, tokens, width), "bhsd")
+
+
+def apply_rotary_emb_sana_wm(hidden_states: Tensor, freqs: Tensor) -> Tensor:
+    """`apply_rotary_emb_anyflow` for hidden_states (B, H, D, S), features before tokens; `_apply_rotary_emb` of SANA-WM.
+
+    In the result, as in diffusers, the features of a token are contiguous. Where those of hidden_states are not, it is copied.
+    """
+    op = "apply_rotary_emb_sana_wm"
+    form = "(B, H, D, S)", (None,) * 4, "pass (B, H, D, S), the tokens last"
+    batch, _, width, tokens = check_shape(op, "hidden_states", hidden_states, *form)
+    freqs = _of_tokens(op, freqs, batch, tokens, width)
+    return by_complex(hidden_states.transpose(2, 3), freqs, "bhsd").transpose(2, 3)
+
+
+def _of_tokens(op: str, freqs: Tensor, batch: int, tokens: int, width: int) -> Tensor:
+    """Check complex freqs (1 | B, 1, S, D / 2) and return them without the dimension of the heads."""
     check_shape(op, "freqs", freqs, "(1 | B, 1, S, D / 2)", ((1, batch), 1, tokens, width // 2), OF_TOKENS)
-    return by_complex(hidden_states, freqs[:, 0], "bhsd")
+    return freqs[:, 0]
 
 
 def apply_rotary_emb_joyimage(xq: Tensor, xk: Tensor, freqs_cis: Any) -> Pair:
@@ -266,8 +282,8 @@ def apply_rope_prx(xq: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def apply_rotary_kandinsky5(x: Tensor, rope: Tensor) -> Tensor:
-    """`apply_rope_hidream` for one x (B, S, H, D) and rope ((1 | B,) S, 1, D / 2, 2, 2); `apply_rotary` inside Kandinsky 5's
-    attention processor, which rounds to bfloat16 for any dtype of x."""
+    """`apply_rope_hidream` for one x (B, S, H, D) and rope ((1 | B,) S, 1, D / 2, 2, 2); `apply_rotary` of
+    Kandinsky 6, and inside Kandinsky 5's attention processor, which rounds to bfloat16 for any dtype of x."""
     op = "apply_rotary_kandinsky5"
     batch, tokens, _, width = check_shape(op, "x", x, *_BSHD)
     if len(shape_of(op, "rope", rope)) == 5:

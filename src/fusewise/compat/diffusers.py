@@ -34,6 +34,7 @@ from ._diffusers_rope import apply_rotary_emb_joyimage as apply_rotary_emb_joyim
 from ._diffusers_rope import apply_rotary_emb_minimax_h3 as apply_rotary_emb_minimax_h3
 from ._diffusers_rope import apply_rotary_emb_qwen as apply_rotary_emb_qwen
 from ._diffusers_rope import apply_rotary_emb_qwen_neuron as apply_rotary_emb_qwen_neuron
+from ._diffusers_rope import apply_rotary_emb_sana_wm as apply_rotary_emb_sana_wm
 from ._diffusers_rope import apply_rotary_emb_transposed as apply_rotary_emb_transposed
 from ._diffusers_rope import apply_rotary_emb_wan as apply_rotary_emb_wan
 from ._diffusers_rope import apply_rotary_kandinsky5 as apply_rotary_kandinsky5
@@ -184,3 +185,7 @@ class Flux2FeedForward(nn.Module):
             return stacked_mlp(x, self.linear_in, self.linear_out, activation=activation, gate_first=True)
         z: Tensor = self.linear_out(self.act_fn(self.linear_in(x)))
         return z
+
+
+# FLUX.3 has the same two layers.
+Flux3SwiGLU, Flux3FeedForward = Flux2SwiGLU, Flux2FeedForward
