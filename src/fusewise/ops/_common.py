@@ -23,7 +23,10 @@ def fail(op: str, argument: str, contract: str, got: object, fix: str, error: ty
 
 def shown(value: object) -> str:
     """A value for an error message, in one short line; tensors and values that are too long are shown by their type."""
-    text = "" if isinstance(value, Tensor) else repr(value)
+    try:
+        text = "" if isinstance(value, Tensor) else repr(value)
+    except Exception:  # of a class of the caller's: it must not hide the error that is being reported
+        text = ""
     short = len(text) <= 100
     if not text or "\n" in text or (not short and text.startswith("<")):
         return type(value).__name__

@@ -129,8 +129,9 @@ def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError as error:
+        got = str(error).removeprefix("got ")  # "got an unexpected keyword argument"
         raise TypeError(
-            f"explain_dispatch: args must be those of a call of {op.__name__}, got {error}; pass the arguments of the call"
+            f"explain_dispatch: args must be those of a call of {op.__name__}, got {got}; pass the arguments of the call"
         ) from None
     call.apply_defaults()
     fix = "pass the arguments of the call"

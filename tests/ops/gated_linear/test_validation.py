@@ -105,6 +105,8 @@ def test_a_mistake_is_found_again_after_a_right_call() -> None:
         expect(TypeError, "gate_first must be a bool, got 1", geglu_linear, X, W, B, gate_first=1)
         expect(ValueError, "bias must be contiguous", geglu_linear, X, W, B[:-1])
         expect(TypeError, "bias must have the dtype", geglu_linear, X, W, B.double())
+        # Such a tensor has strides.
+        expect(TypeError, "bias must be a strided tensor", geglu_linear, X, W, B.to_mkldnn(), gate_first=True)
 
 
 def test_names_may_be_of_a_str_enumeration() -> None:

@@ -29,6 +29,11 @@ def sparse() -> torch.Tensor:
     return torch.zeros(2, 6, 4, 16).to_sparse()
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
 # The arguments (in addition to q, k, cos and sin; None removes one), the error type, and the expected message.
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # q and k
@@ -66,6 +71,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pairing-array": ({"pairing": numpy.array(["half", "half"])}, ValueError, r"pairing must be one of .*, got array\("),
     "impl-array": ({"impl": numpy.array(["auto", "cpu"])}, ValueError, r"impl must be one of .*, got array\("),
     "offset-array": ({"offset": numpy.array([1, 2])}, TypeError, r"offset must be an int or an integer tensor, got array\("),
+    "layout-no-repr": ({"layout": Unprintable()}, ValueError, "layout must be one of .*, got Unprintable; "),
     "layout-list": ({"layout": ["bshd"]}, ValueError, "layout must be one of"),
     # pairing and width
     "pairing": ({"pairing": "neox"}, ValueError, "pairing must be one of half, interleaved, interleaved_to_half, half_to_interleaved, got 'neox'"),

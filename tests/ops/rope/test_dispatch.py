@@ -257,6 +257,8 @@ def test_explain_dispatch_refuses_what_it_cannot_explain() -> None:
         fusewise.explain_dispatch([], Q)
     with pytest.raises(TypeError, match=r"^explain_dispatch: args must be those of a call of rope, got missing .*'q'"):
         fusewise.explain_dispatch(fusewise.rope)
+    with pytest.raises(TypeError, match=r"a call of rope, got an unexpected keyword argument 'base'; "):
+        fusewise.explain_dispatch(fusewise.rope, Q, base=10000.0)
     with pytest.raises(TypeError, match=r"^explain_dispatch: q must be a tensor, got list; pass"):
         fusewise.explain_dispatch(fusewise.rope, [1.0], positions=torch.arange(4))
     with pytest.raises(TypeError, match=r"^explain_dispatch: weight must be a tensor, got NoneType; pass"):

@@ -255,6 +255,11 @@ def test_length_is_the_positions_from_zero() -> None:
     assert tables.cos_sin(frequencies, 0)[0].shape == (0, 8)
 
 
+def test_scaling_may_be_an_int_beyond_those_of_torch() -> None:
+    cos, _ = tables.cos_sin(_F, 1, scaling=2**70)
+    assert (cos == 2.0**70).all()
+
+
 def test_tables_are_made_where_asked() -> None:
     cos, _ = tables.cos_sin(tables.default(rotary_dim=16)[0], 5, device="meta")
     assert cos.device.type == "meta" and cos.shape == (5, 8)
@@ -362,6 +367,7 @@ _F = tables.default(rotary_dim=8)[0]
         (lambda: tables.cos_sin(_F, torch.ones(3)), TypeError, r"positions must be int32 or int64, got torch.float32; "),
         (lambda: tables.cos_sin(_F, 4, scaling=0.0), ValueError, r"scaling must be finite and above 0, got 0.0; "),
         (lambda: tables.fused_cos_sin(_F, 4, dtype=torch.int32), TypeError, r"dtype must be a floating-point dtype, got torch.int32; "),
+        (lambda: tables.fused_cos_sin(_F, 4, dtype=_F), TypeError, r"dtype must be a floating-point dtype, got Tensor; "),
     ],
 )  # fmt: skip
 def test_bad_arguments_name_the_argument_the_contract_and_a_fix(

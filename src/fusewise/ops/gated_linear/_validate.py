@@ -31,7 +31,7 @@ def validated(op: str, x: Tensor, tensors: dict[str, Tensor | None], options: tu
         try:
             key = (
                 op, (x.shape, x.dtype, x.device, x.layout),
-                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors.values()],
+                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors.values()],
                 *options, type(options[2]),  # the type distinguishes 1 from True
             )  # fmt: skip
             if (spec := _VALIDATED.get(key)) is not None:

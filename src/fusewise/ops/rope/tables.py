@@ -354,7 +354,7 @@ def _cos_sin_float64(
     inv_freq: Tensor, positions: int | Tensor, scaling: float, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"rope_tables: dtype must be a floating-point dtype, got {dtype}; use torch.float32")
+        raise TypeError(f"rope_tables: dtype must be a floating-point dtype, got {shown(dtype)}; use torch.float32")
     if not isinstance(inv_freq, Tensor):
         kind = type(inv_freq).__name__
         raise TypeError(f"rope_tables: inv_freq must be a torch.Tensor, got {kind}; pass a tensor for inv_freq")
@@ -363,7 +363,7 @@ def _cos_sin_float64(
             f"rope_tables: inv_freq must be floating point of shape (P,), got {inv_freq.dtype} {tuple(inv_freq.shape)}; "
             "pass one frequency for each rotated pair"
         )
-    _number("scaling", scaling, above=0)
+    scaling = _number("scaling", scaling, above=0)
     if isinstance(positions, Tensor):
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise TypeError(f"rope_tables: positions must be int32 or int64, got {positions.dtype}; convert them")
