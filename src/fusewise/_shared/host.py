@@ -37,6 +37,7 @@ def flags() -> tuple[str, ...]:
     include = root / "include"
     return (
         "-std=c++20", "-O2", "-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,nodelete",
+        "-DAT_PER_OPERATOR_HEADERS",  # only the operators that torch's headers use: a fifth of the time
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f'-DTORCH="{torch.__version__} {torch.version.git_version}"', f'-DPYTHON="{sysconfig.get_config_var("SOABI")}"',
         # system includes: suppress warnings from third-party headers
