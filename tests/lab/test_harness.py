@@ -130,6 +130,13 @@ def test_a_difference_of_half_the_noise_is_not_told(monkeypatch, tmp_path):
     assert words.count("faster") + words.count("slower") <= 2
 
 
+@pytest.mark.parametrize(("fastest_us", "calls"), [(100.0, 16), (20_000.0, 2), (400_000.0, 1)])
+def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch, tmp_path, fastest_us, calls):
+    times = {"eager": 3 * fastest_us, "liger": fastest_us, "floor-copy": 1.0}
+    made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=lambda _: {"calls_per_sample": 16})
+    assert {m.prepared["calls_per_sample"] for m in made.measurements} == {calls}
+
+
 def test_a_hopelessly_slow_provider_gets_three_rounds_and_its_verdict(monkeypatch, tmp_path):
     """A turn of five 50 ms samples exceeds HOPELESS_SECONDS; five of 1 ms do not."""
     times = {"floor-copy": 9.0, "eager": 100.0, "slow": 1010.0, "tvm": 5e4}

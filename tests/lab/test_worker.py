@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ def test_a_turn_has_the_samples_that_are_asked_for():
     assert found["estimate_us"] > 0 and 2 <= found["samples"] <= 10
     for samples in (1, 4):
         assert len(server.answer({"do": "round", "samples": samples})["device_us"]) == samples
+    work, begun = server.prepared.work, []
+    server.prepared.work = replace(work, begin=lambda i: (begun.append(i), work.begin(i))[1])
+    server.answer({"do": "round", "samples": 2, "calls": 3})
+    assert begun == [0, 1, 2] * 2
     server.forget()
     for request in ({"do": "warm"}, {"do": "round", "samples": 1}):
         assert "without a prepared problem" in server.answer(request)["reason"]

@@ -30,6 +30,8 @@ HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
 #: Providers that take at most ALIKE times as long as the fastest, and floors that take at least 1 / ALIKE of its time,
 #: use the same number of samples per turn.
 ALIKE = 2.0
+#: A sample of the fastest provider has no more calls than take so many seconds: the clock needs no more.
+SAMPLE_SECONDS = 0.05
 
 
 class Listener(Protocol):
@@ -52,6 +54,13 @@ def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     alike = {n for n, found in warmed.items() if fastest <= ALIKE * found["estimate_us"] <= ALIKE**2 * fastest}
     common = min((warmed[name]["samples"] for name in alike), default=0)
     return {name: common if name in alike else int(found["samples"]) for name, found in warmed.items()}
+
+
+def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> int:
+    """Calls per sample: as many as the problem's size asks for, but fewer if even the fastest provider takes long."""
+    fastest = min((found["estimate_us"] for name, found in warmed.items() if not analysis.is_floor(name)), default=0.0)
+    most: int = min((found.get("calls_per_sample", 1) for found in warmed.values()), default=1)
+    return max(1, min(most, int(SAMPLE_SECONDS * 1e6 / fastest))) if fastest else most
 
 
 def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
@@ -222,13 +231,14 @@ class Study:
         for seat in seats:
             measurements[seat.name].prepared |= asked(seat, "warm", "the warm-up") or {}
         seats = [s for s in seats if replies[s.name]["ok"]]
-        samples = _samples({s.name: measurements[s.name].prepared for s in seats})
+        warmed = {s.name: measurements[s.name].prepared for s in seats}
+        samples, calls = _samples(warmed), _calls(warmed)
         for name, count in samples.items():
-            measurements[name].prepared["samples"] = count
+            measurements[name].prepared |= {"samples": count, "calls_per_sample": calls}
         patient = seats  # the providers that still take part in every round
         for number in range(options.max_rounds):
             for seat in self.random.sample(patient, len(patient)):
-                turn = asked(seat, "round", f"round {number}", samples=samples[seat.name])
+                turn = asked(seat, "round", f"round {number}", samples=samples[seat.name], calls=calls)
                 if turn is None:
                     seats = [s for s in seats if s is not seat]
                     patient = [s for s in patient if s is not seat]

@@ -132,7 +132,7 @@ class Server:
             if request["do"] == "warm":
                 return self.warm()
             if request["do"] == "round":
-                return self.round(request["samples"])
+                return self.round(request["samples"], request.get("calls"))
             if request["do"] == "profiler":
                 from . import foreign
 
@@ -273,11 +273,12 @@ class Server:
             held = memory.held_bytes(lambda: run.leave(run.call(*run.enter(*leaves))), leaves, self.device)
         return {"peak_bytes": memory.peak_bytes(work, self.device), "held_bytes": held}
 
-    def round(self, samples: int) -> Reply:
+    def round(self, samples: int, calls: int | None = None) -> Reply:
+        """A turn of samples of `calls` each, at most and by default as many as were prepared."""
         prepared = self._ready()
         if self.shared:
             prepared.timer.once(prepared.work)  # allocate again before anything is timed
-        turn: Turn = prepared.timer.turn(prepared.work, samples, prepared.calls)
+        turn: Turn = prepared.timer.turn(prepared.work, samples, calls or prepared.calls)
         self.share_memory()
         return {"ok": True, "status": "ok"} | turn.to_json()
 
