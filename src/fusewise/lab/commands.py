@@ -13,7 +13,7 @@ from .options import Options
 from .ranks import Rank
 from .reason import reason
 from .record import Json, Record
-from .render import groups, html, markdown, plots, printable, size, terminal
+from .render import groups, html, markdown, printable, size, terminal
 from .study import Study
 
 
@@ -122,6 +122,8 @@ def run_shared(
 
 def render(found: Record, directory: Path) -> Path:
     """Write everything derived from a record; returns the path of the HTML report."""
+    from .render import plots  # matplotlib takes half a second to import, and only reports need it
+
     names = plots.draw(found, directory)
     record.write_atomically(directory / "report.md", markdown.report(found, names))
     path = directory / "report.html"
