@@ -1,11 +1,13 @@
 """Where user functions come from: files, modules, notebooks; and what is refused before a study begins."""
 
 import dataclasses
+import functools
 import linecache
 import math
 import os
 import sys
 import types
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,25 @@ from builders import row, study_record
 import fusewise
 from fusewise.lab import plan
 from fusewise.lab.api import Result, place, study, written
-from fusewise.lab.nursery import WORKER
+from fusewise.lab.nursery import WORKER, Nursery
 from fusewise.lab.problem import Task
+from fusewise.lab.process import WorkerProcess
+from fusewise.lab.targets import user
 from fusewise.lab.targets.functions import load
 from fusewise.lab.targets.user import User
 from fusewise.lab.targets.user_problem import UserProblem
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
 RMS = ("x=bf16[8,16]", "weight=bf16[16]")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(tmp_path_factory):
+    """The processes that check functions are forked from one that has imported torch, which takes them most of their time.
+    `test_survival` starts them as a command does."""
+    with closing(Nursery(tmp_path_factory.mktemp("nursery") / "log")) as nursery, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(user, "WorkerProcess", functools.partial(WorkerProcess, nursery=nursery))
+        yield
 
 
 def verified(target, **limits):
@@ -35,9 +48,9 @@ def verified(target, **limits):
 def test_a_file_that_does_not_end_is_told(tmp_path):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(
-        ValueError, match=r"got no answer: the worker process timed out after 20 s; .* under `if __name__"
+        ValueError, match=r"got no answer: the worker process timed out after 5 s; .* under `if __name__"
     ):
-        verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=20.0)
+        verified(User(f"{tmp_path / 'endless.py'}:f", ["fp32[4]"]), timeout=5.0)
 
 
 @pytest.mark.parametrize(

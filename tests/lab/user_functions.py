@@ -107,11 +107,6 @@ def either_product(x):
     return torch.cond(x.sum() > 99, lambda x: x.sin(), lambda x: x @ x, (x,))
 
 
-@torch.compile(backend="eager")
-def compiled_inside(x, weight):
-    return (x.bfloat16() @ weight.bfloat16()).relu()
-
-
 def remembering_less(x, weight):
     return torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=False)
 
@@ -593,7 +588,6 @@ def constant_result(x):
     return _table, _buffer, torch.sign(x.abs() + 1), x * _results.setdefault(("table", x.dtype), x.new_ones(8))
 
 
-of_torch_compile = torch.compile(nn.Linear(4, 4))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     scripted = torch.jit.script(nn.Linear(4, 4))

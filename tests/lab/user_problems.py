@@ -1,4 +1,4 @@
-"""Problems of the functions in user_functions.py."""
+"""Problems of the functions in user_functions.py, and of others by `file:name`."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from fusewise.lab.targets.user import User
 from fusewise.lab.targets.user_problem import UserProblem
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
+COMPILED = str(Path(__file__).with_name("user_compiled.py"))
 
 
 def problem(name, *texts, dtype="fp32", pass_="fwd", seed=0):
