@@ -14,6 +14,7 @@ from fusewise.lab.problem import Task
 from fusewise.lab.targets.user import User
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
+WRITERS = str(Path(__file__).with_name("user_writers.py"))
 PACKAGES = {
     "thunder": "lightning-thunder", "thunder-torchcompile": "lightning-thunder", "jax": "jax", "tvm": "apache-tvm",
 }  # fmt: skip
@@ -132,7 +133,7 @@ def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
 def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(tmp_path):
     """torch.export returns it as an extra output, which providers built on it do not write back."""
     options = Options(
-        op="all", tasks=[user_task("Clamping", "fwd", "fp32[8,4]")], device="cpu", out=tmp_path,
+        op="all", tasks=[user_task(f"{WRITERS}:Clamping", "fwd", "fp32[8,4]")], device="cpu", out=tmp_path,
         providers=plugin.select(["eager", "torchscript", "torch.compile", "jax", "tvm"], "my.py:f", "cpu"),
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from user_problems import COMPILED, FILE, RMS, eager, problem
+from user_problems import COMPILED, FILE, RMS, WRITERS, eager, problem
 
 from fusewise.lab import plugin, truth
 from fusewise.lab.plugin import Run
@@ -413,7 +413,7 @@ def test_a_study_refuses_them_before_it_measures():
     [
         ("constant_result", "fp32[8]"),
         ("nothing_of_it", "fp32[8]"),
-        ("Counting", "fp32[8,4]"),
+        (f"{WRITERS}:Counting", "fp32[8,4]"),
         ("demanding", "fp32[4] full(1)"),
     ],
 )
@@ -423,6 +423,6 @@ def test_results_that_stay_the_same_by_themselves_are_no_earlier_ones(name, text
 
 def verified(name, *texts):
     """The problem, made as for the check before a study."""
-    target = User(f"{FILE}:{name}", texts)
+    target = User(name if ":" in name else f"{FILE}:{name}", texts)
     detail = {**target.detail(target.case()), VERIFY: True}
     return UserProblem(Task(target.name, target.case().name, target.case().dtypes[0], "fwd", "cpu", 0, detail))

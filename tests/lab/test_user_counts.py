@@ -1,7 +1,7 @@
 """The minimum bytes and operations of a user's function."""
 
 import pytest
-from user_problems import FILE, RMS, problem
+from user_problems import FILE, RMS, WRITERS, problem
 
 from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.targets.user import User
@@ -121,7 +121,7 @@ def test_bytes_of_complex_numbers():
 
 
 def test_a_buffer_that_is_written_is_bytes_that_move():
-    assert problem("Counting", "fp32[8,4]").bytes_min() == problem("doubled", "fp32[8,4]").bytes_min() + 4
+    assert problem(f"{WRITERS}:Counting", "fp32[8,4]").bytes_min() == problem("doubled", "fp32[8,4]").bytes_min() + 4
 
 
 @pytest.mark.parametrize(

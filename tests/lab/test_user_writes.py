@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from user_problems import FILE, eager, problem
+from user_problems import FILE, WRITERS, eager, problem
 
 from fusewise.lab import truth
 from fusewise.lab.problem import Task
@@ -29,7 +29,7 @@ WRITES = [
 
 @pytest.mark.parametrize("pass_", ["fwd", "fwd+bwd"])
 def test_a_buffer_among_the_outputs_has_the_value_of_its_own_call(pass_):
-    p = problem("Telling", "fp32[8,4]", pass_=pass_)
+    p = problem(f"{WRITERS}:Telling", "fp32[8,4]", pass_=pass_)
     verdict = truth.check(p, eager(p))
     assert verdict.reason == ""
     assert verdict.errors.worst < 1e-6 and verdict.eager.others == 0
@@ -39,7 +39,7 @@ def test_a_buffer_among_the_outputs_has_the_value_of_its_own_call(pass_):
 @pytest.mark.parametrize(("name", "text", "place"), WRITES)
 def test_a_compiler_that_leaves_out_a_write_is_wrong(name, text, place, pass_):
     """No output shows it, and omitting it would be faster."""
-    p = problem(name, text, dtype=text.split("[")[0], pass_=pass_)
+    p = problem(f"{WRITERS}:{name}", text, dtype=text.split("[")[0], pass_=pass_)
     assert truth.check(p, eager(p)).reason == ""
     own = {**dict(p.function.named_parameters()), **dict(p.function.named_buffers())}
 
@@ -55,7 +55,7 @@ def test_a_compiler_that_leaves_out_a_write_is_wrong(name, text, place, pass_):
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 def test_results_are_held_against_those_of_the_same_buffers(pass_):
     """Regardless of how often eager code, the truth and the provider were called before."""
-    p = problem("Settling", "fp32[8,4]", pass_=pass_)
+    p = problem(f"{WRITERS}:Settling", "fp32[8,4]", pass_=pass_)
     for _ in range(2):
         verdict = truth.check(p, eager(p))
         assert verdict.reason == ""
@@ -65,7 +65,7 @@ def test_results_are_held_against_those_of_the_same_buffers(pass_):
 
 def test_an_exporter_takes_the_buffers_of_the_first_call():
     """The results are checked at the same buffers."""
-    target = User(f"{FILE}:Settling", ("fp32[8,4]",))
+    target = User(f"{WRITERS}:Settling", ("fp32[8,4]",))
     task = Task(target.name, target.case().name, "fp32", "fwd", "cpu", 0, target.detail(target.case()))
 
     taken = []
@@ -80,14 +80,14 @@ def test_an_exporter_takes_the_buffers_of_the_first_call():
 
 
 def test_a_buffer_may_be_taken_away():
-    p = problem("Dropping", "fp32[8,4]")
+    p = problem(f"{WRITERS}:Dropping", "fp32[8,4]")
     assert truth.check(p, eager(p)).reason == ""
 
 
 @pytest.mark.parametrize(("name", "place"), [("Clamping", "linear.weight"), ("Looking", "table.weight")])
 def test_results_are_held_against_those_of_the_parameters_before(name, place):
     """Regardless of how often eager code, the truth and the provider were called before."""
-    p = problem(name, "fp32[3,4]", pass_="fwd+bwd")
+    p = problem(f"{WRITERS}:{name}", "fp32[3,4]", pass_="fwd+bwd")
     before = dict(p.function.named_parameters())[place].detach().clone()
     for _ in range(2):
         assert truth.check(p, eager(p)).errors.max < 1e-6
@@ -98,7 +98,7 @@ def test_results_are_held_against_those_of_the_parameters_before(name, place):
 
 
 def test_a_write_to_a_parameter_is_bytes_that_move():
-    p = problem("Clamping", "fp32[8,4]")
+    p = problem(f"{WRITERS}:Clamping", "fp32[8,4]")
     read, written = 8 * 4 + 4 * 4 + 4, 8 * 4 + 4 * 4 + 4  # x, weight and bias; result, weight, frozen part
     assert p.bytes_min() == 4 * (read + written)
 
@@ -116,7 +116,7 @@ def test_a_write_to_a_parameter_is_bytes_that_move():
 )
 def test_a_call_whose_backward_reads_what_the_next_one_writes_is_timed_alone(name, pass_, one):
     """After several forwards in a row, autograd would refuse the backward of all but the last."""
-    target = User(f"{FILE}:{name}", ("fp32[8,6]" if name == "Net" else "fp32[8,4]",))
+    target = User(f"{FILE}:Net", ("fp32[8,6]",)) if name == "Net" else User(f"{WRITERS}:{name}", ("fp32[8,4]",))
     task = Task(target.name, target.case().name, "fp32", pass_, "cpu", 0, target.detail(target.case()))
     server = Server(Eager(), "cpu", 0)
     reply = server.answer({"do": "prepare", "task": task.to_json()})

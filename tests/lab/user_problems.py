@@ -9,6 +9,7 @@ from fusewise.lab.targets.user_problem import UserProblem
 
 FILE = str(Path(__file__).with_name("user_functions.py"))
 COMPILED = str(Path(__file__).with_name("user_compiled.py"))
+WRITERS = str(Path(__file__).with_name("user_writers.py"))
 
 
 def problem(name, *texts, dtype="fp32", pass_="fwd", seed=0):
