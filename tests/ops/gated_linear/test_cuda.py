@@ -40,7 +40,7 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "hidden", "columns", "by_others"),
     [
-        (129, 14336, 160, False),
+        (129, 14336, 144, False),
         (160, 28672, 160, False),
         (190, 16384, 192, False),
         (256, 8192, 128, True),
@@ -66,7 +66,7 @@ def test_the_tiles_of_y_follow_from_its_rounds(rows: int, hidden: int, columns: 
 
 def test_epilogues_have_the_headers_numbers() -> None:
     (names,) = re.findall(r"enum Epilogue \{([^}]*)\}", (_cuda.FOLDER / "plan.h").read_text())
-    assert [getattr(tiles, name.strip()) for name in names.split(",")] == list(range(9))
+    assert [getattr(tiles, name.strip()) for name in names.split(",")] == list(range(11))
     assert [t.columns for t in tiles.SIDEWAYS] == [int(name[-3:]) for name in names.split(", ") if "SIDE" in name]
 
 
@@ -202,12 +202,17 @@ def test_calls_are_packed_as_the_header_has_them(packed: list[dict[str, int]]) -
     summed = [{"sums": packed[i]["sums"], "dbias": dbias.data_ptr()} for i in (2, 4, 5)]
     assert all(each["sums"] != 0 for each in summed)
     assert packed == [
-        {**nothing, **weights, **biases, **tensors(y=y), "epilogue": 6},  # sideways tiles
-        {**nothing, **weights, **biases, **tensors(y=y, u=u, g=g), "epilogue": 1},
-        {**nothing, **weights, **biases, **tensors(u=u, g=g, first=dy), **summed[0], "epilogue": 2},
-        {**nothing, **weights, **tensors(u=u, g=g, first=dy), "epilogue": 2},
-        {**nothing, **tensors(x=x, value=w_down, y=y, u=du, g=dg, first=u, second=g), **summed[1], "epilogue": 3},
-        {**nothing, **tensors(x=dy, u=du, g=dg, first=u, second=g), **summed[2], "depth": 96, "epilogue": 7},
+        {**nothing, **weights, **biases, **tensors(y=y), "epilogue": tiles.SIDE_128},
+        {**nothing, **weights, **biases, **tensors(y=y, u=u, g=g), "epilogue": tiles.PREACT},
+        {**nothing, **weights, **biases, **tensors(u=u, g=g, first=dy), **summed[0], "epilogue": tiles.GRADIENT},
+        {**nothing, **weights, **tensors(u=u, g=g, first=dy), "epilogue": tiles.GRADIENT},
+        {
+            **nothing,
+            **tensors(x=x, value=w_down, y=y, u=du, g=dg, first=u, second=g),
+            **summed[1],
+            "epilogue": tiles.DOWN,
+        },
+        {**nothing, **tensors(x=dy, u=du, g=dg, first=u, second=g), **summed[2], "depth": 96, "epilogue": tiles.GATE},
     ]
 
 

@@ -22,7 +22,7 @@ import fusewise
 from fusewise._shared import build, host
 from fusewise._shared.cuda import PARTS
 from fusewise.ops._choice import Choice
-from fusewise.ops.gated_linear._cuda.tiles import columns_of_few
+from fusewise.ops.gated_linear._cuda.tiles import SIDEWAYS, columns_of_few
 
 from ..ledger import Kernel, extent
 from ..plugin import Missing, Run, Unsupported
@@ -221,7 +221,7 @@ def _cuda_part(problem: Problem, name: str) -> str:
             serves = columns == columns_of_few(problem.case.rows)  # type: ignore[attr-defined]
             return f"few_rows_kernel of {columns} columns, tiles to {64 * slabs} features" if serves else ""
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
-        kinds = ("y", "preact", "gradient", "down", *(f"y of {rows} rows sideways" for rows in (192, 160, 128)))
+        kinds = ("y", "preact", "gradient", "down", *(f"y of {tiles.rows} rows sideways" for tiles in SIDEWAYS))
         return f"gated_linear_kernel {kinds[int(found[1])]}" if found else ""
     dtype, of, to = _instance(problem)
     inputs, case = problem.inputs, problem.case  # type: ignore[attr-defined]

@@ -222,7 +222,11 @@ def _models() -> list[GatedCase]:
 def _batches() -> list[GatedCase]:
     """Between decode and training: large batches, and chunks of a prefill."""
     names = ("gemma-2b", "llama-3-8b", "llama-3-70b", "phi-3-mini")
-    return [_model_case(name, f"batch-{rows}", rows, "decode") for name in names for rows in (160, 256, 320, 512)]
+    return [
+        _model_case(name, f"batch-{rows}", rows, "decode")
+        for name in names
+        for rows in (160, 200, 256, 272, 320, 400, 512)
+    ]
 
 
 def _memory(rows: int, features: int) -> GatedCase:

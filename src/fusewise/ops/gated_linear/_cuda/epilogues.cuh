@@ -99,25 +99,22 @@ __device__ void write_sideways(const float (&top)[Traits<EPILOGUE>::COLUMNS / 2]
   const int of_warp = at.warp * 16;
   const auto bias = [&](int half, int eight) { return at.shared.bias[at.group][half][of_warp + eight * 8 + at.lane / 4]; };
   const float value_bias[2] = {bias(0, 0), bias(0, 1)}, gate_bias[2] = {bias(1, 0), bias(1, 1)};
+  // This lane's stmatrix row, transposed: eight features of one row of x.
+  const int chunk = of_warp / 8 + at.lane / 8 % 2, below = at.lane / 16 * 8 + at.lane % 8;
 #pragma unroll
-  for (int piece = 0; piece < A::PIECES; ++piece) {
-    // This lane's stmatrix row, transposed: eight features of one row of x.
-    const int chunk = of_warp / 8 + at.lane / 8 % 2, below = at.lane / 16 * 8 + at.lane % 8;
+  for (int pair = 0; pair < A::HIGH / 16; ++pair) {
+    uint32_t y[4];  // 2 x 2 matrices of eight features by eight rows
 #pragma unroll
-    for (int pair = 0; pair < A::HEIGHT / 16; ++pair) {
-      uint32_t y[4];  // 2 x 2 matrices of eight features by eight rows
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = ((piece * A::HEIGHT / 8 + pair * 2 + j / 2) * 2 + j % 2) * 2;
-        const auto value = [&](int i) { return (top[i] + value_bias[j % 2]) * gate<ACTIVATION>(bottom[i] + gate_bias[j % 2]).value; };
-        y[j] = packed<BFLOAT16>(value(i), value(i + 1));
-      }
-      const int row = pair * 16 + below;
-      stmatrix_trans(at.slot(piece) + row * A::PIECE * 2 + ((chunk ^ (row & 7)) << 4), y);
+    for (int j = 0; j < 4; ++j) {
+      const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
+      const auto value = [&](int i) { return (top[i] + value_bias[j % 2]) * gate<ACTIVATION>(bottom[i] + gate_bias[j % 2]).value; };
+      y[j] = packed<BFLOAT16>(value(i), value(i + 1));
     }
-    at.fence_writes();
-    if (at.thread == 0) tma_store(&at.p.y, at.tile.feature, at.tile.row + piece * A::HEIGHT, at.slot(piece)), tma_store_commit();
+    const int row = pair * 16 + below;
+    stmatrix_trans(at.slot(0) + row * A::PIECE * 2 + ((chunk ^ (row & 7)) << 4), y);
   }
+  at.fence_writes();
+  if (at.thread == 0) tma_store(&at.p.y, at.tile.feature, at.tile.row, at.slot(0)), tma_store_commit();
 }
 
 // Sums each of 8 values over the 32 rows of this warp; a lane gets the sum of value lane / 4.

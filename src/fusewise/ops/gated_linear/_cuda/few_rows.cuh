@@ -235,7 +235,7 @@ cudaError_t launch_few_rows(const Plan& of, const Call& c, int processors, cudaS
   p.rows = int(of.rows), p.hidden = int(of.hidden), p.depth = int(of.depth), p.width = int(of.width);
   // Rows of the TMA box of x: out-of-bounds rows take TMA longer than rows that exist.
   for (p.x_rows = 8; p.x_rows < p.rows && p.x_rows < 64;) p.x_rows *= 2;
-  if (p.rows > 64) p.x_rows = (p.rows + EDGE - 1) / EDGE * EDGE;
+  if (p.rows > 64) p.x_rows = (p.rows + 15) / 16 * 16;
   const auto launch = p.width > 64 ? launch_slabs<BFLOAT16, 2, ACTIVATION> : launch_slabs<BFLOAT16, 1, ACTIVATION>;
   return launch(p, of, c, processors, on);
 }

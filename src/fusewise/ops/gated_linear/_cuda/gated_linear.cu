@@ -66,20 +66,19 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
   const int near_end = max(0, p.steps - SYNC_EARLY) * DEPTH;
   for (int turn = blockIdx.x / CLUSTER; turn < Tile<EPILOGUE>::count(p); turn += gridDim.x / CLUSTER) {
     const Tile<EPILOGUE> tile(p, turn, rank);
-    // Out-of-bounds rows take TMA longer than rows that exist, so they are not requested; the stale data in their place only reaches rows
-    // that are not stored.
-    const bool whole = tile.row + A::HIGH - EDGE < p.rows;
-    const int there = whole ? A::HIGH : max(0, p.rows - tile.row + EDGE - 1) / EDGE * EDGE, x_bytes = there * DEPTH * 2;
-    // SIDEWAYS, x is the right operand: each block loads half of it and multicasts that to both.
-    constexpr int EACH = A::SIDEWAYS ? A::HIGH / CLUSTER : A::HIGH;
-    const int first = A::SIDEWAYS ? rank * EACH : 0, end = min(there, first + EACH);
+    // Out-of-bounds rows take TMA longer than rows that exist, so a tile that x fills in part has smaller boxes; the stale data below them
+    // only reaches rows that are not stored. SIDEWAYS, x is the right operand: each block loads half of it and multicasts that to both.
+    const int there = p.rows - tile.row;
+    const bool whole = there >= A::HIGH;
+    const CUtensorMap* map = whole ? &p.x : &p.x_edge;
+    const int box_bytes = there > 0 ? (whole ? A::HIGH / A::SHARING : p.edge) * DEPTH * 2 : 0;
     wave.wait();
     for (int depth = 0; depth < p.steps * DEPTH; depth += DEPTH) {
       if (depth == near_end) wave.arrive();
       const uint32_t ready = smem_address(&shared.ready[slot]), left = smem_address(shared.ring[slot]), right = left + LEFT_BYTES;
       const uint32_t x = A::SIDEWAYS ? right : left;
       mbarrier_wait(smem_address(&shared.free[slot]), phase);
-      mbarrier_arrive_expect_tx(ready, x_bytes + (A::SIDEWAYS ? LEFT_BYTES : A::RIGHT_BYTES));
+      mbarrier_arrive_expect_tx(ready, A::SHARING * box_bytes + (A::SIDEWAYS ? LEFT_BYTES : A::RIGHT_BYTES));
       if constexpr (A::DOWNWARD) {  // in boxes of 64 columns; each block loads the upper or lower half of the depth
         for (int box = 0; box < A::COLUMNS / BOX; ++box)
           tma_load_multicast(ALL, &p.value, tile.feature + box * BOX, depth + rank * DEPTH / 2, right + (2 * box + rank) * BOX * DEPTH,
@@ -89,16 +88,9 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
       } else {
         tma_load_multicast(ALL, rank == 0 ? &p.value : &p.gate, depth, tile.feature, right + rank * A::RIGHT_BYTES / 2, ready);
       }
-      const auto load = [&](const CUtensorMap* map, int row) {
-        if constexpr (A::SIDEWAYS) tma_load_multicast(ALL, map, depth, tile.row + row, x + row * DEPTH * 2, ready);
-        else tma_load(map, depth, tile.row + row, x + row * DEPTH * 2, ready);
-      };
-      if (whole) {
-        load(&p.x, first);
-      } else {
-#pragma unroll 1
-        for (int row = first; row < end; row += EDGE) load(&p.x_edge, row);
-      }
+      if constexpr (A::SIDEWAYS)
+        tma_load_multicast(ALL, map, depth, tile.row + rank * box_bytes / (DEPTH * 2), x + rank * box_bytes, ready);
+      else if (there > 0) tma_load(map, depth, tile.row, x, ready);
       if (++slot == A::STAGES) slot = 0, phase ^= 1;
     }
   }
@@ -189,6 +181,7 @@ __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(3 * GROUP, 1)
 gated_linear_kernel(const __grid_constant__ Params p) {
+  static_assert(sizeof(Shared<EPILOGUE>) <= MOST);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using A = Traits<EPILOGUE>;
   auto& shared = shared_memory<Shared<EPILOGUE>>();
@@ -230,18 +223,18 @@ cudaError_t next_wave_counter(unsigned*& counter, cudaStream_t on) {
   return cudaMemsetAsync(counter, 0, sizeof(*counter), on);
 }
 
-// An instantiated kernel: its shared memory, the number of cluster tiles, and the sizes of its TMA boxes (rows of x and of a weight;
-// rows and columns of what the epilogue reads and writes).
+// An instantiated kernel: its shared memory, the number of cluster tiles, rows of x in a tile and how many blocks share them, and the
+// sizes of its TMA boxes (rows of a weight; rows and columns of what the epilogue reads and writes).
 struct Chosen {
   void (*kernel)(Params);
   size_t shared;
   int (*clusters)(const Params&);
-  int x_box, weight_box, height, piece;
+  int high, sharing, weight_box, height, piece;
 };
 
 // All kernels for a dtype and an activation.
 struct Kernels {
-  Chosen products[7];  // by epilogue
+  Chosen products[9];  // by epilogue
   void (*gate_gradient)(GateGradient);
   cudaError_t (*launch_few_rows)(const Plan&, const Call&, int processors, cudaStream_t);
 };
@@ -250,8 +243,8 @@ template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 Chosen chosen() {
   using A = Traits<EPILOGUE>;
   const auto kernel = gated_linear_kernel<BFLOAT16, EPILOGUE, ACTIVATION>;
-  const int x_box = A::SIDEWAYS ? A::HIGH / CLUSTER : A::HIGH, weight_box = A::DOWNWARD ? DEPTH / CLUSTER : A::FEATURES;
-  return {kernel, sizeof(Shared<EPILOGUE>), Tile<EPILOGUE>::count, x_box, weight_box, A::HEIGHT, A::PIECE};
+  const int weight_box = A::DOWNWARD ? DEPTH / CLUSTER : A::FEATURES;
+  return {kernel, sizeof(Shared<EPILOGUE>), Tile<EPILOGUE>::count, A::HIGH, A::SHARING, weight_box, A::HEIGHT, A::PIECE};
 }
 
 template <bool BFLOAT16, int ACTIVATION>
@@ -262,8 +255,8 @@ Kernels kernels() {
   const auto few_rows = launch_few_rows<BFLOAT16, ACTIVATION>;
 #endif
   return {{chosen<BFLOAT16, Y, ACTIVATION>(), chosen<BFLOAT16, PREACT, ACTIVATION>(), chosen<BFLOAT16, GRADIENT, ACTIVATION>(),
-           chosen<BFLOAT16, DOWN, ACTIVATION>(), chosen<BFLOAT16, SIDE_192, ACTIVATION>(), chosen<BFLOAT16, SIDE_160, ACTIVATION>(),
-           chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
+           chosen<BFLOAT16, DOWN, ACTIVATION>(), chosen<BFLOAT16, SIDE_208, ACTIVATION>(), chosen<BFLOAT16, SIDE_192, ACTIVATION>(),
+           chosen<BFLOAT16, SIDE_160, ACTIVATION>(), chosen<BFLOAT16, SIDE_144, ACTIVATION>(), chosen<BFLOAT16, SIDE_128, ACTIVATION>()},
           gate_gradient_kernel<BFLOAT16, ACTIVATION>, few_rows};
 }
 
@@ -313,8 +306,9 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
   const auto outer = [&](CUtensorMap* map, const void* matrix, int64_t stride) {
     return describe(map, of, matrix, stride, of.rows, of.hidden, found.height, found.piece);
   };
-  if (!describe(&p.x, of, c.x, of.x_stride, of.rows, of.depth, found.x_box, DEPTH) ||
-      !describe(&p.x_edge, of, c.x, of.x_stride, of.rows, of.depth, EDGE, DEPTH) ||
+  p.edge = std::max(1, (p.rows % found.high + 8 * found.sharing - 1) / (8 * found.sharing)) * 8;
+  if (!describe(&p.x, of, c.x, of.x_stride, of.rows, of.depth, found.high / found.sharing, DEPTH) ||
+      !describe(&p.x_edge, of, c.x, of.x_stride, of.rows, of.depth, p.edge, DEPTH) ||
       !weight(&p.value, c.value, of.value_stride) || !weight(&p.gate, c.gate, of.gate_stride) || !outer(&p.y, c.y, of.y_stride) ||
       !outer(&p.u, c.u, of.u_stride) || !outer(&p.g, c.g, of.g_stride) || !outer(&p.first, c.first, of.first_stride) ||
       !outer(&p.second, c.second, of.second_stride))

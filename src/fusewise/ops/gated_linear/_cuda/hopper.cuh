@@ -115,6 +115,11 @@ __device__ inline void wgmma_wait_group() {
 #define TO_96 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define SUMS_OF_192 OF_8 TO_16 TO_32 TO_64 TO_80 TO_96
 #define OF_192(TYPE, TRANSPOSED) PRODUCT("192", SUMS_OF_192, "96", "97", "98", TYPE, TRANSPOSED, R64, R8(64), R8(72), R8(80), R8(88))
+#define TO_104 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define TO_72 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define OF_208(TYPE) \
+  PRODUCT("208", SUMS_OF_192 TO_104, "104", "105", "106", TYPE, "0", R64, R8(64), R8(72), R8(80), R8(88), R8(96))
+#define OF_144(TYPE) PRODUCT("144", OF_8 TO_16 TO_32 TO_64 TO_72, "72", "73", "74", TYPE, "0", R64, R8(64))
 #define OF_160(TYPE) PRODUCT("160", OF_8 TO_16 TO_32 TO_64 TO_80, "80", "81", "82", TYPE, "0", R64, R8(64), R8(72))
 #define OF_128(TYPE) PRODUCT("128", OF_8 TO_16 TO_32 TO_64, "64", "65", "66", TYPE, "0", R64)
 #define OF_64(TYPE) PRODUCT("64", OF_8 TO_16 TO_32, "32", "33", "34", TYPE, "0", R8(0), R8(8), R8(16), R8(24))
@@ -130,7 +135,9 @@ __device__ inline void wgmma_wait_group() {
     if constexpr (BFLOAT16) OF_##N("bf16");                                        \
     else OF_##N("f16");                                                            \
   }
+PRODUCT_OF(208)
 PRODUCT_OF(160)
+PRODUCT_OF(144)
 PRODUCT_OF(128)
 PRODUCT_OF(64)
 PRODUCT_OF(32)
@@ -144,7 +151,11 @@ __device__ inline void wgmma(float (&c)[96], uint64_t a, uint64_t b, int add) {
 }
 #undef PRODUCT_OF
 #undef OF_192
+#undef OF_208
 #undef OF_160
+#undef OF_144
+#undef TO_104
+#undef TO_72
 #undef OF_128
 #undef OF_64
 #undef OF_32

@@ -15,28 +15,29 @@ constexpr int GROUP_M = 8;               // rows of tile pairs per group of the 
 constexpr int SYNC_STEPS = 48, SYNC_WAVES = 16, SYNC_EARLY = 8;
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
 constexpr int SLOT_BYTES = 8192;  // a piece: what the epilogue processes at a time
+constexpr int MOST = 227 * 1024;  // bytes of shared memory that a block may have
 constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
-constexpr int EDGE = 16;          // rows of a TMA box in a tile that x fills in part
 
-// Per epilogue: COLUMNS of the tile's product (N of the wgmma); STAGES of the ring; FEATURES and rows of x (HIGH) of a tile, PIECE
-// and HEIGHT of an epilogue piece; staging slots WRITES, tensors READS and the pieces of each that fit (AHEAD). The cost of a TMA store is
-// per row, so pieces are as wide as u and g of the same features allow.
+// Per epilogue: COLUMNS of the tile's product (N of the wgmma); FEATURES and rows of x (HIGH) of a tile, PIECE and HEIGHT of an epilogue
+// piece; staging slots WRITES, tensors READS and the pieces of each that fit (AHEAD); the ring's STAGES fill the remaining shared memory.
+// The cost of a TMA store is per row, so pieces are as wide as u and g of the same features allow.
 //
 // SIDEWAYS, the weights are the left operand and x is the right one: a block has 64 features, the two blocks of a cluster are side by
-// side and share x. Tiles are narrower in features and may have fewer rows, which balances small batches better. Pieces of 64 rows
-// do not divide 160, so those have 32.
+// side and share x. Tiles are narrower in features and may have fewer rows, which balances small batches better. Their only piece is
+// the whole tile.
 template <int EPILOGUE>
 struct Traits {
-  static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_192;
-  static constexpr int COLUMNS = EPILOGUE == SIDE_128 ? 128 : EPILOGUE == SIDE_160 ? 160 : 192;
-  static constexpr int STAGES = DOWNWARD ? 4 : EPILOGUE == SIDE_128 ? 6 : 5;
+  static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_208;
+  static constexpr int SIDES[] = {208, 192, 160, 144, 128}, COLUMNS = SIDEWAYS ? SIDES[EPILOGUE - SIDE_208] : 192;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
-  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : EPILOGUE == SIDE_160 ? 5 : 3;
+  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : SIDEWAYS ? 1 : 3;
   static constexpr int READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0, AHEAD = DOWNWARD ? 2 : 1;
   static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32;
-  static constexpr int HEIGHT = SLOT_BYTES / 2 / PIECE / (EPILOGUE == SIDE_160 ? 2 : 1);
+  static constexpr int HEIGHT = SIDEWAYS ? HIGH : SLOT_BYTES / 2 / PIECE, SLOT = HEIGHT * PIECE * 2;
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
+  static constexpr int STAGES = (MOST - 2048 - (WRITES + READS * AHEAD) * SLOT) / (LEFT_BYTES + RIGHT_BYTES);
+  static constexpr int SHARING = SIDEWAYS ? CLUSTER : 1;  // blocks that load a part of the tile's x each
   // Distance between the tiles of neighbouring clusters, and between the two tiles of a cluster.
   static constexpr int DOWN_STEP = SIDEWAYS ? HIGH : CLUSTER * HIGH, ACROSS_STEP = SIDEWAYS ? CLUSTER * FEATURES : FEATURES;
   static constexpr int DOWN_OTHER = SIDEWAYS ? 0 : HIGH, ACROSS_OTHER = SIDEWAYS ? FEATURES : 0;
@@ -46,25 +47,23 @@ template <int EPILOGUE>
 struct Shared {
   using A = Traits<EPILOGUE>;
   alignas(1024) char ring[A::STAGES][LEFT_BYTES + A::RIGHT_BYTES];
-  alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][SLOT_BYTES];
+  alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][A::SLOT];
   float bias[2][2][96];                                        // per warpgroup: value, gate
   float sums[A::READS > 0 ? 4 * A::HALVES : 1][2 * A::PIECE];  // of a piece's du and dg, per warp and half
   uint64_t ready[A::STAGES], free[A::STAGES], inputs_ready[A::AHEAD], inputs_free[A::AHEAD];
 };
-constexpr size_t MOST = 227 * 1024;  // bytes of shared memory that a block may have
-static_assert(sizeof(Shared<GRADIENT>) <= MOST && sizeof(Shared<DOWN>) <= MOST);
-static_assert(sizeof(Shared<SIDE_192>) <= MOST && sizeof(Shared<SIDE_160>) <= MOST && sizeof(Shared<SIDE_128>) <= MOST);
 
 // Named barriers: whose turn it is for the main loop, for the output slots; and one within each warpgroup.
 enum Name { PRODUCT = 1, SLOT = 3, OWN = 5 };
 
 struct Params {
-  CUtensorMap x, x_edge, value, gate, y, u, g, first, second;  // as in plan.h; x_edge: x in boxes of EDGE rows
+  CUtensorMap x, x_edge, value, gate, y, u, g, first, second;  // as in plan.h; x_edge: x in boxes of `edge` rows
   const void *value_bias, *gate_bias;                          // or null
   int64_t value_bias_stride, gate_bias_stride;
   float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
   unsigned* wave_counter;   // arrivals of all clusters at `WaveSync`, or null: unused
   int rows, hidden, steps;  // k-steps of DEPTH
+  int edge;                 // rows of a TMA box in a tile that x fills in part: a multiple of 8, of the swizzle
 };
 
 // The tile of a turn, in grouped raster order: tiles that share operands run at about the same time, and hit L2.

@@ -15,7 +15,9 @@ from typing import NamedTuple
 from .._few_rows import busiest, choose_width
 
 FEW_ROWS = 160  # up to which y is computed by the weight-streaming kernel
-Y, PREACT, GRADIENT, DOWN, SIDE_192, SIDE_160, SIDE_128, GATE, FEW = range(9)  # epilogues, as in plan.h
+Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(
+    11
+)  # epilogues, as in plan.h
 
 
 class Tiles(NamedTuple):
@@ -33,7 +35,10 @@ class Tiles(NamedTuple):
 
 
 UPRIGHT = Tiles(Y, 256, 96, 192)
-SIDEWAYS = Tiles(SIDE_192, 192, 128, 192), Tiles(SIDE_160, 160, 128, 160), Tiles(SIDE_128, 128, 128, 128)
+SIDEWAYS = tuple(
+    Tiles(epilogue, rows, 128, rows)
+    for epilogue, rows in ((SIDE_208, 208), (SIDE_192, 192), (SIDE_160, 160), (SIDE_144, 144), (SIDE_128, 128))
+)
 GLUON = Tiles(Y, 128, 64, 128)  # computed by one SM
 
 

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, LIGHT_THREADS / THREADS) light_rope_k
     cosines.read_part(p.rows.cos + row_at, 0), sines.read_part(p.rows.sin + row_at, 0);
     cosines.read_part(p.rows.cos + row_at + apart, 1), sines.read_part(p.rows.sin + row_at + apart, 1);
   } else {
-    cosines.read(p.rows.cos + row_at), sines.read(p.rows.sin + row_at);
+    cosines.read_evict_last(p.rows.cos + row_at), sines.read_evict_last(p.rows.sin + row_at);
   }
   if (rotates) {
     constexpr uint32_t nan = sizeof(T) == 4 ? 0x7fffffff : 0x7fff7fff;

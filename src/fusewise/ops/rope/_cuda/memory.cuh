@@ -22,6 +22,25 @@ struct Divisor {
   __device__ uint32_t operator()(uint32_t n) const { return d == 1 ? n : __umulhi(n, magic) >> shift; }
 };
 
+// Loads that L2 evicts last, for what many blocks read, such as a table.
+template <class Word>
+__device__ __forceinline__ Word load_evict_last(const Word* from) {
+#ifdef __CUDA_ARCH__
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  Word to;
+  if constexpr (sizeof(Word) == 16)
+    asm("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from), "l"(policy));
+  else if constexpr (sizeof(Word) == 8)
+    asm("ld.global.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;" : "=r"(to.x), "=r"(to.y) : "l"(from), "l"(policy));
+  else
+    to = *from;
+  return to;
+#else
+  return *from;
+#endif
+}
+
 template <int BYTES> struct Word;
 template <> struct Word<16> { using type = uint4; };
 template <> struct Word<8> { using type = uint2; };
@@ -41,6 +60,11 @@ struct Pack {
   __device__ void read(const char* from) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = reinterpret_cast<const typename Word<BYTES>::type*>(from)[i];
+  }
+  __device__ void read_evict_last(const char* from) {
+    using Mine = typename Word<BYTES>::type;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) words[i] = load_evict_last(reinterpret_cast<const Mine*>(from) + i);
   }
   __device__ void write(char* to) const {
 #pragma unroll

@@ -45,6 +45,7 @@ struct Words {
   static constexpr int EACH = 4 / sizeof(T);
   Pack<uint32_t, N / EACH> words;
   __device__ __forceinline__ void read(const char* from) { words.read(from); }
+  __device__ __forceinline__ void read_evict_last(const char* from) { words.read_evict_last(from); }
   __device__ __forceinline__ void write(char* to) const { words.write(to); }
   // Load the nth half in a separate access.
   __device__ __forceinline__ void read_part(const char* from, int nth) {
