@@ -1,5 +1,5 @@
 """The CUDA kernels on a CPU: their source compiled as C++ (`cuda_runtime.h`), to test results, memory accesses and
-synchronization without a GPU. `hopper.cuh` simulates TMA, wgmma and barriers. Machine code is tested separately, also
+synchronization without a GPU. `hopper.cuh` simulates TMA and barriers, `wgmma.cuh` products. Machine code is tested separately, also
 without a GPU, and execution on a GPU where there is one."""
 
 from __future__ import annotations

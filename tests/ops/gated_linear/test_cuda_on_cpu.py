@@ -37,7 +37,7 @@ def play(kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> Play
     kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", cuda.PARTS, *_cuda.one(*kind))
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
     monkeypatch.setattr(_cuda, "processors_of", lambda _: 2)
-    return lambda **how: kernels.plays(processors=2, **how)
+    return lambda **how: kernels.plays(**{"processors": 2, **how})
 
 
 class Operands:
@@ -109,10 +109,13 @@ def test_every_epilogue(
 @shapes
 @times
 @pytest.mark.parametrize("on_side", tiles.SIDEWAYS, ids=lambda on_side: str(on_side.rows))
+@pytest.mark.parametrize("processors", [2, 4])
 def test_tiles_on_their_side(
-    on_side: Any, shape: tuple[int, int, int], how: dict[str, bool], kind: tuple[torch.dtype, str], play: Play
-) -> None:
-    play(**how)
+    processors: int, on_side: Any, shape: tuple[int, int, int], how: dict[str, bool], kind: tuple[torch.dtype, str],
+    play: Play,
+) -> None:  # fmt: skip
+    """With two clusters, a last tile alone is halved: one of whole rows, one with a single row, and one with none in its half."""
+    play(processors=processors, **how)
     of = Operands(shape, kind)
     y, *_ = of.expected()
     _cuda._run(on_side.epilogue, of.spec.activation, of.x, of.halves.value, of.halves.gate, of.halves[2:], of.y)
@@ -195,9 +198,9 @@ def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("gated_linear.cu", "shared.free[last]", "shared.free[slot]"),  # overwrites what a product still reads
+        ("products.cuh", "shared.free[last]", "shared.free[slot]"),  # overwrites what a product still reads
         ("epilogues.cuh", "if (piece > 0) at.wait_stores();", ""),  # overwrites what a store still reads
-        ("gated_linear.cu", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, 2 * x_bytes"),
+        ("products.cuh", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, 2 * x_bytes"),
         ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
         ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 * p.width", "mbarrier_arrive_expect_tx(ready, (p.width"),
         ("few_rows.cuh", "if (last >= 0 && first)", "if (last > 0 && first)"),

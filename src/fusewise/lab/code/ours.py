@@ -163,28 +163,31 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
     """`source` (CUDA C++), then `ptx` and `sass` of the kernels for the problem's dtype and pairing or activation,
     compiled by the user's nvcc."""
     module = _module(problem, "cuda")
-    with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
-        # Compile only this instance: all take five times as long, and each is independent of the others.
-        if FOLDERS[problem.op] == "gated_linear":
-            capability = "{}{}".format(*module.CAPABILITY)
-            if triton_kernels.capability(target) != int(capability):
-                raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
-            arch = f"sm_{capability}a"  # includes architecture-specific instructions
-            # The kernels of few rows serve y alone, and are a source of their own.
-            few = problem.task.pass_ == "fwd" and columns_of_few(problem.case.rows) is not None  # type: ignore[attr-defined]
-            source = module.SOURCES[1 if few else 0]
-            only = (PARTS, *module.one(problem.dtype, problem.case.activation))  # type: ignore[attr-defined]
-        else:
-            arch = f"sm_{triton_kernels.capability(target)}"
-            source = module.SOURCES[0]
-            dtype, of, to = _instance(problem)
-            only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
-        ptx = _nvcc(source, Path(folder, "kernel.ptx"), "-ptx", arch, *only)
-        cubin = _nvcc(ptx, Path(folder, "kernel.cubin"), "-cubin", arch).read_bytes()
-        text = ptx.read_text(encoding="utf-8")
-    parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
+    # Compile only this instance: all take five times as long, and each is independent of the others.
+    if FOLDERS[problem.op] == "gated_linear":
+        capability = "{}{}".format(*module.CAPABILITY)
+        if triton_kernels.capability(target) != int(capability):
+            raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
+        arch = f"sm_{capability}a"  # includes architecture-specific instructions
+        # The kernels of few rows serve y alone, and are a source of their own.
+        few = problem.task.pass_ == "fwd" and columns_of_few(problem.case.rows) is not None  # type: ignore[attr-defined]
+        names = ("few_rows.cu",) if few else ("gated_linear.cu", "sideways.cu")
+        sources = [module.FOLDER / name for name in names]
+        only = (PARTS, *module.one(problem.dtype, problem.case.activation))  # type: ignore[attr-defined]
+    else:
+        arch = f"sm_{triton_kernels.capability(target)}"
+        sources = [module.SOURCES[0]]
+        dtype, of, to = _instance(problem)
+        only = (f"-DFUSEWISE_DTYPE={dtype}", f"-DFUSEWISE_IN={of:d}", f"-DFUSEWISE_OUT={to:d}")
     found = [_file(path, "cpp") for path in module.SOURCES]
-    return [*found, *disassembly.ptx(text, target, parts), *disassembly.functions(cubin, target, parts)]
+    with tempfile.TemporaryDirectory(prefix="fusewise-code-") as folder:
+        for source in sources:
+            ptx = _nvcc(source, Path(folder, f"{source.stem}.ptx"), "-ptx", arch, *only)
+            cubin = _nvcc(ptx, Path(folder, f"{source.stem}.cubin"), "-cubin", arch).read_bytes()
+            parts = {name: part for name in disassembly.names(cubin) if (part := _cuda_part(problem, name))}
+            found += disassembly.ptx(ptx.read_text(encoding="utf-8"), target, parts)
+            found += disassembly.functions(cubin, target, parts)
+    return found
 
 
 def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:

@@ -25,8 +25,8 @@ from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT
 
 FOLDER = Path(__file__).parent
 _NAMES = (
-    "gated_linear.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh", "hopper.cuh",
-    "instructions.cuh", "matrices.cuh", "plan.h", "sums.cuh", "tiles.cuh",
+    "gated_linear.cu", "sideways.cu", "few_rows.cu", "epilogues.cuh", "few_rows.cuh", "gate.cuh", "gate_gradient.cuh",
+    "hopper.cuh", "instructions.cuh", "matrices.cuh", "plan.h", "products.cuh", "sums.cuh", "tiles.cuh", "wgmma.cuh",
 )  # fmt: skip
 SOURCES = (*(FOLDER / name for name in _NAMES), cuda.MBARRIER)
 CAPABILITY = cuda.HOPPER

@@ -1,4 +1,4 @@
-// Epilogues of gated_linear.cu. Each processes a tile piece by piece: computes in float32, rounds once, writes the piece to a staging
+// Epilogues of products.cuh. Each processes a tile piece by piece: computes in float32, rounds once, writes the piece to a staging
 // slot in shared memory, from which TMA stores it.
 
 #pragma once
@@ -91,10 +91,9 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Epilo
   }
 }
 
-// SIDEWAYS: y. A thread has u of a feature in `top` and g in `bottom`; adjacent accumulators are adjacent rows of x.
-template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
-__device__ void write_sideways(const float (&top)[Traits<EPILOGUE>::COLUMNS / 2], const float (&bottom)[Traits<EPILOGUE>::COLUMNS / 2],
-                               const EpilogueContext<EPILOGUE>& at) {
+// SIDEWAYS: y of N rows. A thread has u of a feature in `top` and g in `bottom`; adjacent accumulators are adjacent rows of x.
+template <bool BFLOAT16, int EPILOGUE, int ACTIVATION, int N>
+__device__ __forceinline__ void write_sideways(const float (&top)[N], const float (&bottom)[N], const EpilogueContext<EPILOGUE>& at) {
   using A = Traits<EPILOGUE>;
   const int of_warp = at.warp * 16;
   const auto bias = [&](int half, int eight) { return at.shared.bias[at.group][half][of_warp + eight * 8 + at.lane / 4]; };
@@ -102,11 +101,12 @@ __device__ void write_sideways(const float (&top)[Traits<EPILOGUE>::COLUMNS / 2]
   // This lane's stmatrix row, transposed: eight features of one row of x.
   const int chunk = of_warp / 8 + at.lane / 8 % 2, below = at.lane / 16 * 8 + at.lane % 8;
 #pragma unroll
-  for (int pair = 0; pair < A::HIGH / 16; ++pair) {
-    uint32_t y[4];  // 2 x 2 matrices of eight features by eight rows
+  for (int pair = 0; pair < (N + 7) / 8; ++pair) {
+    uint32_t y[4]{};  // 2 x 2 matrices of eight features by eight rows
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = ((pair * 2 + j / 2) * 2 + j % 2) * 2;
+      if (i >= N) break;
       const auto value = [&](int i) { return (top[i] + value_bias[j % 2]) * gate<ACTIVATION>(bottom[i] + gate_bias[j % 2]).value; };
       y[j] = packed<BFLOAT16>(value(i), value(i + 1));
     }
@@ -114,7 +114,13 @@ __device__ void write_sideways(const float (&top)[Traits<EPILOGUE>::COLUMNS / 2]
     stmatrix_trans(at.slot(0) + row * A::PIECE * 2 + ((chunk ^ (row & 7)) << 4), y);
   }
   at.fence_writes();
-  if (at.thread == 0) tma_store(&at.p.y, at.tile.feature, at.tile.row, at.slot(0)), tma_store_commit();
+  if (at.thread == 0) {
+    const CUtensorMap* y = at.tile.full ? &at.p.y : &at.p.y_edge;
+    const int box = at.tile.box;
+    tma_store(y, at.tile.feature, at.tile.row, at.slot(0));
+    if (at.tile.half < 0) tma_store(y, at.tile.feature, at.tile.row + box, at.slot(0) + box * A::PIECE * 2);
+    tma_store_commit();
+  }
 }
 
 // Sums each of 8 values over the 32 rows of this warp; a lane gets the sum of value lane / 4.

@@ -21,6 +21,7 @@
 #include "hopper.cuh"
 #include "matrices.cuh"
 #include "tiles.cuh"
+#include "wgmma.cuh"
 
 namespace {
 
@@ -222,6 +223,7 @@ cudaError_t launch_slabs(FewRows& p, const Plan& of, const Call& c, int processo
   if (p.rows <= 64) return launch_few_rows_of<BFLOAT16, 64, SLABS, ACTIVATION>(p, of, c, processors, on);
   if (p.rows <= 128) return launch_few_rows_of<BFLOAT16, 128, SLABS, ACTIVATION>(p, of, c, processors, on);
   if (p.rows <= 160) return launch_few_rows_of<BFLOAT16, 160, SLABS, ACTIVATION>(p, of, c, processors, on);
+  if (p.rows <= 208) return launch_few_rows_of<BFLOAT16, 208, SLABS, ACTIVATION>(p, of, c, processors, on);
   return cudaErrorInvalidValue;
 }
 

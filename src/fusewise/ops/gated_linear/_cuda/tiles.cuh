@@ -1,4 +1,4 @@
-// Tile shapes of gated_linear.cu, the tile scheduler, and the shared-memory layout.
+// Tile shapes of products.cuh, the tile scheduler, and the shared-memory layout.
 
 #pragma once
 
@@ -23,21 +23,21 @@ constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
 // The cost of a TMA store is per row, so pieces are as wide as u and g of the same features allow.
 //
 // SIDEWAYS, the weights are the left operand and x is the right one: a block has 64 features, the two blocks of a cluster are side by
-// side and share x. Tiles are narrower in features and may have fewer rows, which balances small batches better. Their only piece is
-// the whole tile.
+// side and share x. Tiles are narrower in features and may have fewer rows, which balances small batches better. They are not
+// divided into pieces: two slots hold the whole tile, one per TMA box of x.
 template <int EPILOGUE>
 struct Traits {
   static constexpr bool DOWNWARD = EPILOGUE == DOWN, SIDEWAYS = EPILOGUE >= SIDE_208;
   static constexpr int SIDES[] = {208, 192, 160, 144, 128}, COLUMNS = SIDEWAYS ? SIDES[EPILOGUE - SIDE_208] : 192;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
-  static constexpr int WRITES = EPILOGUE == GRADIENT ? 2 : SIDEWAYS ? 1 : 3;
+  static constexpr int WRITES = EPILOGUE == GRADIENT || SIDEWAYS ? 2 : 3;
   static constexpr int READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0, AHEAD = DOWNWARD ? 2 : 1;
   static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32;
-  static constexpr int HEIGHT = SIDEWAYS ? HIGH : SLOT_BYTES / 2 / PIECE, SLOT = HEIGHT * PIECE * 2;
+  static constexpr int SHARING = SIDEWAYS ? CLUSTER : 1;  // blocks that load a part of the tile's x each
+  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : SLOT_BYTES / 2 / PIECE, SLOT = HEIGHT * PIECE * 2;
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
   static constexpr int STAGES = (MOST - 2048 - (WRITES + READS * AHEAD) * SLOT) / (LEFT_BYTES + RIGHT_BYTES);
-  static constexpr int SHARING = SIDEWAYS ? CLUSTER : 1;  // blocks that load a part of the tile's x each
   // Distance between the tiles of neighbouring clusters, and between the two tiles of a cluster.
   static constexpr int DOWN_STEP = SIDEWAYS ? HIGH : CLUSTER * HIGH, ACROSS_STEP = SIDEWAYS ? CLUSTER * FEATURES : FEATURES;
   static constexpr int DOWN_OTHER = SIDEWAYS ? 0 : HIGH, ACROSS_OTHER = SIDEWAYS ? FEATURES : 0;
@@ -56,30 +56,43 @@ struct Shared {
 // Named barriers: whose turn it is for the main loop, for the output slots; and one within each warpgroup.
 enum Name { PRODUCT = 1, SLOT = 3, OWN = 5 };
 
+}  // namespace
+
 struct Params {
-  CUtensorMap x, x_edge, value, gate, y, u, g, first, second;  // as in plan.h; x_edge: x in boxes of `edge` rows
-  const void *value_bias, *gate_bias;                          // or null
+  CUtensorMap x, x_edge, value, gate, y, y_edge, u, g, first, second;  // as in plan.h; x_edge, y_edge: in boxes of `edge` rows
+  const void *value_bias, *gate_bias;                                  // or null
   int64_t value_bias_stride, gate_bias_stride;
   float* sums;              // (⌈M / 128⌉, 2, F) of du and dg, or null
   unsigned* wave_counter;   // arrivals of all clusters at `WaveSync`, or null: unused
   int rows, hidden, steps;  // k-steps of DEPTH
-  int edge;                 // rows of a TMA box in a tile that x fills in part: a multiple of 8, of the swizzle
+  int edge;                 // rows of a TMA box in a tile that x fills in part: a multiple of 8, as in the swizzle
+  int turns, whole;         // of clusters; and those with a whole tile, before those with half of one
 };
 
-// The tile of a turn, in grouped raster order: tiles that share operands run at about the same time, and hit L2.
+namespace {
+
+__host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The tile of a turn, in grouped raster order: tiles that share operands run at about the same time, and hit L2. The last SIDEWAYS tiles
+// are halved, each half a turn, if that gives all of them to clusters that would otherwise be idle.
 template <int EPILOGUE>
 struct Tile {
   using A = Traits<EPILOGUE>;
   int row, feature;
+  int box;    // rows of a TMA box of x: the whole tile, or SIDEWAYS half of it
+  int half;   // which half, or -1: both
+  bool full;  // whether x fills the tile
   __device__ Tile(const Params& p, int turn, int rank) {
+    half = A::SIDEWAYS && turn >= p.whole ? (turn - p.whole) % 2 : -1;
+    if (half >= 0) turn = p.whole + (turn - p.whole) / 2;
     const int down = ceil_div(p.rows, A::DOWN_STEP), across = ceil_div(p.hidden, A::ACROSS_STEP);
     const int first = turn / (GROUP_M * across) * GROUP_M, rows = min(down - first, GROUP_M), within = turn % (GROUP_M * across);
     row = (first + within % rows) * A::DOWN_STEP + rank * A::DOWN_OTHER;
     feature = within / rows * A::ACROSS_STEP + rank * A::ACROSS_OTHER;
+    full = p.rows - row >= A::HIGH;
+    box = full ? A::HIGH / A::SHARING : p.edge;
+    if (half >= 0) row += half * box;
   }
-  // Tile pairs in all.
-  __host__ __device__ static int count(const Params& p) { return ceil_div(p.rows, A::DOWN_STEP) * ceil_div(p.hidden, A::ACROSS_STEP); }
-  __host__ __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 };
 
 }  // namespace

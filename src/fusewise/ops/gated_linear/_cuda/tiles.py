@@ -29,9 +29,12 @@ class Tiles(NamedTuple):
     columns: int
 
     def cost(self, rows: int, hidden: int, at_once: int) -> tuple[int, int]:
-        """Waves of tiles, and their cost in columns. Operand loads add a fixed cost per tile, equal to that of 32 columns."""
-        rounds = -(-(-(-rows // self.rows) * -(-hidden // self.features)) // at_once)
-        return rounds, rounds * (self.columns + 32)
+        """Waves of tiles, and their cost in columns. Operand loads add a fixed cost per tile, equal to that of 32 columns. If
+        at most half of the device has tiles of the last wave, sideways ones are halved."""
+        full, left = divmod(-(-rows // self.rows) * -(-hidden // self.features), at_once)
+        halved = self.epilogue != Y and 2 * left <= at_once
+        last = (self.columns // 2 if halved else self.columns) + 32 if left else 0
+        return full + (left > 0), full * (self.columns + 32) + last
 
 
 UPRIGHT = Tiles(Y, 256, 96, 192)
