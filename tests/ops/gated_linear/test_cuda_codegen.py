@@ -11,6 +11,7 @@ import torch
 
 from fusewise._shared import build
 from fusewise.ops.gated_linear import _cuda
+from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import ACTIVATIONS
 
 from .. import cuda_codegen
@@ -32,25 +33,27 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
         for body in bodies
         if (found := re.search(r"gated_linear_kernelILb\dELi(\d)", body.splitlines()[0]))
     }
-    assert set(kernels) == {"0", "1", "2", "3", "4", "5", "6"}  # the last three: y with sideways tiles
+    sideways = {str(of.epilogue): of.columns for of in tiles.SIDEWAYS}
+    assert set(kernels) == {"0", "1", "2", "3", *sideways}
     streams = [body for body in bodies if "few_rows_kernel" in body.splitlines()[0]]
-    assert len(streams) == 10  # tiles of 64 and of 128 features, each for 16, 32, 64, 128 and 160 columns
+    assert len(streams) == 2 * len(tiles.FEW_COLUMNS)  # tiles of 64 and of 128 features
     for body in streams:
         assert not re.search(r"\b(LDL|STL)\b", body) and "STG.E.128" in body and "STSM.16.MT88.4" in body
-        assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {"16", "32", "64", "128", "160"}
+        assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {*map(str, tiles.FEW_COLUMNS)}
         assert "UTMALDG.2D" in body and "ACQBULK" in body  # waits for the previous kernel
     (gate,) = (body for body in bodies if "gate_gradient_kernel" in body.splitlines()[0])
     assert not re.search(r"\b(LDL|STL)\b", gate)
     assert {*re.findall(r"\b(?:LDG|STG)\.E\S*", gate)} == {"LDG.E.128", "STG.E.128", "STG.E"}  # STG.E: the sums
     for epilogue, body in kernels.items():
         code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
-        columns = {"5": 160, "6": 128}.get(epilogue, 192)
-        products = [i for i, line in enumerate(code) if f"HGMMA.64x{columns}x16" in line]
-        assert len(products) == 8 and products[-1] - products[0] < 120
         spills = [i for i, line in enumerate(code) if re.search(r"\b(LDL|STL)\b", line)]
         assert len(spills) <= {"2": 60, "3": 60, "1": 4}.get(epilogue, 0)
-        assert not [i for i in spills if products[0] <= i <= products[-1]]
-        stores = "STSM.16.MT88.4" if epilogue in ("4", "5", "6") else "STSM.16.M88.4"
+        whole = sideways.get(epilogue, 192)
+        for columns in (whole, whole // 2) if epilogue in sideways else (whole,):
+            products = [i for i, line in enumerate(code) if f"HGMMA.64x{columns}x16" in line]
+            assert len(products) == 8 and products[-1] - products[0] < 120
+            assert not [i for i in spills if products[0] <= i <= products[-1]]
+        stores = "STSM.16.MT88.4" if epilogue in sideways else "STSM.16.M88.4"
         assert "UTMALDG.2D.MULTICAST" in body and stores in body and "UTMASTG.2D" in body
         assert not re.search(
             r"MEMBAR\S*GPU", "\n".join(code[products[0] : products[-1] + 20])
@@ -70,4 +73,4 @@ def test_without_a_choice_it_has_every_dtype_and_activation(tmp_path: Path) -> N
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert len(set(re.findall(r"\.entry \w*(gated_linear_kernelI\w+)", to.read_text()))) == 2 * 7 * len(ACTIVATIONS)
+    assert len(set(re.findall(r"\.entry \w*(gated_linear_kernelI\w+)", to.read_text()))) == 2 * 9 * len(ACTIVATIONS)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from .._few_rows import busiest, choose_width
 
-FEW_ROWS = 160  # up to which y is computed by the weight-streaming kernel
+FEW_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
+FEW_ROWS = 160  # up to which it computes y
 Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(
     11
 )  # epilogues, as in plan.h
@@ -64,7 +65,7 @@ def gluon_takes_less(rows: int, hidden: int, processors: int) -> bool:
 
 def columns_of_few(rows: int) -> int | None:
     """Columns of a product in the weight-streaming kernel (`few_rows.cuh`), or None beyond its rows."""
-    return next((n for n in (16, 32, 64, 128, FEW_ROWS) if rows <= n), None)
+    return next((n for n in FEW_COLUMNS if rows <= n), None) if rows <= FEW_ROWS else None
 
 
 @functools.lru_cache(maxsize=1024)
