@@ -45,7 +45,7 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         (190, 16384, 192, False),
         (256, 8192, 128, True),
         (256, 11008, 0, False),
-        (256, 14336, 0, True),
+        (256, 14336, 128, True),
         (320, 28672, 160, False),
         (384, 28672, 192, False),
         (512, 14336, 0, True),

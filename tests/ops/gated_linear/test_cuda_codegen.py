@@ -36,10 +36,10 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
     sideways = {str(of.epilogue): of.columns for of in tiles.SIDEWAYS}
     assert set(kernels) == {"0", "1", "2", "3", *sideways}
     streams = [body for body in bodies if "few_rows_kernel" in body.splitlines()[0]]
-    assert len(streams) == 2 * len(tiles.FEW_COLUMNS)  # tiles of 64 and of 128 features
+    assert len(streams) == 2 * len(tiles.STREAM_COLUMNS)  # tiles of 64 and of 128 features
     for body in streams:
         assert not re.search(r"\b(LDL|STL)\b", body) and "STG.E.128" in body and "STSM.16.MT88.4" in body
-        assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {*map(str, tiles.FEW_COLUMNS)}
+        assert {*re.findall(r"HGMMA.64x(\d+)x16", body)} <= {*map(str, tiles.STREAM_COLUMNS)}
         assert "UTMALDG.2D" in body and "ACQBULK" in body  # waits for the previous kernel
     (gate,) = (body for body in bodies if "gate_gradient_kernel" in body.splitlines()[0])
     assert not re.search(r"\b(LDL|STL)\b", gate)

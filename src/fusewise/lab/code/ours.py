@@ -22,7 +22,7 @@ import fusewise
 from fusewise._shared import build, host
 from fusewise._shared.cuda import PARTS
 from fusewise.ops._choice import Choice
-from fusewise.ops.gated_linear._cuda.tiles import SIDEWAYS, columns_of_few
+from fusewise.ops.gated_linear._cuda.tiles import SIDEWAYS, STREAM_COLUMNS, width_of_stream
 
 from ..ledger import Kernel, extent
 from ..plugin import Missing, Run, Unsupported
@@ -170,7 +170,7 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
             raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
         arch = f"sm_{capability}a"  # includes architecture-specific instructions
         # The kernels of few rows serve y alone, and are a source of their own.
-        few = problem.task.pass_ == "fwd" and columns_of_few(problem.case.rows) is not None  # type: ignore[attr-defined]
+        few = problem.task.pass_ == "fwd" and _width_of_stream(problem) is not None
         names = ("few_rows.cu",) if few else ("gated_linear.cu", "sideways.cu")
         sources = [module.FOLDER / name for name in names]
         only = (PARTS, *module.one(problem.dtype, problem.case.activation))  # type: ignore[attr-defined]
@@ -188,6 +188,11 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
             found += disassembly.ptx(ptx.read_text(encoding="utf-8"), target, parts)
             found += disassembly.functions(cubin, target, parts)
     return found
+
+
+def _width_of_stream(problem: Problem) -> int | None:
+    """On the GPU with most SMs that the kernels serve: H100 and H200 (SXM)."""
+    return width_of_stream(problem.case.rows, problem.case.hidden, 132)  # type: ignore[attr-defined]
 
 
 def _nvcc(source: Path, result: Path, kind: str, arch: str, *more: str) -> Path:
@@ -221,7 +226,8 @@ def _cuda_part(problem: Problem, name: str) -> str:
             return "gate_gradient_kernel"
         if found := re.search(r"few_rows_kernelILb\dELi(\d+)ELi(\d)E", name):
             columns, slabs = map(int, found.groups())
-            serves = columns == columns_of_few(problem.case.rows)  # type: ignore[attr-defined]
+            width, rows = _width_of_stream(problem), problem.case.rows  # type: ignore[attr-defined]
+            serves = width is not None and columns == min(n for n in STREAM_COLUMNS if rows <= n)
             return f"few_rows_kernel of {columns} columns, tiles to {64 * slabs} features" if serves else ""
         found = re.search(r"gated_linear_kernelILb\dELi(\d)", name)
         kinds = ("y", "preact", "gradient", "down", *(f"y of {tiles.rows} rows sideways" for tiles in SIDEWAYS))

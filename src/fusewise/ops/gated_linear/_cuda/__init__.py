@@ -83,8 +83,8 @@ def refuses(
             return f"with gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
         if odd(hidden, matrices):
             return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
-    many = rows > tiles.FEW_ROWS
-    fewer = alone and many and tiles.gluon_takes_less(rows, hidden, processors_of(matrices[0].get_device()))
+    size = rows, hidden, processors_of(matrices[0].get_device())
+    fewer = alone and tiles.width_of_stream(*size) is None and tiles.gluon_takes_less(*size)
     if by_choice and fewer and _gluon_is_there():
         return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features need fewer waves"
     kernel = _kernel(matrices[0].dtype, activation)
@@ -148,9 +148,10 @@ def _run(
 
 
 def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
-    """The epilogue for y alone, and the tile width of the few-rows kernel (0 for the others)."""
+    """The epilogue for y alone, and the tile width of the weight-streaming kernel (0 for the others)."""
     size = x.shape[0], hidden, processors_of(x.get_device())
-    return (FEW, tiles.width_of_few(*size)) if x.shape[0] <= tiles.FEW_ROWS else (tiles.for_y(*size).epilogue, 0)
+    width = tiles.width_of_stream(*size)
+    return (tiles.for_y(*size).epilogue, 0) if width is None else (FEW, width)
 
 
 def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:

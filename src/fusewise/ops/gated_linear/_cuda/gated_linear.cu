@@ -110,7 +110,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_gated_linear(cons
       !outer(&p.second, c.second, of.second_stride))
     return cudaErrorInvalidValue;
 
-  const int tiles = ceil_div(p.rows, found.down_step) * ceil_div(p.hidden, found.across_step), most = processors / CLUSTER;
+  const int tiles = ceil_div(p.rows, found.down_step) * ceil_div(p.hidden, found.across_step), most = std::max(1, processors / CLUSTER);
   const int left = tiles % most;  // in the last wave
   p.whole = found.sharing > 1 && 2 * left <= most ? tiles - left : tiles, p.turns = 2 * tiles - p.whole;
   if (of.epilogue <= DOWN && p.steps >= SYNC_STEPS && tiles > (SYNC_WAVES - 1) * most)

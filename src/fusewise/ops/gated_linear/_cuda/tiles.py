@@ -1,10 +1,13 @@
-"""Selects the tiles that compute y, by wave quantization: those that leave least of the device idle. The kernels' sizes
-are in `tiles.cuh`.
+"""Selects the kernel that computes y: that which leaves least of the device idle, by wave quantization. Its sizes are in
+`tiles.cuh` and `few_rows.cuh`.
 
-    for_y(160, 14336, processors=132)           -> sideways tiles, of 160 rows
+    width_of_stream(64, 14336, processors=132)  -> 56: tiles of 56 features of the kernel that streams the weights
+    width_of_stream(320, 14336, processors=132) -> None: others are better
+    for_y(320, 14336, processors=132)           -> sideways tiles, of 160 rows
     gluon_takes_less(512, 14336, processors=132)   whether Gluon's are better still
 
-Shape legend: M rows, F features out. The model agrees with measurements on an H200 (docs/notes/gated-linear-h200.md).
+Shape legend: M rows, F features out. Costs are in columns of a product of 64 features; they agree with measurements on an H200
+(docs/notes/gated-linear-h200.md).
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import NamedTuple
 
 from .._few_rows import busiest, choose_width
 
-FEW_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
-FEW_ROWS = 160  # up to which it computes y
+STREAM_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
+STREAM_ROWS = 128  # up to which it always computes y
+MEMORY = 2.5  # cost of reading both weights of a feature, while all SMs read
 Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(
     11
 )  # epilogues, as in plan.h
@@ -30,11 +34,11 @@ class Tiles(NamedTuple):
     columns: int
 
     def cost(self, rows: int, hidden: int, at_once: int) -> tuple[int, int]:
-        """Waves of tiles, and their cost in columns. Operand loads add a fixed cost per tile, equal to that of 32 columns. If
-        at most half of the device has tiles of the last wave, sideways ones are halved."""
-        full, left = divmod(-(-rows // self.rows) * -(-hidden // self.features), at_once)
+        """Waves of tiles, and their cost. Operand loads add the equivalent of 32 columns per tile. If at most half of the device
+        has tiles of the last wave, sideways ones are halved, which loads as much of the weights for each half."""
+        full, left = divmod(-(-rows // self.rows) * -(-hidden // self.features), max(1, at_once))
         halved = self.epilogue != Y and 2 * left <= at_once
-        last = (self.columns // 2 if halved else self.columns) + 32 if left else 0
+        last = (self.columns // 2 + 64 if halved else self.columns + 32) if left else 0
         return full + (left > 0), full * (self.columns + 32) + last
 
 
@@ -48,31 +52,43 @@ GLUON = Tiles(Y, 128, 64, 128)  # computed by one SM
 
 @functools.lru_cache(maxsize=1024)
 def for_y(rows: int, hidden: int, processors: int) -> Tiles:
-    """The upright tiles, unless others cost less by more than 5 %."""
+    """The upright tiles, unless others cost less by more than 3 %."""
     best = UPRIGHT
     for tiles in SIDEWAYS:
-        if 20 * tiles.cost(rows, hidden, processors // 2)[1] < 19 * best.cost(rows, hidden, processors // 2)[1]:
+        if 100 * tiles.cost(rows, hidden, processors // 2)[1] < 97 * best.cost(rows, hidden, processors // 2)[1]:
             best = tiles
     return best
 
 
 @functools.lru_cache(maxsize=1024)
 def gluon_takes_less(rows: int, hidden: int, processors: int) -> bool:
-    """Whether Gluon's tiles cost less, beyond one wave. Blocks without a cluster are 5 % faster at the same cost."""
-    rounds, ours = for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)
-    return rounds > 1 and 19 * GLUON.cost(rows, hidden, processors)[1] < 20 * ours
-
-
-def columns_of_few(rows: int) -> int | None:
-    """Columns of a product in the weight-streaming kernel (`few_rows.cuh`), or None beyond its rows."""
-    return next((n for n in FEW_COLUMNS if rows <= n), None) if rows <= FEW_ROWS else None
+    """Whether Gluon's tiles cost less, beyond one wave. Blocks without a cluster are 5 % faster at the same cost, but the rows
+    beyond M take them longer than real ones."""
+    waves, ours = for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)
+    empty = -rows % GLUON.rows / (rows + -rows % GLUON.rows)
+    return waves > 1 and 0.95 * (1 + empty / 4) * GLUON.cost(rows, hidden, processors)[1] <= ours
 
 
 @functools.lru_cache(maxsize=1024)
-def width_of_few(rows: int, hidden: int, processors: int) -> int:
-    """Features of a tile in the weight-streaming kernel. From 33 to 96 rows, tiles of a single warpgroup (up to 64
-    features) are 2 % faster at the same cost."""
-    columns = columns_of_few(rows) or FEW_ROWS
-    narrow, wide = (choose_width(columns, hidden, processors, widest) for widest in (64, 128))
-    cost = functools.partial(busiest, columns=columns, hidden=hidden, processors=processors)
-    return narrow if 32 < rows <= 96 and cost(narrow) <= 1.15 * cost(wide) else wide
+def width_of_stream(rows: int, hidden: int, processors: int) -> int | None:
+    """Features of a tile in the weight-streaming kernel (`few_rows.cuh`), or None if tiles of the other kernels cost less. Up
+    to 64 features need a single warpgroup, which from 33 to 128 rows is 2 % faster at the same cost and about the same traffic."""
+    columns = next((n for n in STREAM_COLUMNS if rows <= n), None)
+    if columns is None:
+        return None
+    of = {"columns": columns, "hidden": hidden, "processors": processors}
+    narrow, wide = (choose_width(widest=widest, **of) for widest in (64, 128))
+    gain = _stream_cost(wide, **of) - _stream_cost(narrow, **of)
+    level = gain == 0 and rows <= STREAM_ROWS and busiest(narrow, **of) <= 1.15 * busiest(wide, **of)
+    width = narrow if rows > 32 and (gain > 0 or level) else wide
+    if rows <= STREAM_ROWS:
+        return width
+    least = MEMORY * hidden / processors + 48  # for any kernel
+    others = max(least, for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)[1])
+    return width if _stream_cost(width, **of) <= others else None
+
+
+def _stream_cost(width: int, columns: int, hidden: int, processors: int) -> float:
+    """Of the SM with the most tiles, each of which is limited by memory or by the products of its warpgroups."""
+    tiles, warpgroups = -(-(-(-hidden // width)) // processors), -(-width // 64)
+    return tiles * (max(MEMORY * width, warpgroups * columns) + 16 * warpgroups)
