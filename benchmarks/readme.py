@@ -85,7 +85,7 @@ DECODED = [
 BATCHED = [
     f"{model}-batch-{rows}"
     for model in ("llama-3-70b", "llama-3-8b", "gemma-2b", "phi-3-mini")
-    for rows in (160, 256, 320, 512)
+    for rows in (160, 200, 256, 272, 320, 400, 512)
 ]
 SERVING = "-serve-"
 MODELS = ("llama", "gemma", "qwen", "mistral", "phi", "gpt", "glm", "deepseek")

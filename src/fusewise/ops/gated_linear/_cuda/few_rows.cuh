@@ -1,4 +1,4 @@
-// y of up to 160 rows of x, whose time is that of reading the weights once:
+// y of up to 208 rows of x, in about the time of reading the weights once:
 //
 //     y = u · act(g),   u = x W_valueᵀ + b_value,   g = x W_gateᵀ + b_gate
 //

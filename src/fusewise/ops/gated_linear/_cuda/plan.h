@@ -7,7 +7,7 @@
 
 // What a kernel computes. From the product of x with both weights: Y: y; PREACT: y, u and g; GRADIENT: du and dg, from dy. From the
 // product dy = dz W_down: DOWN: y, du and dg, from u and g. Without a product: GATE: du and dg, from dy, u and g. SIDE_n: y, with the
-// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 160 rows (few_rows.cuh).
+// weights as left operand, in tiles of n rows (tiles.cuh). FEW: y of up to 208 rows (few_rows.cuh).
 enum Epilogue { Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW };
 constexpr int GATE_ROWS = 32;  // GATE: rows of a partial sum, at least
 

@@ -8,7 +8,7 @@
 //
 // A persistent, warp-specialized kernel. A cluster of two thread blocks computes a pair of tiles, one above the other: 128 rows of x by
 // 192 columns of the product each, which are u and g of 96 features, or dy of 192. Each block loads half of the weight tile and
-// multicasts it to both. For few rows of x there are other tile shapes (`tiles.cuh`), and up to 160 rows FEW streams the weights
+// multicasts it to both. For few rows of x there are other tile shapes (`tiles.cuh`), and up to 208 rows FEW may stream the weights
 // (`few_rows.cuh`).
 //
 // Warp roles: a producer thread fills a ring of shared-memory stages with both operands by TMA; a second one loads what the epilogue

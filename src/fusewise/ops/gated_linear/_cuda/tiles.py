@@ -1,10 +1,10 @@
 """Selects the kernel that computes y: that which leaves least of the device idle, by wave quantization. Its sizes are in
 `tiles.cuh` and `few_rows.cuh`.
 
-    width_of_stream(64, 14336, processors=132)  -> 56: tiles of 56 features of the kernel that streams the weights
-    width_of_stream(320, 14336, processors=132) -> None: others are better
-    for_y(320, 14336, processors=132)           -> sideways tiles, of 160 rows
-    gluon_takes_less(512, 14336, processors=132)   whether Gluon's are better still
+    width_of_stream(64, 14336, processors=132)    -> 56: tiles of 56 features of the kernel that streams the weights
+    width_of_stream(320, 14336, processors=132)   -> None: others are better
+    for_y(320, 14336, processors=132)             -> sideways tiles, of 160 rows
+    gluon_takes_less(512, 14336, processors=132)  -> True: Gluon's are better still
 
 Shape legend: M rows, F features out. Costs are in columns of a product of 64 features; they agree with measurements on an H200
 (docs/notes/gated-linear-h200.md).
@@ -20,9 +20,8 @@ from .._few_rows import busiest, choose_width
 STREAM_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
 STREAM_ROWS = 128  # up to which it always computes y
 MEMORY = 2.5  # cost of reading both weights of a feature, while all SMs read
-Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(
-    11
-)  # epilogues, as in plan.h
+# Epilogues, as in plan.h.
+Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(11)
 
 
 class Tiles(NamedTuple):
@@ -90,5 +89,5 @@ def width_of_stream(rows: int, hidden: int, processors: int) -> int | None:
 
 def _stream_cost(width: int, columns: int, hidden: int, processors: int) -> float:
     """Of the SM with the most tiles, each of which is limited by memory or by the products of its warpgroups."""
-    tiles, warpgroups = -(-(-(-hidden // width)) // processors), -(-width // 64)
-    return tiles * (max(MEMORY * width, warpgroups * columns) + 16 * warpgroups)
+    tiles, warpgroups = -(-hidden // width), -(-width // 64)
+    return -(-tiles // processors) * (max(MEMORY * width, warpgroups * columns) + 16 * warpgroups)
