@@ -12,6 +12,7 @@ from torch import Tensor
 import fusewise
 from fusewise.lab.truth import errors
 from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
+from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == _cuda.CAPABILITY
@@ -97,6 +98,22 @@ class TestOnHopper:
         """Ragged sizes, one tile, several waves of tiles per SM, rows that are not multiples of 16 bytes, and y with sideways tiles
         of 128, 160 and 192 rows."""
         assert_right(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
+
+    @pytest.mark.parametrize("hidden", [136, 11008, 14336])
+    @pytest.mark.parametrize("rows", [1, 104, 176, 200, 264, 288, 416])
+    def test_every_tile_makes_the_same_y(self, rows: int, hidden: int) -> None:
+        """Bit by bit, and nothing beside it: whole tiles, tiles filled in part, and the last wave's in halves."""
+        x, weight = (torch.randn(n, 328, device="cuda").bfloat16() for n in (rows, 2 * hidden))
+        halves = Halves.of(Spec("silu", "stacked"), weight)
+        around = torch.full((rows + 2, hidden), 7.0, device="cuda").bfloat16()
+        made = []
+        for epilogue in (tiles.Y, *(of.epilogue for of in tiles.SIDEWAYS)):
+            y = around[1:-1].fill_(torch.nan)
+            _cuda._run(epilogue, "silu", x, halves.value, halves.gate, halves[2:], y)
+            made.append(y.clone())
+            assert torch.equal(made[0], made[-1])
+            assert bool((around[0] == 7.0).all() and (around[-1] == 7.0).all())
+        assert made[0].isfinite().all()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("activation", ACTIVATIONS)
