@@ -14,7 +14,8 @@ inline void wgmma_commit_group() {
   fiber.groups.push_back(std::exchange(fiber.products, {}));
 }
 template <int PENDING>
-inline void wgmma_wait_group() {
+inline void wgmma_wait_group() {  // of a whole warp: .sync.aligned
+  on_cpu::meet_warp();
   auto& groups = on_cpu::fibers[on_cpu::running].groups;
   for (; groups.size() > PENDING; groups.pop_front())
     for (const Operation& operation : groups.front()) operation();

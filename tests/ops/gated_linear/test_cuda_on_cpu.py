@@ -22,7 +22,7 @@ KINDS = [(torch.bfloat16, "gelu_tanh"), (torch.float16, "silu")]
 # (M, D, F): less than a tile and less than a K step; ragged in every dimension, with several passes through the ring buffer and by
 # both warp groups; one row more than two tiles.
 SHAPES = [(1, 8, 8), (150, 456, 296), (257, 64, 104)]
-TIMES = [{"late": False}, {"late": True}, {"late": True, "backwards": True}]
+TIMES = [{"late": False, "backwards": True}, {"late": True}, {"late": True, "backwards": True}]
 Play = Callable[..., None]
 
 
@@ -136,6 +136,8 @@ FEW = [
     ((128, 328, 264), 120),
     ((130, 520, 80), 64),
     ((160, 328, 264), 72),
+    ((176, 200, 136), 112),
+    ((208, 136, 80), 48),
 ]
 
 
