@@ -96,7 +96,7 @@ class TestOnHopper:
     )
     def test_shapes(self, epilogue: str, shape: tuple[int, int, int]) -> None:
         """Ragged sizes, one tile, several waves of tiles per SM, rows that are not multiples of 16 bytes, and y with sideways tiles
-        of 128, 160 and 192 rows."""
+        and in the few-rows kernel."""
         assert_right(epilogue, shape, torch.bfloat16, Spec("silu", "stacked"))
 
     @pytest.mark.parametrize("hidden", [136, 11008, 14336])

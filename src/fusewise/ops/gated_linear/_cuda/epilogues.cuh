@@ -91,7 +91,7 @@ __device__ void write_outputs(float (&top)[96], float (&bottom)[96], const Epilo
   }
 }
 
-// SIDEWAYS: y of N rows. A thread has u of a feature in `top` and g in `bottom`; adjacent accumulators are adjacent rows of x.
+// SIDEWAYS: y of 2 N rows. A thread has u of a feature in `top` and g in `bottom`; adjacent accumulators are adjacent rows of x.
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION, int N>
 __device__ __forceinline__ void write_sideways(const float (&top)[N], const float (&bottom)[N], const EpilogueContext<EPILOGUE>& at) {
   using A = Traits<EPILOGUE>;

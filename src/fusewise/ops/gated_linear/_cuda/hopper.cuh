@@ -1,5 +1,5 @@
-// Hopper's PTX as functions: TMA, clusters, named barriers, matrices in shared memory (wgmma: wgmma.cuh). Nearly each is one instruction, described in the PTX ISA manual
-// under its name.
+// Hopper's PTX as functions: TMA, clusters, named barriers, matrices in shared memory (wgmma: wgmma.cuh).
+// Nearly each is one instruction, described in the PTX ISA manual under its name.
 
 #pragma once
 

@@ -109,10 +109,10 @@ __device__ void produce_epilogue_inputs(const Params& p, Shared<EPILOGUE>& share
     for (int piece = 0; piece < A::PIECES; ++piece) {
       const uint32_t ready = smem_address(&shared.inputs_ready[ahead]), slot = smem_address(shared.slots[A::WRITES + ahead * A::READS]);
       mbarrier_wait(smem_address(&shared.inputs_free[ahead]), phase);
-      mbarrier_arrive_expect_tx(ready, A::READS * SLOT_BYTES);
+      mbarrier_arrive_expect_tx(ready, A::READS * A::PIECE_BYTES);
       const int feature = tile.feature + piece / A::HALVES * A::PIECE, row = tile.row + piece % A::HALVES * A::HEIGHT;
       tma_load(&p.first, feature, row, slot, ready);
-      if (A::READS > 1) tma_load(&p.second, feature, row, slot + SLOT_BYTES, ready);
+      if (A::READS > 1) tma_load(&p.second, feature, row, slot + A::PIECE_BYTES, ready);
       if (++ahead == A::AHEAD) ahead = 0, phase ^= 1;
     }
   }
@@ -147,7 +147,8 @@ __device__ __forceinline__ void mainloop(float (&top)[N], float (&bottom)[N], co
 
 // A tile, or half of one, with 2 N columns of the product. `block` and `number` count stages and pieces of all tiles of this thread block.
 template <int N, bool BFLOAT16, int EPILOGUE, int ACTIVATION>
-__device__ __forceinline__ void compute(const Params& p, Shared<EPILOGUE>& shared, const Tile<EPILOGUE>& tile, int group, int block, int number) {
+__device__ __forceinline__ void compute(const Params& p, Shared<EPILOGUE>& shared, const Tile<EPILOGUE>& tile, int group, int block,
+                                        int number) {
   using A = Traits<EPILOGUE>;
   const int thread = threadIdx.x % GROUP, lane = thread % 32;
   float top[N], bottom[N];

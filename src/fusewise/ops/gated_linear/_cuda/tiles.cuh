@@ -14,8 +14,8 @@ constexpr int GROUP_M = 8;               // rows of tile pairs per group of the 
 // `WaveSync` is used from so many k-steps and waves on; a cluster arrives so many k-steps before the end of a tile.
 constexpr int SYNC_STEPS = 48, SYNC_WAVES = 16, SYNC_EARLY = 8;
 constexpr int LEFT_BYTES = ROWS * DEPTH * 2;
-constexpr int SLOT_BYTES = 8192;  // a piece: what the epilogue processes at a time
 constexpr int MOST = 227 * 1024;  // bytes of shared memory that a block may have
+constexpr int SMALL = 2048;       // of them for biases, sums and barriers
 constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
 
 // Per epilogue: COLUMNS of the tile's product (N of the wgmma); FEATURES and rows of x (HIGH) of a tile, PIECE and HEIGHT of an epilogue
@@ -34,10 +34,10 @@ struct Traits {
   static constexpr int READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0, AHEAD = DOWNWARD ? 2 : 1;
   static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32;
   static constexpr int SHARING = SIDEWAYS ? CLUSTER : 1;  // blocks that load a part of the tile's x each
-  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : SLOT_BYTES / 2 / PIECE, SLOT = HEIGHT * PIECE * 2;
+  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : 4096 / PIECE, PIECE_BYTES = HEIGHT * PIECE * 2;
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
-  static constexpr int STAGES = (MOST - 2048 - (WRITES + READS * AHEAD) * SLOT) / (LEFT_BYTES + RIGHT_BYTES);
+  static constexpr int STAGES = (MOST - SMALL - (WRITES + READS * AHEAD) * PIECE_BYTES) / (LEFT_BYTES + RIGHT_BYTES);
   // Distance between the tiles of neighbouring clusters, and between the two tiles of a cluster.
   static constexpr int DOWN_STEP = SIDEWAYS ? HIGH : CLUSTER * HIGH, ACROSS_STEP = SIDEWAYS ? CLUSTER * FEATURES : FEATURES;
   static constexpr int DOWN_OTHER = SIDEWAYS ? 0 : HIGH, ACROSS_OTHER = SIDEWAYS ? FEATURES : 0;
@@ -47,7 +47,7 @@ template <int EPILOGUE>
 struct Shared {
   using A = Traits<EPILOGUE>;
   alignas(1024) char ring[A::STAGES][LEFT_BYTES + A::RIGHT_BYTES];
-  alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][A::SLOT];
+  alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][A::PIECE_BYTES];
   float bias[2][2][96];                                        // per warpgroup: value, gate
   float sums[A::READS > 0 ? 4 * A::HALVES : 1][2 * A::PIECE];  // of a piece's du and dg, per warp and half
   uint64_t ready[A::STAGES], free[A::STAGES], inputs_ready[A::AHEAD], inputs_free[A::AHEAD];

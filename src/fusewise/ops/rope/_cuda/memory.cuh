@@ -30,7 +30,9 @@ __device__ __forceinline__ Word load_evict_last(const Word* from) {
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   Word to;
   if constexpr (sizeof(Word) == 16)
-    asm("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(from), "l"(policy));
+    asm("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+        : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+        : "l"(from), "l"(policy));
   else if constexpr (sizeof(Word) == 8)
     asm("ld.global.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;" : "=r"(to.x), "=r"(to.y) : "l"(from), "l"(policy));
   else
