@@ -12,6 +12,7 @@
 
 namespace {
 
+constexpr int WARP = 32;      // threads
 constexpr int THREADS = 128;  // maximum per block unless a head has more chunks (see most_threads)
 constexpr int READ = 128;     // bytes that a thread has in flight if the call is large enough
 

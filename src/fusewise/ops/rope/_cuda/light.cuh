@@ -37,7 +37,7 @@ struct Light {
   LightTensor tensors[2];
 };
 
-constexpr int LIGHT_THREADS = 2048, WARP = 32;  // threads per SM at full occupancy, threads per warp
+constexpr int LIGHT_THREADS = 2048;  // threads per SM at full occupancy
 
 // A thread's part of a head: two accesses of N elements each. If input or output has the half pairing, these are the first and the
 // second elements of N pairs; an interleaved side (two adjacent accesses) is converted by `unzip` or `zip`. Otherwise each access
