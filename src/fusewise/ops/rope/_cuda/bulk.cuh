@@ -3,8 +3,8 @@
 // back, so that DRAM sees whole-sector copies. Threads only touch the rotated features, in shared memory.
 //
 // Shape legend: as in rope.cu. A block processes one unit: all heads of q or of k, or a part of them, of one token or, where these are
-// few bytes, of 2, 4 or 8 adjacent tokens. A thread takes the same place in both halves (or an access to interleaved pairs) of several heads of one token. Many small blocks
-// keep more memory traffic in flight than a few persistent blocks with a ring buffer of units.
+// few bytes, of 2, 4 or 8 adjacent tokens. A thread takes the same place in both halves (or one access to interleaved pairs) in several
+// heads of one token. Many small blocks keep more memory traffic in flight than a few persistent blocks with a ring buffer of units.
 
 #pragma once
 
@@ -30,7 +30,7 @@ struct BulkTensor {
   char* y;
   int64_t x_strides[2], y_strides[2];  // bytes: batch, token
   uint32_t heads, width, of_unit;      // heads; bytes per head; heads per unit
-  uint32_t first;                      // byte offset in a head of the rotated features; for the inverse with half pairing, of the second half
+  uint32_t first;                      // byte offset in a head of the rotated features; for the inverse of halves, of the second one
 };
 
 struct Bulk {
