@@ -49,10 +49,11 @@ class Library(cuda.Library):
         self._waits(found)
         return found[0], found[1]
 
-    def plays(self, *, backwards: bool = False, processors: int = 1, late: bool = False) -> Library:
+    def plays(self, *, backwards: bool = False, processors: int = 1, late: bool = False, mistake: int = -1) -> Library:
         """Configure the simulated device: its number of SMs (with one, little work fills it, so that a thread handles several
-        heads), the order of threads and blocks, and whether asynchronous operations run at once or as late as possible."""
-        self.play(backwards, processors, late)
+        heads), the order of threads and blocks, and whether asynchronous operations run at once or as late as possible.
+        `mistake`: which of those in the source is made."""
+        self.play(backwards, processors, late, mistake)
         return self
 
 

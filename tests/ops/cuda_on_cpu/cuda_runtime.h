@@ -85,6 +85,7 @@ constexpr unsigned CLUSTER = 2;  // blocks of a cluster, as which kernels run th
 
 inline bool backwards = false, late = false;
 inline int processors = 132;
+inline int mistake = -1;  // which one a kernel makes, of those that a test has put in its source
 inline bool context = false;  // whether this thread has called what makes the device's context its own
 inline bool early = false;    // whether the kernel may have started before the one ahead has ended
 inline std::string failure;  // of the kernel that ran last
@@ -307,9 +308,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return on_cpu::launch_in(1, kernel, config->gridDim, config->blockDim, params);  // no attribute of ours makes clusters
 }
 
-// What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, and whether what is
-// asynchronous is done as late as it may be. The next call to CUDA is the first of its thread.
+// What the tests choose: the order of threads and blocks, how many multiprocessors the device says it has, whether what is
+// asynchronous is done as late as it may be, and the mistake that is made. The next call to CUDA is the first of its thread.
 // Weak: one definition for all sources of a library.
-extern "C" __attribute__((visibility("default"), weak)) void fusewise_on_cpu(bool backwards, int processors, bool late) {
+extern "C" __attribute__((visibility("default"), weak)) void fusewise_on_cpu(bool backwards, int processors, bool late, int mistake) {
   on_cpu::backwards = backwards, on_cpu::processors = processors, on_cpu::late = late, on_cpu::context = false;
+  on_cpu::mistake = mistake;
 }

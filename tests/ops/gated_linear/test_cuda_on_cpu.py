@@ -4,7 +4,7 @@ allowed. Tensor core rounding is not modeled."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,74 +160,84 @@ def test_few_rows(
     of.check(y, None, None)
 
 
-def changed(
-    file: str, right: str, wrong: str, kind: tuple[torch.dtype, str], monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> Any:
-    """The kernels with one replacement in their source."""
-    for source in _cuda.SOURCES:
-        text = source.read_text()
-        assert source.name != file or right in text
-        (folder / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
-    monkeypatch.setattr(_cuda, "SOURCES", tuple(folder / source.name for source in _cuda.SOURCES))
-    kernels = cuda_on_cpu.library(_cuda, "fusewise_gated_linear", cuda.PARTS, *_cuda.one(*kind))
-    monkeypatch.setattr(_cuda, "_kernel", lambda *_: kernels)
-    return kernels
+# Replacements in the source: where MISTAKE is true, something is not waited for.
+NONE = -1
+MISTAKES = [
+    ("products.cuh", "shared.free[last]", "shared.free[MISTAKE ? slot : last]"),  # overwrites what a product still reads
+    ("epilogues.cuh", "if (piece > 0) at.wait", "if (piece > 0 && !MISTAKE) at.wait"),  # overwrites what a store still reads
+    ("products.cuh", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, (1 + MISTAKE) * x_bytes"),
+    ("few_rows.cuh", "shared.free[last]", "shared.free[MISTAKE ? at.slot : last]"),
+    ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 *", "mbarrier_arrive_expect_tx(ready, ((2 - MISTAKE) *"),
+    ("few_rows.cuh", "if (last >= 0 && first)", "if (last >= MISTAKE && first)"),
+    ("few_rows.cuh", "grid_dependency_wait();\n  Turn<S::COUNT>", "if (!MISTAKE) grid_dependency_wait();\n  Turn<S::COUNT>"),
+]  # fmt: skip
+# So that clusters wait for each other in small problems.
+SYNC = ("tiles.cuh", "SYNC_STEPS = 48, SYNC_WAVES = 16", "SYNC_STEPS = 11, SYNC_WAVES = 2")
+
+
+@pytest.fixture(scope="module")
+def build_changed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One build for all replacements, each of which would take as long to build alone."""
+    texts = {source.name: source.read_text() for source in _cuda.SOURCES}
+    for number, (file, right, changed) in enumerate((*MISTAKES, SYNC)):
+        assert right in texts[file]
+        texts[file] = texts[file].replace(right, changed.replace("MISTAKE", f"(on_cpu::mistake == {number})"))
+    folder = tmp_path_factory.mktemp("changed")
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    sources = SimpleNamespace(SOURCES=[folder / name for name in texts])
+    return cuda_on_cpu.library(sources, "fusewise_gated_linear", cuda.PARTS, *_cuda.one(*KINDS[0]))
+
+
+@pytest.fixture
+def changed(build_changed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels that wait for each other in small problems and make the mistake that they are told, or `NONE`."""
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: build_changed)
+    build_changed.waits()  # forgets those of other tests
+    return build_changed
 
 
 @pytest.mark.parametrize("how", TIMES[1:], ids=str)
-def test_clusters_keep_together(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clusters_keep_together(how: dict[str, bool], changed: Any) -> None:
     """A single cluster, and one of two that waits in vain for the other, which only runs after the first has ended."""
-    kind = KINDS[0]
-    kernels = changed(
-        "tiles.cuh", "SYNC_STEPS = 48, SYNC_WAVES = 16", "SYNC_STEPS = 11, SYNC_WAVES = 2", kind, monkeypatch, tmp_path
-    )
-    of = Operands((800, 648, 200), kind)  # 4 by 3 pairs of tiles
+    of = Operands((800, 648, 200), KINDS[0])  # 4 by 3 pairs of tiles
     # A single cluster never waits in vain. The first of two times out once; the second is in step with its only arrival, then times out.
     for processors, waits in ((2, (11, 0)), (4, (1, 2))):
-        kernels.plays(processors=processors, **how)
+        changed.plays(processors=processors, **how)
         y, preact, dbias = of.expected()
         _cuda.forward(of.x, of.halves, of.spec, of.y, of.made)
         reference.forward(of.x, of.halves, of.spec, y, preact)
         of.check(y, preact, None)
-        assert kernels.waits() == waits
+        assert changed.waits() == waits
         _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
         reference.recompute_gradient(of.dy, of.x, of.halves, preact, of.spec, dbias)
         of.check(None, preact, dbias)
-        assert kernels.waits() == waits
+        assert changed.waits() == waits
 
 
-@pytest.mark.parametrize(
-    ("file", "right", "wrong"),
-    [
-        ("products.cuh", "shared.free[last]", "shared.free[slot]"),  # overwrites what a product still reads
-        ("epilogues.cuh", "if (piece > 0) at.wait_stores();", ""),  # overwrites what a store still reads
-        ("products.cuh", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, 2 * x_bytes"),
-        ("few_rows.cuh", "shared.free[last]", "shared.free[at.slot]"),
-        ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 * p.width", "mbarrier_arrive_expect_tx(ready, (p.width"),
-        ("few_rows.cuh", "if (last >= 0 && first)", "if (last > 0 && first)"),
-        ("few_rows.cuh", "grid_dependency_wait();\n  Turn<S::COUNT>", "Turn<S::COUNT>"),
-    ],
-)
-def test_the_machine_finds_what_is_not_waited_for(
-    file: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kind = KINDS[0]
-    changed(file, right, wrong, kind, monkeypatch, tmp_path).plays(processors=2, late=True)
-    few = file == "few_rows.cuh"
-    of = Operands((60, 1160, 264) if few else (150, 456, 296), kind)
+def late(kernels: Any, few: bool, mistake: int) -> None:
+    """What `few_rows.cuh` or `products.cuh` and `epilogues.cuh` compute, if asynchronous operations run as late as possible."""
+    kernels.plays(processors=2, late=True, mistake=mistake)
+    of = Operands((60, 1160, 264) if few else (150, 456, 296), KINDS[0])
     y, preact, dbias = of.expected()
-    reference.forward(of.x, of.halves, of.spec, y, None)
+    if few:
+        reference.forward(of.x, of.halves, of.spec, y, None)
+        _cuda.forward(of.x, of.halves, of.spec, of.y, None)
+        return of.check(y, None, None)
     reference.recompute_gradient(of.dy, of.x, of.halves, preact, of.spec, dbias)
+    _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
+    of.check(None, preact, dbias)
 
-    def held() -> None:
-        if few:
-            _cuda.forward(of.x, of.halves, of.spec, of.y, None)
-            return of.check(y, None, None)
-        _cuda.recompute_gradient(of.dy, of.x, of.halves, of.made, of.spec, of.dbias)
-        of.check(None, preact, dbias)
 
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_the_machine_finds_what_is_not_waited_for(mistake: int, changed: Any) -> None:
     with pytest.raises(AssertionError, match=r"are not close|all threads wait for each other|before the kernel ahead"):
-        held()
+        late(changed, MISTAKES[mistake][0] == "few_rows.cuh", mistake)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_without_a_mistake_it_finds_nothing(few: bool, changed: Any) -> None:
+    late(changed, few, NONE)
 
 
 @pytest.mark.parametrize("how", [{"backwards": False}, {"backwards": True}], ids=str)
