@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,20 @@ class Mode(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
         raise NotImplementedError
+
+
+def _without_dynamo(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's wrapper of a mode's dispatch keeps Dynamo from compiling it, but first imports Dynamo, which takes two
+    seconds. Until somebody else has imported that, it compiles nothing."""
+    plain = inspect.unwrap(dispatch)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (dispatch if "_dynamo" in vars(torch) else plain)(*args, **kwargs)
+
+    return either
+
+
+Mode.__torch_dispatch__ = _without_dynamo(Mode.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def under(mode: Callable[[bool], Of], call: Callable[[], Result]) -> tuple[Result, Of]:
