@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -43,6 +44,7 @@ def main() -> None:
         with _importing():
             from .cli import cli
 
+        gc.freeze()  # what has been imported stays; to search it for garbage, also at exit, takes half a second
         cli(prog_name="fusewise")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in LAB_EXTRA:
