@@ -181,20 +181,20 @@ def test_importing_does_nothing_else() -> None:
     }  # fmt: skip
 
 
-def test_importing_prints_nothing() -> None:
-    assert fresh("import fusewise") == ""
-
-
-def test_using_an_operation_on_the_cpu_does_not_import_triton() -> None:
+def test_using_an_operation_on_the_cpu_does_not_import_triton_nor_counting_its_operators_dynamo() -> None:
     code = """
 import sys, torch
 before = "triton" in sys.modules
 import fusewise
-fusewise.rope(torch.ones(1, 1, 1, 2), inv_freq=torch.ones(1))
-fusewise.geglu_linear(torch.ones(1, 2), torch.ones(4, 2))
+def both():
+    fusewise.rope(torch.ones(1, 1, 1, 2), inv_freq=torch.ones(1))
+    return fusewise.geglu_linear(torch.ones(1, 3), torch.ones(4, 3))
+both()
 print(("triton" in sys.modules) == before)
+from fusewise.lab.counting import counted
+print(counted(both)[1].terms > 1, "torch._dynamo" in sys.modules)
 """
-    assert fresh(code) == "True\n"
+    assert fresh(code) == "True\nTrue False\n"
 
 
 TIMED = """
@@ -207,16 +207,24 @@ print(time.process_time() - start)
 
 
 def test_importing_is_quick() -> None:
-    """At most 0.1 s of CPU time on top of torch. The best of five, since other load only adds.
+    """At most 0.1 s of CPU time on top of torch, at once or in one of five attempts, since other load only adds.
 
     Bytecode may be written whatever the environment says: an installed package has it, and without it most of the time
     is the compiler's.
     """
-    assert min(float(fresh(TIMED, PYTHONDONTWRITEBYTECODE="")) for _ in range(5)) <= 0.1
+    assert any(float(fresh(TIMED, PYTHONDONTWRITEBYTECODE="")) <= 0.1 for _ in range(5))
 
 
-@pytest.mark.parametrize("name", ["compat", "distributed", "integrations", "native", "nn"])
-def test_parts_are_there_when_they_are_asked_for(name: str) -> None:
-    code = f"import sys, fusewise; assert 'fusewise.{name}' not in sys.modules; print(fusewise.{name}.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"fusewise.{name}"
+PARTS = """
+import os, sys, fusewise
+for name in ("compat", "distributed", "integrations", "native", "nn"):
+    if not os.fork():  # each is the first that this process asks for
+        assert f"fusewise.{name}" not in sys.modules
+        assert getattr(fusewise, name).__name__ == f"fusewise.{name}"
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+def test_importing_prints_nothing_and_parts_are_there_when_they_are_asked_for() -> None:
+    assert fresh(PARTS) == ""
