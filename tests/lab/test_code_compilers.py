@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from click.testing import CliRunner
 
 from fusewise.cli import cli
-from fusewise.lab import plugin, targets
+from fusewise.lab import inside, plugin, targets
 from fusewise.lab.code import capture
 from fusewise.lab.ledger import Ledger
+from fusewise.lab.nursery import Nursery
 from fusewise.lab.problem import Task
 
 GELU = Task("gelu", "gelu-5x5", "fp32", "fwd", "cpu", 0)
@@ -41,7 +43,14 @@ Asked = tuple[list[dict[str, Any]], Ledger, Path]
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Asked]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Imports torch once for the providers' processes."""
+    with closing(Nursery(tmp_path_factory.mktemp("nursery") / "log.txt", modules=inside.MODULES)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Callable[..., Asked]:
     """Stages, ledger and folder of a provider, from one process each; skips if the compiler is not installed."""
 
     @functools.cache
@@ -53,7 +62,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Asked]:
             {"do": "stages", "task": task.to_json(), "target": "sm_90", "folder": str(out / name)},
             {"do": "traffic", "task": task.to_json(), "target": "sm_90"},
         ]
-        stages, traffic = capture.ask(entry(name, op), requests, out / "log.txt", timeout=300)
+        stages, traffic = capture.ask(entry(name, op), requests, out / "log.txt", timeout=300, nursery=nursery)
         if stages.status == "missing":
             pytest.skip(stages.reason)
         assert stages.status == traffic.status == "ok", (stages.reason, traffic.reason)
