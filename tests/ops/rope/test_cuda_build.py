@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import fusewise
+from fusewise._shared import build
 from fusewise.ops.rope import _cuda
 
 from .. import cuda_codegen
@@ -35,10 +36,10 @@ LOAD = """
 """
 
 
-def run(code: str, folder: Path, nvcc: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "FUSEWISE_CACHE_DIR": str(folder / "cache"), "NVCC": str(nvcc)}
+def run(code: str, folder: Path, *nvcc: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "FUSEWISE_CACHE_DIR": str(folder / "cache"), "NVCC": str(nvcc[0])}
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, nvcc)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, env=environment,
     )  # fmt: skip
 
@@ -85,6 +86,8 @@ def test_killed_then_two_at_once_then_damaged(tmp_path: Path) -> None:
 
 FAILING = """
     import json
+    import os
+    import sys
     import torch
     from torch._subclasses import FakeTensorMode
     import fusewise
@@ -96,25 +99,38 @@ FAILING = """
     torch.cuda.device_count = lambda: 1
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    told = fusewise.explain_dispatch(fusewise.rope, q)
-    for _ in range(2):
-        try:
-            fusewise.explain_dispatch(fusewise.rope, q, impl="cuda")
-        except ValueError as error:
-            failed = str(error)
-    print(json.dumps([told.impl, told.passed_over["cuda"], failed]))
+    for nvcc in sys.argv[1:]:
+        if not os.fork():  # a process that knows no compiler
+            os.environ["NVCC"] = nvcc
+            told = fusewise.explain_dispatch(fusewise.rope, q)
+            for _ in range(2):
+                try:
+                    fusewise.explain_dispatch(fusewise.rope, q, impl="cuda")
+                except ValueError as error:
+                    failed = str(error)
+            print(json.dumps([told.impl, told.passed_over["cuda"], failed]), flush=True)
+            os._exit(0)
+        os.wait()
 """
 
 
-def test_a_failing_compiler_is_one_error_and_names_what_serves_instead(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], str]:
+    """What is told of a compiler that fails and of one that is not there, in one process since FakeTensorMode takes seconds to import;
+    and how often the first was run."""
+    folder = tmp_path_factory.mktemp("failing")
     nvcc = script(
-        tmp_path / "nvcc",
-        f'[ "$1" = --version ] && exec echo broken 1.0\necho build >> {tmp_path}/builds\n'
+        folder / "nvcc",
+        f'[ "$1" = --version ] && exec echo broken 1.0\necho build >> {folder}/builds\n'
         "for i in $(seq 30); do echo noise $i >&2; done\necho 'rope.cu(1): error: no such luck' >&2\nexit 2\n",
     )
-    out, error = run(FAILING, tmp_path, nvcc).communicate(timeout=120)
-    assert out, error
-    impl, passed_over, reason = json.loads(out)
+    out, error = run(FAILING, folder, nvcc, folder / "no-such-nvcc").communicate(timeout=120)
+    assert out.count("\n") == 2, error
+    return [json.loads(line) for line in out.splitlines()], (folder / "builds").read_text()
+
+
+def test_a_failing_compiler_is_one_error_and_names_what_serves_instead(failing: tuple[list[list[str]], str]) -> None:
+    ((impl, passed_over, reason), _), builds = failing
     assert (impl, passed_over) == (
         "triton",
         'its library is not built; run `fusewise build` or call with impl="cuda"',
@@ -122,38 +138,44 @@ def test_a_failing_compiler_is_one_error_and_names_what_serves_instead(tmp_path:
     assert "building rope-cuda failed" in reason and "exited with 2" in reason
     assert reason.endswith('rope.cu(1): error: no such luck; use impl="auto"')
     assert "noise 25" in reason and "noise 15" not in reason  # only the last lines
-    assert (tmp_path / "builds").read_text() == "build\n", "a failed build is not tried again"
+    assert builds == "build\n", "a failed build is not tried again"
 
 
-def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
-    out, error = run(FAILING, tmp_path, tmp_path / "no-such-nvcc").communicate(timeout=120)
-    assert out, error
-    assert "no compiler found on the PATH (NVCC=" in json.loads(out)[1]
+def test_without_a_compiler_it_says_so(failing: tuple[list[list[str]], str]) -> None:
+    (_, (_, passed_over, _)), _ = failing
+    assert "no compiler found on the PATH (NVCC=" in passed_over
 
 
-def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
+def test_the_build_command_says_what_failed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Exit code 1 with the compiler's last lines; the other libraries are still built."""
     pytest.importorskip("click")
+    from click.testing import CliRunner, Result
+
+    from fusewise.cli import cli
+
     nvcc = script(tmp_path / "nvcc", '[ "$1" = --version ] && exec echo broken 1.0\necho no such luck >&2\nexit 2\n')
     cxx = script(tmp_path / "cxx", '[ "$1" = --version ] && exec echo quick 1.0\nfor last; do :; done\ntouch "$last"\n')
-    environment = {**os.environ, "FUSEWISE_CACHE_DIR": str(tmp_path / "cache"), "NVCC": str(nvcc), "CXX": str(cxx)}
-    command = [sys.executable, "-m", "fusewise", "build"]
-
-    def built(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, env=environment, timeout=120, check=False
-        )
-
-    done = built("--arch", "sm_80,sm_100")
+    environment = {"FUSEWISE_CACHE_DIR": str(tmp_path / "cache"), "NVCC": str(nvcc), "CXX": str(cxx)}
+    words = [sys.executable, "-m", "fusewise", "build", "--arch", "sm_80,sm_100"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120, check=False
+    )
     assert done.returncode == 1
     assert [line.split(":")[0] for line in done.stdout.splitlines()][:2] == ["rope", "gate"]
     assert all(Path(line.split(": ")[1].split(", ")[0]).is_file() for line in done.stdout.splitlines())
     for name in ("rope-cuda sm_80", "rope-cuda sm_100"):
         assert f"{name}: building rope-cuda failed" in done.stderr
     assert "no such luck" in done.stderr
+
+    # The rest in this process, which takes no time to start.
+    def built(*arguments: str) -> Result:
+        build.compiler.cache_clear()
+        return CliRunner(env=environment).invoke(cli, ["build", *arguments])
+
     nvcc.write_text(cxx.read_text())
+    request.addfinalizer(build.compiler.cache_clear)
     done = built("--arch", "sm_80")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "rope: " in done.stdout and "already built" in done.stdout
     listed = json.loads(built("--arch", "sm_80", "--json").stdout)
     assert [f"{it['name']}: {it['path']}" for it in listed] == [
@@ -161,12 +183,16 @@ def test_the_build_command_says_what_failed(tmp_path: Path) -> None:
     ]
     assert all(it["seconds"] == 0 and it["error"] == "" for it in listed)
     done = built("--arch", "sm_70")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "build: arch must be names like sm_80,sm_90, none older than sm_80, got 'sm_70'" in done.stderr
 
 
-#: Only one dtype, pairing and activation, a seventh of the build time; `test_cuda_codegen.py` covers the others.
-FEW = "-DFUSEWISE_DTYPE=float -DFUSEWISE_IN=0 -DFUSEWISE_OUT=0 -DFUSEWISE_BFLOAT16=1 -DFUSEWISE_ACTIVATION=SILU"
+#: Only one dtype, pairing and activation, a seventh of the build time, and nothing optimized, half of what is left; no kernel runs
+#: here, and `test_cuda_codegen.py` covers the others and their machine code.
+FEW = (
+    "-DFUSEWISE_DTYPE=float -DFUSEWISE_IN=0 -DFUSEWISE_OUT=0 -DFUSEWISE_BFLOAT16=1 -DFUSEWISE_ACTIVATION=SILU"
+    " -Xcicc=-O0 -Xptxas=-O0"
+)
 
 
 @pytest.mark.slow
