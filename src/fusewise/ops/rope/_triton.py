@@ -25,6 +25,7 @@ from ._triton_kernel import rope_kernel
 
 NUM_WARPS = 4
 THREADS = 32 * NUM_WARPS
+PROGRAMS = 2048 // THREADS  # that a multiprocessor can hold
 # A stripe of tokens (see `_triton_kernel.batch_and_token`) covers as many tokens as the larger of two limits allows:
 STRIPE_BYTES = 16 * 2**20  # x and y traffic of a stripe; well below the L2 size, so that its table rows stay in L2
 STRIPE_TABLE_BYTES = 2 * 2**20  # table bytes read by a stripe; re-reading so few costs less than shorter stripes
@@ -32,10 +33,15 @@ STRIPE_TABLE_BYTES = 2 * 2**20  # table bytes read by a stripe; re-reading so fe
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile that one program rotates of one tensor: `block_t` tokens by `block_h` heads."""
+    """The tile that one program rotates of one tensor: `block_t` tokens by `steps` blocks of `block_h` heads."""
 
     block_t: int
     block_h: int  # in the flat variant: flattened features instead of heads
+    steps: int = 1
+
+    def across(self, width: int) -> int:
+        """Tiles for all `width` heads (or features) of a token."""
+        return int(triton.cdiv(width, self.block_h * self.steps))
 
 
 def choose_tiles(tokens: int, heads: tuple[int, ...], lanes: int, processors: int) -> list[Tile]:
@@ -43,6 +49,21 @@ def choose_tiles(tokens: int, heads: tuple[int, ...], lanes: int, processors: in
     rows = max(1, THREADS // lanes)
     blocks = [min(rows, _divisor_power_of_2(count)) for count in heads]
     return _fill_device([Tile(rows // block, block) for block in blocks], tokens, heads, 4 * processors)
+
+
+def choose_sharing_tiles(tokens: int, heads: tuple[int, ...], lanes: int, processors: int) -> list[Tile]:
+    """Tiles whose threads rotate two or three heads with the cos and sin they computed, which costs more instructions
+    than the rest of the rotation; not where that leaves the GPU fewer programs than it can hold."""
+    alone = choose_tiles(tokens, heads, lanes, processors)
+    tiles = []
+    for tile, count in zip(alone, heads, strict=True):
+        block_t, block_h = tile.block_t, tile.block_h
+        steps = next((n for n in (2, 3) if count % (n * block_h) == 0), 1)
+        if steps == 1 and count % block_h == 0 and block_h > 1:
+            block_t, block_h, steps = 2 * block_t, block_h // 2, 2
+        tiles.append(Tile(block_t, block_h, steps))
+    programs = sum(triton.cdiv(tokens, tile.block_t) * tile.across(n) for tile, n in zip(tiles, heads, strict=True))
+    return tiles if programs >= PROGRAMS * processors else alone
 
 
 def _divisor_power_of_2(heads: int) -> int:
@@ -67,7 +88,7 @@ def _fill_device(tiles: list[Tile], tokens: int, widths: tuple[int, ...], progra
     """Halve the tokens per tile until the tensors together make at least `programs` programs, enough to fill the GPU."""
 
     def count(tile: Tile, width: int) -> int:
-        return int(triton.cdiv(tokens, tile.block_t) * triton.cdiv(width, tile.block_h))
+        return int(triton.cdiv(tokens, tile.block_t)) * tile.across(width)
 
     while max(t.block_t for t in tiles) > 1 and sum(map(count, tiles, widths)) < programs:
         longest = max(t.block_t for t in tiles)
@@ -131,9 +152,12 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
     if access.flat:
         tiles = choose_flat_tiles(all_tokens, widths, itemsize, processors)
     else:
-        tiles = choose_tiles(all_tokens, widths, triton.cdiv(block_p * itemsize, 16), processors)
+        # Elements of 4 bytes take as long to move as their angles to compute.
+        shared = table != "cos_sin" and itemsize == 2 and all(2 * problem.pairs == o.head_dim for o in operands)
+        choose = choose_sharing_tiles if shared else choose_tiles
+        tiles = choose(all_tokens, widths, triton.cdiv(block_p * itemsize, 16), processors)
     group = max(tile.block_t for tile in tiles)
-    group_tiles = sum(group // t.block_t * triton.cdiv(w, t.block_h) for t, w in zip(tiles, widths, strict=True))
+    group_tiles = sum(group // t.block_t * t.across(w) for t, w in zip(tiles, widths, strict=True))
 
     batches = max(problem.batch, 1)
     magic, shift = division(batches)
@@ -160,8 +184,8 @@ def arguments(problem: Problem, processors: int) -> tuple[int, dict[str, Any]]:
         magic=magic, shift=shift, stripe=stripe, stripe_magic=stripe_magic, stripe_shift=stripe_shift,
         sequences=sequences, search_steps=sequences.bit_length(),
         FLAT=access.flat, DENSE=access.dense, Q_HEADS=q.heads, K_HEADS=k.heads if len(operands) == 2 else 0,
-        Q_BLOCK_T=tiles[0].block_t, Q_BLOCK_H=tiles[0].block_h,
-        K_BLOCK_T=tiles[-1].block_t, K_BLOCK_H=tiles[-1].block_h,
+        Q_BLOCK_T=tiles[0].block_t, Q_BLOCK_H=tiles[0].block_h, Q_STEPS=tiles[0].steps,
+        K_BLOCK_T=tiles[-1].block_t, K_BLOCK_H=tiles[-1].block_h, K_STEPS=tiles[-1].steps,
         HEAD_DIM=q.head_dim, START=q.start, K_HEAD_DIM=k.head_dim, K_START=k.start,
         PAIRS=problem.pairs, BLOCK_P=block_p,
         INTERLEAVED_IN=spec.pairs_in == "interleaved", INTERLEAVED_OUT=spec.pairs_out == "interleaved",

@@ -110,16 +110,51 @@ def rotate(x_a, x_b, cos, sin):
 
 
 @triton.jit
+def _load_pairs(x, base, mask, START: tl.constexpr, FORM: tl.constexpr):
+    """Both elements of the pairs of the heads at `base`, (BLOCK_T, BLOCK_H, BLOCK_P) each."""
+    if FORM.INTERLEAVED_IN:
+        both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
+        if FORM.PAIRS != FORM.BLOCK_P:
+            mask = mask & (both < 2 * FORM.PAIRS)
+        x_ab = tl.load(x.ptr + base + START + both, mask)
+        x_a, x_b = tl.split(tl.reshape(x_ab, (base.shape[0], base.shape[1], FORM.BLOCK_P, 2)))
+    else:
+        pairs = tl.arange(0, FORM.BLOCK_P)[None, None, :]
+        if FORM.PAIRS != FORM.BLOCK_P:
+            mask = mask & (pairs < FORM.PAIRS)
+        x_a = tl.load(x.ptr + base + START + pairs, mask)
+        x_b = tl.load(x.ptr + base + START + FORM.PAIRS + pairs, mask)
+    return x_a, x_b
+
+
+@triton.jit
+def _store_pairs(y, base, mask, y_a, y_b, START: tl.constexpr, FORM: tl.constexpr):
+    if FORM.INTERLEAVED_OUT:
+        both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
+        if FORM.PAIRS != FORM.BLOCK_P:
+            mask = mask & (both < 2 * FORM.PAIRS)
+        y_ab = tl.reshape(tl.join(y_a, y_b), (base.shape[0], base.shape[1], 2 * FORM.BLOCK_P))
+        tl.store(y.ptr + base + START + both, y_ab, mask)
+    else:
+        pairs = tl.arange(0, FORM.BLOCK_P)[None, None, :]
+        if FORM.PAIRS != FORM.BLOCK_P:
+            mask = mask & (pairs < FORM.PAIRS)
+        tl.store(y.ptr + base + START + pairs, y_a, mask)
+        tl.store(y.ptr + base + START + FORM.PAIRS + pairs, y_b, mask)
+
+
+@triton.jit
 def _rotate_pairs_tile(
     first_token, tile, x, y, order, positions, table,
-    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, STEPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    START: tl.constexpr, FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """General variant: each thread holds both elements of its pairs. No data is exchanged between threads, so it also
-    works in place. cos and sin are loaded or computed once per token and shared by all heads of the tile."""
-    head_blocks: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    works in place. cos and sin are loaded or computed once per token and shared by all heads of the tile, STEPS blocks
+    of BLOCK_H. With STEPS > 1 the blocks are full and all features rotate."""
+    head_blocks: tl.constexpr = (HEADS + BLOCK_H * STEPS - 1) // (BLOCK_H * STEPS)
     offs_n = first_token + (tile // head_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_h = (tile % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_h = (tile % head_blocks) * (BLOCK_H * STEPS) + tl.arange(0, BLOCK_H)
     offs_p = tl.arange(0, FORM.BLOCK_P)
     mask_n = offs_n < order.batches * order.tokens
     batch, token = batch_and_token(offs_n, order)
@@ -130,21 +165,9 @@ def _rotate_pairs_tile(
         mask = mask & (offs_h < HEADS)[None, :, None]
 
     # Issue the loads of x first: they are in flight while the table rows are being located.
-    pairs = offs_p[None, None, :]
-    both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
-    pair_mask = mask
-    both_mask = mask
-    if FORM.PAIRS != FORM.BLOCK_P:
-        pair_mask = mask & (pairs < FORM.PAIRS)
-        both_mask = mask & (both < 2 * FORM.PAIRS)
-    if FORM.INTERLEAVED_IN:
-        both_x = tl.load(x.ptr + x_base + START + both, both_mask)
-        x_a, x_b = tl.split(tl.reshape(both_x, (BLOCK_T, BLOCK_H, FORM.BLOCK_P, 2)))
-    else:
-        x_a = tl.load(x.ptr + x_base + START + pairs, pair_mask)
-        x_b = tl.load(x.ptr + x_base + START + FORM.PAIRS + pairs, pair_mask)
-
+    x_a, x_b = _load_pairs(x, x_base, mask, START, FORM)
     REST: tl.constexpr = HEAD_DIM - START - 2 * FORM.PAIRS
+    tl.static_assert(STEPS == 1 or (HEADS % (BLOCK_H * STEPS) == 0 and START + REST == 0))
     if not FORM.IN_PLACE:
         if START > 0:
             before, before_tail = _load_span(x.ptr, x_base, mask, 0, START)
@@ -156,20 +179,23 @@ def _rotate_pairs_tile(
     table_heads: tl.constexpr = BLOCK_H if FORM.PAIRS == FORM.BLOCK_P else 1
     cos, sin = cos_and_sin(rows, batch, mask_n, offs_p, table, TABLE, table_heads, "evict_last")
 
-    y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
-    y_a = y_a.to(y.ptr.dtype.element_ty)
-    y_b = y_b.to(y.ptr.dtype.element_ty)
-    if POSITIONS.SOURCE == "packed":
-        y_a = tl.where(identity[:, None, None], x_a, y_a)
-        y_b = tl.where(identity[:, None, None], x_b, y_b)
-    if FORM.IN_PLACE and FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
-        tl.debug_barrier()  # the whole head must be read before any thread writes to it
-    if FORM.INTERLEAVED_OUT:
-        both_y = tl.reshape(tl.join(y_a, y_b), (BLOCK_T, BLOCK_H, 2 * FORM.BLOCK_P))
-        tl.store(y.ptr + y_base + START + both, both_y, both_mask)
-    else:
-        tl.store(y.ptr + y_base + START + pairs, y_a, pair_mask)
-        tl.store(y.ptr + y_base + START + FORM.PAIRS + pairs, y_b, pair_mask)
+    for step in tl.static_range(STEPS):
+        if step + 1 < STEPS:  # in flight while this block is rotated
+            offs_h += BLOCK_H
+            next_base = base_of(batch, token, offs_h, x, FORM.UNIT, FORM.INDEX)
+            next_a, next_b = _load_pairs(x, next_base, mask, START, FORM)
+        y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
+        y_a = y_a.to(y.ptr.dtype.element_ty)
+        y_b = y_b.to(y.ptr.dtype.element_ty)
+        if POSITIONS.SOURCE == "packed":
+            y_a = tl.where(identity[:, None, None], x_a, y_a)
+            y_b = tl.where(identity[:, None, None], x_b, y_b)
+        if FORM.IN_PLACE and FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
+            tl.debug_barrier()  # the whole head must be read before any thread writes to it
+        _store_pairs(y, y_base, mask, y_a, y_b, START, FORM)
+        if step + 1 < STEPS:
+            x_a, x_b = next_a, next_b
+            y_base = base_of(batch, token, offs_h, y, FORM.UNIT, FORM.INDEX)
 
     if not FORM.IN_PLACE:
         if START > 0:
@@ -181,12 +207,12 @@ def _rotate_pairs_tile(
 @triton.jit
 def _rotate_flat_tile(
     first_token, tile, x, y, order, positions, table,
-    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
-    FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, STEPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    START: tl.constexpr, FORM: tl.constexpr, POSITIONS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Out-of-place variant over the flattened features of all heads, for partial rotation and some odd head widths: no
     thread idles and whole cache lines are written. For the half pairing the partner element, f ± P, is a second load
-    that hits in L1. BLOCK_H counts features here.
+    that hits in L1. BLOCK_H counts features here, and STEPS is 1.
     """
     ALL: tl.constexpr = 2 * FORM.PAIRS == HEAD_DIM
     FEATURES: tl.constexpr = HEADS * HEAD_DIM
@@ -286,8 +312,8 @@ def rope_kernel(
     stride_table_b, stride_table_r, stride_pos_a, stride_pos_b, stride_pos_t,
     table_rows, scale, tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift, sequences, search_steps,
     FLAT: tl.constexpr, DENSE: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_BLOCK_T: tl.constexpr,
-    Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
-    START: tl.constexpr, K_HEAD_DIM: tl.constexpr, K_START: tl.constexpr,
+    Q_BLOCK_H: tl.constexpr, Q_STEPS: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr,
+    K_STEPS: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr, K_HEAD_DIM: tl.constexpr, K_START: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
     INVERSE: tl.constexpr, TABLE: tl.constexpr, TABLE_STEP: tl.constexpr, SOURCE: tl.constexpr,
     HAS_OFFSETS: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
@@ -299,8 +325,8 @@ def rope_kernel(
     GROUP: tl.constexpr = Q_BLOCK_T if Q_BLOCK_T > K_BLOCK_T else K_BLOCK_T
     Q_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM if FLAT else Q_HEADS
     K_WIDTH: tl.constexpr = K_HEADS * K_HEAD_DIM if FLAT else K_HEADS
-    q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_WIDTH + Q_BLOCK_H - 1) // Q_BLOCK_H)
-    k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_WIDTH + K_BLOCK_H - 1) // K_BLOCK_H)
+    q_tiles: tl.constexpr = GROUP // Q_BLOCK_T * ((Q_WIDTH + Q_BLOCK_H * Q_STEPS - 1) // (Q_BLOCK_H * Q_STEPS))
+    k_tiles: tl.constexpr = GROUP // K_BLOCK_T * ((K_WIDTH + K_BLOCK_H * K_STEPS - 1) // (K_BLOCK_H * K_STEPS))
     first_token = tl.program_id(0) // (q_tiles + k_tiles) * GROUP
     tile = tl.program_id(0) % (q_tiles + k_tiles)
     order = Order(tokens, batches, magic, shift, stripe, stripe_magic, stripe_shift)
@@ -323,7 +349,7 @@ def rope_kernel(
             View(q_ptr, stride_q_b, stride_q_t, stride_q_h),
             View(q_out_ptr, stride_q_out_b, stride_q_out_t, stride_q_out_h),
             order, positions, table,
-            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, HEAD_DIM, START, form, position_form, table_form,
+            Q_HEADS, Q_BLOCK_T, Q_BLOCK_H, Q_STEPS, HEAD_DIM, START, form, position_form, table_form,
         )  # fmt: skip
     elif K_HEADS > 0:
         rotate_tile(
@@ -331,5 +357,5 @@ def rope_kernel(
             View(k_ptr, stride_k_b, stride_k_t, stride_k_h),
             View(k_out_ptr, stride_k_out_b, stride_k_out_t, stride_k_out_h),
             order, positions, table,
-            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_HEAD_DIM, K_START, form, position_form, table_form,
+            K_HEADS, K_BLOCK_T, K_BLOCK_H, K_STEPS, K_HEAD_DIM, K_START, form, position_form, table_form,
         )  # fmt: skip
