@@ -58,6 +58,16 @@ def test_an_export_uses_the_reserved_table(strict: bool) -> None:
     assert torch.equal(program.module()(q), module(q))
 
 
+@pytest.mark.parametrize("given", [{}, {"positions": torch.arange(6)}], ids=["counted", "positions"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_without_a_table_computes_one(given: dict[str, torch.Tensor], strict: bool) -> None:
+    module = RotaryEmbedding(16, table="cos_sin", max_positions=64)
+    q, _ = qk()
+    program = torch.export.export(module, (q,), given, strict=strict)
+    assert module.cos is None
+    assert torch.equal(program.module()(q, **given), module(q, **given))
+
+
 def test_tables_of_a_trace_are_not_kept() -> None:
     module = RotaryEmbedding(16, table="cos_sin", max_positions=8)
     q, _ = qk()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import MAX_POSITION, check_count, check_one_of
+from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting
 from ..ops.rope import rope, tables
 from ..ops.rope._auto import IMPLEMENTATIONS
 from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing
@@ -249,7 +249,8 @@ class RotaryEmbedding(nn.Module):
             rows = max(length, self.max_positions, self._reserved, 2 * rows)
             with torch.inference_mode(False):  # as in `_computed`
                 cos, sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)
-            self.cos, self.sin = cos, sin
+            if not exporting():  # an export ends in an error if a buffer changes; the program computes these tables
+                self.cos, self.sin = cos, sin
         return cos, sin
 
     def use_length(self, seq_len: int) -> None:
