@@ -58,6 +58,11 @@ CALLS: dict[str, Any] = {
     "te_angles": lambda t: transformer_engine.RotaryPositionEmbedding(D).to(DEVICE)(t["sbhd"].shape[0]),
     "vllm": rotate_flat,
     "diffusers": lambda t: diffusers.apply_rotary_emb(t["q"], (t["cos"][0], t["sin"][0])),
+    "diffusers_grid": lambda t: diffusers.rope_apply(
+        t["x"],
+        torch.ones(t["x"].shape[0], 3, dtype=torch.int64, device=DEVICE),
+        torch.complex(t["half_cos"], t["half_sin"])[0],
+    ),
     "gate": lambda t: transformer_engine.GEGLU()(t["hidden"]),
 }
 

@@ -106,9 +106,10 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     _check_rotated(op, q, k, a["layout"], a["rotary_dim"] is not None)
     pairing, scale = a["pairing"], a["scale"]
     check_one_of(op, "pairing", pairing, PAIRINGS)
-    width, start = a["rotary_dim"], a["rotary_start"]
+    width, start, sections = a["rotary_dim"], a["rotary_start"], a["sections"]
     if jit_traces():  # widths read from a tensor's shape are tensors; a trace is for one width
-        width, start = (int(x) if isinstance(x, Tensor) and not x.dim() else x for x in (width, start))
+        width, start = map(_traced_width, (width, start))
+        sections = tuple(map(_traced_width, sections)) if isinstance(sections, (tuple, list)) else sections
     rotary_dim, start = _check_rotary(op, q.shape[-1], width, start)
     if jit_traces():
         rotary_dim = int(rotary_dim)
@@ -119,7 +120,7 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
             fail(op, name, "be True or False", shown(a[name]), "pass a bool", TypeError)
     b_dim, t_dim, _ = layout_dims(a["layout"])
     batch, tokens = 1 if b_dim is None else q.shape[b_dim], q.shape[t_dim]
-    sections = _check_sections(op, a["sections"], a["sections_interleaved"], rotary_dim // 2, a["positions"])
+    sections = _check_sections(op, sections, a["sections_interleaved"], rotary_dim // 2, a["positions"])
     rank, size = _check_context_parallel(op, a["context_parallel"], tokens, a["cu_seqlens"])
     _check_positions(op, q, batch, tokens, a)
     table, duplicated, rows = _check_table(op, q, batch, rotary_dim, a)
@@ -218,6 +219,10 @@ def _check_rotary(op: str, head_dim: int, rotary_dim: Any, start: Any) -> tuple[
             f"use 0 for the leading part or {-rotary_dim} for the trailing part",
         )  # fmt: skip
     return rotary_dim, start
+
+
+def _traced_width(x: Any) -> Any:
+    return int(x) if isinstance(x, Tensor) and not x.dim() else x
 
 
 def _is_int(value: Any) -> bool:
