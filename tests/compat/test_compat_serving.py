@@ -283,6 +283,10 @@ def test_frequencies_of_a_fake_call_are_not_kept() -> None:
     assert not flashinfer._FREQUENCIES
     flashinfer.apply_rope_pos_ids(randn(N, HQ, D), randn(N, HK, D), torch.arange(N, device=DEVICE))
     assert len(flashinfer._FREQUENCIES) == 1
+    with torch._subclasses.FakeTensorMode():  # which the kept ones cannot be mixed with
+        q = torch.empty(N, HQ, D, device=DEVICE)
+        rotated = flashinfer.apply_rope_pos_ids(q, q, torch.empty(N, dtype=torch.int32, device=DEVICE))
+    assert all(isinstance(y, torch._subclasses.FakeTensor) for y in rotated)
 
 
 def test_frequencies_kept_in_inference_mode_serve_gradients() -> None:
@@ -326,6 +330,19 @@ def test_flashinfer_compiles_to_one_graph() -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for a, b in zip(compiled(*inputs), function(*inputs), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_flashinfer_is_exported_for_any_size() -> None:
+    class Rotated(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> Any:
+            return flashinfer.apply_rope_pos_ids(q, k, positions)
+
+    any_size = [dict.fromkeys(range(3), torch.export.Dim.AUTO)] * 2
+    inputs = randn(N, HQ, D), randn(N, HK, D), torch.arange(N, device=DEVICE)
+    program = torch.export.export(Rotated(), inputs, dynamic_shapes=(*any_size, {0: torch.export.Dim.AUTO}))
+    longer = randn(2 * N, HQ, D), randn(2 * N, HK, D), torch.arange(2 * N, device=DEVICE)
+    for a, b in zip(program.module()(*longer), flashinfer.apply_rope_pos_ids(*longer), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_flashinfer_bad_input_is_named() -> None:

@@ -318,6 +318,9 @@ def test_a_layer_is_of_the_default_device_and_of_real_memory() -> None:
     for rows in (20, 21):
         layer = get_rope(D, rows)
         assert type(layer.cos_sin_cache) is Tensor and not layer.cos_sin_cache.is_meta
+    with torch._subclasses.FakeTensorMode():  # not that layer, which fake tensors cannot be mixed with
+        assert type(get_rope(D, 21).cos_sin_cache) is not Tensor
+    assert get_rope(D, 21) is layer
 
 
 def test_a_layer_made_in_inference_mode_serves_gradients() -> None:

@@ -112,7 +112,9 @@ def get_rope(
         head_size, width, max_position, is_neox_style, given, chunks, dtype, mrope_positions_factor,
         torch.get_default_device(),
     )  # fmt: skip
-    layer = _LAYERS.get(key)
+    # Under a fake mode, which a layer of real memory cannot serve, each call makes its own.
+    fake = not torch.compiler.is_compiling() and torch._guards.detect_fake_mode() is not None
+    layer = None if fake else _LAYERS.get(key)
     if layer is None:
         with torch.inference_mode(False):  # cached: a later call may need gradients
             if chunks:

@@ -243,13 +243,18 @@ def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, 
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _keep_for_tracing(q.device, *map(_fixed, numbers)))
         return traced
-    return _kept(q.device, *numbers)
+    inv_freq = _kept(q.device, *numbers)
+    if isinstance(q, torch._subclasses.FakeTensor) and type(inv_freq) is Tensor:  # kept by a call on real tensors
+        return q.fake_mode.from_tensor(inv_freq)
+    return inv_freq
 
 
 def _fixed(value: Any) -> Any:
     """Specialize a number that torch.compile may keep symbolic: a float by its hex string, an int through `range`."""
     if isinstance(value, float):
         return ("float", value.hex())
+    if isinstance(value, torch.SymInt):  # in an export by the default, non-strict tracer
+        return int(value)
     return range(value)[-1] + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
