@@ -80,6 +80,7 @@ def test_the_raw_function_and_the_torch_form() -> None:
     cos, sin = table()
     x = randn(B, T, H, D)
     assert_rotated(apply_rotary(x, cos, sin, 2, conjugate=True), rotate(x, rows(cos, 2), -rows(sin, 2)))
+    assert torch.equal(apply_rotary(x, cos, sin, conjugate=1), apply_rotary(x, cos, sin, conjugate=True))
     y = x.clone()
     assert apply_rotary(y, cos, sin, inplace=True, interleaved=True) is y
     assert_rotated(y, rotate(x, rows(cos, 0), rows(sin, 0), interleaved=True))

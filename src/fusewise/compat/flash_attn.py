@@ -169,10 +169,11 @@ def apply_rotary(
 ) -> Tensor:
     """The function below `apply_rotary_emb`; differentiable out of place, unlike flash-attn's. `conjugate` rotates by −θ."""
     call = _call(cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+    inverse = flag("apply_rotary", "conjugate", conjugate)
     if inplace is not False and flag("apply_rotary", "inplace", inplace):
-        rope_(x, **call, inverse=conjugate)
+        rope_(x, **call, inverse=inverse)
         return x
-    rotated: Tensor = rope(unit_stride(x, "x"), **call, inverse=conjugate)
+    rotated: Tensor = rope(unit_stride(x, "x"), **call, inverse=inverse)
     return rotated
 
 
