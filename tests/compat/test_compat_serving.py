@@ -9,6 +9,7 @@ import pytest
 import torch
 from compat_statement import DEVICE, assert_gradient, assert_rotated, launches, rotate
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewise.compat import flashinfer
 from fusewise.compat.vllm import RotaryEmbedding, rotary_embedding
@@ -287,6 +288,16 @@ def test_frequencies_of_a_fake_call_are_not_kept() -> None:
         q = torch.empty(N, HQ, D, device=DEVICE)
         rotated = flashinfer.apply_rope_pos_ids(q, q, torch.empty(N, dtype=torch.int32, device=DEVICE))
     assert all(isinstance(y, torch._subclasses.FakeTensor) for y in rotated)
+
+
+def test_flashinfer_is_traced_with_symbolic_sizes() -> None:
+    def rotated(q: Tensor, k: Tensor, positions: Tensor) -> Any:
+        return flashinfer.apply_rope_pos_ids(q, k, positions)
+
+    inputs = randn(N, HQ, D), randn(N, HK, D), torch.arange(N, device=DEVICE)
+    expected = rotated(*inputs)  # the frequencies are kept, and real
+    for a, b in zip(make_fx(rotated, tracing_mode="symbolic")(*inputs)(*inputs), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_frequencies_kept_in_inference_mode_serve_gradients() -> None:

@@ -237,24 +237,20 @@ def _frequencies(q: Tensor, rotary_dim: int | None, scale: float, theta: float, 
     """Inverse frequencies (P,) on the device of q; `llama31`: low_freq_factor, high_freq_factor, old_context_len."""
     head_dim = shape_of("rope", "q", q, 1)[-1]
     width = head_dim if rotary_dim is None else rotary_dim
-    if jit_traces() and isinstance(width, Tensor):  # a size
+    if isinstance(width, torch.SymInt) or (jit_traces() and isinstance(width, Tensor)):  # a size
         width = int(width)
     numbers = (width, scale, theta, *llama31)
     if torch.compiler.is_compiling():
         traced: Tensor = getattr(_TRACED, _keep_for_tracing(q.device, *map(_fixed, numbers)))
         return traced
-    inv_freq = _kept(q.device, *numbers)
-    if isinstance(q, torch._subclasses.FakeTensor) and type(inv_freq) is Tensor:  # kept by a call on real tensors
-        return q.fake_mode.from_tensor(inv_freq)
-    return inv_freq
+    fake = isinstance(q, torch._subclasses.FakeTensor)  # which cannot be mixed with kept frequencies
+    return (_made if fake else _kept)(q.device, *numbers)
 
 
 def _fixed(value: Any) -> Any:
     """Specialize a number that torch.compile may keep symbolic: a float by its hex string, an int through `range`."""
     if isinstance(value, float):
         return ("float", value.hex())
-    if isinstance(value, torch.SymInt):  # in an export by the default, non-strict tracer
-        return int(value)
     return range(value)[-1] + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
 
 
@@ -269,23 +265,26 @@ def _kept(*key: Any) -> Tensor:
     except TypeError:  # unhashable, so not a number: `tables` raises for it below
         inv_freq = None
     if inv_freq is None:
-        device, rotary_dim, scale, theta, *llama31 = key
-        if llama31:
-            low, high, context = llama31
-            length = int(number("rope_tables", "old_context_len", context))
-            inv_freq, _ = tables.llama3(
-                rotary_dim=rotary_dim, base=theta, factor=scale, low_freq_factor=low, high_freq_factor=high,
-                original_max_position_embeddings=whole("rope_tables", "old_context_len", length, 1),
-            )  # fmt: skip
-        else:
-            inv_freq, _ = tables.linear(rotary_dim=rotary_dim, base=theta, factor=scale)
-        with torch.inference_mode(False):  # cached: a later call may need gradients
-            inv_freq = inv_freq.to(device, copy=True)
+        inv_freq = _made(*key)
         if type(inv_freq) is Tensor:  # a FakeTensor must not outlive its mode
             if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
                 _FREQUENCIES.clear()
             _FREQUENCIES[key] = inv_freq
     return inv_freq
+
+
+def _made(device: torch.device, rotary_dim: Any, scale: float, theta: float, *llama31: float) -> Tensor:
+    if llama31:
+        low, high, context = llama31
+        length = int(number("rope_tables", "old_context_len", context))
+        inv_freq, _ = tables.llama3(
+            rotary_dim=rotary_dim, base=theta, factor=scale, low_freq_factor=low, high_freq_factor=high,
+            original_max_position_embeddings=whole("rope_tables", "old_context_len", length, 1),
+        )  # fmt: skip
+    else:
+        inv_freq, _ = tables.linear(rotary_dim=rotary_dim, base=theta, factor=scale)
+    with torch.inference_mode(False):  # cached: a later call may need gradients
+        return inv_freq.to(device, copy=True)
 
 
 class _Traced:
