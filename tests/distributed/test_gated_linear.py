@@ -83,6 +83,7 @@ def _shards(rank: int, port: int) -> None:
         (in_turn, (x, turns[1].view(8, 2, 16)), (whole, rows), columns),
         # gathered: nine pairs of rows and their bias do not split alike
         (in_turn, (x, randn(9, 2, 16), randn(18)), (whole, rows, rows), whole),
+        (in_turn, (x, randn(18, 16), randn(18)), (whole, rows, rows), whole),  # a shard ends within a pair
         (mlp, (x, value, gate, down), (rows, whole, whole, whole), rows),
         (mlp, (x, value, gate, down), (whole, rows, rows, Shard(1)), None),  # a pending sum
         (act, (x, randn(4, 6, 16)), (columns, columns), columns),

@@ -104,8 +104,7 @@ def pair(weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         matrix = weight.view(-1, features)
         half = matrix.shape[0] // 2
         return matrix[:half], matrix[half:]
-    pairs = weight.view(-1, 2, features)
-    return pairs[:, 0], pairs[:, 1]
+    return _every_other(weight, features)
 
 
 def bias_pair(bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -114,7 +113,15 @@ def bias_pair(bias: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         flat = bias.view(-1)
         half = flat.shape[0] // 2
         return flat[:half], flat[half:]
-    pairs = bias.view(-1, 2)
+    return _every_other(bias)
+
+
+def _every_other(x: Tensor, *features: int) -> tuple[Tensor, Tensor]:
+    """Views of the even and of the odd rows of x (2F, *features); x may also be (F, 2, *features)."""
+    mesh = getattr(x, "device_mesh", None)  # of a DTensor
+    if mesh is not None and x.dim() == 1 + len(features) and x.shape[0] // 2 % mesh.size():
+        return x[::2], x[1::2]  # a shard may end within a pair, so it is gathered, as in forward
+    pairs = x.view(-1, 2, *features)
     return pairs[:, 0], pairs[:, 1]
 
 
