@@ -152,6 +152,9 @@ def test_the_activation_is_a_module_that_may_be_replaced(kind: Any, fields: dict
     getattr(module, name).register_forward_hook(lambda _module, _args, y: 2 * y)
     torch.testing.assert_close(module(x), statement(lambda x: 2 * functional.silu(x)))
     assert launches(module, x).get("fusewise::gated_linear") is None
+    delattr(module, name)
+    setattr(module, name, torch.tanh)  # a function, which has no hooks
+    torch.testing.assert_close(module(x), statement(torch.tanh))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,9 @@ def test_the_activation_of_diffusers_may_be_replaced(build: Any, name: str, stat
     for other, act in ((nn.Softsign(), functional.softsign), (nn.ReLU(), torch.relu)):
         setattr(module.get_submodule(owner), leaf, other)
         torch.testing.assert_close(module(x), statement(module, x, act))
+    delattr(module.get_submodule(owner), leaf)
+    setattr(module.get_submodule(owner), leaf, torch.tanh)
+    torch.testing.assert_close(module(x), statement(module, x, torch.tanh))
 
 
 def test_another_unit_in_the_feed_forward_layer_of_flux2_is_called() -> None:

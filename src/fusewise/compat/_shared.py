@@ -116,13 +116,13 @@ def activation_module(activation: Activation) -> nn.Module:
     return next(kind for kind, name in _MODULES.items() if name == activation)()
 
 
-def fused_activation(module: nn.Module) -> Activation | None:
-    """Return the activation a module computes; None if the module must be called (hooks, subclass, unknown type)."""
-    if not is_untouched(module):
-        return None
+def fused_activation(module: Any) -> Activation | None:
+    """Return the activation a module computes; None if it must be called (hooks, subclass, unknown type, no module)."""
     if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    return _MODULES.get(type(module))
+        activation: Activation | None = "gelu" if module.approximate == "none" else "gelu_tanh"
+    else:
+        activation = _MODULES.get(type(module))
+    return activation if activation is not None and is_untouched(module) else None
 
 
 def rotate_pair(q: Tensor, k: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
