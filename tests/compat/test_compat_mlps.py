@@ -187,6 +187,24 @@ def test_the_activation_of_diffusers_may_be_replaced(build: Any, name: str, stat
     torch.testing.assert_close(module(x), statement(module, x, torch.tanh))
 
 
+@pytest.mark.parametrize("first", [functional.gelu, nn.GELU()])
+def test_the_activation_of_flash_attn_may_be_replaced(first: Any) -> None:
+    module, x = flash_attn.GatedMlp(24, activation=first).to(DEVICE), randn(5, 24)
+
+    def statement(act: Any) -> Tensor:
+        return stacked(act, ("fc1", "fc2"), False)(module, x)
+
+    torch.testing.assert_close(module(x), statement(functional.gelu))
+    replacements = (functional.silu, torch.tanh) if first is functional.gelu else (nn.SiLU(), nn.Tanh())
+    for act in replacements:
+        module.activation = act
+        torch.testing.assert_close(module(x), statement(act))
+    if isinstance(first, nn.Module):
+        module.activation = nn.SiLU()
+        module.activation.register_forward_hook(lambda _module, _args, y: 2 * y)
+        torch.testing.assert_close(module(x), statement(lambda x: 2 * functional.silu(x)))
+
+
 def test_another_unit_in_the_feed_forward_layer_of_flux2_is_called() -> None:
     module, x = diffusers.Flux2FeedForward(24).to(DEVICE), randn(5, 24)
     module.act_fn = nn.GLU()

@@ -18,6 +18,7 @@ from ..ops.gated_linear._gate import gate
 from ..ops.gated_linear._problem import Activation
 from ..ops.gated_linear.projections import stacked_mlp
 from ._check import flag, whole
+from ._shared import fused_activation, known_activation
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
@@ -31,29 +32,21 @@ class SwiGLUFunction:
     apply = staticmethod(swiglu)
 
 
-# The activations that callers pass to `GatedMlp`.
+# The functions that callers pass to `GatedMlp`.
 _ACTIVATIONS: dict[Any, Activation] = {
-    functional.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", nn.Sigmoid: "sigmoid", functional.silu: "silu", nn.SiLU: "silu",
-    functional.relu: "relu", torch.relu: "relu", nn.ReLU: "relu", functional.gelu: "gelu", nn.Identity: "identity",
+    functional.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", functional.silu: "silu", functional.relu: "relu",
+    torch.relu: "relu", functional.gelu: "gelu",
 }  # fmt: skip
 
 
-def _activation(activation: Any) -> Activation:
-    form = None
-    if isinstance(activation, nn.GELU):
-        form = activation.approximate
-    elif isinstance(activation, partial) and activation.func is functional.gelu and not activation.args:
-        form = activation.keywords.get("approximate", "none") if set(activation.keywords) <= {"approximate"} else None
-    if form in ("none", "tanh"):
-        return "gelu" if form == "none" else "gelu_tanh"
-    name = type(activation) if isinstance(activation, nn.Module) else activation
-    try:
-        return _ACTIVATIONS[name]
-    except (KeyError, TypeError):
-        got = getattr(activation, "__name__", type(activation).__name__)
-        fail(
-            "GatedMlp", "activation", "be sigmoid, silu, relu or gelu of torch.nn.functional", got, "use their GatedMlp"
-        )
+def _of_function(activation: Any) -> Activation | None:
+    """The activation that a function computes; None if fusewise does not have it."""
+    if isinstance(activation, partial):
+        if activation.func is not functional.gelu or activation.args or set(activation.keywords) - {"approximate"}:
+            return None
+        form = activation.keywords.get("approximate", "none")
+        return "gelu_tanh" if form == "tanh" else "gelu" if form == "none" else None
+    return next((name for function, name in _ACTIVATIONS.items() if function is activation), None)
 
 
 class GatedMlp(nn.Module):
@@ -84,11 +77,20 @@ class GatedMlp(nn.Module):
         hidden = int(8 * width / 3) if hidden_features is None else whole(op, "hidden_features", hidden_features, 0)
         out = width if out_features is None else whole(op, "out_features", out_features, 0)
         hidden = -(-hidden // whole(op, "multiple_of", multiple_of, 1)) * multiple_of
-        self.activation, self._gate = activation, _activation(activation)
+        if (known_activation if isinstance(activation, nn.Module) else _of_function)(activation) is None:
+            contract, got = "be sigmoid, silu, relu or gelu of torch.nn.functional", type(activation).__name__
+            fail(op, "activation", contract, getattr(activation, "__name__", got), "use their GatedMlp")
+        self.activation = activation
         self.return_residual = flag(op, "return_residual", return_residual)
         self.fc1 = nn.Linear(width, 2 * hidden, flag(op, "bias1", bias1), device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out, flag(op, "bias2", bias2), device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        y = stacked_mlp(x, self.fc1, self.fc2, activation=self._gate, gate_first=False)
+        act = self.activation  # may have been replaced, or have got hooks
+        fused = (fused_activation if isinstance(act, nn.Module) else _of_function)(act)
+        if fused is not None:
+            y = stacked_mlp(x, self.fc1, self.fc2, activation=fused, gate_first=False)
+        else:
+            value, gated = self.fc1(x).chunk(2, -1)
+            y = self.fc2(value * act(gated))
         return (y, x) if self.return_residual else y

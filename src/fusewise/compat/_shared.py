@@ -116,12 +116,16 @@ def activation_module(activation: Activation) -> nn.Module:
     return next(kind for kind, name in _MODULES.items() if name == activation)()
 
 
+def known_activation(module: Any) -> Activation | None:
+    """Return the activation that a module of torch.nn computes, ignoring hooks; None for a subclass or anything else."""
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    return _MODULES.get(type(module))
+
+
 def fused_activation(module: Any) -> Activation | None:
     """Return the activation a module computes; None if it must be called (hooks, subclass, unknown type, no module)."""
-    if type(module) is nn.GELU:
-        activation: Activation | None = "gelu" if module.approximate == "none" else "gelu_tanh"
-    else:
-        activation = _MODULES.get(type(module))
+    activation = known_activation(module)
     return activation if activation is not None and is_untouched(module) else None
 
 
