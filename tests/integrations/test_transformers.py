@@ -164,6 +164,27 @@ def test_projections_with_hooks_are_called() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize(("family", "name"), [("Llama", "act_fn"), ("Phi3", "activation_fn")])
+def test_activations_that_are_replaced_or_have_hooks_are_called(family: str, name: str) -> None:
+    model: Any = build(family)
+    mlp = model.model.layers[0].mlp
+    own, seen = getattr(mlp, name), []
+    setattr(mlp, name, torch.nn.Tanh())
+    replaced = model(TOKENS).logits
+    setattr(mlp, name, own)
+    with patch(model):
+        hook = own.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        model(TOKENS)
+        assert seen == [(2, 10, 48)]
+        hook.remove()
+        setattr(mlp, name, torch.nn.Tanh())
+        torch.testing.assert_close(model(TOKENS).logits, replaced, rtol=1e-4, atol=1e-5)
+        setattr(mlp, name, own)
+        with Count() as count:
+            model(TOKENS)
+        assert sum("gated_linear" in operator for operator in count.calls) == 2
+
+
 def test_conflicts_are_errors() -> None:
     model: Any = build("Llama")
     handle: Patch = patch(model)

@@ -33,8 +33,8 @@ from ..compat import transformers as compat
 from ..ops._common import check_one_of, fail
 from ..ops.gated_linear import gated_mlp
 from ..ops.gated_linear._problem import SAVES, Activation, Save
+from ..ops.gated_linear.projections import is_untouched, stacked_mlp
 from ..ops.gated_linear.projections import mlp as separate_mlp
-from ..ops.gated_linear.projections import stacked_mlp
 
 Forward = Callable[..., Any]
 
@@ -106,7 +106,8 @@ def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save =
     """Make the modules of `model` call fusewise for rotary embedding and gated MLPs, until `remove()` of the result.
 
     Outputs and gradients equal those of the model within the rounding of its dtype; the state_dict is unchanged.
-    Projections that are quantized, adapted or have hooks, now or later, are called as modules. `model` is any
+    Projections that are quantized, adapted or have hooks, now or later, are called as modules, and so are activations
+    that are replaced or have hooks. `model` is any
     transformers model or a part of one. A deep copy of a patched model stays patched; one that was pickled whole is
     loaded unpatched.
 
@@ -287,22 +288,40 @@ def _shape(layout: str, batch: tuple[int, ...], tokens: int, head_dim: int, head
 def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str, Forward] | str:
     if len(inspect.signature(forward).parameters) != 2:
         return "its forward takes more than one tensor"
-    stacked = "gate_up_proj" in dict(module.named_children())
+    children = dict(module.named_children())
+    stacked = "gate_up_proj" in children
     activation = _activation(module, forward, stacked)
     if activation is None:
         return "its forward is no gated MLP with an activation of fusewise"
+    kinds = {name: type(child) for name, child in children.items() if name in _ACTIVATION_NAMES}
 
     def separate_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
         (x_D,) = (*x, *named.values())  # positional, or by whatever name the model uses
+        if _must_be_called(self, kinds):
+            y: Tensor = forward(self, x_D)
+            return y
         return separate_mlp(x_D, self.gate_proj, self.up_proj, self.down_proj, activation=activation, save=save)
 
     def stacked_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
         (x_D,) = (*x, *named.values())
+        if _must_be_called(self, kinds):
+            y: Tensor = forward(self, x_D)
+            return y
         return stacked_mlp(
             x_D, self.gate_up_proj, self.down_proj, activation=activation, gate_first=True, save=save
         )  # fmt: skip
 
     return f"gated_mlp, {activation}", stacked_forward if stacked else separate_forward
+
+
+_ACTIVATION_NAMES = ("act_fn", "activation_fn")
+
+
+def _must_be_called(mlp: Any, kinds: dict[str, type]) -> bool:
+    """Whether the activation, of this type when `patch` was called, was replaced since, or has hooks."""
+    return any(
+        type(getattr(mlp, name)) is not kind or not is_untouched(getattr(mlp, name)) for name, kind in kinds.items()
+    )
 
 
 def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activation | None:
@@ -315,7 +334,7 @@ def _activation(module: nn.Module, forward: Forward, stacked: bool) -> Activatio
         small["gate_up_proj"] = linear(weight=torch.cat((gate, up)))
     else:
         small |= {"gate_proj": linear(weight=gate), "up_proj": linear(weight=up)}
-    for name in ("act_fn", "activation_fn", "config"):
+    for name in (*_ACTIVATION_NAMES, "config"):
         if hasattr(module, name):
             small[name] = getattr(module, name)
     try:
