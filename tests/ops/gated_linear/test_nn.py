@@ -69,6 +69,28 @@ def test_a_bias_of_one_projection_alone() -> None:
     torch.testing.assert_close(module(x), module.down_proj(functional.silu(module.gate_proj(x)) * module.up_proj(x)))
 
 
+class InFloat32(nn.Linear):
+    """A projection that autocast does not reach."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+def test_projections_of_two_dtypes_are_promoted(name: str) -> None:
+    module = GatedMLP(16, 12, activation="silu")
+    setattr(module, name, InFloat32(16, 12))
+    x = torch.randn(3, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = module.down_proj(functional.silu(module.gate_proj(x)) * module.up_proj(x))
+        found = module(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    found.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+
+
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 def test_a_projection_that_is_more_than_its_weight_is_called_and_trains(name: str) -> None:
     module = GatedMLP(16, 12, activation="silu")
