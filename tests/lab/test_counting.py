@@ -205,6 +205,15 @@ def test_a_call_at_fault_fails_as_it_does_alone() -> None:
         counted(lambda: torch.randn(3, 7) @ torch.randn(5, 7))
 
 
+def test_what_a_function_compiles_by_itself_compiles_no_mode() -> None:
+    from torch._dynamo.utils import counters
+
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    counters.clear()
+    counted(lambda: function(torch.randn(3)))
+    assert not counters["frames"]
+
+
 def test_gradients_add_along_other_dimensions() -> None:
     def gradients(x: Tensor, w: Tensor) -> None:
         y = functional.linear(x.requires_grad_(), w.requires_grad_())

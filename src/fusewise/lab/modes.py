@@ -21,6 +21,8 @@ class Mode(TorchDispatchMode):
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        if "_dynamo" in vars(torch):  # else a function's own torch.compile would compile `either`
+            Mode.__torch_dispatch__ = _GUARDED  # type: ignore[method-assign]
         self.compiled = compiled
         self.functions = False  # whether a higher-order operator was seen
 
@@ -47,7 +49,8 @@ def _without_dynamo(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     return either
 
 
-Mode.__torch_dispatch__ = _without_dynamo(Mode.__torch_dispatch__)  # type: ignore[method-assign]
+_GUARDED = Mode.__torch_dispatch__
+Mode.__torch_dispatch__ = _without_dynamo(_GUARDED)  # type: ignore[method-assign]
 
 
 def under(mode: Callable[[bool], Of], call: Callable[[], Result]) -> tuple[Result, Of]:
