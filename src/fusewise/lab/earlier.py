@@ -32,13 +32,13 @@ def memory(x: Tensor) -> Tensor:
 def alter(x: Tensor) -> Tensor:
     """Overwrite x with values that differ from its own as much as these from each other, within their range and in
     their order: every second element in memory becomes its neighbour. Where neighbours are equal, floats become three
-    quarters and others are reversed."""
+    quarters, of themselves or, if all are zero, of one, and others are reversed."""
     flat = memory(x)
     even, odd = flat[: flat.numel() // 2 * 2 : 2], flat[1::2]
     if not equal(even, odd):
         odd.copy_(even)
     elif differentiable(x):
-        flat.mul_(0.75)
+        flat.mul_(0.75) if flat.any() else flat.fill_(0.75)
     else:
         flat.copy_(flat.flip(0))
     return x

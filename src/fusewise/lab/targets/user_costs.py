@@ -93,7 +93,7 @@ def add_gradient_costs(costs: Costs, problem: Problem, leaves: tuple[Tensor, ...
     upstream = [g for g in problem.upstream if g is not None]
     seen = _reads(counter)
     besides = sum(size for of, size in seen.items() if of in costs.besides)
-    costs.gradient_read = _read_by_gradient(costs.read, problem, leaves, here, seen)
+    costs.gradient_read = _read_by_gradient(costs.read, costs.besides, problem, leaves, here, seen)
     costs.gradient_other = sum(g.numel() * g.element_size() for g in upstream) + _written(here, upstream) + besides
 
 
@@ -103,6 +103,7 @@ def _reads(counter: Counter) -> dict[int, int]:
 
 def _read_by_gradient(
     read: Mapping[int, int],
+    besides: Mapping[int, int],
     problem: Problem,
     leaves: tuple[Tensor, ...],
     here: Sequence[Tensor],
@@ -110,12 +111,15 @@ def _read_by_gradient(
 ) -> int:
     """Bytes that the gradients `here` need of inputs and parameters: what the function reads of those whose other values
     give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs only
-    the integers that operators of the backward read (`seen`), such as indices: these are not tried with other values,
-    which might not fit."""
+    the integers that operators of the backward read (`seen`), such as indices, or of which they read what the forward
+    made, such as a mask's complement: these are not tried with other values, which might not fit."""
     floats = [x for x in (*leaves, *problem.parameters) if differentiable(x) and x.numel()]
     if not _gradients_change(problem, floats, leaves, here):
-        integers = {memory(x) for x in leaves if not differentiable(x)}
-        return sum(size for of, size in read.items() if of in integers and of in seen)
+        integers = {of: read[of] for of in (memory(x) for x in leaves if not differentiable(x))}
+        known = {*read, *besides, *(memory(g) for g in problem.upstream if g is not None)}
+        made = sum(size for of, size in seen.items() if of not in known)
+        direct = sum(size for of, size in integers.items() if of in seen)
+        return direct + min(made, sum(integers.values()) - direct)
     idle = set()  # floats that the gradient does not read
     if len(floats) > 1:
         idle = {memory(x) for x in floats[:MOST_APART] if not _gradients_change(problem, [x], leaves, here)}
