@@ -141,6 +141,13 @@ def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flo
         assert torch.equal(wide, (x @ weight).relu())  # nothing was computed in bfloat16
 
 
+def test_a_function_that_compiles_itself_can_be_compiled_after_it_was_looked_at():
+    """Under a dispatch mode, as for eager code's results, Dynamo takes what it sees for code not to compile."""
+    p = problem(f"{COMPILED}:compiled_inside", "fp32[3,6]", "fp32[6,4]")
+    compiled = torch.compile(p.function, backend="eager", fullgraph=True)
+    assert truth.check(p, Run(compiled)).reason == ""
+
+
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_a_function_may_give_dataclasses(pass_):
     p = problem("dataclasses_of", "x=fp32[4]", pass_=pass_)

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
     if isinstance(found, compiled):  # unwrap torch.compile, which does not trace a copy of its module
         found = found._orig_mod
+    elif _compiled_by_itself(found):  # once a dispatch mode has seen it, torch.compile would refuse it
+        found = found._torchdynamo_orig_callable
     made: Any = found
     if isinstance(found, nn.Module):
         made = copied(found)  # a study casts and calls it, and the imported one is needed again for the next dtype
@@ -88,6 +91,12 @@ def load(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., A
     if not callable(made):
         raise ValueError(f"study: target must be a function or module, got {type(made).__name__}; name another")
     return made  # type: ignore[no-any-return]
+
+
+def _compiled_by_itself(function: Any) -> bool:
+    """Whether torch.compile made the function; its attributes do not tell, since functools.wraps copies them."""
+    inside = isinstance(function, types.FunctionType) and function.__globals__["__name__"] == "torch._dynamo.eval_frame"
+    return inside and hasattr(function, "get_compiler_config")  # torch.compiler.disable is there, too
 
 
 def anew(place: str, seed: int = 0, path: Sequence[str] = ()) -> Callable[..., Any]:
