@@ -54,7 +54,7 @@ TASKS = [
 ]
 #: What each compiler cannot do, with the words of its row's reason.
 CANNOT = {
-    ("jax", "user_functions.py:several", "fwd"): "takes floating outputs only",
+    ("jax", "user_functions.py:several", "fwd"): "takes only outputs with a gradient",
     **{("tvm", task.op, task.pass_): "has no backward" for task in TASKS if task.pass_ != "fwd"},
 }
 if sys.version_info < (3, 11):

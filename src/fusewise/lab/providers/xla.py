@@ -169,7 +169,7 @@ def _bridged(problem: Problem, example: tuple[Any, ...]) -> tuple[Callable[..., 
     with _named_tensor_overloads():
         bridge = require("torchax.export", INSTALL if sys.version_info >= (3, 11) else "torchax needs Python 3.11")
     if any(g is None for g in problem.upstream):
-        raise Unsupported("the bridge through torchax takes floating outputs only")
+        raise Unsupported("the bridge through torchax takes only outputs with a gradient")
     module = Exportable(problem.program().function, example)
     given = tuple(a.detach() for a in example if isinstance(a, Tensor))
     try:
