@@ -370,6 +370,7 @@ def test_a_function_that_refuses_float64_has_no_truth():
         ("shifted", ["fp32[3,4]", "2.5"]),
         ("shifted", ["fp32[3,4]", "fp32[4]", "fp32[4]"]),
         ("tripled", ["fp32[3,4]"]),
+        ("called", ["fp32[3,4]"]),  # an object
     ],
 )
 def test_what_torchscript_takes_for_a_tensor_is_traced(name, texts):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -98,12 +98,12 @@ class TorchScript(Provider):
 
 
 def _check_taken(scripted: Any, problem: Problem, program: Program) -> None:
-    """TypeError for functions that script but cannot be called with these arguments: partial functions, and parameters
-    without annotation (a tensor, to TorchScript) that receive a number or None."""
+    """TypeError for functions that script but cannot be called with these arguments: objects of Python classes, such as
+    partial functions, and parameters without annotation (a tensor, to TorchScript) that receive a number or None."""
     method = getattr(scripted, "forward", scripted)
     if not hasattr(method, "schema"):
-        if isinstance(program.function, functools.partial):
-            raise TypeError("a partial function is scripted as an object that cannot be called")
+        if isinstance(scripted, torch.jit._script.RecursiveScriptClass):
+            raise TypeError(f"a {type(program.function).__name__} is scripted as an object that cannot be called")
         return
     formal = [a for a in method.schema.arguments if a.name != "self"]
     actual = program.enter(*problem.tensors)
@@ -118,7 +118,9 @@ def traced(problem: Problem, program: Program, cause: Exception) -> Any:
     arguments = program.enter(*problem.leaves(False))
     tensors = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
     example = tuple(arguments[i] for i in tensors)
-    plain = len(example) == len(arguments) and not isinstance(program.function, functools.partial)
+    plain = len(example) == len(arguments) and (
+        inspect.isroutine(program.function) or isinstance(program.function, nn.Module)
+    )
     over_tensors = program.function if plain else Exportable(program.function, arguments)
     try:
         compiled = torch.jit.trace(over_tensors, example, strict=False)
