@@ -162,6 +162,15 @@ def outer(x, y):
     return inner(x) + math.pi * y
 def uses_state(x):
     return x * state
+def made(factor):
+    def multiplied(x):
+        return x * factor
+    return multiplied
+multiplied, kernel = made(3), torch.ops.aten.gelu
+def uses_operator(x):
+    return kernel(x)
+def uses_another(x):
+    return softly(x)
 state = [1]
 shape = [1, 2]
 lowest, highest, unknown, turn = -math.inf, math.inf, math.nan, complex(1, -math.inf)
@@ -218,9 +227,22 @@ def test_constants_defaults_and_decorators_come_along_and_attributes_are_no_name
     )
 
 
+def test_what_is_imported_is_what_the_notebook_has(notebook, monkeypatch):
+    """Not the function whose name its decorator has kept."""
+    other = types.ModuleType("other")
+    other.plain = types.FunctionType(notebook.inner.__code__, {"__name__": "other"}, "plain")
+    other.softly = notebook.softly = functools.wraps(other.plain)(lambda x: other.plain(x))
+    monkeypatch.setitem(sys.modules, "other", other)
+    assert "from other import softly as softly\n" in written(notebook.uses_another)
+
+
 def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):
     with pytest.raises(ValueError, match="got state of type list; make it an argument, or save the function to a file"):
         written(notebook.uses_state)
+    with pytest.raises(ValueError, match="got factor of the function that made multiplied; make it an argument"):
+        written(notebook.multiplied)
+    with pytest.raises(ValueError, match="got kernel of type OpOverloadPacket"):  # of a module that cannot be imported
+        written(notebook.uses_operator)
     with pytest.raises(ValueError, match=r"must be defined at the top of a file or cell, got .*<lambda>"):
         place(lambda x: x, tmp_path)
     with pytest.raises(TypeError, match="got a module's instance; give its class"):

@@ -8,6 +8,7 @@ import html
 import inspect
 import math
 import os
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Sequence
@@ -230,19 +231,25 @@ def written(function: Callable[..., Any]) -> str:
         if source in begun:
             return
         begun.add(source)
-        known = inspect.unwrap(of).__globals__
+        inner = inspect.unwrap(of)
+        if inner.__code__.co_freevars:
+            raise ValueError(
+                f"study: function must use modules, functions and constants only, got {', '.join(inner.__code__.co_freevars)} "
+                f"of the function that made {of.__name__}; make it an argument, or save the function to a file"
+            )
+        known = inner.__globals__
         for name in _names(compile(source, "<notebook>", "exec", dont_inherit=True)):
             if name in known:
                 need(name, known[name])
         sources.append(source)  # after what it uses, which a decorator or a default needs first
 
     def need(name: str, value: Any) -> None:
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             lines[name] = f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}"
         elif isinstance(value, types.FunctionType) and value.__module__ == "__main__":
             add(value)
-        elif getattr(value, "__module__", None) not in (None, "__main__") and hasattr(value, "__name__"):
-            lines[name] = f"from {value.__module__} import {value.__name__} as {name}"
+        elif (there := _importable(value, name)) is not None:
+            lines[name] = f"from {value.__module__} import {there} as {name}"
         else:
             try:
                 lines[name] = f"import torch\n{name} = {_constant(value)}"
@@ -259,6 +266,13 @@ def written(function: Callable[..., Any]) -> str:
 
     add(function)
     return "\n".join([*lines.values(), "", *sources])
+
+
+def _importable(value: Any, name: str) -> str | None:
+    """The name of the value in its module: its own or, as where a decorator kept that of another, `name`."""
+    module = sys.modules.get(str(getattr(value, "__module__", None)))
+    names = [getattr(value, "__name__", ""), name] if module is not None and module.__name__ != "__main__" else []
+    return next((n for n in names if str(n).isidentifier() and getattr(module, n, None) is value), None)
 
 
 def _constant(value: Any) -> str:
