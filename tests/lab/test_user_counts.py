@@ -162,6 +162,7 @@ def test_operations_that_have_no_count_are_unknown():
         ("partly_linear", ["x=fp32[8,16]", "y=fp32[8,16]"], 4 * 128),
         ("Net", ["fp32[3,6]"], 4 * (3 * 6 + 4 * 6 + 4)),
         ("torch.nn.functional:linear", ["fp32[3,6]", "fp32[4,6]", "fp32[4]"], 4 * (3 * 6 + 4 * 6)),  # not the bias
+        ("silu_and_rest", ["fp32[64,64]", "fp32[64,64]"], 4 * 64 * 64),  # not the second
         ("torch:mm", ["fp32[8,4] full(0)", "fp32[4,6]"], 4 * (32 + 24)),  # as a bias is at first
         ("kept_outside", ["fp32[8,4]", "bool[8,4]"], 32),
         ("of_whole_numbers", ["fp32[8,4]", "i8[4,6] randint(-128,128)"], 24),  # its copy in fp32 has 96 bytes

@@ -420,6 +420,10 @@ def of_another_library_with_a_formula(x):
     return _counted(x)
 
 
+def silu_and_rest(x, rest):
+    return nn.functional.silu(x) + rest
+
+
 def kept_outside(x, mask):
     return x.masked_fill(~mask, 0.0)
 

@@ -93,7 +93,7 @@ def add_gradient_costs(costs: Costs, problem: Problem, leaves: tuple[Tensor, ...
     upstream = [g for g in problem.upstream if g is not None]
     seen = _reads(counter)
     besides = sum(size for of, size in seen.items() if of in costs.besides)
-    costs.gradient_read = _read_by_gradient(costs.read, costs.besides, problem, leaves, here, seen)
+    costs.gradient_read = _read_by_gradient(costs.read, costs.besides, problem, leaves, seen)
     costs.gradient_other = sum(g.numel() * g.element_size() for g in upstream) + _written(here, upstream) + besides
 
 
@@ -106,14 +106,16 @@ def _read_by_gradient(
     besides: Mapping[int, int],
     problem: Problem,
     leaves: tuple[Tensor, ...],
-    here: Sequence[Tensor],
     seen: Mapping[int, int],
 ) -> int:
-    """Bytes that the gradients `here` need of inputs and parameters: what the function reads of those whose other values
+    """Bytes that the gradients need of inputs and parameters: what the function reads of those whose other values
     give other gradients, and of integers if there are such. The gradient of a function linear in all of them needs only
     the integers that operators of the backward read (`seen`), such as indices, or of which they read what the forward
     made, such as a mask's complement: these are not tried with other values, which might not fit."""
     floats = [x for x in (*leaves, *problem.parameters) if differentiable(x) and x.numel()]
+    problem.begin_anew()
+    # Called once more: under the counter autograd selects other formulas, SiLU's for one, which round differently.
+    here = problem.gradients(problem.eager(leaves), leaves, problem.upstream)
     if not _gradients_change(problem, floats, leaves, here):
         integers = {of: read[of] for of in (memory(x) for x in leaves if not differentiable(x))}
         known = {*read, *besides, *(memory(g) for g in problem.upstream if g is not None)}
