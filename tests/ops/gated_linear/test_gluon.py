@@ -50,22 +50,24 @@ def test_choices_are_among_the_configurations_and_fit() -> None:
             assert ring + (writes + 2 * config.ahead * reads) * 64 * 64 * 2 <= SHARED
 
 
-def test_the_elementwise_kernel_with_sums_has_equal_shares() -> None:
-    for rows, hidden in ((1, 64), (300, 136), (16384, 4096), (65536, 32768)):
+@pytest.mark.parametrize("sums", [True, False])
+def test_the_elementwise_kernel_fills_the_device(sums: bool) -> None:
+    for rows, hidden in ((1, 64), (300, 136), (512, 14336), (2048, 5120), (16384, 4096), (65536, 32768)):
+        config = _gluon.choose_gate(rows, hidden, 132, sums=sums)
+        assert config.block_m * config.block_f in (1024, 2048) and config.rows % config.block_m == 0
+        programs = -(-rows // config.rows) * -(-hidden // config.block_f)
+        assert config.rows == config.block_m or programs >= 2 * 132
+        assert _gluon.gate_configurations(rows, hidden, 132, sums=sums)[0] == config
+
+
+def test_with_sums_little_is_left_to_reduce() -> None:
+    """Of few rows, each multiprocessor has as many programs; of many, each sum is one of 256 rows."""
+    for rows, hidden in ((512, 14336), (1024, 4096)):
         config = _gluon.choose_gate(rows, hidden, 132, sums=True)
-        assert config.block_m * config.block_f == 1024
-        programs = -(-rows // config.rows) * -(-hidden // config.block_f)
-        assert programs <= 4 * 132 + -(-hidden // config.block_f)
-        assert config.rows == config.block_m or programs >= 3 * 132
-
-
-def test_without_sums_it_has_more_and_shorter_programs() -> None:
-    for rows, hidden in ((1, 64), (300, 136), (16384, 4096), (65536, 32768)):
-        config = _gluon.choose_gate(rows, hidden, 132, sums=False)
-        assert config.block_m * config.block_f == 1024 and config.rows <= 128
-        programs = -(-rows // config.rows) * -(-hidden // config.block_f)
-        assert config.rows == config.block_m or programs >= 6 * 132
-        assert _gluon.gate_configurations(rows, hidden, 132, sums=False)[0] == config
+        assert (
+            3 * 132 <= -(-rows // config.rows) * -(-hidden // config.block_f) <= 4 * 132 + -(-hidden // config.block_f)
+        )
+    assert _gluon.choose_gate(16384, 4096, 132, sums=True).rows == 256
 
 
 def test_what_tma_cannot_describe_is_left_to_triton_where_rows_are_few() -> None:
@@ -228,7 +230,8 @@ def test_the_elementwise_kernel_moves_16_bytes_a_thread(summed: bool, hidden: in
     stack, _, instructions = machine_code(compiled(_gluon.gate_gradient_kernel, arguments))
     moved = Counter(name for name in instructions.elements() if name.startswith(("LDG", "STG")))
     assert stack == 0 and all(name.endswith(".128") for name in moved), moved
-    assert sum(n for name, n in moved.items() if name.startswith("LDG")) == 6  # of this block and of the next one
+    # Three tensors, two rows of a thread, of this block and of the next one.
+    assert sum(n for name, n in moved.items() if name.startswith("LDG")) == 12
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")

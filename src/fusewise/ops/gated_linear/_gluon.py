@@ -68,8 +68,13 @@ def choose(epilogue: str) -> Config:
 
 
 def choose_gate(rows: int, hidden: int, processors: int, *, sums: bool) -> GateConfig:
-    """Configuration of the elementwise kernel. With sums: equally many programs per SM, few enough that little is left
-    to reduce. Without: shorter programs, which the hardware scheduler balances."""
+    """Configuration of the elementwise kernel: narrow, tall tiles; with sums, for as many rows as leave little to reduce.
+    Where those are few or not aligned, equally many programs for each SM."""
+    narrow = min(128, max(16, triton.next_power_of_2(hidden)))
+    tall = max(256 if sums else 32, 2048 // narrow)
+    programs = triton.cdiv(rows, tall) * triton.cdiv(hidden, narrow)
+    if programs >= 2 * processors and hidden % 8 == 0 and rows > 1024 * sums:
+        return GateConfig(tall, 2048 // narrow, narrow)
     block_f = min(1024 if sums else 256, max(16, triton.next_power_of_2(hidden)))
     block_m = 1024 // block_f
     stripes = max(1, PROGRAMS_EACH * processors // triton.cdiv(hidden, block_f))
