@@ -75,7 +75,8 @@ TRAINED = {name: word for name, word in GATED.items() if name not in ("fusewise-
 MLP_SHOWN = ("mlp-n16384-d1024", "mlp-n16384-d2048")
 GATED_SHOWN = (
     "memory-n16384-d1024", "memory-n16384-d2048", "memory-n16384-d4096", "memory-n16384-d8192", "memory-n32768-d8192",
-    "gemma-7b-train", "llama-3-8b-train", "llama-3-70b-train", "flux2-klein-4b-train", "sdxl-640-train",
+    "gemma-2b-train", "gemma-7b-train", "gemma-2-9b-train", "llama-3-8b-train", "llama-3-70b-train", "phi-3-mini-train",
+    "flux2-klein-4b-train", "sdxl-640-train", "sdxl-1280-train",
 )  # fmt: skip
 DECODED = [
     f"{model}-decode-b{rows}"
