@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,19 +76,23 @@ def test_a_trace_serves_other_sizes(name: str) -> None:
         return CALLS[name](dict(zip(first, values, strict=True)))
 
     first, second = tensors(5, 2), tensors(9, 3)
-    traced = torch.jit.trace(function, tuple(x.clone() for x in first.values()), check_trace=False)
+    traced = torch.jit.trace(function, tuple(x.clone() for x in first.values()))
     found = traced(*(x.clone() for x in second.values()))
     torch.testing.assert_close(found, function(*(x.clone() for x in second.values())))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.(save|load)` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("kind", [transformers.LlamaMLP, transformers.Phi3MLP, liger.LigerTiledSwiGLUMLP])
-def test_a_traced_mlp_can_be_trained(kind: Any) -> None:
+def test_a_traced_mlp_can_be_saved_and_trained(kind: Any, tmp_path: Path) -> None:
     mlp = kind(CONFIG).to(DEVICE)
-    traced = torch.jit.trace(mlp, randn(2, 5, 24), check_trace=False)
+    torch.jit.save(torch.jit.trace(mlp, randn(2, 5, 24)), tmp_path / "mlp.pt")
+    loaded = torch.jit.load(tmp_path / "mlp.pt")
     x = randn(3, 9, 24)
-    y = traced(x)
-    torch.testing.assert_close(y, mlp(x))
-    y.sum().backward()
-    assert all(p.grad is not None for p in mlp.parameters())
+    ys = loaded(x), mlp(x)
+    torch.testing.assert_close(*ys)
+    for y in ys:
+        y.square().sum().backward()
+    expected = {name: p.grad for name, p in mlp.named_parameters()}
+    torch.testing.assert_close({name: p.grad for name, p in loaded.named_parameters()}, expected)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import jit_traces
+from ..ops._common import constant_in_traces, jit_traces
 from ..ops.rope import rope, rope_, tables
 from ._check import check_tensor, number, shape_of, whole
 from ._shared import gate_of_halves, heads, pairing, pairing_of_neox, rotate_pair, unit_stride
@@ -265,7 +265,8 @@ def _kept(*key: Any) -> Tensor:
     except TypeError:  # unhashable, so not a number: `tables` raises for it below
         inv_freq = None
     if inv_freq is None:
-        inv_freq = _made(*key)
+        with constant_in_traces():
+            inv_freq = _made(*key)
         if type(inv_freq) is Tensor:  # a FakeTensor must not outlive its mode
             if len(_FREQUENCIES) >= _FREQUENCIES_MAX:
                 _FREQUENCIES.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -95,11 +96,28 @@ def jit_traces() -> bool:
     return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
+@contextlib.contextmanager
+def constant_in_traces() -> Iterator[None]:
+    """`torch.jit.trace` does not record what is computed here: the results are constants of the trace."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def exporting() -> bool:
     """Whether a graph is being exported. Its operator nodes record gradients themselves (`_register.register`): of an
     autograd function, export would keep only the forward, without gradients."""
     # Not torch.compiler.is_exporting(), which is true in every trace in torch 2.11.
     return bool(torch.compiler._is_exporting_flag)
+
+
+def recorded_by_operators() -> bool:
+    """Whether a graph is being made whose operator nodes record gradients themselves: an export, or `torch.jit.trace`,
+    which could neither save a Python function nor find it again when it checks the trace without gradients."""
+    return exporting() or jit_traces()
 
 
 def apply_function(function: Any, *args: Any) -> Any:

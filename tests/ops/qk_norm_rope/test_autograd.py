@@ -242,3 +242,15 @@ def test_checkpointing() -> None:
     ys = torch.utils.checkpoint.checkpoint(lambda *t: made.call(t[:2], t[2:]), *tensors, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(ys, tensors, made.dys), want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_serves_other_sizes_and_records_gradients() -> None:
+    def f(*tensors: Tensor) -> Any:
+        return fusewise.qk_norm_rope(*tensors, inv_freq=FREQ)
+
+    traced, tensors = torch.jit.trace(f, leaves("head")), leaves("head", tokens=5)
+    ys, wants = traced(*tensors), f(*tensors)
+    gradients = [torch.autograd.grad([z.square().sum() for z in zs], tensors) for zs in (ys, wants)]
+    torch.testing.assert_close((ys, gradients[0]), (wants, gradients[1]), rtol=0, atol=0)

@@ -416,10 +416,19 @@ def test_vmap_over_any_number_of_entries(entries: int, k_dim: int | None) -> Non
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_jit_trace_serves_other_sizes() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_jit_trace_serves_other_sizes_and_records_gradients(in_place: bool) -> None:
+    """Torch traces twice, the second time without gradients, and compares. In place, the two differ: autograd's records
+    a copy."""
     q, k, kwargs = inputs(Place("reference", "cpu"))
     kwargs = {name: x for name, x in kwargs.items() if name != "positions"}
-    traced = torch.jit.trace(lambda q, k: fusewise.rope(q, k, **kwargs), (q.detach(), k.detach()), check_trace=False)
-    q, k = (x.detach()[:, :3].repeat(2, 1, 1, 1) for x in (q, k))
-    for y, want in zip(traced(q, k), fusewise.rope(q, k, **kwargs), strict=True):
-        assert_bits(y, want)
+
+    def function(q: Tensor, k: Tensor) -> Any:
+        return fusewise.rope_(q * 1, k * 1, **kwargs) if in_place else fusewise.rope(q, k, **kwargs)
+
+    traced = torch.jit.trace(function, (q, k), check_trace=not in_place)
+    q, k = (x.detach()[:, :3].repeat(2, 1, 1, 1).requires_grad_() for x in (q, k))
+    ys, wants = traced(q, k), function(q, k)
+    gradients = [torch.autograd.grad([z.square().sum() for z in zs], (q, k)) for zs in (ys, wants)]
+    for found, want in zip((*ys, *gradients[0]), (*wants, *gradients[1]), strict=True):
+        assert_bits(found.detach(), want.detach())

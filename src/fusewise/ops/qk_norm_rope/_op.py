@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._choice import Choice
-from .._common import apply_function, empty_like, exporting, transforms_active, unpacked, wants_formula
+from .._common import apply_function, empty_like, recorded_by_operators, transforms_active, unpacked, wants_formula
 from .._register import register
 from ..rope._op import readable
 from ..rope._problem import Rotation
@@ -146,7 +146,7 @@ def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor
         rotation, norm, _ = _split(call)
         ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)
     elif (
-        not exporting()
+        not recorded_by_operators()
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight))
     ):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, empty_like, exporting, transforms_active, unit_stride
+from .._common import apply_function, empty_like, jit_traces, recorded_by_operators, transforms_active, unit_stride
 from .._overlap import check_apart
 from .._register import copies_wrongly, register
 from . import _auto, _host
@@ -160,7 +160,7 @@ _op_rope_qk_ = register(
 
 def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: tuple[list[int], list[int]]) -> Any:
     """Rotate q and k, either of which may be None, through autograd if needed; always returns a pair."""
-    if needs_autograd(q, k) and not exporting():
+    if needs_autograd(q, k) and not recorded_by_operators():
         if transforms_active():
             out = apply_function(_RopeTransformable, q, k, *call)
         else:
@@ -368,6 +368,8 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
     if k is not None and (_placed_apart(q, k) or (recorded and _rebased_apart(q, k))):
         rotate_in_place(q, None, call)
         rotate_in_place(k, None, call)
+    elif recorded and jit_traces():  # cannot record an in-place autograd function
+        _copy(rotate(q, k, call), (q,) if k is None else (q, k))
     elif not recorded:
         if copies_wrongly():
             _copy(rotate(q, k, call), (q,) if k is None else (q, k))
