@@ -107,9 +107,8 @@ def patch(model: nn.Module, *, rope: bool = True, mlp: bool = True, save: Save =
 
     Outputs and gradients equal those of the model within the rounding of its dtype; the state_dict is unchanged.
     Projections that are quantized, adapted or have hooks, now or later, are called as modules, and so are activations
-    that are replaced or have hooks. `model` is any
-    transformers model or a part of one. A deep copy of a patched model stays patched; one that was pickled whole is
-    loaded unpatched.
+    that are replaced or have hooks. `model` is any transformers model or a part of one. A deep copy of a patched model
+    stays patched; one that was pickled whole is loaded unpatched.
 
     Args:
         rope, mlp: what to replace.
