@@ -29,10 +29,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "interleaved": {"pairing": "interleaved"},
     "to half": {"pairing": "interleaved_to_half"},
     "bhsd": {"layout": "bhsd"},
-    "packed": {
-        "layout": "thd",
-        "cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32),
-    },  # the last token belongs to no sequence
+    # The last token belongs to no sequence.
+    "packed": {"layout": "thd", "cu_seqlens": torch.tensor([0, 2, 4], dtype=torch.int32)},
 }
 
 

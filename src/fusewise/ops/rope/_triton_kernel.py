@@ -110,37 +110,37 @@ def rotate(x_a, x_b, cos, sin):
 
 
 @triton.jit
-def _load_pairs(x, base, mask, START: tl.constexpr, FORM: tl.constexpr):
-    """Both elements of the pairs of the heads at `base`, (BLOCK_T, BLOCK_H, BLOCK_P) each."""
-    if FORM.INTERLEAVED_IN:
-        both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
-        if FORM.PAIRS != FORM.BLOCK_P:
-            mask = mask & (both < 2 * FORM.PAIRS)
-        x_ab = tl.load(x.ptr + base + START + both, mask)
-        x_a, x_b = tl.split(tl.reshape(x_ab, (base.shape[0], base.shape[1], FORM.BLOCK_P, 2)))
+def load_pairs(x_ptr, base, mask, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both elements of the pairs of each head; x_ptr points to the first feature that rotates. (BLOCK_T, BLOCK_H, BLOCK_P)."""
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+        if PAIRS != BLOCK_P:
+            mask = mask & (both < 2 * PAIRS)
+        x = tl.load(x_ptr + base + both, mask)
+        x_a, x_b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_P, 2)))
     else:
-        pairs = tl.arange(0, FORM.BLOCK_P)[None, None, :]
-        if FORM.PAIRS != FORM.BLOCK_P:
-            mask = mask & (pairs < FORM.PAIRS)
-        x_a = tl.load(x.ptr + base + START + pairs, mask)
-        x_b = tl.load(x.ptr + base + START + FORM.PAIRS + pairs, mask)
+        pairs = tl.arange(0, BLOCK_P)[None, None, :]
+        if PAIRS != BLOCK_P:
+            mask = mask & (pairs < PAIRS)
+        x_a = tl.load(x_ptr + base + pairs, mask)
+        x_b = tl.load(x_ptr + base + PAIRS + pairs, mask)
     return x_a, x_b
 
 
 @triton.jit
-def _store_pairs(y, base, mask, y_a, y_b, START: tl.constexpr, FORM: tl.constexpr):
-    if FORM.INTERLEAVED_OUT:
-        both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
-        if FORM.PAIRS != FORM.BLOCK_P:
-            mask = mask & (both < 2 * FORM.PAIRS)
-        y_ab = tl.reshape(tl.join(y_a, y_b), (base.shape[0], base.shape[1], 2 * FORM.BLOCK_P))
-        tl.store(y.ptr + base + START + both, y_ab, mask)
+def store_pairs(y_ptr, base, mask, y_a, y_b, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
+        if PAIRS != BLOCK_P:
+            mask = mask & (both < 2 * PAIRS)
+        y = tl.reshape(tl.join(y_a, y_b), (y_a.shape[0], y_a.shape[1], 2 * BLOCK_P))
+        tl.store(y_ptr + base + both, y, mask)
     else:
-        pairs = tl.arange(0, FORM.BLOCK_P)[None, None, :]
-        if FORM.PAIRS != FORM.BLOCK_P:
-            mask = mask & (pairs < FORM.PAIRS)
-        tl.store(y.ptr + base + START + pairs, y_a, mask)
-        tl.store(y.ptr + base + START + FORM.PAIRS + pairs, y_b, mask)
+        pairs = tl.arange(0, BLOCK_P)[None, None, :]
+        if PAIRS != BLOCK_P:
+            mask = mask & (pairs < PAIRS)
+        tl.store(y_ptr + base + pairs, y_a, mask)
+        tl.store(y_ptr + base + PAIRS + pairs, y_b, mask)
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _rotate_pairs_tile(
         mask = mask & (offs_h < HEADS)[None, :, None]
 
     # Issue the loads of x first: they are in flight while the table rows are being located.
-    x_a, x_b = _load_pairs(x, x_base, mask, START, FORM)
+    x_a, x_b = load_pairs(x.ptr + START, x_base, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
     REST: tl.constexpr = HEAD_DIM - START - 2 * FORM.PAIRS
     tl.static_assert(STEPS == 1 or (HEADS % (BLOCK_H * STEPS) == 0 and START + REST == 0))
     if not FORM.IN_PLACE:
@@ -182,8 +182,8 @@ def _rotate_pairs_tile(
     for step in tl.static_range(STEPS):
         if step + 1 < STEPS:  # in flight while this block is rotated
             offs_h += BLOCK_H
-            next_base = base_of(batch, token, offs_h, x, FORM.UNIT, FORM.INDEX)
-            next_a, next_b = _load_pairs(x, next_base, mask, START, FORM)
+            following = base_of(batch, token, offs_h, x, FORM.UNIT, FORM.INDEX)
+            next_a, next_b = load_pairs(x.ptr + START, following, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
         y_a, y_b = rotate(x_a.to(tl.float32), x_b.to(tl.float32), cos, sin)
         y_a = y_a.to(y.ptr.dtype.element_ty)
         y_b = y_b.to(y.ptr.dtype.element_ty)
@@ -192,7 +192,7 @@ def _rotate_pairs_tile(
             y_b = tl.where(identity[:, None, None], x_b, y_b)
         if FORM.IN_PLACE and FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
             tl.debug_barrier()  # the whole head must be read before any thread writes to it
-        _store_pairs(y, y_base, mask, y_a, y_b, START, FORM)
+        store_pairs(y.ptr + START, y_base, mask, y_a, y_b, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
         if step + 1 < STEPS:
             x_a, x_b = next_a, next_b
             y_base = base_of(batch, token, offs_h, y, FORM.UNIT, FORM.INDEX)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..rope._triton_angles import PositionForm, Positions, Table, TableForm, cos_and_sin, sequence_of, table_rows_of
-from ..rope._triton_kernel import View, base_of, quotient, rotate
+from ..rope._triton_kernel import View, base_of, load_pairs, quotient, rotate, store_pairs
 
 
 class Slots(NamedTuple):
@@ -196,14 +196,7 @@ def _rotate_tile(
     )
     offs_p = tl.arange(0, FORM.BLOCK_P)
     x_base = base_of(batch, token, offs_h, x, FORM.UNIT, tl.int64)
-    pairs = offs_p[None, None, :]
-    both = tl.arange(0, 2 * FORM.BLOCK_P)[None, None, :]
-    if FORM.INTERLEAVED_IN:
-        both_x = tl.load(x.ptr + x_base + START + both, mask & (both < 2 * FORM.PAIRS))
-        x_a, x_b = tl.split(tl.reshape(both_x, (BLOCK_T, BLOCK_H, FORM.BLOCK_P, 2)))
-    else:
-        x_a = tl.load(x.ptr + x_base + START + pairs, mask & (pairs < FORM.PAIRS))
-        x_b = tl.load(x.ptr + x_base + START + FORM.PAIRS + pairs, mask & (pairs < FORM.PAIRS))
+    x_a, x_b = load_pairs(x.ptr + START, x_base, mask, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_IN)
 
     # The loads of position and slot overlap; the table row depends on the position.
     rows, identity = table_rows_of(batch, token, mask_n, offs_p, positions, POSITIONS)
@@ -236,21 +229,6 @@ def _rotate_tile(
     if IN_PLACE:
         if FORM.INTERLEAVED_IN != FORM.INTERLEAVED_OUT:
             tl.debug_barrier()  # the whole head must be read before any thread writes to it
-        _store_pairs(x.ptr, x_base, y_a, y_b, mask, START, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
+        store_pairs(x.ptr + START, x_base, mask, y_a, y_b, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
     if CACHED:
-        _store_pairs(cache.ptr, cache_base, y_a, y_b, cached, START, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
-
-
-@triton.jit
-def _store_pairs(
-    y_ptr, base, y_a, y_b, mask, START: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    pairs = tl.arange(0, BLOCK_P)[None, None, :]
-    if INTERLEAVED:
-        both = tl.arange(0, 2 * BLOCK_P)[None, None, :]
-        y = tl.reshape(tl.join(y_a, y_b), (y_a.shape[0], y_a.shape[1], 2 * BLOCK_P))
-        tl.store(y_ptr + base + START + both, y, mask & (both < 2 * PAIRS))
-    else:
-        tl.store(y_ptr + base + START + pairs, y_a, mask & (pairs < PAIRS))
-        tl.store(y_ptr + base + START + PAIRS + pairs, y_b, mask & (pairs < PAIRS))
+        store_pairs(cache.ptr + START, cache_base, cached, y_a, y_b, FORM.PAIRS, FORM.BLOCK_P, FORM.INTERLEAVED_OUT)
