@@ -86,9 +86,9 @@ def rope(
         out: output tensors with the shape, dtype and device of q and k that share no memory with any argument; not
             supported with autograd.
         impl: "auto", "cuda", "triton", "cpu" or "reference". A named implementation never falls back;
-            `explain_dispatch` shows what auto selects. "cuda" compiles its kernels with nvcc on the first call; auto
-            selects them for calls too small to keep a GPU busy, once they have been built by such a call or by
-            `fusewise build`.
+            `explain_dispatch` shows what auto selects. "cuda" compiles its kernels with nvcc on the first call. Once
+            they have been built, by such a call or by `fusewise build`, auto selects them for calls with a table of cos
+            and sin that move up to 256 MiB, or rotate part of each head out of place.
 
     Returns:
         The rotated q, or (q, k) if k is given, in the physical layout (stride order) of the input; gradients likewise.
