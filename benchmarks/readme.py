@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,11 +97,15 @@ Group = dict[str, Row]
 Groups = dict[tuple[str, str, str], Group]
 
 
+@cache
+def rows_of(name: str) -> list[Row]:
+    return [json.loads(line) for line in (BASELINES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def groups(name: str, op: str = "rope") -> Groups:
     """Correct, timed rows of an operation by (case, dtype, pass), then by provider."""
     found: Groups = defaultdict(dict)
-    for line in (BASELINES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in rows_of(name):
         if row["op"] == op and row["status"] == "ok" and row["device_us"]:
             found[row["case"], row["dtype"], row["pass"]][row["provider"]] = row
     return found

@@ -1,5 +1,6 @@
 """The figures of the README and of docs/results.md match the published rows, and the README's Python code runs."""
 
+import functools
 import importlib.util
 import re
 import runpy
@@ -14,6 +15,7 @@ README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 PAGES = {page: page.read_text(encoding="utf-8") for page in (README, RESULTS)}
 
 
+@functools.cache
 def generator():
     spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
     module = importlib.util.module_from_spec(spec)
