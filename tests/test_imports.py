@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import os
@@ -47,6 +48,7 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+@functools.cache
 def imports(module: str, path: Path) -> set[str]:
     """The absolute names of all modules that a file imports, anywhere in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -67,6 +69,9 @@ def part(name: str) -> str:
 
 
 MODULES = list(modules())
+every_module = pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+OF_OPS = [(name, path) for name, path in MODULES if part(name) == "ops"]
+every_module_of_ops = pytest.mark.parametrize(("module", "path"), OF_OPS, ids=[name for name, _ in OF_OPS])
 
 
 def test_every_module_is_seen() -> None:
@@ -75,7 +80,7 @@ def test_every_module_is_seen() -> None:
     assert {part(name) for name in names} <= {*ALLOWED, "", "__main__"}
 
 
-@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+@every_module
 def test_the_import_law(module: str, path: Path) -> None:
     own = part(module)
     for name in imports(module, path):
@@ -91,13 +96,11 @@ def test_the_import_law(module: str, path: Path) -> None:
             assert name.partition(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+@every_module_of_ops
 def test_implementations_import_no_sibling(module: str, path: Path) -> None:
     """_triton, _cpu, _cuda, ... of one operator do not import each other, and no module above them imports one."""
     implementations = ("_triton", "_cpu", "_cuda", "_gluon")
     words = module.split(".")
-    if words[1:2] != ["ops"]:
-        return
     own = next((i for i in implementations for word in words if word == i or word.startswith(f"{i}_")), None)
     for name in imports(module, path):
         if name.startswith("fusewise.ops."):
@@ -113,11 +116,11 @@ def test_implementations_import_no_sibling(module: str, path: Path) -> None:
 BUILT_ON = {"qk_norm_rope": {"rope"}, "rope_and_cache": {"rope"}, "rope": set(), "gated_linear": set()}
 
 
-@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+@every_module_of_ops
 def test_an_operation_is_built_on_none_but_rope(module: str, path: Path) -> None:
     """Exception: the fast path on the host, shared by everything that rotates, asks `rope_and_cache` for its plans."""
     operation = ".".join(module.split(".")[2:3])
-    if module.split(".")[1:2] != ["ops"] or operation not in BUILT_ON or module == "fusewise.ops.rope._host":
+    if operation not in BUILT_ON or module == "fusewise.ops.rope._host":
         return
     for name in imports(module, path):
         _, _, other, *inner = [*name.split("."), "", ""] if name.startswith("fusewise.ops.") else [""] * 5
