@@ -183,8 +183,8 @@ def test_transformer_engine_gates(dtype: torch.dtype) -> None:
             leaf, dy = x.clone().requires_grad_(), randn(*shape[:-1], shape[-1] // 2, dtype=dtype)
             (dx,) = torch.autograd.grad(forward(leaf, None), leaf, dy)
             assert torch.equal(backward(dy, x, None), dx)
-        wide = [t.double().requires_grad_() for t in (dy, x)]
-        assert torch.autograd.gradcheck(lambda dy, x, f=backward: f(dy, x, None), wide)
+        few = [randn(2, width, dtype=torch.float64).requires_grad_() for width in (4, 8)]
+        assert torch.autograd.gradcheck(lambda dy, x, f=backward: f(dy, x, None), few)
         assert launches(forward, x, None) == {"fusewise::gate": 1}
         assert launches(backward, dy, x, None) == {"fusewise::gate_grad": 1}
         for call, args in ((forward, (x,)), (backward, (dy, x))):

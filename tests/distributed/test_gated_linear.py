@@ -24,20 +24,23 @@ def _start(rank: int, port: int) -> Any:
     return init_device_mesh("cpu", (2,))
 
 
-def _finish() -> None:
+def _both(rank: int, port: int) -> None:
+    mesh = _start(rank, port)
+    _fsdp(rank, mesh)  # which needs none of the rules that the other registers
+    _shards(mesh)
     dist.barrier()
     # Skips the shutdown of the interpreter and the backend, whose threads have been seen to abort a process at its end.
     os._exit(0)
 
 
-def _shards(rank: int, port: int) -> None:
+def _shards(mesh: Any) -> None:
+    """Shards of rows and of features compute like the whole."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from fusewise import gated_linear, gated_mlp, geglu_linear
     from fusewise.compat.liger import LigerSiLUMulFunction
     from fusewise.distributed import register_sharding_rules
 
-    mesh = _start(rank, port)
     register_sharding_rules()
     register_sharding_rules()  # calling it twice is harmless
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +111,6 @@ def _shards(rank: int, port: int) -> None:
                 torch.testing.assert_close(
                     got.full_tensor(), want, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
                 )
-    _finish()
 
 
 class _Block(nn.Module):
@@ -129,11 +131,11 @@ class _Block(nn.Module):
         return out
 
 
-def _fsdp(rank: int, port: int) -> None:
+def _fsdp(rank: int, mesh: Any) -> None:
+    """Modules under FSDP and under tensor parallelism train like the whole."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = _start(rank, port)
     for save in ("preact", "input"):
         for every_projection in (False, True):
             torch.manual_seed(1)
@@ -174,19 +176,11 @@ def _fsdp(rank: int, port: int) -> None:
     parallel(x).sum().backward()
     usual(x).sum().backward()
     torch.testing.assert_close(parallel.gate_proj.weight.grad.full_tensor(), usual.gate_proj.weight.grad)
-    _finish()
 
 
-def _spawn(function: Any) -> None:
+def test_two_processes_compute_and_train_like_one() -> None:
+    """In one test, since starting two processes takes most of its time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(function, args=(port,), nprocs=2)
-
-
-def test_shards_of_rows_and_features_compute_like_the_whole() -> None:
-    _spawn(_shards)
-
-
-def test_modules_under_fsdp_and_tensor_parallelism_train_like_the_whole() -> None:
-    _spawn(_fsdp)
+    mp.spawn(_both, args=(port,), nprocs=2)
