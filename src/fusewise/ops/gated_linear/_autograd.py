@@ -161,9 +161,8 @@ class GatedLinear(torch.autograd.Function):
         x_MD, dy_MF = rows(x), rows(dy)
         tensors = weight, weight_gate, bias, bias_gate
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
-        overwrites = len(saved) > 0 and may_overwrite(
-            saved[0], seen
-        )  # not `saved and`: Dynamo of torch 2.11 has no tuple truth
+        # Not `saved and`: Dynamo of torch 2.11 has no truth of tuples.
+        overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)
         if len(saved) == 0 and large(x_MD, dy_MF.shape[1]):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(saved) == 2:

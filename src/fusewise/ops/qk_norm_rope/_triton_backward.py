@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..rope._triton_angles import PositionForm, Positions, Table, TableForm
-from ..rope._triton_kernel import Order, View, base_of, rotate
+from ..rope._triton_kernel import Order, View, base_of, metadata, rotate
 from ._triton_kernel import NOT_SPECIALIZED
 from ._triton_parts import (
     Form,
@@ -144,14 +144,7 @@ def _name(proxy: Any) -> str:
     return f"_qk_norm_rope_kernel_bwd_{over}_{pairing}_{c['TABLE']}_h{c['Q_HEADS']}_{c['K_HEADS']}_d{c['HEAD_DIM']}"
 
 
-def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Launch metadata for profilers: bytes of x and dy, read, and of dx, written."""
-    features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
-    tokens = arguments["tokens"] * arguments["batches"]
-    return {"name": kernel.name, "bytes": 3 * tokens * features * arguments["q_ptr"].element_size()}
-
-
-@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(repr=_name, launch_metadata=metadata(3), do_not_specialize=NOT_SPECIALIZED)
 def backward_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, dq_ptr, dk_ptr, q_partials_ptr, k_partials_ptr,
     cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..rope._triton_angles import PositionForm, Positions, Table, TableForm
-from ..rope._triton_kernel import Order, View, base_of, rotate
+from ..rope._triton_kernel import Order, View, base_of, metadata, rotate
 from ._triton_parts import (
     Form,
     features_of,
@@ -88,20 +88,13 @@ def _name(proxy: Any) -> str:
     return f"_qk_norm_rope_kernel_fwd_{over}_{pairing}_{c['TABLE']}_h{c['Q_HEADS']}_{c['K_HEADS']}_d{c['HEAD_DIM']}"
 
 
-def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Launch metadata for profilers: bytes of q and k, read and written."""
-    features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
-    tokens = arguments["tokens"] * arguments["batches"]
-    return {"name": kernel.name, "bytes": 2 * tokens * features * arguments["q_ptr"].element_size()}
-
-
 NOT_SPECIALIZED = [
     "offset", "tokens", "batches", "magic", "shift", "stripe", "stripe_magic", "stripe_shift", "sequences", "search_steps",
     "table_rows", "q_programs", "k_programs",
 ]  # fmt: skip
 
 
-@triton.jit(repr=_name, launch_metadata=_metadata, do_not_specialize=NOT_SPECIALIZED[:-2])
+@triton.jit(repr=_name, launch_metadata=metadata(2), do_not_specialize=NOT_SPECIALIZED[:-2])
 def forward_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr,
     cos_ptr, sin_ptr, positions_ptr, offsets_ptr, cu_seqlens_ptr, offset,

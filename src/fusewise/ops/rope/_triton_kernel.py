@@ -12,6 +12,7 @@ and every SM has many loads in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -291,16 +292,20 @@ def _name(proxy: Any) -> str:
     return f"_rope_kernel_{direction}_{pairing}{place}_{c['TABLE']}_h{c['Q_HEADS']}_{c['K_HEADS']}_d{c['HEAD_DIM']}"
 
 
-def _metadata(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Launch metadata for profilers: bytes of q and k, read and written."""
-    features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
-    tokens = arguments["tokens"] * arguments["batches"]
-    return {"name": kernel.name, "bytes": 2 * tokens * features * arguments["q_ptr"].element_size()}
+def metadata(times: int) -> Callable[..., dict[str, Any]]:
+    """Launch metadata for profilers: the bytes of q and k, which a kernel reads or writes so many times in all."""
+
+    def of_launch(grid: Any, kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        features = arguments["Q_HEADS"] * arguments["HEAD_DIM"] + arguments["K_HEADS"] * arguments["K_HEAD_DIM"]
+        tokens = arguments["tokens"] * arguments["batches"]
+        return {"name": kernel.name, "bytes": times * tokens * features * arguments["q_ptr"].element_size()}
+
+    return of_launch
 
 
 @triton.jit(
     repr=_name,
-    launch_metadata=_metadata,
+    launch_metadata=metadata(2),
     do_not_specialize=[
         "offset", "tokens", "batches", "magic", "shift", "stripe", "stripe_magic", "stripe_shift", "sequences", "search_steps", "table_rows"
     ],
