@@ -40,10 +40,10 @@ class Place:
 def places(*, compiled: bool = True, interpreted: bool = True) -> list[Any]:
     """All implementations on all devices they support, as parameters with marks for where they can run. Includes every
     implementation listed in the operator."""
-    devices = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cpu", "cuda")}
+    alone = {"cpu": ("cpu",), "cuda": ("cuda",)}
     found = []
     for impl in IMPLEMENTATIONS:
-        for device in devices.get(impl, ("cuda",)):
+        for device in alone.get(impl, ("cpu", "cuda")):
             place = Place(impl, device)
             interpreter = (impl, device) == ("triton", "cpu")
             if interpreted if interpreter else compiled:

@@ -14,8 +14,8 @@ from fusewise.ops.rope_and_cache._op import IMPLEMENTATIONS
 from ..rope.oracle import Call, expected, position
 from ..rope.support import DTYPES, Place, allocate, assert_bits, assert_right, copy_of, make_table
 
-DEVICES = {"reference": ("cpu", "cuda"), "triton": ("cpu", "cuda"), "cuda": ("cuda",)}
-PLACES = [Place(impl, device) for impl in IMPLEMENTATIONS for device in DEVICES[impl]]
+DEVICES = ("cpu", "cuda")
+PLACES = [Place(impl, device) for impl in IMPLEMENTATIONS for device in DEVICES if (impl, device) != ("cuda", "cpu")]
 
 
 @dataclass(frozen=True, kw_only=True)
