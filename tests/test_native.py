@@ -49,6 +49,20 @@ def test_it_needs_no_lab(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     assert done.stdout.split() == ["Built"] * (4 if sys.platform == "linux" else 2)
 
 
+HOST = {name: recipe for name, recipe in native.recipes(()) if "cuda" not in name}
+
+
+@pytest.mark.skipif(bool(build.cxx().missing), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", HOST)
+def test_a_compiler_builds_what_a_cpu_runs(name: str) -> None:
+    """The tests of native code skip where it cannot be built, and would skip one and all for a mistake in it."""
+    try:
+        recipe = HOST[name]()
+    except build.BuildError as error:  # no headers of Python
+        pytest.skip(str(error))
+    assert build.prepared(*recipe).is_file()
+
+
 def test_what_cannot_be_built_is_told_and_the_rest_is_built(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     source = cache / "one.cpp"
     source.write_text('extern "C" int one() { return 1; }')
