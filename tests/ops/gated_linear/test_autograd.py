@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -371,8 +369,3 @@ def test_fake_tensors_give_shapes_without_a_kernel() -> None:
             y = geglu_linear(x, weight, save=save)
             dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
             assert y.shape == (3, 5, 12) and dx.shape == x.shape and dweight.shape == weight.shape
-
-
-def test_importing_the_operation_imports_no_kernel() -> None:
-    code = "import sys, fusewise.ops.gated_linear; assert not {'triton', 'fusewise.ops.gated_linear._triton'} & set(sys.modules), 1"
-    subprocess.run([sys.executable, "-c", code], check=True)
