@@ -55,7 +55,8 @@ def test_nothing_kept_is_told():
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", "nonsense", json.dumps({**FOUND, "copy_gb_s": "fast"}), json.dumps({**FOUND, "launch_us": -1.0}),
-     json.dumps({**FOUND, "matmul_tflop_s": {"fp32": None}}), json.dumps({**FOUND, "matmul_tflop_s": 3})],
+     json.dumps({**FOUND, "matmul_tflop_s": {"fp32": None}}), json.dumps({**FOUND, "matmul_tflop_s": 3}),
+     json.dumps({**FOUND, "copy_gb_s": float("inf")}), json.dumps({**FOUND, "clocks": {"sm_mhz": "high"}})],
 )  # fmt: skip
 def test_a_file_that_is_not_ours_counts_as_none(content):
     limits.keep(FOUND, "cpu")

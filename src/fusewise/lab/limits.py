@@ -24,6 +24,7 @@ from fusewise.ops.gated_linear import _onednn
 from . import machine
 from .problem import DTYPES
 from .record import Json
+from .schema import fault
 from .timing import CpuTimer, CudaTimer, Timer, Wait, Work
 
 #: Bytes of each vector of copy and triad: many times any cache.
@@ -134,12 +135,7 @@ def kept(device: str) -> Json | None:
 
 
 def _complete(found: Any) -> bool:
-    rates = ("copy_gb_s", "triad_gb_s", "launch_us")
-    return (
-        isinstance(found, dict)
-        and all(isinstance(found.get(name), float) and found[name] > 0 for name in rates)
-        and all(isinstance(found.get(name), str) for name in ("device", "created"))
-        and all(isinstance(found.get(name), dict) for name in ("matmul_tflop_s", "versions"))
-        and all(isinstance(rate, float) and rate > 0 for rate in found["matmul_tflop_s"].values())
-        and isinstance(found.get("clocks"), (dict, type(None)))
-    )
+    """Whether a record may hold it, and it has every rate, as what `measure` returns has."""
+    if fault(found, "limits"):
+        return False
+    return None not in (found["copy_gb_s"], found["triad_gb_s"], found["launch_us"], *found["matmul_tflop_s"].values())
