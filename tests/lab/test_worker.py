@@ -52,6 +52,23 @@ def test_the_kernels_of_a_call_are_told_or_why_they_are_not(monkeypatch):
     assert server.answer({"do": "round", "samples": 1})["ok"]
 
 
+def test_a_worker_whose_provider_failed_within_a_transform_is_not_used_again(monkeypatch):
+    """Everything after it would run inside that transform."""
+
+    def build(self, problem):
+        torch._C._functorch._grad_increment_nesting()
+        raise NotImplementedError("no second derivatives")
+
+    server = prepared("cpu")
+    monkeypatch.setattr(Eager, "build", build)
+    try:
+        reply = server.answer({"do": "prepare", "task": TASK | {"device": "cpu"}})
+    finally:
+        torch._C._functorch._grad_decrement_nesting()
+    assert (reply["reason"], reply["leaving"]) == ("NotImplementedError: no second derivatives", True)
+    assert not server.answer({"do": "prepare", "task": TASK | {"device": "cpu", "case": "none"}})["leaving"]
+
+
 def test_all_of_the_process_is_looked_through_only_where_something_may_be_left(monkeypatch):
     """If the last problem is still referenced when it is released, or if many tensors have accumulated since the last
     time.

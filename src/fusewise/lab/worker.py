@@ -148,8 +148,10 @@ class Server:
             if not crowded:
                 traceback.print_exc()
             said = f"out of memory: {message(error)}" if crowded else reason(error)
-            # After a device error every later call in this process fails too.
-            leaving = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
+            # After a device error every later call in this process fails too; so does it inside a transform of
+            # torch.func that was not ended, as Thunder leaves one if it fails within.
+            broken = isinstance(error, getattr(torch, "AcceleratorError", ())) and not crowded
+            leaving = broken or torch._C._functorch.peek_interpreter_stack() is not None
         return {"ok": False, "status": "failed", "reason": said, "crowded": crowded, "leaving": leaving}
 
     @cached_property
