@@ -371,6 +371,8 @@ def test_a_function_that_refuses_float64_has_no_truth():
         ("shifted", ["fp32[3,4]", "fp32[4]", "fp32[4]"]),
         ("tripled", ["fp32[3,4]"]),
         ("called", ["fp32[3,4]"]),  # an object
+        ("plus_one", ["fp32[3,4]"]),  # a decorated function, which is scripted without its decorator
+        ("PlusOne", ["fp32[3,4]"]),
     ],
 )
 def test_what_torchscript_takes_for_a_tensor_is_traced(name, texts):

@@ -202,6 +202,25 @@ def shifted(x, bias, by=None):
     return x + bias if by is None else x + bias + by
 
 
+def adding_one(function):
+    @functools.wraps(function)
+    def added(*args):
+        return function(*args) + 1
+
+    return added
+
+
+@adding_one
+def plus_one(x):
+    return x * 2
+
+
+class PlusOne(nn.Module):
+    @adding_one
+    def forward(self, x):
+        return x * 2
+
+
 called = Called()
 tripled = functools.partial(torch.mul, torch.tensor(3.0))
 

@@ -98,8 +98,11 @@ class TorchScript(Provider):
 
 
 def _check_taken(scripted: Any, problem: Problem, program: Program) -> None:
-    """TypeError for functions that script but cannot be called with these arguments: objects of Python classes, such as
-    partial functions, and parameters without annotation (a tensor, to TorchScript) that receive a number or None."""
+    """TypeError for functions that script as something else, without their decorators, or that script but cannot be called
+    with these arguments: objects of Python classes, such as partial functions, and parameters without annotation (a tensor,
+    to TorchScript) that receive a number or None."""
+    if hasattr(getattr(program.function, "forward", program.function), "__wrapped__"):
+        raise TypeError("its decorator is left out")
     method = getattr(scripted, "forward", scripted)
     if not hasattr(method, "schema"):
         if isinstance(scripted, torch.jit._script.RecursiveScriptClass):
