@@ -186,6 +186,12 @@ def test_a_function_in_a_folder_whose_name_is_no_utf8_is_studied(tmp_path):
     assert "--resume must keep the function's file as it was when the run began" in " ".join(done.stderr.split())
 
 
+def test_a_name_that_the_locale_cannot_write_names_a_file_all_the_same(monkeypatch):
+    assert folder.file_name("mé odd.py:β") == "mé_odd.py_β"
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "latin-1")
+    assert folder.file_name("mé odd.py:β") == "mé_odd.py__"
+
+
 def test_two_studies_do_not_share_a_folder(tmp_path):
     out = tmp_path / "run"
     with command(out, **SLOW) as first:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,8 +64,10 @@ def interrupted(out: Path, resume: bool) -> Record | None:
 
 
 def file_name(text: str) -> str:
-    """Turn a text, such as a provider's name, into a valid name for a single file or folder of limited length."""
-    name = re.sub(r"[^\w.+-]", "_", text).lstrip(".") or "_"
+    """Turn a text, such as a provider's name, into a valid name for a single file or folder of limited length, in the
+    locale's encoding."""
+    encoding = sys.getfilesystemencoding()
+    name = re.sub(r"[^\w.+-]", "_", text.encode(encoding, "replace").decode(encoding)).lstrip(".") or "_"
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{checksum(text):08x}"
 
 
