@@ -3,6 +3,8 @@
 import pytest
 from user_problems import FILE, RMS, WRITERS, problem
 
+from fusewise.lab.plugin import Unsupported
+from fusewise.lab.providers.floors import Copy
 from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.targets.user import User
 from fusewise.lab.worker import Server
@@ -13,7 +15,13 @@ def test_bytes_and_flops():
     assert p.bytes_min() == 2 * 8 * 16 * 4  # a linear function: dy read, dx written
     assert p.flops_min() == 0
     assert problem("twice", "x=fp32[8,16]", pass_="bwd").bytes_min() == 4 * 512  # three gradients read, one written
-    assert problem("summed", "x=fp32[8,16]", pass_="bwd").bytes_min() == 16 * 4  # the sum's gradient, expanded
+    p = problem("summed", "x=fp32[8,16]", pass_="bwd")
+    assert p.bytes_min() == 0  # the sum's gradient, expanded: nothing is read
+    with pytest.raises(Unsupported, match="no byte has to move"):
+        Copy().build(p)
+    p = problem("scattered", "x=fp32[8,16]", "index=i64[8,2] randint(0,16)", "y=fp32[8,2]", pass_="bwd")
+    read = p.costs.gradient_other - 8 * 2 * 4  # x's gradient is that of the sum, y's is some of it
+    assert 8 * 4 <= read <= 8 * 2 * 4
     p = problem("rms", *RMS, dtype="bf16", pass_="bwd")
     assert p.bytes_min() == 2 * (8 * 16 + 2 * (8 * 16 + 16))  # dy and both inputs read, both gradients written
     p = problem("Net", "fp32[3,6]", pass_="fwd+bwd")

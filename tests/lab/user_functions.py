@@ -190,6 +190,10 @@ def summed(x):
     return x.sum(0)
 
 
+def scattered(x, index, y):
+    return x.scatter_add(1, index, y)
+
+
 def of_everything(*xs):
     return sum(xs)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusewise.ops.gated_linear import _onednn, _products
 
-from ..plugin import Provider, Run
+from ..plugin import Provider, Run, Unsupported
 from ..problem import Problem
 from .rope_peers import rope_problem
 
@@ -21,6 +21,8 @@ class Copy(Provider):
     name = "floor-copy"
 
     def build(self, problem: Problem) -> Run:
+        if not problem.bytes_min():  # a copy of nothing takes longer than a launch, and would be the limit
+            raise Unsupported("has nothing to copy: no byte has to move")
         words = max(1, problem.bytes_min() // 2 // 4)
 
         def enter(*_: Tensor) -> tuple[Any, ...]:

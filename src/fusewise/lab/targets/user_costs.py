@@ -1,8 +1,9 @@
 """What a user's function must at least read, write and compute, found by calling it.
 
 Forward: it reads what its operators read of inputs, parameters and other memory, each element once (`reads.py`), and writes its
-outputs, except views of existing memory. Backward: it reads the gradients of outputs, writes those of inputs and parameters,
-and reads what the forward reads of those on whose values gradients depend, and other memory as far as operators read it.
+outputs, except views of existing memory. Backward: it reads the gradients of outputs, unless it hands them on as they are, writes
+those of inputs and parameters, and reads what the forward reads of those on whose values gradients depend, and other memory as far
+as operators read it.
 """
 
 from __future__ import annotations
@@ -94,7 +95,14 @@ def add_gradient_costs(costs: Costs, problem: Problem, leaves: tuple[Tensor, ...
     seen = _reads(counter)
     besides = sum(size for of, size in seen.items() if of in costs.besides)
     costs.gradient_read = _read_by_gradient(costs.read, costs.besides, problem, leaves, seen)
-    costs.gradient_other = sum(g.numel() * g.element_size() for g in upstream) + _written(here, upstream) + besides
+    costs.gradient_other = _read_of_upstream(upstream, here, seen) + _written(here, upstream) + besides
+
+
+def _read_of_upstream(upstream: Sequence[Tensor], gradients: Sequence[Tensor], seen: Mapping[int, int]) -> int:
+    """Bytes read of the gradients of outputs: what operators read or, where none does, all, unless it is handed on as the
+    gradient of an input, as by an addition."""
+    passed = {memory(g) for g in gradients}
+    return sum(seen.get(memory(g), 0 if memory(g) in passed else extent(g)) for g in upstream)
 
 
 def _reads(counter: Counter) -> dict[int, int]:
