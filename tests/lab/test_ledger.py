@@ -87,6 +87,37 @@ def test_backward_is_seen_too() -> None:
     assert [(k.name, k.read, k.written) for k in seen.kernels] == [("aten.mul.Tensor", 256, 256)]
 
 
+class Scattering(torch.autograd.Function):
+    """A backward that adds to zeros out of place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x[INDEX]
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return torch.zeros(8, 8).index_add(0, INDEX, g)
+
+
+@pytest.mark.parametrize(
+    ("function", "read", "written"),
+    [
+        (lambda x: x.gather(1, INDEX[None]), 8 + 16 + 8, 8),
+        (lambda x: x[INDEX], 64 + 16 + 64, 64),
+        (lambda x: x.index_select(1, INDEX), 64 + 16 + 64, 64),
+        (lambda x: x.max(0).values, 32 + 64, 32),
+        (Scattering.apply, 256 + 64 + 16, 256),
+    ],
+)
+def test_autograd_adds_to_its_zeros_in_place(function: Callable[[Tensor], Tensor], read: int, written: int) -> None:
+    """Only under a dispatch mode does it add to a copy of them."""
+    x = X.clone().requires_grad_()
+    y = function(x)
+    g = torch.ones_like(y)
+    (_, zeros, _), (_, *moved) = charged(lambda: torch.autograd.grad(y, x, g))
+    assert (zeros, moved) == (0, [read, written])
+
+
 def test_operators_know_the_line_that_called_them() -> None:
     with Operators() as seen:
         X + 1

@@ -32,6 +32,10 @@ INDEXED = {
     "index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "scatter_reduce_", "index_copy_", "index_add_", "index_fill_",
 }  # fmt: skip
 ADDING = {"scatter_add_", "scatter_reduce_", "index_add_"}
+#: Operators that autograd calls, under a dispatch mode only, on zeros that it has just made; elsewhere it calls their
+#: in-place forms, which make no copy.
+ON_ZEROS = {"index_put", "scatter", "scatter_add", "index_add"}
+ZEROS = {"zeros", "new_zeros"}
 #: Operators that touch no element: they allocate, or change only metadata.
 RESERVE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
@@ -59,6 +63,7 @@ class Operators(Mode):
         super().__init__(compiled)
         self.within = within  # namespace of operators to expand
         self.used = used or {}  # tensor address -> most bytes of it that a call can need
+        self.zeros = 0  # storage of the zeros made last
         self.kernels: list[ledger.Kernel] = []
         self.text: list[str] = []
         self.lines: dict[int, str] = {}
@@ -99,6 +104,10 @@ class Operators(Mode):
         fresh = [x for x in outputs if _storage(x) not in sources]
         if not mutated and not fresh and outputs:
             return None
+        if name in ZEROS:
+            self.zeros = _storage(result)
+        elif name in ON_ZEROS and _storage(inputs[0]) == self.zeros and _in_autograd():
+            name, mutated, fresh = f"{name}_", inputs[:1], []
         written_bytes = self._bytes([*fresh, *mutated])
         read_bytes = self._bytes(inputs)
         if name in LOOK_UP and inputs:
@@ -133,6 +142,12 @@ def _named(name: str, arguments: Sequence[Any]) -> int:
     if name.startswith("scatter"):
         return int(index.numel())
     return int(whole.numel() // max(1, whole.shape[dim] if whole.ndim else 1) * index.numel())
+
+
+def _in_autograd() -> bool:
+    """Whether autograd is at a formula of its own, not at a backward written in Python."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def brief_result(result: Any) -> str:
