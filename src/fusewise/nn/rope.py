@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting
+from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting, known
 from ..ops.rope import rope, tables
 from ..ops.rope._auto import IMPLEMENTATIONS
 from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing
@@ -245,7 +245,7 @@ class RotaryEmbedding(nn.Module):
         left = isinstance(cos, torch._subclasses.FakeTensor) and cos.fake_mode is not torch._guards.detect_fake_mode()
         whole = cos is not None and sin is not None and cos.shape == sin.shape
         rows = cos.shape[0] if whole and not left and cos.device == wanted else 0
-        if self.table == "cos_sin" and rows < max(length, 1):
+        if self.table == "cos_sin" and known(rows < max(length, 1)):
             rows = max(length, self.max_positions, self._reserved, 2 * rows)
             with torch.inference_mode(False):  # as in `_computed`
                 cos, sin = tables.cos_sin(self._frequencies, rows, scaling=self.scaling, device=wanted)

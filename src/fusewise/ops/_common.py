@@ -80,6 +80,15 @@ def transforms_active() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
+def known(condition: Any) -> bool:
+    """Whether a condition on sizes holds; False if it cannot be known, in a trace where a size depends on data."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
+
+    return guard_or_false(condition)
+
+
 def wants_formula(dy: Tensor) -> bool:
     """Whether a backward must use the formula in torch functions instead of an operator: if it will be differentiated
     again, gets batched gradients, or a zero tensor without storage."""

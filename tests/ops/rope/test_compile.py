@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import fusewise
+from fusewise.nn import RotaryEmbedding
 
 from .support import Place, assert_bits, make_table, require
 
@@ -236,3 +237,28 @@ def test_one_pair_compiles_where_sizes_are_symbols() -> None:
         lambda q, cos, sin: fusewise.rope(q, cos=cos, sin=sin), fullgraph=True, backend="aot_eager", dynamic=True
     )
     torch.testing.assert_close(compiled(q, cos, sin), fusewise.rope(q, cos=cos, sin=sin))
+
+
+@pytest.mark.parametrize("source", ["table", "frequencies", "module", "module with a table"])
+def test_compiled_where_the_length_depends_on_data(source: str) -> None:
+    """Whether a table is long enough cannot be known there: positions beyond it are NaN."""
+    calls: dict[str, Any] = {
+        "table": lambda q: fusewise.rope(q, cos=COS[:5], sin=SIN[:5]),
+        "frequencies": lambda q: fusewise.rope(q, 2 * q, inv_freq=FREQ)[1],
+        "module": RotaryEmbedding(16),
+        "module with a table": RotaryEmbedding(16, table="cos_sin", max_positions=5),
+    }
+    call = calls[source]
+    call(torch.zeros(2, 5, 4, 16))  # a module's table is made
+    q = tensors(requires_grad=True)[0]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        f = torch.compile(lambda q, kept: call(q[:, kept]), fullgraph=True, backend="aot_eager")
+        for count in (3, 0, 1):
+            kept = torch.arange(6) < count
+            found, usual = f(q, kept), call(q[:, kept])
+            assert_bits(found, usual)
+            dy = torch.randn_like(usual)
+            assert_bits(*(torch.autograd.grad(y, q, dy)[0] for y in (found, usual)))
+        if "table" in source:
+            y = f(q, torch.ones(6, dtype=torch.bool))
+            assert y[:, 5].isnan().all() and y[:, :5].isfinite().all()

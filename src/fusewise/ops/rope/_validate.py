@@ -21,6 +21,7 @@ from .._common import (
     fail,
     jit_traces,
     kinds,
+    known,
     shown,
 )
 from ._op import choice
@@ -362,7 +363,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
 def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: int | None) -> float:
     """Check that positions offset, offset + 1, ... have a row each or, without a table, are below the limit of the kernels'
     32-bit counters; returns the largest offset that passes."""
-    if tokens == 0:
+    if known(tokens == 0):
         return float(MAX_POSITION)
     span = tokens if size == 1 else tokens // 2 * (2 * size - rank)
     if rows is None:
@@ -371,7 +372,7 @@ def _check_reach(op: str, offset: int, tokens: int, rank: int, size: int, rows: 
             contract = f"leave the {span} positions from it on below 2^31"
             fail(op, "offset", contract, offset, "pass the first position")
         return MAX_POSITION + 1 - span
-    if offset + span > rows:
+    if known(offset + span > rows):
         contract = f"have a row for each of the positions up to {offset + span - 1}"
         fail(op, "the table", contract, f"{rows} rows", "build a longer table or use inv_freq")
     return rows - span
