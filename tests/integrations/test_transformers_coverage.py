@@ -123,6 +123,25 @@ def apply_rotary_by_nothing(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
     return q * cos - q * sin, k * cos - k * sin
 
 
+def test_a_rotation_of_q_alone_or_q_and_k() -> None:
+    """Qwen4's indexer rotates its q alone, and a block of keys, with the function that its attention calls with both."""
+    qwen4 = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    theirs = qwen4.apply_rotary_pos_emb
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return apply_rotary_tried(q, cos=cos, sin=sin), *apply_rotary_tried(q, k, cos, sin)
+
+    model, (q, k) = Attention(), torch.randn(2, 2, 3, 5, 16)
+    tables = torch.randn(2, 5, 4).repeat(1, 1, 2).unbind(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(globals(), "apply_rotary_tried", theirs)
+        own = model(q, k, *(table[None] for table in tables))
+        with patch(model) as handle:
+            assert handle.replaced[0].what == "apply_rotary_tried by apply_rotary_pos_emb_qwen4_exp"
+            torch.testing.assert_close(model(q, k, *(table[None] for table in tables)), own)
+
+
 def raises_index_error(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     raise IndexError("these tables have four dimensions")
 

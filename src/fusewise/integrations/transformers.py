@@ -224,8 +224,10 @@ def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str
     return what, new
 
 
-# Every rotary function of `fusewise.compat.transformers` with the layout of q and k and the format of its tables.
+# Every rotary function of `fusewise.compat.transformers` with the layout of q and k and the format of its tables. One
+# that also accepts q alone comes before the one that computes the same of q and k.
 _CONVENTIONS: tuple[tuple[Callable[..., Any], str, str], ...] = (
+    (compat.apply_rotary_pos_emb_qwen4_exp, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb_glm, "bhsd", "twice"),
     (compat.apply_rotary_pos_emb_interleave, "bhsd", "twice"),
@@ -264,17 +266,22 @@ def _rotation_agrees(theirs: Forward, ours: Forward, layout: str, form: str, wid
         tables = tables[::-1]
     elif form == "complex":
         tables = (torch.complex(*tables),)
-    single = not {"k", "xk"} & inspect.signature(ours).parameters.keys()
-    rotated = (_numbers(*shape(3)),) if single else (_numbers(*shape(3)), _numbers(*shape(2)))
+    parameters = inspect.signature(ours).parameters
+    rotated = _numbers(*shape(3)), _numbers(*shape(2))
+    calls: list[tuple[tuple[Tensor, ...], dict[str, Tensor]]] = [((*rotated, *tables), {})]
+    if not {"k", "xk"} & parameters.keys():
+        calls = [((rotated[0], *tables), {})]
+    elif "k" in parameters and parameters["k"].default is None:
+        calls.append((rotated[:1], {"cos": tables[0], "sin": tables[1]}))
     try:
-        wanted = _flat(theirs(*rotated, *tables))
+        wanted = [y for given, named in calls for y in _flat(theirs(*given, **named))]
     except Exception:  # a foreign function may raise anything
         return None
     try:
-        given = _flat(ours(*rotated, *tables))
+        got = [y for given, named in calls for y in _flat(ours(*given, **named))]
     except (TypeError, RuntimeError, ValueError):
         return False
-    return len(wanted) == len(given) and all(map(_close, wanted, given))
+    return len(wanted) == len(got) and all(map(_close, wanted, got))
 
 
 def _shape(layout: str, batch: tuple[int, ...], tokens: int, head_dim: int, heads: int) -> tuple[int, ...]:
