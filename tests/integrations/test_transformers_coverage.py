@@ -142,6 +142,29 @@ def test_a_rotation_of_q_alone_or_q_and_k() -> None:
             torch.testing.assert_close(model(q, k, *(table[None] for table in tables)), own)
 
 
+@pytest.mark.parametrize("case", ["learned tables", "fewer tokens of q"])
+def test_a_call_that_our_function_rejects_is_the_models_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLCD learns the angle of its class token; muse_glimmer_assistant's keys have the context's tokens, too."""
+    if case == "learned tables":
+        theirs = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    else:
+        muse = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+        theirs = muse.apply_rotary_pos_emb
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return apply_rotary_tried(q, k, cos, sin)
+
+    monkeypatch.setitem(globals(), "apply_rotary_tried", theirs)
+    model, (q, k) = Attention(), torch.randn(2, 1, 2, 5, 8)
+    angles = torch.randn(1, 5, 4).repeat(1, 1, 2).requires_grad_(case == "learned tables")
+    arguments = (q if case == "learned tables" else q[:, :, 3:], k, angles.cos(), angles.sin())
+    own = model(*arguments)
+    with patch(model) as handle:
+        assert handle.replaced[0].what == "apply_rotary_tried by apply_rotary_pos_emb"
+        assert all(map(torch.equal, model(*arguments), own))
+
+
 def raises_index_error(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     raise IndexError("these tables have four dimensions")
 

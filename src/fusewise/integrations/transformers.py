@@ -21,7 +21,7 @@ import dis
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace, TracebackType
 from typing import Any, get_args
 
@@ -217,11 +217,26 @@ def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str
     ours = {name: _convention(forward.__globals__[name]) for name in names}
     if unknown := [name for name, function in ours.items() if function is None]:
         return f"its {unknown[0]} rotates in no way that fusewise.compat.transformers knows"
-    namespace = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | ours
+    namespace = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
+    namespace |= {name: _or_own(function, namespace[name]) for name, function in ours.items() if function}
     new = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
     new.__kwdefaults__, new.__doc__, new.__qualname__ = forward.__kwdefaults__, forward.__doc__, forward.__qualname__
     what = ", ".join(f"{name} by {function.__name__}" for name, function in ours.items() if function)
     return what, new
+
+
+@cache  # one function for all layers and patches: torch.compile guards on it
+def _or_own(ours: Forward, theirs: Forward) -> Forward:
+    """Ours, and theirs for calls that ours rejects: with tables that require grad (MLCD learns its class token's angles),
+    or with fewer tokens in q than in k."""
+
+    def apply_rotary(*args: Any, **named: Any) -> Any:
+        try:
+            return ours(*args, **named)
+        except (TypeError, ValueError):
+            return theirs(*args, **named)
+
+    return apply_rotary
 
 
 # Every rotary function of `fusewise.compat.transformers` with the layout of q and k and the format of its tables. One
