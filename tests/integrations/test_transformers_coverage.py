@@ -143,7 +143,9 @@ def test_a_rotation_of_q_alone_or_q_and_k() -> None:
 
 
 @pytest.mark.parametrize("case", ["learned tables", "fewer tokens of q"])
-def test_a_call_that_our_function_rejects_is_the_models_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_our_function_does_not_support_is_the_models_own(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MLCD learns the angle of its class token; muse_glimmer_assistant's keys have the context's tokens, too."""
     if case == "learned tables":
         theirs = transformers.models.llama.modeling_llama.apply_rotary_pos_emb

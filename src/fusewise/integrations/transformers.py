@@ -227,14 +227,17 @@ def _rotary_forward(forward: Any, names: list[str]) -> tuple[str, Forward] | str
 
 @cache  # one function for all layers and patches: torch.compile guards on it
 def _or_own(ours: Forward, theirs: Forward) -> Forward:
-    """Ours, and theirs for calls that ours rejects: with tables that require grad (MLCD learns its class token's angles),
-    or with fewer tokens in q than in k."""
+    """Ours, and theirs where `rope` does not apply: to tables that require grad (MLCD learns its class token's angles), and
+    to q with fewer tokens than k (muse_glimmer_assistant)."""
+    names = tuple(inspect.signature(ours).parameters)
 
     def apply_rotary(*args: Any, **named: Any) -> Any:
-        try:
-            return ours(*args, **named)
-        except (TypeError, ValueError):
-            return theirs(*args, **named)
+        given = dict(zip(names, args, strict=False)) | named
+        learned = any(given[name].requires_grad for name in ("cos", "sin", "freqs_cis") if name in given)
+        q, k = given.get("q"), given.get("k")
+        of_tokens = -2 if given.get("unsqueeze_dim", 1) == 1 else -3
+        fewer = q is not None and k is not None and q.shape[of_tokens] != k.shape[of_tokens]
+        return (theirs if learned or fewer else ours)(*args, **named)
 
     return apply_rotary
 
