@@ -305,6 +305,56 @@ def by_products(found: Groups, cases: Sequence[str], names: Mapping[str, str]) -
     return markdown(["× the matmul · GiB", "matmul ms", *(names[p] for p in present)], rows)
 
 
+def gated_widths(found: Groups) -> str:
+    """All of `geglu-memory` in bfloat16 by width d: times and peaks of memory, smallest to largest over the row counts."""
+    names = re.compile(r"memory-n(\d+)-d(\d+)")
+    cases = {
+        (*map(int, m.groups()), of): g
+        for (case, dtype, of), g in found.items()
+        if dtype == "bf16" and (m := names.fullmatch(case))
+    }
+
+    def over(groups: Iterable[Group], of: str, mine: str, other: str) -> str:
+        ratios = [g[mine][of] / g[other][of] for g in groups if mine in g and other in g]
+        return span(ratios, ".2f")
+
+    rows, saved = [], []
+    for d in sorted({d for _, d, _ in cases}):
+        forward, both = (
+            [g for (_, width, of), g in cases.items() if (width, of) == (d, wanted)] for wanted in ("fwd", "fwd+bwd")
+        )
+        rows.append(
+            [
+                str(d),
+                over(forward, "device_us", "fusewise-cuda", "torch.compile"),
+                over(forward, "device_us", "fusewise-cuda", "floor-matmul"),
+                over(forward, "peak_bytes", "fusewise-cuda", "torch.compile"),
+                over(both, "device_us", "fusewise-cuda", "torch.compile"),
+                over(both, "peak_bytes", "fusewise-cuda", "liger"),
+                over(both, "device_us", "fusewise-cuda-recompute", "torch.compile"),
+                over(both, "peak_bytes", "fusewise-cuda-recompute", "liger"),
+            ]
+        )
+    for (n, d, of), group in cases.items():
+        if of == "fwd+bwd" and "eager" in group:
+            parameters = 2 * (8 * d * d + 8 * d)
+            held = group["eager"]["held_bytes"] - group["fusewise-cuda"]["held_bytes"]
+            saved.append((n / (2 * (d + 1)), held / parameters))
+    ratio = [predicted for predicted, _ in saved]
+    right = sum(abs(got / predicted - 1) < 0.001 for predicted, got in saved)
+    sentence = (
+        f"Over all of `geglu-memory`, N = 1024 to 65536 by width d ({sum(of == 'fwd' for *_, of in cases)} cases forward, "
+        f"{sum(of != 'fwd' for *_, of in cases)} with backward): time and peak memory relative to others. Between forward and backward "
+        f"fusewise holds less than eager code, by N / (2 (d + 1)) of the parameters' bytes ({min(ratio):.2g} to {max(ratio):.2g}): as "
+        f"predicted in {right} of {len(saved)} cases."
+    )
+    header = [
+        "d", "forward, time over torch.compile's", "over the matmul's", "peak over torch.compile's",
+        "with backward, time over torch.compile's", "peak over Liger's", "recomputing, time", "peak",
+    ]  # fmt: skip
+    return f"{textwrap.fill(sentence, 120, break_on_hyphens=False)}\n\n{markdown(header, rows)}"
+
+
 def gated_decode(found: Groups) -> str:
     shown = [(case, dtype, group) for (case, dtype, _), group in found.items() if case in DECODED]
     present = [p for p in GATED if any(p in group for _, _, group in shown)]
@@ -447,6 +497,7 @@ def parts() -> dict[str, str]:
         "h200-sweep": sweep(gpu),
         "h200-cached": cached(groups("h200", "rope_and_cache")),
         "h200-gated": by_products(groups("h200", "geglu"), GATED_SHOWN, TRAINED),
+        "h200-gated-widths": gated_widths(groups("h200", "geglu")),
         "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
         "h200-gated-batches": gated_batches(groups("h200", "geglu")),
