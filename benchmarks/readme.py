@@ -309,50 +309,42 @@ def gated_widths(found: Groups) -> str:
     """All of `geglu-memory` in bfloat16 by width d: times and peaks of memory, smallest to largest over the row counts."""
     names = re.compile(r"memory-n(\d+)-d(\d+)")
     cases = {
-        (*map(int, m.groups()), of): g
-        for (case, dtype, of), g in found.items()
+        (*map(int, m.groups()), of): group
+        for (case, dtype, of), group in found.items()
         if dtype == "bf16" and (m := names.fullmatch(case))
     }
-
-    def over(groups: Iterable[Group], of: str, mine: str, other: str) -> str:
-        ratios = [g[mine][of] / g[other][of] for g in groups if mine in g and other in g]
-        return span(ratios, ".2f")
-
-    rows, saved = [], []
+    columns = (
+        ("forward: time over torch.compile's", "fwd", "device_us", "fusewise-cuda", "torch.compile"),
+        ("over the matmul's", "fwd", "device_us", "fusewise-cuda", "floor-matmul"),
+        ("peak over torch.compile's", "fwd", "peak_bytes", "fusewise-cuda", "torch.compile"),
+        ("with backward: time over torch.compile's", "fwd+bwd", "device_us", "fusewise-cuda", "torch.compile"),
+        ("peak over Liger's", "fwd+bwd", "peak_bytes", "fusewise-cuda", "liger"),
+        ("recomputing: time over torch.compile's", "fwd+bwd", "device_us", "fusewise-cuda-recompute", "torch.compile"),
+        ("peak over Liger's", "fwd+bwd", "peak_bytes", "fusewise-cuda-recompute", "liger"),
+    )
+    rows = []
     for d in sorted({d for _, d, _ in cases}):
-        forward, both = (
-            [g for (_, width, of), g in cases.items() if (width, of) == (d, wanted)] for wanted in ("fwd", "fwd+bwd")
-        )
-        rows.append(
-            [
-                str(d),
-                over(forward, "device_us", "fusewise-cuda", "torch.compile"),
-                over(forward, "device_us", "fusewise-cuda", "floor-matmul"),
-                over(forward, "peak_bytes", "fusewise-cuda", "torch.compile"),
-                over(both, "device_us", "fusewise-cuda", "torch.compile"),
-                over(both, "peak_bytes", "fusewise-cuda", "liger"),
-                over(both, "device_us", "fusewise-cuda-recompute", "torch.compile"),
-                over(both, "peak_bytes", "fusewise-cuda-recompute", "liger"),
+        cells = []
+        for _, pass_, field, mine, other in columns:
+            groups = [
+                g for (_, width, of), g in cases.items() if (width, of) == (d, pass_) and mine in g and other in g
             ]
-        )
+            cells.append(span((g[mine][field] / g[other][field] for g in groups), ".2f"))
+        rows.append([str(d), *cells])
+    saved = {}
     for (n, d, of), group in cases.items():
         if of == "fwd+bwd" and "eager" in group:
-            parameters = 2 * (8 * d * d + 8 * d)
             held = group["eager"]["held_bytes"] - group["fusewise-cuda"]["held_bytes"]
-            saved.append((n / (2 * (d + 1)), held / parameters))
-    ratio = [predicted for predicted, _ in saved]
-    right = sum(abs(got / predicted - 1) < 0.001 for predicted, got in saved)
+            saved[n / (2 * (d + 1))] = held / (2 * (8 * d * d + 8 * d))
+    right = sum(math.isclose(predicted, got, rel_tol=1e-3) for predicted, got in saved.items())
+    passes = Counter(of for *_, of in cases)
     sentence = (
-        f"Over all of `geglu-memory`, N = 1024 to 65536 by width d ({sum(of == 'fwd' for *_, of in cases)} cases forward, "
-        f"{sum(of != 'fwd' for *_, of in cases)} with backward): time and peak memory relative to others. Between forward and backward "
-        f"fusewise holds less than eager code, by N / (2 (d + 1)) of the parameters' bytes ({min(ratio):.2g} to {max(ratio):.2g}): as "
-        f"predicted in {right} of {len(saved)} cases."
+        f"Over all of `geglu-memory`, N = 1024 to 65536 by width d ({passes['fwd']} cases forward, {passes['fwd+bwd']} with backward): "
+        f"time and peak memory relative to others. Between forward and backward fusewise holds less than eager code, by "
+        f"N / (2 (d + 1)) of the parameters' bytes ({min(saved):.2g} to {max(saved):.2g}): as predicted in {right} of {len(saved)} cases."
     )
-    header = [
-        "d", "forward, time over torch.compile's", "over the matmul's", "peak over torch.compile's",
-        "with backward, time over torch.compile's", "peak over Liger's", "recomputing, time", "peak",
-    ]  # fmt: skip
-    return f"{textwrap.fill(sentence, 120, break_on_hyphens=False)}\n\n{markdown(header, rows)}"
+    table = markdown(["d", *(column[0] for column in columns)], rows)
+    return f"{textwrap.fill(sentence, 120, break_on_hyphens=False)}\n\n{table}"
 
 
 def gated_decode(found: Groups) -> str:
@@ -455,10 +447,9 @@ def behind() -> str:
         cells = [f"{time(group, mine):,.0f}", f"{time(group, mine) / time(group, other):.3f}"]
         rows.append([f"{op} {case}, {dtype} {pass_}", other, mine, *cells, verdict])
     worse = sum(row[-1] == "slower" for row in rows)
-    sentence = textwrap.fill(
+    sentence = (
         f"In {len(rows)} of {len(compared)} comparisons another provider is more than 1 % faster than the fastest of ours; by the "
-        f"study's verdict ours is *slower* in {worse} of these.",
-        120,
+        f"study's verdict ours is *slower* in {worse} of these."
     )
     header = ["", "fastest other", "fastest of ours", "its µs", "over the other's", "verdict"]
     return folded(sentence, markdown(header, rows))
