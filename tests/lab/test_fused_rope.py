@@ -33,7 +33,7 @@ def test_norms_eager_and_ours_agree_with_float64_gradients_of_weights_too(name, 
     assert truth.check(p, fused_rope.NormReference().build(p)).reason == ""
     forgets = Run(lambda *xs: fused_rope.NormReference().build(p).call(*xs[:2], xs[2] + 0.05, xs[3]))
     assert "more than twice" in truth.check(p, forgets).reason
-    with pytest.raises(Unsupported, match="normalises and rotates"):
+    with pytest.raises(Unsupported, match="supports qk_norm_rope only, not rope"):
         fused_rope.NormReference().build(problem("rope", "cube-4", pass_, "fp32"))
 
 
@@ -111,6 +111,37 @@ def test_vllms_two_kernels_by_stand_ins(name, monkeypatch):
     monkeypatch.setattr(torch.ops._C_cache_ops, "reshape_and_cache_flash", store, raising=False)
     run = fused_rope.CacheVllm().build(p)
     assert truth.check(p, run).reason == ""
+
+
+@pytest.mark.parametrize("name", [NORMS[0], NORMS[3]])  # running positions, and ids
+def test_vllms_norm_by_a_stand_in(name, monkeypatch):
+    p = problem("qk_norm_rope", name)
+
+    def turn(qkv, heads_q, heads_k, heads_v, width, eps, q_weight, k_weight, cache, is_neox, positions):
+        assert heads_v == 0 and is_neox and positions.dtype == torch.int64
+        q, k = qkv.view(1, len(qkv), -1, width).split((heads_q, heads_k), 2)
+        cos, sin = (torch.cat((t, t), -1)[None, :, None] for t in cache[positions].chunk(2, -1))
+        for x, y in zip((q, k), norms.by_head(q, k, q_weight, k_weight, cos, sin, eps, 0.0), strict=True):
+            x.copy_(y)
+
+    for module in ("vllm", "vllm._C"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setattr(torch.ops._C, "fused_qk_norm_rope", turn, raising=False)
+    assert truth.check(p, fused_rope.NormVllm().build(p)).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "pass_", "dtype", "reason"),
+    [
+        (NORMS[1], "fwd", "bf16", r"by the weight, not by the weight \+ 1"),
+        (NORMS[2], "fwd", "bf16", "each head, not all heads"),
+        (NORMS[0], "bwd", "bf16", "no backward"),
+        (NORMS[0], "fwd", "fp32", "bfloat16 and float16 only"),
+    ],
+)
+def test_norms_that_vllm_does_not_have(name, pass_, dtype, reason):
+    with pytest.raises(Unsupported, match=reason):
+        fused_rope.NormVllm().build(problem("qk_norm_rope", name, pass_, dtype))
 
 
 @pytest.mark.parametrize("name", [CACHES[0], CACHES[-1]])

@@ -78,6 +78,7 @@ BUILT_IN = (
     "fusewise.lab.providers.rope_peers:FlashInfer",
     "fusewise.lab.providers.rope_peers:Quack",
     "fusewise.lab.providers.rope_peers:Unsloth",
+    "fusewise.lab.providers.fused_rope:NormVllm",
     "fusewise.lab.providers.fused_rope:CacheVllm",
     "fusewise.lab.providers.gated_peers:Liger",
     "fusewise.lab.providers.gated_peers:QuackInterleaved",

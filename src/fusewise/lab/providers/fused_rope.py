@@ -9,11 +9,19 @@ from torch import Tensor
 
 import fusewise
 
-from ..plugin import Provider, Run, Unsupported, installed, require
+from ..plugin import Provider, Run, Unsupported
 from ..problem import Problem
 from ..targets.qk_norm_rope import QkNormProblem
+from ..targets.rope import position_ids
 from ..targets.rope_and_cache import CacheWriteProblem
 from .ours import Ours
+from .rope_peers import vllm_operators
+
+
+def norm_problem(provider: Provider, problem: Problem) -> QkNormProblem:
+    if not isinstance(problem, QkNormProblem):
+        raise Unsupported(f"{provider.name} supports qk_norm_rope only, not {problem.op}")
+    return problem
 
 
 class _Norm(Ours):
@@ -23,9 +31,7 @@ class _Norm(Ours):
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
-        if not isinstance(problem, QkNormProblem):
-            raise Unsupported(f"normalises and rotates q and k only, not {problem.op}")
-        options = {**problem.options(), "impl": self.impl}
+        options = {**norm_problem(self, problem).options(), "impl": self.impl}
         return Run(lambda *xs: fusewise.qk_norm_rope(*xs, **options))
 
 
@@ -41,6 +47,43 @@ class NormTriton(_Norm):
     name, impl, devices, module = "fusewise-triton", "triton", ("cuda",), "triton"
     install = "pip install triton"
     packages = ("torch", "triton", "fusewise")
+
+
+class NormVllm(Provider):
+    """vLLM: one kernel, in place on a packed projection, here without v."""
+
+    name, module, packages = "vllm", "vllm", ("vllm",)
+    install = "pip install vllm"
+    ops: ClassVar[tuple[str, ...]] = ("qk_norm_rope",)
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def build(self, problem: Problem) -> Run:
+        normed = norm_problem(self, problem)
+        case, rope = normed.case, normed.case.rope
+        if case.norm != "head":
+            raise Unsupported("normalises each head, not all heads of a token together")
+        if case.weight_offset:
+            raise Unsupported(f"multiplies by the weight, not by the weight + {case.weight_offset:g}")
+        if normed.dtype not in (torch.bfloat16, torch.float16):
+            raise Unsupported("takes bfloat16 and float16 only")
+        if problem.task.pass_ != "fwd":
+            raise Unsupported("has no backward")
+        turn = vllm_operators(self.install).fused_qk_norm_rope
+        table = torch.cat((normed.inputs.cos, normed.inputs.sin), -1).to(normed.dtype)
+        positions = position_ids(normed.inputs, rope).flatten()
+        heads, kv_heads, width = rope.heads, rope.kv_heads, rope.head_dim
+
+        def call(qk: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+            turn(qk, heads, kv_heads, 0, width, case.eps, q_weight, k_weight, table, rope.pairing == "half", positions)
+            return qk
+
+        def enter(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+            return torch.cat((q, k), 2).flatten(2).flatten(0, 1), q_weight, k_weight
+
+        def leave(qk: Tensor) -> tuple[Tensor, ...]:
+            return tuple(qk.view(rope.batch, rope.seqlen, -1, width).split((heads, kv_heads), 2))
+
+        return Run(call, enter, leave, in_place=True, backward=False)
 
 
 def cache_problem(provider: Provider, problem: Problem) -> CacheWriteProblem:
@@ -99,9 +142,8 @@ class CacheVllm(Provider):
         rope, inputs = cached.case.rope, cached.inputs
         if rope.pairing not in ("half", "interleaved"):
             raise Unsupported(f"pairs features half or interleaved, not {rope.pairing}")
-        newer = "vllm._C_stable_libtorch"
-        require(newer if installed(newer) else "vllm._C", self.install)
-        rotate, store = torch.ops._C.rotary_embedding, torch.ops._C_cache_ops.reshape_and_cache_flash
+        rotate = vllm_operators(self.install).rotary_embedding
+        store = torch.ops._C_cache_ops.reshape_and_cache_flash
         assert inputs.cache is not None
         positions, table, slots = inputs.kwargs["positions"], inputs.cache.to(cached.dtype), cached.slots
         width, neox = rope.head_dim, rope.pairing == "half"

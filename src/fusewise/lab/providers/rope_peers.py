@@ -26,6 +26,13 @@ def rope_problem(provider: Provider, problem: Problem) -> RopeProblem:
     return problem
 
 
+def vllm_operators(install: str) -> Any:
+    """vLLM's operators, torch.ops._C: since 0.33 the first of these modules registers them, before that the second."""
+    newer = "vllm._C_stable_libtorch"
+    require(newer if installed(newer) else "vllm._C", install)
+    return torch.ops._C
+
+
 class _Peer(Provider):
     """A library's RoPE for q and k, with the rotated part at the front of the head."""
 
@@ -185,10 +192,7 @@ class Vllm(_Peer):
         return Run(self.kernel(problem, problem.cache(problem.dtype)), in_place=True, backward=False)
 
     def kernel(self, problem: RopeProblem, cache: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-        # Either module registers torch.ops._C: since vLLM 0.33 the first has the kernels, before that the second.
-        newer = "vllm._C_stable_libtorch"
-        require(newer if installed(newer) else "vllm._C", self.install)
-        rotate = torch.ops._C.rotary_embedding
+        rotate = vllm_operators(self.install).rotary_embedding
         positions = problem.position_ids().flatten()
         width, neox = problem.case.head_dim, problem.case.pairing == "half"
 

@@ -99,11 +99,7 @@ class RopeProblem(CaseProblem[RopeCase]):
 
     def position_ids(self) -> Tensor:
         """int64 (B, T), generated if the case has none."""
-        if self.inputs.positions is not None:
-            return self.inputs.positions
-        first = self.case.offset
-        running = torch.arange(first, first + self.case.seqlen, device=self.device)
-        return running.expand(self.case.batch, -1).contiguous()
+        return position_ids(self.inputs, self.case)
 
     def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every token, (B | 1, T, P), rounded to `dtype`."""
@@ -117,6 +113,14 @@ class RopeProblem(CaseProblem[RopeCase]):
 def passing_bytes(x: Tensor, rotated: int) -> int:
     """Bytes of the features of `x` that do not rotate."""
     return x.numel() * x.element_size() // x.shape[-1] * (x.shape[-1] - rotated)
+
+
+def position_ids(inputs: RopeInputs, case: RopeCase) -> Tensor:
+    """int64 (B, T), generated if the case has none."""
+    if inputs.positions is not None:
+        return inputs.positions
+    running = torch.arange(case.offset, case.offset + case.seqlen, device=inputs.cos.device)
+    return running.expand(case.batch, -1).contiguous()
 
 
 def rows(inputs: RopeInputs, case: RopeCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
