@@ -203,6 +203,11 @@ def test_long_offsets_cost_no_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(code.widths("STG")) == {128}
 
 
+def test_no_heads_of_q_beside_some_of_k_compile() -> None:
+    """The flat variant, interleaved: the branch for q is compiled, too, and a tile of one feature has no pair."""
+    compile_problem(problem(24, torch.bfloat16, heads=(0, 2), rotary_dim=8, pairing="interleaved"))
+
+
 @given(divisor=st.integers(1, 2**31 - 1), n=st.integers(0, 2**31 - 1))
 def test_division_is_exact(divisor: int, n: int) -> None:
     magic, shift = _triton.division(divisor)

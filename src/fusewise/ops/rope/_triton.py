@@ -79,7 +79,7 @@ def choose_flat_tiles(tokens: int, features: tuple[int, ...], itemsize: int, pro
     tiles = []
     for width in features:
         divisor = width & -width
-        block = min(elements, divisor if divisor >= elements // 4 else triton.next_power_of_2(max(width, 1)))
+        block = min(elements, divisor if divisor >= elements // 4 else triton.next_power_of_2(max(width, 2)))
         tiles.append(Tile(elements // block, block))
     return _fill_device(tiles, tokens, features, 2 * processors)
 
