@@ -154,6 +154,7 @@ POSITIONS = [
     Case(name="offset-int64-interleaved", options={"offset": long(50, 0)}, pairing="interleaved", dtype="bf16"),
     Case(name="offset-out-of-range", options={"offset": long(61, -2)}, dtype="bf16"),
     Case(name="offset-overflows-int32", options={"offset": int32(2**31 - 3, 0)}),
+    Case(name="offset-overflows-int32-inv_freq", options={"offset": int32(2**31 - 3, 0)}, table="inv_freq"),
     Case(name="ids-T-int32", options={"positions": ids(5, dtype=torch.int32)}),
     Case(name="ids-BT-int64", options={"positions": ids(2, 5)}, dtype="bf16"),
     Case(name="ids-1T", options={"positions": ids(1, 5)}, pairing="interleaved"),

@@ -129,7 +129,7 @@ def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
             row = _chunk_map(token, positions.tokens, FORM.CP_RANK, FORM.CP_SIZE)
         row = row + positions.offset
         if FORM.HAS_OFFSETS:
-            row = row + tl.load(positions.offsets_ptr + batch, mask, 0)
+            row = row + tl.load(positions.offsets_ptr + batch, mask, 0).to(tl.int64)  # an int32 sum could wrap
         rows = row[:, None]
     else:
         low = sequence_of(token, mask, positions, FORM.CP_SIZE)
@@ -141,7 +141,8 @@ def table_rows_of(batch, token, mask, offs_p, positions, FORM: tl.constexpr):
             row = _chunk_map(row, end - start, FORM.CP_RANK, FORM.CP_SIZE)
         row = row + positions.offset
         if FORM.HAS_OFFSETS:
-            row = row + tl.load(positions.offsets_ptr + low, mask & (low < positions.sequences), 0)
+            offset = tl.load(positions.offsets_ptr + low, mask & (low < positions.sequences), 0)
+            row = row + offset.to(tl.int64)
         rows = row[:, None]
     return rows, identity
 
