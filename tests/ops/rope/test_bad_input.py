@@ -139,6 +139,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "positions-device": ({"positions": IDS.to("meta")}, ValueError, "positions must be on the device of q, cpu, got meta"),
     "offset-reach": ({"cos": None, "sin": None, "inv_freq": FREQ, "offset": 2**31 - 5}, ValueError,
                      "offset must leave the 6 positions from it on below 2\\^31, got 2147483643; pass the first position"),
+    "offset-reach-packed": ({"q": THD, "k": None, "layout": "thd", "cu_seqlens": CU, "cos": None, "sin": None, "inv_freq": FREQ, "offset": 2**31 - 6},
+                            ValueError, "offset must leave the 7 positions from it on below 2\\^31"),
     "positions-offset": ({"positions": IDS, "offset": 1}, ValueError, "positions must be None when offset is given"),
     "positions-offsets": ({"positions": IDS, "offset": torch.tensor([0, 1])}, ValueError, "positions must be None when offset is given"),
     "positions-ranks": ({"positions": IDS, "context_parallel": (0, 2)}, ValueError, "positions must be None when context_parallel is given"),

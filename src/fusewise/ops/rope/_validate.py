@@ -129,7 +129,8 @@ def _check(op: str, q: Tensor, k: Tensor | None, a: dict[str, Any]) -> tuple[Spe
     if scale != 1.0 and table in ("cos_sin", "fused"):
         fail(op, "scale", "be 1.0 with a cos and sin table", scale, "scale the table itself")
     max_offset = 0.0 if a["positions"] is not None else float(MAX_POSITION)
-    if a["positions"] is None and a["offset_tensor"] is None and a["cu_seqlens"] is None:
+    # A packed sequence may have all tokens; without a table that is all there is to check.
+    if a["positions"] is None and a["offset_tensor"] is None and (a["cu_seqlens"] is None or rows is None):
         max_offset = _check_reach(op, a["offset"], tokens, rank, size, rows)
     choice.check(op, q, a["impl"])
     spec = Spec(
