@@ -26,9 +26,10 @@ IMPLEMENTATIONS = ("triton", "cuda", "cpu", "reference")
 choice = Choice("rope", IMPLEMENTATIONS)
 
 # Bytes read and written up to which auto selects CUDA. An H200 moves them in 65 µs (4.1 TB/s); in the published rows
-# the host overhead of a call is 45 to 141 µs in Triton, 5 to 15 µs in CUDA. Larger calls are bound by the device, where
-# Triton's kernel is 1 to 4 % faster; with partial rotation CUDA's is equal or up to 7 % faster, in training of Phi-2,
-# GLM-4, DeepSeek-V3, GPT-NeoX, and more where 16 bytes at once do not fit the rotated features.
+# the host overhead of a forward call is 45 to 126 µs in Triton, 5 to 17 in CUDA. Larger calls are bound by the device, where
+# the two are within 2 % of each other, except in place with heads of 80 to 192 features, where Triton's kernel is 1 to 4 %
+# faster; with partial rotation CUDA's is equal or up to 11 % faster, in training of Phi-2, GLM-4, DeepSeek-V3, GPT-NeoX, and
+# more where 16 bytes at once do not fit the rotated features.
 MOST_BYTES_FOR_CUDA = 256 * 2**20
 
 COMPUTED_ANGLES = (
