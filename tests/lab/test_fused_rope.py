@@ -33,7 +33,7 @@ def test_norms_eager_and_ours_agree_with_float64_gradients_of_weights_too(name, 
     assert truth.check(p, fused_rope.NormReference().build(p)).reason == ""
     forgets = Run(lambda *xs: fused_rope.NormReference().build(p).call(*xs[:2], xs[2] + 0.05, xs[3]))
     assert "more than twice" in truth.check(p, forgets).reason
-    with pytest.raises(Unsupported, match="supports qk_norm_rope only, not rope"):
+    with pytest.raises(Unsupported, match="runs qk_norm_rope only, not rope"):
         fused_rope.NormReference().build(problem("rope", "cube-4", pass_, "fp32"))
 
 

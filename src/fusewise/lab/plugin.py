@@ -16,7 +16,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -197,6 +197,16 @@ class Provider:
             except importlib.metadata.PackageNotFoundError:
                 continue
         return found
+
+
+P = TypeVar("P", bound=Problem)
+
+
+def supported(provider: Provider, problem: Problem, kind: type[P]) -> P:
+    """The problem, if it is of this kind and one of the provider's targets; else raises Unsupported."""
+    if not isinstance(problem, kind) or problem.op not in provider.ops:
+        raise Unsupported(f"{provider.name} runs {' and '.join(provider.ops)} only, not {problem.op}")
+    return problem
 
 
 def versions(provider: Provider) -> dict[str, str]:

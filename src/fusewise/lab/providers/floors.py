@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fusewise.ops.gated_linear import _onednn, _products
 
-from ..plugin import Provider, Run, Unsupported
+from ..plugin import Provider, Run, Unsupported, supported
 from ..problem import Problem
-from .rope_peers import rope_problem
+from ..targets.rope import RopeProblem
 
 
 class Copy(Provider):
@@ -90,7 +90,7 @@ class TritonLaunch(Provider):
     def build(self, problem: Problem) -> Run:
         from ._launch import bare_rope
 
-        rope = rope_problem(self, problem)
+        rope = supported(self, problem, RopeProblem)
         kwargs = rope.inputs.kwargs
         return Run(
             lambda *xs: xs[-1](), lambda *xs: (bare_rope(rope.heads(xs), kwargs),), backward=False, checked=False

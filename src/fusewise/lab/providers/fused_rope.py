@@ -9,19 +9,13 @@ from torch import Tensor
 
 import fusewise
 
-from ..plugin import Provider, Run, Unsupported
+from ..plugin import Provider, Run, Unsupported, supported
 from ..problem import Problem
 from ..targets.qk_norm_rope import QkNormProblem
 from ..targets.rope import position_ids
 from ..targets.rope_and_cache import CacheWriteProblem
 from .ours import Ours
 from .rope_peers import vllm_operators
-
-
-def norm_problem(provider: Provider, problem: Problem) -> QkNormProblem:
-    if not isinstance(problem, QkNormProblem):
-        raise Unsupported(f"{provider.name} supports qk_norm_rope only, not {problem.op}")
-    return problem
 
 
 class _Norm(Ours):
@@ -31,7 +25,7 @@ class _Norm(Ours):
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
-        options = {**norm_problem(self, problem).options(), "impl": self.impl}
+        options = {**supported(self, problem, QkNormProblem).options(), "impl": self.impl}
         return Run(lambda *xs: fusewise.qk_norm_rope(*xs, **options))
 
 
@@ -58,7 +52,7 @@ class NormVllm(Provider):
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def build(self, problem: Problem) -> Run:
-        normed = norm_problem(self, problem)
+        normed = supported(self, problem, QkNormProblem)
         case, rope = normed.case, normed.case.rope
         if case.norm != "head":
             raise Unsupported("normalises each head, not all heads of a token together")
@@ -86,12 +80,6 @@ class NormVllm(Provider):
         return Run(call, enter, leave, in_place=True, backward=False)
 
 
-def cache_problem(provider: Provider, problem: Problem) -> CacheWriteProblem:
-    if not isinstance(problem, CacheWriteProblem):
-        raise Unsupported(f"{provider.name} supports rope_and_cache only, not {problem.op}")
-    return problem
-
-
 class _Cache(Ours):
     """RoPE and the write of k and v into a paged cache."""
 
@@ -99,7 +87,7 @@ class _Cache(Ours):
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
-        cached = cache_problem(self, problem)
+        cached = supported(self, problem, CacheWriteProblem)
         options = {**cached.options(), "impl": self.impl}
 
         def call(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, ...]:
@@ -138,7 +126,7 @@ class CacheVllm(Provider):
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def build(self, problem: Problem) -> Run:
-        cached = cache_problem(self, problem)
+        cached = supported(self, problem, CacheWriteProblem)
         rope, inputs = cached.case.rope, cached.inputs
         if rope.pairing not in ("half", "interleaved"):
             raise Unsupported(f"pairs features half or interleaved, not {rope.pairing}")

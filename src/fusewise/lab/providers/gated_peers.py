@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..plugin import Provider, Run, Unsupported, require
+from ..plugin import Provider, Run, Unsupported, require, supported
 from ..problem import Problem
 from ..targets.geglu import GatedProblem
-
-
-def gated_problem(provider: Provider, problem: Problem) -> GatedProblem:
-    """The problem as a gated linear unit or its MLP, for providers that support nothing else."""
-    if not isinstance(problem, GatedProblem) or problem.op not in provider.ops:
-        raise Unsupported(f"{provider.name} runs {' and '.join(provider.ops)} only, not {problem.op}")
-    return problem
 
 
 class _Peer(Provider):
@@ -35,7 +28,7 @@ class _Peer(Provider):
     backward: ClassVar[bool] = True
 
     def build(self, problem: Problem) -> Run:
-        gated = gated_problem(self, problem)
+        gated = supported(self, problem, GatedProblem)
         if gated.case.activation not in self.activations:
             raise Unsupported(f"has {' and '.join(self.activations)}, not {gated.case.activation}")
         if gated.dtype not in self.dtypes:
@@ -197,7 +190,7 @@ class QuackMlp(Provider):
     recompute: ClassVar[bool] = False
 
     def build(self, problem: Problem) -> Run:
-        gated = gated_problem(self, problem)
+        gated = supported(self, problem, GatedProblem)
         if gated.case.activation not in _QUACKS or gated.case.bias:
             raise Unsupported(f"has {', '.join(_QUACKS)} without a bias, not {gated.shape()}")
         if gated.dtype not in (torch.bfloat16, torch.float16):

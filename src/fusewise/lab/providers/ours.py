@@ -18,11 +18,10 @@ from fusewise.ops.rope import _host as rope_host
 
 from ..code.stage import Stage
 from ..ledger import Kernel
-from ..plugin import Provider, Run, Unsupported
+from ..plugin import Provider, Run, Unsupported, supported
 from ..problem import Problem
+from ..targets.geglu import GatedProblem
 from ..targets.rope import RopeProblem
-from .gated_peers import gated_problem
-from .rope_peers import rope_problem
 
 
 class Ours(Provider):
@@ -50,7 +49,7 @@ class _Fusewise(Ours):
     packages: ClassVar[tuple[str, ...]] = ("torch", "fusewise")
 
     def build(self, problem: Problem) -> Run:
-        rope = rope_problem(self, problem)
+        rope = supported(self, problem, RopeProblem)
         arguments = {**rope.inputs.kwargs, "impl": self.impl}
         if rope.case.serving:
             if self.in_place:
@@ -123,7 +122,7 @@ class TritonGathered(Triton):
     name, default = "fusewise-triton-gathered", False
 
     def build(self, problem: Problem) -> Run:
-        rope = rope_problem(self, problem)
+        rope = supported(self, problem, RopeProblem)
         if rope.case.serving:
             raise Unsupported("takes gathered rows of the table, not positions and a cache")
         if rope.inputs.positions is None:
@@ -155,7 +154,7 @@ class _Gated(Ours):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
 
     def build(self, problem: Problem) -> Run:
-        gated = gated_problem(self, problem)
+        gated = supported(self, problem, GatedProblem)
         if gated.dtype not in self.dtypes:
             raise Unsupported(f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in self.dtypes)} only")
         on_gpu = problem.device.type == "cuda"  # without a GPU its code can still be inspected
@@ -184,7 +183,7 @@ class GatedCpu(_Gated):
     def build(self, problem: Problem) -> Run:
         run = super().build(problem)
         called_natively(gated_host.recipe())
-        if gated_problem(self, problem).dtype == torch.float32 and _onednn.there():
+        if supported(self, problem, GatedProblem).dtype == torch.float32 and _onednn.there():
             run = replace(run, form=run.form.replace("chunked", "chunked-apart"))
         return run
 

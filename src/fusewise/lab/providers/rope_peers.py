@@ -13,17 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..plugin import Provider, Run, Unsupported, installed, require
+from ..plugin import Provider, Run, Unsupported, installed, require, supported
 from ..problem import Problem
 from ..targets.rope import RopeProblem
 from ..targets.rope_serving import ServingProblem
-
-
-def rope_problem(provider: Provider, problem: Problem) -> RopeProblem:
-    """The problem as RoPE, for providers that support nothing else."""
-    if not isinstance(problem, RopeProblem):
-        raise Unsupported(f"{provider.name} runs rope only, not {problem.op}")
-    return problem
 
 
 def vllm_operators(install: str) -> Any:
@@ -45,7 +38,7 @@ class _Peer(Provider):
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
     def build(self, problem: Problem) -> Run:
-        rope = rope_problem(self, problem)
+        rope = supported(self, problem, RopeProblem)
         case = rope.case
         if case.pairing not in self.pairings:
             raise Unsupported(f"pairs features {' or '.join(self.pairings)}, not {case.pairing}")
