@@ -26,6 +26,7 @@ from .ops.gated_linear import _cpu as gate
 from .ops.gated_linear import _cuda as gated_cuda
 from .ops.gated_linear import _host as gated_host
 from .ops.gated_linear._problem import ACTIVATIONS
+from .ops.qk_norm_rope import _cuda as qk_norm_rope_cuda
 from .ops.rope import _cpu as rope
 from .ops.rope import _cuda as rope_cuda
 from .ops.rope import _host as rope_host
@@ -77,6 +78,7 @@ def recipes(chosen: tuple[Capability, ...]) -> Iterator[tuple[str, Callable[[], 
         words = " ".join(f"sm_{major}{minor}" for major, minor in group)
         yield f"rope-cuda {words}", functools.partial(rope_cuda.recipe, group)
         yield f"rope-and-cache-cuda {words}", functools.partial(rope_and_cache_cuda.recipe, group)
+        yield f"qk-norm-rope-cuda {words}", functools.partial(qk_norm_rope_cuda.recipe, group)
         if gated_cuda.CAPABILITY in group:
             for dtype, activation in itertools.product(gated_cuda.DTYPES, ACTIVATIONS):
                 name = f"gated-linear-cuda {str(dtype).removeprefix('torch.')} {activation}"

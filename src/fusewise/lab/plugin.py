@@ -67,6 +67,7 @@ BUILT_IN = (
     "fusewise.lab.providers.ours:GatedGluonRecompute",
     "fusewise.lab.providers.fused_rope:NormReference",
     "fusewise.lab.providers.fused_rope:NormTriton",
+    "fusewise.lab.providers.fused_rope:NormCuda",
     "fusewise.lab.providers.fused_rope:CacheReference",
     "fusewise.lab.providers.fused_rope:CacheTriton",
     "fusewise.lab.providers.fused_rope:CacheCuda",

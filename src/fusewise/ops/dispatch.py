@@ -39,6 +39,7 @@ _PATHS: dict[str, Any] = {_gated_linear_op.choice.op: _gated_linear_path}
 _AUTO: dict[str, Callable[..., tuple[str, str, dict[str, str]] | None]] = {
     _rope_op.choice.op: _rope_auto.explained,
     _rope_and_cache_op.choice.op: _rope_and_cache_op.explained,
+    _qk_norm_rope_op.choice.op: _qk_norm_rope_op.explained,
 }
 
 

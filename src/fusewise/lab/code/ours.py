@@ -219,7 +219,8 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 def _cuda_part(problem: Problem, name: str) -> str:
     """A short name of a kernel if it serves this problem, else empty. Kernels: `rope…<type, in, out, vector, heads>`,
     `direct_rope…<type, table, interleaved, vector, heads, at once>`, `light_rope…<type, table, in, out, bytes,
-    copies>`, `bulk_rope…<type, table, bytes>`, `gated_linear_kernel<…, epilogue, …>`, `few_rows_kernel<…, columns,
+    copies>`, `bulk_rope…<type, table, bytes>`, `norm_heads_kernel<type, in, out, vector, heads>`,
+    `norm_row_kernel<type, in, out, vector>`, `gated_linear_kernel<…, epilogue, …>`, `few_rows_kernel<…, columns,
     slabs, …>`, `gate_gradient_kernel<…>`."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
@@ -246,6 +247,11 @@ def _cuda_part(problem: Problem, name: str) -> str:
         if wide not in {widest, max(widest // 2, 2)}:  # half as wide for a few tokens
             return ""
         return f"direct_rope_and_cache_kernel {wide} wide, {heads} heads, {at_once} at once"
+    if found := re.search(rf"\dnorm_(heads|row)_kernelI{kind}Lb{of:d}ELb{to:d}ELi(\d+)E(?:Li(\d+)E)?", name):
+        wide = int(found[2])
+        if wide not in {widest, max(widest // 2, 2)} or (found[1] == "heads") != (problem.case.norm == "head"):  # type: ignore[attr-defined]
+            return ""
+        return f"norm_{found[1]}_kernel {wide} wide" + (f", {found[3]} heads" if found[3] else "")
     if found := re.search(rf"\dlight_rope_kernelI{kind}{table}Lb{of:d}ELb{to:d}ELi(\d+)ELb(\d)E", name):
         size, copies = int(found[1]), found[2] == "1"
         serves = size == widest * problem.dtype.itemsize * (2 if of or to else 1)
@@ -284,7 +290,7 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
     """Record the arguments of native launch functions, which are called outside PyTorch's dispatcher. `here`: also run
     them."""
     module = _module(problem, impl)
-    name = "_run" if FOLDERS[problem.op] == "gated_linear" else "launch"
+    name = {"gated_linear": "_run", "qk_norm_rope": "forward"}.get(FOLDERS[problem.op], "launch")
     launch = getattr(module, name)
     most = used(problem)
 
@@ -295,6 +301,9 @@ def _native(problem: Problem, impl: str, kernels: list[Kernel], here: bool) -> I
         elif problem.op == "rope_and_cache":
             q, k, v, *caches = args[:5]
             read, written = [q, k, v, *(x for x in args[5:] if isinstance(x, Tensor))], [q, k, *caches]
+        elif problem.op == "qk_norm_rope":
+            xs, ys, weights, rotation, _ = args
+            read, written = [*xs, *weights, *(x for x in rotation if isinstance(x, Tensor))], list(ys)
         elif impl == "cuda":
             given = inspect.signature(launch).bind(*args, **kwargs).arguments
             read = [given["x"], given.get("value"), given.get("gate"), *given.get("bias", ()), *given.get("inputs", ())]

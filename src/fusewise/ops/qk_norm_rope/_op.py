@@ -9,17 +9,29 @@ call and know nothing of autograd, which wraps them, so that a call without grad
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._shared import build
 from .._choice import Choice
-from .._common import apply_function, empty_like, recorded_by_operators, transforms_active, unpacked, wants_formula
+from .._common import (
+    KERNEL_FLOATS,
+    apply_function,
+    empty_like,
+    recorded_by_operators,
+    transforms_active,
+    unpacked,
+    wants_formula,
+)
 from .._register import register
+from ..rope import _host
 from ..rope._op import readable
 from ..rope._problem import Rotation
-from . import reference
+from . import _native, reference
 from ._problem import Norm
 
 # Schema of the arguments after the tensors and their weights:
@@ -31,10 +43,36 @@ _COMMON = (
     "float eps, float weight_offset, str over, str impl"
 )
 
-# In order of preference. Each has the functions `forward` and `backward` of `reference.py`, which write to given tensors.
-IMPLEMENTATIONS = ("triton", "reference")
+# In order of preference, except that on a GPU auto selects CUDA once its library is built. Each has the functions `forward` and
+# `backward` of `reference.py`, which write to given tensors; one without a backward names another in OTHERWISE.
+IMPLEMENTATIONS = ("triton", "cuda", "reference")
 choice = Choice("qk_norm_rope", IMPLEMENTATIONS)
-unavailable, choose = choice.unavailable, choice.choose
+
+
+def serving(impl: str, x: Tensor) -> Any:
+    """The module that serves a call with `impl`, which may be "auto". A named one never falls back."""
+    if impl == "auto" and x.device.type == "cuda" and x.dtype in KERNEL_FLOATS:
+        impl = "auto" if _passes_cuda_over() else "cuda"
+    return choice.serving(impl, x.device.type, x.dtype)
+
+
+@functools.cache
+def _passes_cuda_over() -> str | None:
+    """Why auto does not select CUDA for calls on a GPU, or None if it does. Decided once: its sums have another order than
+    Triton's, and results should not change within a process."""
+    return choice.unready(build.loads())
+
+
+def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
+    """As `explained` of RoPE's `_auto`, for the arguments of `qk_norm_rope`."""
+    q = arguments["q"]
+    if q.device.type != "cuda" or q.dtype not in KERNEL_FLOATS:
+        return None
+    reason = _passes_cuda_over()
+    if reason is None:
+        return "cuda", "which has the lowest host overhead; gradients are Triton's", {"triton": "it serves the backward"}
+    chosen = choice.choose("cuda", q.dtype)
+    return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[Rotation, Norm, str]:
@@ -42,14 +80,12 @@ def _split(rest: tuple[Any, ...]) -> tuple[Rotation, Norm, str]:
     return tuple(rotation), Norm(eps, weight_offset, over), impl
 
 
-def _module(impl: str, x: Tensor) -> Any:
-    return choice.serving(impl, x.device.type, x.dtype)
-
-
 def _qk_norm_rope(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     rotation, norm, impl = _split(rest)
     ys = [empty_like(x) for x in xs]
-    _module(impl, xs[0]).forward(xs, ys, weights, rotation, norm)
+    implementation = serving(impl, xs[0])
+    implementation.forward(xs, ys, weights, rotation, norm)
+    _host.served(implementation, xs[0].device.type, impl)
     return ys
 
 
@@ -58,7 +94,10 @@ def _qk_norm_rope_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor
     rotation, norm, impl = _split(tuple(call))
     dxs = [empty_like(x) for x in xs]
     dweights = [empty_like(weight) for weight in weights] if wants_weights else []
-    _module(impl, xs[0]).backward(dys, xs, dxs, weights, dweights, rotation, norm)
+    implementation = serving(impl, xs[0])
+    if hasattr(implementation, "OTHERWISE"):
+        implementation = choice.serving(implementation.OTHERWISE, xs[0].device.type, xs[0].dtype)
+    implementation.backward(dys, xs, dxs, weights, dweights, rotation, norm)
     return [*dxs, *dweights]
 
 
@@ -96,7 +135,7 @@ class _QkNormRope(torch.autograd.Function):
         ctx.save_for_backward(q, k, q_weight, k_weight, *call[:5])
         ctx.rest = call[5:]
         ctx.set_materialize_grads(False)
-        ys = _op(*_lists(q, k, q_weight, k_weight), *call)
+        ys = _op(*lists(q, k, q_weight, k_weight), *call)
         if len(ys) == 1:
             return ys[0]
         ctx.mark_non_differentiable(*[y for i, y in enumerate(ys) if not _wanted(ctx, i)])
@@ -134,9 +173,10 @@ def _wanted(ctx: Any, i: int) -> bool:
     return bool(ctx.needs_input_grad[i] or ctx.needs_input_grad[2 + i])
 
 
-def _lists(
+def lists(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that are given."""
     return [x for x in (q, k) if x is not None], [w for w in (q_weight, k_weight) if w is not None]
 
 
@@ -144,7 +184,7 @@ def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor
     """A validated call, through autograd if needed: returns a tensor, or a pair if there is a k."""
     if transforms_active():
         rotation, norm, _ = _split(call)
-        ys = reference.formula(*_lists(q, k, q_weight, k_weight), rotation, norm)
+        ys = reference.formula(*lists(q, k, q_weight, k_weight), rotation, norm)
     elif (
         not recorded_by_operators()
         and torch.is_grad_enabled()
@@ -152,5 +192,26 @@ def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor
     ):
         return apply_function(_QkNormRope, q, k, q_weight, k_weight, *call)
     else:
-        ys = _op(*_lists(q, k, q_weight, k_weight), *call)
+        ys = _op(*lists(q, k, q_weight, k_weight), *call)
     return ys[0] if k is None else (ys[0], ys[1])
+
+
+def remember(
+    arguments: tuple[Any, ...],
+    xs: list[Tensor],
+    weights: list[Tensor],
+    call: tuple[Any, ...],
+    reach: float,
+    out: Any,
+) -> None:
+    """Cache a call that has just succeeded, if native code served it: the `arguments` of `_host.qk_norm_rope`, the
+    result of `validated`, and the returned value."""
+    if _host.without(call[-1]):
+        return
+    host = _host.keeper(_host.NORMED, arguments, serving(call[-1], xs[0]), call[-1])
+    if host is not None:
+        ys = out if isinstance(out, tuple) else (out,)
+        rotation, norm, _ = _split(call)
+        plan = _native.planned(tuple(xs), ys, weights, rotation, norm)
+        strides = [list(y.stride()) for y in ys]
+        host.remember(_host.NORMED, arguments, *plan, reach, (-1, 0, 0), strides, "", "")  # gradients are not recorded

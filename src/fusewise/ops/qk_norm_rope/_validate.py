@@ -33,9 +33,10 @@ def validated(
     layout: str,
     norm: tuple[Any, Any, Any],
     impl: Any,
-) -> tuple[Any, ...]:
+) -> tuple[tuple[Any, ...], float]:
     """Validate a call (`rotation` are the options of `rope` in the order of its DEFAULTS, without impl; `norm` are eps,
-    weight_offset and over) and return the arguments that follow the tensors in the operators."""
+    weight_offset and over) and return the arguments that follow the tensors in the operators, and the largest int
+    offset for which it is valid."""
     cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, *rest = rotation
     offsets = offset if isinstance(offset, Tensor) else None
     key: tuple[Any, ...] | None = None
@@ -52,19 +53,9 @@ def validated(
             first = 0 if offsets is not None else offset
             if passed is not None and 0 <= first <= passed[1]:
                 table = next(x for x in (cos, cos_sin, angles, inv_freq) if x is not None)
-                return (
-                    table,
-                    sin,
-                    positions,
-                    offsets,
-                    cu_seqlens,
-                    first,
-                    passed[0],
-                    float(norm[0]),
-                    float(norm[1]),
-                    norm[2],
-                    impl,
-                )
+                encoded, reach = passed
+                call = table, sin, positions, offsets, cu_seqlens, first, encoded
+                return (*call, float(norm[0]), float(norm[1]), norm[2], impl), reach
         except (AttributeError, TypeError, RuntimeError):
             key = None  # an argument is not a strided tensor or not hashable: validation reports it
     call, reach = validated_as_far(OP, q, k, (*rotation, "auto"))
@@ -83,7 +74,7 @@ def validated(
     choice.check(OP, q, impl)
     if key is not None:
         _PASSED[key] = call[-2], reach
-    return *call[:-1], float(norm[0]), float(norm[1]), norm[2], impl
+    return (*call[:-1], float(norm[0]), float(norm[1]), norm[2], impl), reach
 
 
 def _check_norm(eps: Any, weight_offset: Any, over: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .._common import traced
+from ..rope import _host
 from ..rope._problem import Layout, Pairing
 from . import _op
 from ._problem import Over
@@ -63,8 +65,8 @@ def qk_norm_rope(
             sections, sections_interleaved, context_parallel: the position of each token; pairing, rotary_dim,
             rotary_start, scale: the rotation: all as in `rope`. Tokens past the last of `cu_seqlens` are normalized but
             not rotated.
-        impl: "auto", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows what
-            auto selects.
+        impl: "auto", "cuda", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows
+            what auto selects. CUDA has a forward; its gradients are Triton's.
 
     Returns:
         y for q, or the pair for q and k if k is given, in the physical layout (stride order) of the input; gradients
@@ -91,5 +93,10 @@ def qk_norm_rope(
         cos, sin, cos_sin, angles, inv_freq, positions, offset, cu_seqlens, sections, sections_interleaved,
         context_parallel, layout, pairing, rotary_dim, rotary_start, scale, False,
     )  # fmt: skip
-    call = validated(q, k, q_weight, k_weight, rotation, layout, (eps, weight_offset, norm), impl)
-    return _op.apply(q, k, q_weight, k_weight, call)
+    own = q_weight, k_weight, eps, weight_offset, norm
+    if not traced() and (quick := _host.qk_norm_rope(q, k, *rotation, impl, *own)) is not None:
+        return quick
+    call, reach = validated(q, k, q_weight, k_weight, rotation, layout, (eps, weight_offset, norm), impl)
+    out = _op.apply(q, k, q_weight, k_weight, call)
+    _op.remember((q, k, *rotation, impl, *own), *_op.lists(q, k, q_weight, k_weight), call, reach, out)
+    return out

@@ -1,4 +1,5 @@
-"""Host fast path of RoPE: the extension in `host.cpp` replays repeated calls of `rope`, `rope_` and `rope_and_cache_`.
+"""Host fast path of RoPE: the extension in `host.cpp` replays repeated calls of `rope`, `rope_`, `rope_and_cache_` and
+`qk_norm_rope`.
 
     done = _host.rope(q, k, cos, …, impl)                   # None: not cached, continue in Python
     _host.remember(_host.NEW, arguments, call, reach, out)  # after the first call
@@ -25,19 +26,22 @@ from ._auto import serving
 from ._native import planned
 from ._problem import Spec, layout_dims
 
-_NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", "plan.h", "../rope_and_cache/plan.h")
+_PLANS = ("plan.h", "../rope_and_cache/plan.h", "../qk_norm_rope/plan.h")
+_NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", *_PLANS)
 SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 
-NEW, GIVEN, IN_PLACE, CACHED = range(4)  # where the output goes, `Form` of host_call.h
+NEW, GIVEN, IN_PLACE, CACHED, NORMED = range(5)  # where the output goes, `Form` of host_call.h
 
 # The functions of the extension once it is loaded. They take the arguments of `api.rope` (without and with `out`) or
 # `api.rope_` in order and return the result of these, or None without side effects for a call that is not cached or not
-# supported. The last takes the arguments of `api.rope` followed by the others of `rope_and_cache_`, and returns True.
+# supported. The last two take the arguments of `api.rope` followed by the others of `rope_and_cache_` or `qk_norm_rope`;
+# `rope_and_cache_` returns True.
 rope: Callable[..., Any] = host.not_loaded
 rope_out: Callable[..., Any] = host.not_loaded
 rope_: Callable[..., Any] = host.not_loaded
 rope_and_cache_: Callable[..., Any] = host.not_loaded
+qk_norm_rope: Callable[..., Any] = host.not_loaded
 
 
 def recipe() -> build.Recipe:
@@ -57,8 +61,9 @@ def extension() -> Any:
     library = build.library(*recipe())
     make = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))
     module = host.loaded(make(gradients, _planned))
-    global rope, rope_out, rope_, rope_and_cache_
+    global rope, rope_out, rope_, rope_and_cache_, qk_norm_rope
     rope, rope_out, rope_, rope_and_cache_ = module.rope, module.rope_out, module.rope_, module.rope_and_cache_
+    qk_norm_rope = module.qk_norm_rope
     return module
 
 

@@ -13,7 +13,7 @@ from ._problem import Problem, Rotation
 
 _PLAN = Struct("47qd")
 _CALL = Struct("10q")
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TABLES = {"cos_sin": 0, "fused": 0, "angles": 1, "inv_freq": 2}
 
 # Packed plans, and the byte distance from cos to sin if both are in one tensor. Keyed by everything these depend on.
@@ -60,7 +60,7 @@ def _plan(problem: Problem) -> bytes:
     return _PLAN.pack(
         len(problem.operands), problem.batch, problem.tokens, problem.pairs,
         q.heads, k.heads, q.head_dim, k.head_dim, q.start, k.start, *q.x_strides, *k.x_strides, *q.y_strides, *k.y_strides,
-        _KINDS[q.x.dtype], _KINDS[problem.cos.dtype],
+        KINDS[q.x.dtype], KINDS[problem.cos.dtype],
         spec.pairs_in == "interleaved", spec.pairs_out == "interleaved", spec.inverse,
         all(o.x.data_ptr() == o.y.data_ptr() for o in problem.operands),
         _TABLES[spec.table], *problem.table_strides, problem.rows, *problem.position_strides,

@@ -1,5 +1,5 @@
-// Host fast path: takes a repeated call of `rope`, `rope_` or `rope_and_cache_` from Python to the launch in a microsecond or
-// two. The result of validation and planning is cached under a key of everything that it depends on; a later call with the
+// Host fast path: takes a repeated call of `rope`, `rope_`, `rope_and_cache_` or `qk_norm_rope` from Python to the launch in a
+// microsecond or two. The result of validation and planning is cached under a key of everything that it depends on; a later call with the
 // same key goes from its arguments directly to the kernel.
 //
 // Python stays the only place that validates, plans and raises: any call that is unusual or not cached returns None at once,
@@ -46,7 +46,8 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
     constexpr const char* NAMES[][2] = {{"fusewise::rope", "fusewise::rope_qk"},
                                         {"fusewise::rope_out", "fusewise::rope_qk_out"},
                                         {"fusewise::rope_", "fusewise::rope_qk_"},
-                                        {"fusewise::rope_and_cache_keep_k_", "fusewise::rope_and_cache_"}};
+                                        {"fusewise::rope_and_cache_keep_k_", "fusewise::rope_and_cache_"},
+                                        {"fusewise::qk_norm_rope", "fusewise::qk_norm_rope"}};
     RECORD_FUNCTION(NAMES[FORM][FORM == CACHED ? a.y[1] != nullptr : a.operands - 1], (std::vector<c10::IValue>{*a.x[0]}));
     const GilReleased no_gil;
     launch();
@@ -126,18 +127,19 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// on_cuda(form, entry point, function that explains its error codes): for form CACHED, or for all other forms.
+// on_cuda(form, entry point, function that explains its error codes): for form CACHED or NORMED, or for all other forms.
 PyObject* on_cuda(PyObject*, PyObject* given) {
   int form = 0;
   unsigned long long run = 0, explain = 0;
   if (!PyArg_ParseTuple(given, "iKK", &form, &run, &explain)) return nullptr;
-  if (form == CACHED) {
-    if (kernels.cached == nullptr) cache.clear();  // of calls that have been left to Python so far
-    kernels.cached = reinterpret_cast<decltype(kernels.cached)>(run);
-  } else {
-    if (kernels.cuda == nullptr) cache.clear();  // of calls with "auto", which could not select CUDA so far
-    kernels.cuda = reinterpret_cast<decltype(kernels.cuda)>(run);
-  }
+  // When CUDA becomes selectable, calls that have been left to Python so far are forgotten.
+  const auto set = [run](auto& kernel) {
+    if (kernel == nullptr) cache.clear();
+    kernel = reinterpret_cast<std::decay_t<decltype(kernel)>>(run);
+  };
+  if (form == CACHED) set(kernels.cached);
+  else if (form == NORMED) set(kernels.normed);
+  else set(kernels.cuda);
   kernels.explain = reinterpret_cast<decltype(kernels.explain)>(explain);
   Py_RETURN_NONE;
 }
@@ -147,6 +149,7 @@ PyMethodDef methods[] = {
     {"rope_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<GIVEN>)), METH_FASTCALL, nullptr},
     {"rope_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<IN_PLACE>)), METH_FASTCALL, nullptr},
     {"rope_and_cache_", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<CACHED>)), METH_FASTCALL, nullptr},
+    {"qk_norm_rope", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recall<NORMED>)), METH_FASTCALL, nullptr},
     {"new", is_new, METH_VARARGS, nullptr},
     {"remember", remember, METH_VARARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},

@@ -18,12 +18,13 @@ using torch::autograd::variable_list;
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-// Entry points of the native implementations: `_cpu/rope.cpp`, `_cuda/rope.cu` and `rope_and_cache.cu`.
+// Entry points of the native implementations: `_cpu/rope.cpp`, `_cuda/rope.cu`, `rope_and_cache.cu` and `qk_norm_rope.cu`.
 struct Kernels {
   void (*cpu)(const Plan*, const Call*, int64_t threads, void* parallel) = nullptr;
   void* parallel = nullptr;
   int (*cuda)(const Plan*, const Call*, void* stream) = nullptr;
   int (*cached)(const CachePlan*, const CacheCall*, void* stream) = nullptr;
+  int (*normed)(const NormPlan*, const NormCall*, void* stream) = nullptr;
   const char* (*explain)(int) = nullptr;
 } kernels;
 
@@ -56,7 +57,8 @@ void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], cons
   const c10::Device device = t.x[0]->device();
   const OnDevice on_device(device);
   CacheCall call{call_on(entry, t, offset)};
-  for (int o = 0; FORM == NEW && o < 2; ++o)
+  constexpr bool FRESH = FORM == NEW || FORM == NORMED;
+  for (int o = 0; FRESH && o < 2; ++o)
     if (t.x[o] != nullptr) t.y[o] = &(made[o] = empty(*t.x[o], t.x[o]->sizes(), entry.dense[o]));
   call.rotation.y[0] = t.y[0]->mutable_data_ptr();
   call.rotation.y[1] = t.y[1] != nullptr ? t.y[1]->mutable_data_ptr() : call.rotation.y[0];
@@ -64,12 +66,15 @@ void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], cons
     if (t.y[1] == nullptr) call.rotation.y[1] = const_cast<void*>(call.rotation.x[1]);  // k is only read
     call.v = address(t.v), call.slots = address(t.slots), call.table = address(t.block_table);
     for (int i = 0; i < 2; ++i) call.caches[i] = t.caches[i]->mutable_data_ptr();
-    within([&] { check(kernels.cached(&entry.plan, &call, stream_on(device)), "rope_and_cache_"); });
+    within([&] { check(kernels.cached(&entry.cached, &call, stream_on(device)), "rope_and_cache_"); });
+  } else if constexpr (FORM == NORMED) {
+    const NormCall normed{call.rotation, {address(t.weights[0]), address(t.weights[t.weights[1] != nullptr])}};
+    within([&] { check(kernels.normed(&entry.normed, &normed, stream_on(device)), "qk_norm_rope"); });
   } else {
-    within([&] { launch(entry.plan.rotation, call.rotation, device); });
+    within([&] { launch(entry.rotation, call.rotation, device); });
   }
   for (const Tensor* y : {t.y[0], t.y[1], t.caches[0], t.caches[1]})
-    if (FORM != NEW && y != nullptr && !y->is_inference()) y->unsafeGetTensorImpl()->bump_version();
+    if (!FRESH && y != nullptr && !y->is_inference()) y->unsafeGetTensorImpl()->bump_version();
 }
 
 // --- Autograd --------------------------------------------------------------------------------------------------------
@@ -218,7 +223,7 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     bool in_place = true;
     for (size_t o = 0; o < dys.size(); ++o)
       in_place = in_place && (!dys[o].defined() || (dys[o].strides() == at::IntArrayRef(entry->dense[o]) && exclusively_owned(dys[o])));
-    Plan plan = entry->plan.rotation;
+    Plan plan = entry->rotation;
     plan.inverse ^= 1, plan.in_place = in_place;
     std::swap(plan.interleaved_in, plan.interleaved_out);
     variable_list dxs(dys.size()), sources(dys.size());
@@ -237,9 +242,9 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     Call call = call_on(*entry, t, offset);
     for (int i = 0; i < 2; ++i) {
       const int o = from[i];
-      plan.heads[i] = entry->plan.rotation.heads[o];
-      plan.head_dim[i] = entry->plan.rotation.head_dim[o];
-      plan.start[i] = entry->plan.rotation.start[o];
+      plan.heads[i] = entry->rotation.heads[o];
+      plan.head_dim[i] = entry->rotation.head_dim[o];
+      plan.start[i] = entry->rotation.start[o];
       entry->strides(sources[o].strides(), plan.x_strides[i]);
       entry->strides(dxs[o].strides(), plan.y_strides[i]);
       call.y[i] = dxs[o].mutable_data_ptr();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../../_shared/host.h"
+#include "../qk_norm_rope/plan.h"
 #include "../rope_and_cache/plan.h"
 
 namespace {
@@ -92,14 +93,16 @@ struct Key {
   }
 };
 
-// Where the output goes: new tensors, `out`, in place; CACHED is `rope_and_cache_`. The first word of a key, plus OPERATOR in
-// keys of operator calls.
-enum Form : int64_t { NEW, GIVEN, IN_PLACE, CACHED, OPERATOR = 8 };
+// Where the output goes: new tensors, `out`, in place; CACHED is `rope_and_cache_`, NORMED `qk_norm_rope`. The first word of a key,
+// plus OPERATOR in keys of operator calls.
+enum Form : int64_t { NEW, GIVEN, IN_PLACE, CACHED, NORMED, OPERATOR = 8 };
 
-// The arguments of `fusewise.rope` in order; then OUT in form GIVEN, or the additional arguments of `rope_and_cache_` in CACHED.
+// The arguments of `fusewise.rope` in order; then OUT in form GIVEN, or the additional arguments of `rope_and_cache_` in CACHED, of
+// `qk_norm_rope` in NORMED.
 enum Argument {
   Q, K, COS, SIN, COS_SIN_, ANGLES_, INV_FREQ_, POSITIONS, OFFSET, BOUNDS, FIRST_OPTION, OUT = 20,
-  V = OUT, KEY_CACHE, VALUE_CACHE, SLOTS, BLOCK_TABLE, CACHE_LAYOUT, WRITE_K, ALL
+  V = OUT, KEY_CACHE, VALUE_CACHE, SLOTS, BLOCK_TABLE, CACHE_LAYOUT, WRITE_K, ALL_CACHED,
+  Q_WEIGHT = OUT, K_WEIGHT, EPS, WEIGHT_OFFSET, OVER, ALL_NORMED
 };
 
 // The tensors of a call; null if absent.
@@ -107,6 +110,7 @@ struct Tensors {
   const Tensor *x[2] = {}, *y[2] = {};  // y: the written tensors, either of x or new ones
   const Tensor *table = nullptr, *sin = nullptr, *positions = nullptr, *offsets = nullptr, *bounds = nullptr;
   const Tensor *v = nullptr, *caches[2] = {}, *slots = nullptr, *block_table = nullptr;
+  const Tensor* weights[2] = {};
 };
 
 struct Arguments : Tensors {
@@ -114,7 +118,9 @@ struct Arguments : Tensors {
   int operands = 1;
   Key key;
 
-  static constexpr int count(Form form) { return form == CACHED ? ALL : form == GIVEN ? OUT + 1 : OUT; }
+  static constexpr int count(Form form) {
+    return form == CACHED ? ALL_CACHED : form == NORMED ? ALL_NORMED : form == GIVEN ? OUT + 1 : OUT;
+  }
 
   // Read the arguments; returns false for a call that cannot be cached.
   bool read(PyObject* const* given, Form form) {
@@ -125,18 +131,20 @@ struct Arguments : Tensors {
     if (x[0] == nullptr || table == nullptr) return false;
     operands = x[1] == nullptr ? 1 : 2;
     if (form == NEW) return true;
+    if (form == NORMED) return !records();
     if (form == GIVEN && !read_out(given[OUT])) return false;
     if (form != GIVEN) y[0] = x[0], y[1] = form == CACHED && given[WRITE_K] != Py_True ? nullptr : x[1];
     return !(form != IN_PLACE && records()) && writable();
   }
 
   bool records() const {
-    return at::GradMode::is_enabled() && (x[0]->requires_grad() || (operands == 2 && x[1]->requires_grad()));
+    const auto wanted = [](const Tensor* one) { return one != nullptr && one->requires_grad(); };
+    return at::GradMode::is_enabled() && (wanted(x[0]) || wanted(x[1]) || wanted(weights[0]) || wanted(weights[1]));
   }
 
  private:
   bool read(PyObject* object, Argument i, Form form) {
-    if (i >= CACHE_LAYOUT || (i >= FIRST_OPTION && i < OUT)) return key.add(object);
+    if (i >= (form == NORMED ? EPS : CACHE_LAYOUT) || (i >= FIRST_OPTION && i < OUT)) return key.add(object);
     if (i == OUT && form == GIVEN) return true;  // read last, when the number of operands is known
     if (object == Py_None) {
       key.add(int64_t(1));
@@ -150,8 +158,9 @@ struct Arguments : Tensors {
     }
     if (!add(object)) return false;
     const Tensor& tensor = THPVariable_Unpack(object);
-    place(i) = &tensor;
-    return i <= K || !tensor.requires_grad();
+    const bool weight = form == NORMED && i >= Q_WEIGHT;
+    (weight ? weights[i - Q_WEIGHT] : place(i)) = &tensor;
+    return i <= K || weight || !tensor.requires_grad();
   }
 
   bool add(PyObject* object) {
@@ -220,7 +229,11 @@ struct Entry {
   std::vector<int64_t> key;
   Form form;
   bool native = true;  // false: Python launches it, and the other fields are unset
-  CachePlan plan;           // only `rotation` is set except in form CACHED
+  union {  // all begin with the plan of the rotation
+    Plan rotation;
+    CachePlan cached;
+    NormPlan normed;
+  };
   int64_t sin_distance = 0;  // bytes from cos to sin if both are in one tensor
   int64_t most_offset = 0;   // the largest offset for which validation holds
   // For the backward: the dimensions of q that are batch (-1: none), token and head; the strides of new tensors like q and k;
@@ -229,13 +242,13 @@ struct Entry {
   std::vector<int64_t> dense[2];
   std::string spec, impl;
 
-  Entry(const Key& of, Form form) : key(of.words, of.words + of.count), form(form) {}
+  Entry(const Key& of, Form form) : key(of.words, of.words + of.count), form(form), cached{} {}
 
   // Unpack the plan that Python packed.
   void take(const char* packed, size_t size) {
-    const size_t wanted = form == CACHED ? sizeof(CachePlan) : sizeof(Plan);
+    const size_t wanted = form == CACHED ? sizeof(CachePlan) : form == NORMED ? sizeof(NormPlan) : sizeof(Plan);
     TORCH_CHECK_TYPE(size == wanted, "rope: a plan has ", wanted, " bytes, got ", size);
-    std::memcpy(&plan, packed, size);
+    std::memcpy(&cached, packed, size);
   }
 
   // The (batch, token, head) strides of x, as stored in a plan.

@@ -21,12 +21,14 @@ FOLDER = Path(__file__).parent
 HEADERS = tuple(
     FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h")
 )
+OPERANDS = FOLDER / "operands.cuh"
 PARTS = tuple(FOLDER / f"rope_{dtype}.cu" for dtype in ("float", "bfloat16", "half"))
 SOURCES = (
     FOLDER / "rope.cu",
     *PARTS,
     *(FOLDER / name for name in ("bulk.cuh", "light.cuh", "rows.cuh", "runs.cuh")),
     cuda.MBARRIER,
+    OPERANDS,
     *HEADERS,
 )
 

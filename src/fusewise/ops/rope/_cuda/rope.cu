@@ -18,56 +18,31 @@
 #include "../plan.h"
 #include "angles.cuh"
 #include "bulk.cuh"
-#include "chunk.cuh"
 #include "launch.cuh"
 #include "light.cuh"
+#include "operands.cuh"
 
 namespace {
 
-struct Tensor {
-  const char* x;
-  char* y;
-  int64_t x_strides[3], y_strides[3];  // bytes: batch, token, head
-  uint32_t heads;
-  uint32_t start, copied;  // bytes before the rotated features; chunks to copy per head
-  uint32_t packs;          // accesses that copying a head takes; an odd count leaves the last chunk with one
-};
-
 struct Params {
-  Tensor tensors[2];
+  Operand tensors[2];
   Work work;
 };
 
 // One thread's work on tensor `t`. Each call site passes a fixed tensor, so that block-uniform values stay in uniform registers.
 template <class T, bool IN, bool OUT, int NP, int HEADS>
-__device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t part, uint32_t batch, uint32_t tile) {
-  constexpr uint32_t SIZE = sizeof(T), PACK = NP * SIZE;
-  constexpr bool BOTH_APART = !Chunk<T, IN, NP>::WHOLE && !Chunk<T, OUT, NP>::WHOLE;
+__device__ __forceinline__ void rotate(const Work& p, const Operand& t, uint32_t part, uint32_t batch, uint32_t tile) {
   const uint32_t first_head = part * (HEADS * p.steps * blockDim.y), first_token = tile * blockDim.z;
   const char* block_x = t.x + batch * t.x_strides[0] + first_token * t.x_strides[1] + first_head * t.x_strides[2];
   char* block_y = t.y + batch * t.y_strides[0] + first_token * t.y_strides[1] + first_head * t.y_strides[2];
   const int64_t x_step = blockDim.y * t.x_strides[2], y_step = blockDim.y * t.y_strides[2];
 
-  // Byte offset of the thread's chunk in a head, and the distance from its first to its second access.
   const uint32_t token = first_token + threadIdx.z, chunk = threadIdx.x;
-  bool rotates = chunk < p.rotated, both = true;
   const bool active = token < p.tokens && chunk < p.rotated + t.copied;
-  uint32_t x_at = t.start + chunk * (IN ? 2 : 1) * PACK, y_at = t.start + chunk * (OUT ? 2 : 1) * PACK;
-  uint32_t x_apart = IN ? SIZE : p.pairs * SIZE, y_apart = OUT ? SIZE : p.pairs * SIZE;
-  if (!rotates) {
-    const uint32_t skipped = 2 * p.pairs * SIZE, copy = chunk - p.rotated;
-    // With two separate accesses, all first accesses precede all second ones, which coalesces; if the input or the output
-    // chunk is one wide access, the two are adjacent.
-    const uint32_t one = BOTH_APART ? copy : 2 * copy, other = BOTH_APART ? copy + t.copied : 2 * copy + 1;
-    uint32_t one_at = one * PACK, other_at = other * PACK;
-    if (one_at >= t.start) one_at += skipped;
-    if (other_at >= t.start) other_at += skipped;
-    x_at = y_at = one_at;
-    x_apart = y_apart = other_at - one_at;
-    both = other < t.packs;
-  }
-  const char* x = block_x + threadIdx.z * t.x_strides[1] + threadIdx.y * t.x_strides[2] + x_at;
-  char* y = block_y + threadIdx.z * t.y_strides[1] + threadIdx.y * t.y_strides[2] + y_at;
+  const Place at = place_of<T, IN, OUT, NP>(t, chunk, p.rotated, p.pairs);
+  bool rotates = at.rotates;
+  const char* x = block_x + threadIdx.z * t.x_strides[1] + threadIdx.y * t.x_strides[2] + at.x;
+  char* y = block_y + threadIdx.z * t.y_strides[1] + threadIdx.y * t.y_strides[2] + at.y;
   int heads = active ? int(t.heads - first_head - threadIdx.y) : 0;  // remaining, from this thread's first head on
 
   wait_and_launch_dependents();
@@ -77,7 +52,7 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
     if (passes_on)
       from[i].read_on(x + i * x_step);
     else
-      from[i].read(x + i * x_step, x_apart, both);
+      from[i].read(x + i * x_step, at.x_apart, at.both);
   };
 #pragma unroll
   for (int i = 0; i < HEADS; ++i)
@@ -103,7 +78,7 @@ __device__ __forceinline__ void rotate(const Work& p, const Tensor& t, uint32_t 
       }
       Chunk<T, OUT, NP> to;
       turn<T, IN, OUT, NP>(from[i], to, cos, sin, rotates, passes);
-      to.write(y + i * y_step, y_apart, both);
+      to.write(y + i * y_step, at.y_apart, at.both);
     }
   }
 }
@@ -156,7 +131,7 @@ extern "C" __attribute__((visibility("default"))) int fusewise_rope(const Plan* 
 
 // Rotate every x of the call into its y on a stream of the current device. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Plan* plan, const Call* call, void* stream) {
-  const int64_t size = plan->kind == FLOAT32 ? 4 : 2, pairs = plan->pairs;
+  const int64_t size = plan->kind == FLOAT32 ? 4 : 2;
   const bool halves = !plan->interleaved_in && !plan->interleaved_out;
   Params params{};
   Work& p = params.work;
@@ -168,34 +143,18 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Plan*
 
   // The widest access that the alignment of all addresses allows.
   Alignment data;
-  const int64_t extents[2] = {batch, tokens};
-  for (int o = 0; o < plan->operands; ++o) {
-    Tensor& t = params.tensors[o];
-    t.x = static_cast<const char*>(call->x[o]), t.y = static_cast<char*>(call->y[o]);
-    data.see(t.x), data.see(t.y);
-    for (int i = 0; i < 3; ++i) {
-      const int from = alone && i < 2 ? 0 : i;
-      t.x_strides[i] = plan->x_strides[o][from] * size, t.y_strides[i] = plan->y_strides[o][from] * size;
-      if ((i == 2 ? plan->heads[o] : extents[i]) > 1) data.see(t.x_strides[i]), data.see(t.y_strides[i]);
-    }
-    t.start = static_cast<uint32_t>(plan->start[o] * size);
-    t.heads = static_cast<uint32_t>(plan->heads[o]);
-    if (!plan->in_place) data.see((plan->head_dim[o] - plan->start[o] - 2 * pairs) * size);
-    data.see(t.start);
-  }
-  data.see(pairs * size * (halves ? 1 : 2));
+  set_operands(params.tensors, *plan, *call, alone, data);
   const int64_t np = std::max<int64_t>(1, data.bytes() / size / (halves ? 1 : 2));
 
   set_angles(p, *plan, *call, np, alone);
+  set_copies(params.tensors, *plan, np);
   p.in_place = plan->in_place;
 
   // Heads per thread: as many as leave enough threads to fill the GPU.
   uint32_t chunks = 0;
   int64_t most_heads = 0, all = 0;
   for (int o = 0; o < plan->operands; ++o) {
-    Tensor& t = params.tensors[o];
-    t.packs = p.in_place ? 0 : static_cast<uint32_t>((plan->head_dim[o] - 2 * pairs) / np);
-    t.copied = (t.packs + 1) / 2;
+    const Operand& t = params.tensors[o];
     chunks = std::max(chunks, p.rotated + t.copied);
     most_heads = std::max<int64_t>(most_heads, t.heads);
     all += int64_t(t.heads) * (p.rotated + t.copied) * tokens * batch;
@@ -207,7 +166,7 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const Plan*
     return launch_bulk(b, *plan, batch, data.bytes(), device, stream);
   if (Light l{}; all >= enough && light(*plan, *call, batch, tokens, data.bytes(), alone, l)) {
     for (int o = 0; o < plan->operands; ++o) {
-      const Tensor& t = params.tensors[o];
+      const Operand& t = params.tensors[o];
       l.tensors[o].x = t.x, l.tensors[o].y = t.y;
       std::copy_n(t.x_strides, 3, l.tensors[o].x_strides), std::copy_n(t.y_strides, 3, l.tensors[o].y_strides);
     }

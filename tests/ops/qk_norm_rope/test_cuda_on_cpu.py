@@ -1,0 +1,68 @@
+"""The CUDA kernel source, compiled for the CPU, against float64: addresses, masks, sums and arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fusewise.ops.qk_norm_rope import _cuda, _op, api
+
+from .. import cuda_on_cpu
+from ..rope.support import Case, assert_bits
+from .machine import kernels
+from .machine import simulated as simulated
+from .support import Made, NormCase, build, check_outputs
+from .test_matrix import ALL, CASES, GEMMA, case
+
+# Beyond the matrix: what only these kernels distinguish.
+CASES = [
+    *CASES,
+    # rows of several warps, of more chunks than threads, and with heads that no warp spans
+    case("row-of-warps", ALL, head_dim=64, heads=20, kv_heads=9, dtype="bf16"),
+    case("row-in-steps", ALL, head_dim=2, heads=1300, kv_heads=600, tokens=2),
+    case("wide-head", GEMMA, head_dim=512, heads=2, kv_heads=1, memory="odd", tokens=2),
+    case("wide-partial-head", head_dim=400, rotary_dim=100, heads=2, kv_heads=1, memory="odd", tokens=2),
+    case("aligned-by-eight", {"weight_dtype": torch.bfloat16}, head_dim=24, dtype="bf16"),
+]  # fmt: skip
+
+
+def called(made: Made) -> tuple[torch.Tensor, ...]:
+    return made.call(made.xs, made.weights)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.usefixtures("simulated")
+def test_right(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call through Python, then through the C++ fast path."""
+    made = build(case)
+    first = called(made)
+    check_outputs(made, first)
+    monkeypatch.setattr(api, "validated", lambda *_: pytest.fail("validated again"))
+    monkeypatch.setattr(_cuda, "forward", lambda *_: pytest.fail("launched by Python"))
+    for y, again in zip(first, called(made), strict=True):
+        assert_bits(y, again)
+        assert y.stride() == again.stride()
+
+
+# With many SMs a thread handles one head, and for few tokens chunks of half the width: the results are the same.
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_a_larger_device_and_backwards(case: NormCase) -> None:
+    made = build(case)
+    with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays()):
+        first = made.call(made.xs, made.weights, impl="cuda")
+    with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays(backwards=True, processors=132)):
+        for y, again in zip(first, made.call(made.xs, made.weights, impl="cuda"), strict=True):
+            assert_bits(y, again)
+
+
+@pytest.mark.parametrize("norm", ["head", "all"])
+def test_a_token_does_not_depend_on_the_others(norm: str) -> None:
+    one = build(NormCase(Case(name="one", batch=1, tokens=1, head_dim=128, dtype="bf16", table="inv_freq"), norm))
+    xs = tuple(torch.cat((x, *(torch.randn_like(x) for _ in range(300))), 1) for x in one.xs)
+    many = dataclasses.replace(one, xs=xs)
+    with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays(processors=8)):
+        alone, among = (made.call(made.xs, made.weights, impl="cuda") for made in (one, many))
+    for y, of_all in zip(alone, among, strict=True):
+        assert_bits(y, of_all[:, :1])
