@@ -61,7 +61,7 @@ using std::fmaf;
 using std::max;
 using std::min;
 using std::rint;
-inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
+inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t(a) * b) >> 32); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
   const uint64_t both = uint64_t(b) << 32 | a;
@@ -233,6 +233,16 @@ inline float __shfl_xor_sync(uint32_t, float mine, int mask) {
   on_cpu::meet_warp();
   float other;
   std::memcpy(&other, &warp.given[lane ^ mask], sizeof other);
+  on_cpu::meet_warp();
+  return other;
+}
+
+inline float __shfl_sync(uint32_t, float mine, int lane) {
+  on_cpu::Warp& warp = on_cpu::warp();
+  std::memcpy(&warp.given[on_cpu::thread_index() % on_cpu::WARP], &mine, sizeof mine);
+  on_cpu::meet_warp();
+  float other;
+  std::memcpy(&other, &warp.given[lane], sizeof other);
   on_cpu::meet_warp();
   return other;
 }

@@ -1,4 +1,5 @@
-"""`impl="cuda"` of `qk_norm_rope`: the forward kernels in `qk_norm_rope.cu`, which use RoPE's headers, and their launcher;
+"""`impl="cuda"` of `qk_norm_rope`: the forward kernels in `qk_norm_rope.cu` and `direct.cuh`, which use RoPE's
+headers, and their launcher;
 built and cached like RoPE's. The backward is Triton's: it reads only q and k, so it fits either forward."""
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .._problem import Norm
 
 FOLDER = Path(__file__).parent
 PARTS = tuple(FOLDER / f"qk_norm_rope_{dtype}.cu" for dtype in ("float", "bfloat16", "half"))
-SOURCES = (FOLDER / "qk_norm_rope.cu", *PARTS, FOLDER / "../plan.h", rope.OPERANDS, *rope.HEADERS)
+HEADERS = tuple(FOLDER / name for name in ("direct.cuh", "sums.cuh", "../plan.h"))
+SOURCES = (FOLDER / "qk_norm_rope.cu", *PARTS, *HEADERS, rope.OPERANDS, *rope.HEADERS)
 OTHERWISE = "triton"  # which has the backward
 
 

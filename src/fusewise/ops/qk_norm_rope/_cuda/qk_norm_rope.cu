@@ -1,4 +1,4 @@
-// RMSNorm of q and k and RoPE in one launch, forward.
+// General kernels of qk_norm_rope: RMSNorm of q and k and RoPE in one launch, forward.
 //
 //     r = 1 / sqrt(mean(x²) + eps),   z = x r (w + offset),   (y_a, y_b) = (z_a cos θ − z_b sin θ, z_b cos θ + z_a sin θ)
 //
@@ -14,18 +14,19 @@
 // The squares of a row are summed as a binary tree over its chunks in order, whatever the number of tokens. So the result for a
 // token does not depend on the other tokens of the call.
 //
-// Every x is read once (by `norm_row_kernel` twice if a row has more than MOST chunks), every y written once. With few tokens the time
-// is the latency of one thread's instruction chain, so all independent loads come first: x, the weights and the position.
+// Every x is read once (by `norm_row_kernel` twice if a row has more than MOST chunks), every y written once.
+//
+// The calls of most models have a specialized kernel in direct.cuh.
 
 #include <algorithm>
 
 #include "../../rope/_cuda/angles.cuh"
 #include "../../rope/_cuda/operands.cuh"
 #include "../plan.h"
+#include "direct.cuh"
+#include "sums.cuh"
 
 namespace {
-
-constexpr int MOST = 512;  // threads of a row
 
 struct Weight {
   const char* data;  // null: there are no weights
@@ -43,12 +44,6 @@ struct Params {
   uint32_t features[2];                 // of a head
   float shares[2], eps, weight_offset;  // 1 / features of a row
 };
-
-template <int N>
-__device__ __forceinline__ float tree_sum(const float* x) {
-  if constexpr (N == 1) return x[0];
-  else return tree_sum<N / 2>(x) + tree_sum<N / 2>(x + N / 2);
-}
 
 // A thread's chunk in a head: its place, angles and weights, from which `write` computes y.
 template <class T, bool IN, bool OUT, int NP>
@@ -143,10 +138,6 @@ __device__ __forceinline__ char* new_head_of(const Operand& t, const Task& task,
   return t.y + task.batch * t.y_strides[0] + task.token * t.y_strides[1] + head * t.y_strides[2];
 }
 
-__device__ __forceinline__ float reciprocal_rms(const Params& p, int of, float squares) {
-  return __frsqrt_rn(fmaf(squares, p.shares[of], p.eps));
-}
-
 template <class T, bool IN, bool OUT, int NP, int HEADS>
 __global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 512 : 768) / THREADS) norm_heads_kernel(const __grid_constant__ Params p) {
   const Task task(p);
@@ -168,33 +159,30 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 512 : 768) / THREADS) no
   float sums[HEADS];
 #pragma unroll
   for (int i = 0; i < HEADS; ++i) sums[i] = i < heads ? column.squares(from[i]) : 0.0f;
-  for (uint32_t step = 1; step < blockDim.x; step *= 2)
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], step);
+  warp_sums<HEADS, WARP>(sums, blockDim.x);
 
   char* const y = new_head_of(t, task, head);
 #pragma unroll
   for (int i = 0; i < HEADS; ++i)
-    if (i < heads) column.write(from[i], y + i * t.y_strides[2], reciprocal_rms(p, task.of, sums[i]), weight.data != nullptr);
+    if (i < heads) column.write(from[i], y + i * t.y_strides[2], reciprocal_rms(sums[i], p.shares[task.of], p.eps), weight.data != nullptr);
 }
 
-// The sum over the threads of a group; all threads of the block call it.
-__device__ __forceinline__ float group_sum(float sum) {
+// The sum over the threads of a group, a power of two up to MOST. All threads of the block call it.
+__device__ __forceinline__ float group_sum(float mine) {
   __shared__ float of_warps[WARP];
-  const uint32_t threads = blockDim.x, lane = (threadIdx.y * threads + threadIdx.x) % WARP;
-  for (uint32_t step = 1; step < WARP && step < threads; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (threads > WARP) {
-    const uint32_t warps = threads / WARP, first = threadIdx.y * warps;
-    if (lane == 0) of_warps[first + threadIdx.x / WARP] = sum;
-    __syncthreads();
-    sum = of_warps[first + lane % warps];
-    for (uint32_t step = 1; step < warps; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  }
-  return sum;
+  float sum[1] = {mine};
+  warp_sums<1, WARP>(sum, blockDim.x);
+  if (blockDim.x <= WARP) return sum[0];
+  const uint32_t lane = threadIdx.x % WARP, warps = blockDim.x / WARP, first = threadIdx.y * warps;
+  if (lane == 0) of_warps[first + threadIdx.x / WARP] = sum[0];
+  __syncthreads();
+  sum[0] = of_warps[first + lane % warps];
+  warp_sums<1, MOST / WARP>(sum, warps);
+  return sum[0];
 }
 
 template <class T, bool IN, bool OUT, int NP>
-__global__ void __launch_bounds__(MOST) norm_row_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(MOST, 1) norm_row_kernel(const __grid_constant__ Params p) {
   const Task task(p);
   const Operand& t = p.operands[task.of];
   const Weight& weight = p.weights[task.of];
@@ -223,7 +211,7 @@ __global__ void __launch_bounds__(MOST) norm_row_kernel(const __grid_constant__ 
     if (nth < chunks) sum += column.squares(from);
   }
   prepare();
-  const float r = reciprocal_rms(p, task.of, group_sum(sum));
+  const float r = reciprocal_rms(group_sum(sum), p.shares[task.of], p.eps);
   for (uint32_t step = 0; step < steps; ++step) {
     if (step > 0) read(step), prepare();
     if (nth < chunks) column.write(from, new_head_of(t, task, first + head), r, weight.data != nullptr);
@@ -283,7 +271,7 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
   // The widest access that the alignment of all addresses allows.
   Alignment data;
   set_operands(p.operands, plan, call, false, data);
-  int64_t np = std::max<int64_t>(1, data.bytes() / size / each), features = 0, copied = 0;
+  int64_t np = std::max<int64_t>(1, data.bytes() / size / each), features = 0, copied = 0, widest = 0;
   for (int o = 0; o < plan.operands; ++o) {
     p.weights[o] = {static_cast<const char*>(norm_call->weights[o]), static_cast<Kind>(norm->weight_kinds[o])};
     const int64_t weight_size = p.weights[o].kind == FLOAT32 ? 4 : 2;
@@ -292,11 +280,12 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
     while (np > 1 && weight.bytes() < std::min<int64_t>(16, np * each * weight_size)) np /= 2;
     features += plan.heads[o] * plan.head_dim[o] * all_tokens;
     copied += plan.head_dim[o] - 2 * plan.pairs;
+    widest = std::max(widest, (norm->together ? plan.heads[o] : 1) * plan.head_dim[o]);  // row
   }
   if (features == 0) return cudaSuccess;
   // With few tokens most of the GPU idles, and half-width chunks halve the arithmetic in a thread's instruction chain.
   const bool few = features / (2 * np) < int64_t(device.processors) * THREADS;
-  if (few && !norm->together && copied == 0 && np > 2) np /= 2;
+  if (few && copied == 0 && np > 2 && widest / np <= MOST) np /= 2;
   set_angles(p.work, plan, call, np, false);
   set_copies(p.operands, plan, np);
   p.eps = static_cast<float>(norm->eps), p.weight_offset = static_cast<float>(norm->weight_offset);
@@ -307,15 +296,16 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
     const int64_t chunks = p.work.rotated + p.operands[o].copied;
     p.row_heads[o] = norm->together ? p.operands[o].heads : 1;
     p.of_head[o] = Divisor(chunks), p.features[o] = static_cast<uint32_t>(plan.head_dim[o]);
-    p.shares[o] = 1.0f / static_cast<float>(std::max<int64_t>(1, p.row_heads[o] * plan.head_dim[o]));
+    p.shares[o] = share_of(p.row_heads[o] * plan.head_dim[o]);
     of_head = std::max(of_head, chunks), of_row = std::max(of_row, chunks * p.row_heads[o]);
   }
   const bool by_heads = !norm->together && of_head <= WARP;
-  const int64_t heads = by_heads ? heads_for(np, size, 1, features / (2 * np), int64_t(device.processors) * 1024) : 1;
+  // Heads per thread: as many as leave enough threads to fill the GPU.
+  const int64_t heads = heads_for(np, size, 1, features / (2 * np), int64_t(device.processors) * 2048);
   int64_t groups = 0;
   for (int o = 0; o < plan.operands; ++o) {
     const int64_t count = p.operands[o].heads;
-    groups += norm->together ? count > 0 : ceil_div(count, heads);
+    groups += norm->together ? count > 0 : by_heads ? ceil_div(count, heads) : count;
     if (o == 0) p.first_of_k = static_cast<uint32_t>(groups);
   }
   const int64_t across = std::min<int64_t>(power_of_two(of_row), MOST);
@@ -326,6 +316,11 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
   p.groups = Divisor(groups);
 
   const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(across), static_cast<unsigned>(side));
+  if (Direct d{}; (by_heads || norm->together) && direct(*norm, *norm_call, p.work, np, norm->together, d)) {
+    d.of_token = p.groups, d.first_of_k = p.first_of_k;
+    const bool aligned = WARP % d.of_head.d == 0;  // every warp of a row begins with the first chunk of a head
+    return launch_direct(d, plan, np, norm->together, norm->together && !aligned ? 1 : heads, grid, block, stream, device);
+  }
   const auto kernel = by_heads ? kernel_for<NormHeads>(plan, np, heads) : kernel_for<NormRow>(plan, np, 1);
   return launched(kernel, grid, block, stream, device, p);
 }
