@@ -39,8 +39,8 @@ def prepared(recipe: Callable[[], build.Recipe]) -> tuple[Path, str]:
     return path, (path.parent / "said").read_text()
 
 
-def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
-    """Check that no instance of a kernel spills, and that registers allow THREADS_RESIDENT resident threads."""
+def check_no_kernel_spills_and_all_fit(said: str, kernel: str, resident: int = THREADS_RESIDENT) -> None:
+    """Check that no instance of a kernel spills, and that registers allow so many resident threads."""
     entries = re.compile(rf"Compiling entry function '(\S*{kernel}\S*)' for '(sm_\d+)'")
     seen = set()
     for entry in said.split("ptxas info    : Compiling entry function")[1:]:
@@ -52,7 +52,7 @@ def check_no_kernel_spills_and_all_fit(said: str, kernel: str) -> None:
         registers = re.search(r"Used (\d+) registers", entry)
         assert frame is not None and registers is not None, entry
         assert frame.groups() == ("0", "0", "0"), f"{found[1]} on {found[2]} spills: {frame[0]}"
-        assert int(registers[1]) <= 65536 // THREADS_RESIDENT, f"{found[1]} on {found[2]}: {registers[0]}"
+        assert int(registers[1]) <= 65536 // resident, f"{found[1]} on {found[2]}: {registers[0]}"
     assert seen == {"sm_80", "sm_90", "sm_100"}
 
 

@@ -24,6 +24,11 @@ CASES = [
     case("row-in-steps", ALL, head_dim=2, heads=1300, kv_heads=600, tokens=2),
     case("wide-head", GEMMA, head_dim=512, heads=2, kv_heads=1, memory="odd", tokens=2),
     case("wide-partial-head", head_dim=400, rotary_dim=100, heads=2, kv_heads=1, memory="odd", tokens=2),
+    # heads of 6 chunks, of which warps hold parts; weights of another dtype, or of two; interleaved pairs
+    case("row-of-96", {**ALL, "weight_dtype": torch.bfloat16}, head_dim=96, heads=20, kv_heads=9, dtype="bf16"),
+    case("row-of-256", {**ALL, **GEMMA}, head_dim=256, heads=5, kv_heads=2, dtype="bf16", table_dtype="bf16"),
+    case("row-interleaved", ALL, pairing="interleaved", head_dim=64, heads=9, kv_heads=2, dtype="fp16"),
+    case("interleaved-bf16", {"weight_dtype": torch.bfloat16}, pairing="interleaved", head_dim=128, dtype="bf16"),
     case("aligned-by-eight", {"weight_dtype": torch.bfloat16}, head_dim=24, dtype="bf16"),
 ]  # fmt: skip
 

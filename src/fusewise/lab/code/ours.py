@@ -219,9 +219,9 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 def _cuda_part(problem: Problem, name: str) -> str:
     """A short name of a kernel if it serves this problem, else empty. Kernels: `rope…<type, in, out, vector, heads>`,
     `direct_rope…<type, table, interleaved, vector, heads, at once>`, `light_rope…<type, table, in, out, bytes,
-    copies>`, `bulk_rope…<type, table, bytes>`, `norm_heads_kernel<type, in, out, vector, heads>`,
-    `norm_row_kernel<type, in, out, vector>`, `gated_linear_kernel<…, epilogue, …>`, `few_rows_kernel<…, columns,
-    slabs, …>`, `gate_gradient_kernel<…>`."""
+    copies>`, `bulk_rope…<type, table, bytes>`, `norm_rope_kernel<type, in, out, vector>`,
+    `direct_heads_kernel<type, weight, table, interleaved, vector, heads>`, `direct_row_kernel` likewise, `gated_linear_kernel<…, epilogue, …>`, `few_rows_kernel<…, columns, slabs, …>`,
+    `gate_gradient_kernel<…>`."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
             return "gate_gradient_kernel"
@@ -247,11 +247,17 @@ def _cuda_part(problem: Problem, name: str) -> str:
         if wide not in {widest, max(widest // 2, 2)}:  # half as wide for a few tokens
             return ""
         return f"direct_rope_and_cache_kernel {wide} wide, {heads} heads, {at_once} at once"
-    if found := re.search(rf"\dnorm_(heads|row)_kernelI{kind}Lb{of:d}ELb{to:d}ELi(\d+)E(?:Li(\d+)E)?", name):
-        wide = int(found[2])
-        if wide not in {widest, max(widest // 2, 2)} or (found[1] == "heads") != (problem.case.norm == "head"):  # type: ignore[attr-defined]
+    if problem.op == "qk_norm_rope":
+        weight = "f" if dtype == "float" else r"S\w?_"  # the weights' dtype is that of q
+        rows = "row" if problem.case.norm == "all" else "heads"  # type: ignore[attr-defined]
+        form = rf"I{kind}{weight}{table}Lb{of:d}ELi(\d+)ELi(\d+)E"
+        found = re.search(rf"\d(direct_{rows}_kernel){form}|(norm_rope_kernel)I{kind}Lb{of:d}ELb{to:d}ELi(\d+)E", name)
+        if found is None:
             return ""
-        return f"norm_{found[1]}_kernel {wide} wide" + (f", {found[3]} heads" if found[3] else "")
+        wide, heads = int(found[2] or found[5]), found[3]
+        if wide not in {widest, max(widest // 2, 2)}:  # half as wide for a few tokens
+            return ""
+        return f"{found[1]} {wide} wide, {heads} heads" if found[1] else f"{found[4]} {wide} wide"
     if found := re.search(rf"\dlight_rope_kernelI{kind}{table}Lb{of:d}ELb{to:d}ELi(\d+)ELb(\d)E", name):
         size, copies = int(found[1]), found[2] == "1"
         serves = size == widest * problem.dtype.itemsize * (2 if of or to else 1)

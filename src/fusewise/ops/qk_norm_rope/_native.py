@@ -20,7 +20,7 @@ def planned(
 ) -> tuple[bytes, int]:
     """The packed plan, and the byte distance from cos to sin if both are in one tensor."""
     plan, sin_distance = rope.planned(xs, ys, rotation)
-    kinds = [rope.KINDS[weight.dtype] for weight in (weights[0], weights[-1])] if weights else (0, 0)
+    kinds = [rope.KINDS[x.dtype] for x in ((weights[0], weights[-1]) if weights else (xs[0], xs[-1]))]
     return plan + _PLAN.pack(*kinds, norm.over == "all", norm.eps, norm.weight_offset), sin_distance
 
 

@@ -10,7 +10,7 @@ call and know nothing of autograd, which wraps them, so that a call without grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from .._common import (
 )
 from .._register import register
 from ..rope import _host
+from ..rope._auto import table_of
 from ..rope._op import readable
-from ..rope._problem import Rotation
+from ..rope._problem import Rotation, Spec
 from . import _native, reference
 from ._problem import Norm
 
@@ -49,30 +50,71 @@ IMPLEMENTATIONS = ("triton", "cuda", "reference")
 choice = Choice("qk_norm_rope", IMPLEMENTATIONS)
 
 
-def serving(impl: str, x: Tensor) -> Any:
+# Bytes read and written up to which auto selects CUDA for calls that only its general kernels serve. These are slower than
+# Triton's, by a microsecond or two at 64 to 512 tokens and by up to half at 80 MiB (norm="head", whole heads of 128, H200), where
+# Triton's launch costs 100 µs of host time and theirs a tenth.
+MOST_BYTES_FOR_GENERAL = 16 * 2**20
+
+
+def serving(impl: str, xs: Sequence[Tensor], weights: Sequence[Tensor], rotation: Rotation) -> Any:
     """The module that serves a call with `impl`, which may be "auto". A named one never falls back."""
+    x = xs[0]
     if impl == "auto" and x.device.type == "cuda" and x.dtype in KERNEL_FLOATS:
-        impl = "auto" if _passes_cuda_over() else "cuda"
+        *_, offsets, cu_seqlens, _, spec = rotation
+        given = offsets is not None or cu_seqlens is not None
+        impl = "auto" if _passes_cuda_over(xs, weights, Spec.decode(spec), given) else "cuda"
     return choice.serving(impl, x.device.type, x.dtype)
 
 
+def _passes_cuda_over(xs: Sequence[Tensor], weights: Sequence[Tensor], spec: Spec, sequences: bool) -> str | None:
+    """Why auto does not select CUDA for a call on a GPU, or None if it does. `sequences`: the positions depend on
+    offsets or bounds of sequences."""
+    if (reason := _unready()) is not None:
+        return reason
+    if spec.table in ("angles", "inv_freq"):
+        return "it is for tables of cos and sin"
+    moved = 2 * sum([x.numel() * x.element_size() for x in xs])
+    simple = spec.sections is None and spec.cp_size == 1 and not sequences and spec.pairing in ("half", "interleaved")
+    whole = all(spec.rotary_dim in (0, x.shape[-1]) for x in xs)
+    alike = all(w.dtype in (xs[0].dtype, torch.float32) and w.dtype == weights[0].dtype for w in weights)
+    if (simple and whole and alike) or moved <= MOST_BYTES_FOR_GENERAL:
+        return None
+    most = f"{MOST_BYTES_FOR_GENERAL / 2**20:g} MiB"
+    return f"such a call beyond {most} is faster in Triton: {_LARGE}"
+
+
+_LARGE = "for large calls it has kernels for whole heads, one position per token and weights like q or in float32"
+
+
 @functools.cache
-def _passes_cuda_over() -> str | None:
-    """Why auto does not select CUDA for calls on a GPU, or None if it does. Decided once: its sums have another order than
-    Triton's, and results should not change within a process."""
+def _unready() -> str | None:
+    """Why auto cannot use CUDA, or None if it can. Decided once: its sums have another order than Triton's, and results
+    should not change within a process."""
     return choice.unready(build.loads())
 
 
 def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] | None:
     """As `explained` of RoPE's `_auto`, for the arguments of `qk_norm_rope`."""
-    q = arguments["q"]
-    if q.device.type != "cuda" or q.dtype not in KERNEL_FLOATS:
+    xs, weights = ([x for x in (arguments[a], arguments[b]) if isinstance(x, Tensor)] for a, b in _PAIRS)
+    if xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None
-    reason = _passes_cuda_over()
+    spec = Spec(
+        pairing=arguments["pairing"], rotary_dim=arguments["rotary_dim"] or 0, table=table_of(arguments),
+        sections=arguments["sections"], cp_size=(arguments["context_parallel"] or (0, 1))[1],
+    )  # fmt: skip
+    sequences = isinstance(arguments["offset"], Tensor) or arguments["cu_seqlens"] is not None
+    reason = _passes_cuda_over(xs, weights, spec, sequences)
     if reason is None:
-        return "cuda", "which has the lowest host overhead; gradients are Triton's", {"triton": "it serves the backward"}
-    chosen = choice.choose("cuda", q.dtype)
+        return (
+            "cuda",
+            "which has the lowest host overhead; gradients are Triton's",
+            {"triton": "it serves the backward"},
+        )
+    chosen = choice.choose("cuda", xs[0].dtype)
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
+
+
+_PAIRS = (("q", "k"), ("q_weight", "k_weight"))
 
 
 def _split(rest: tuple[Any, ...]) -> tuple[Rotation, Norm, str]:
@@ -83,7 +125,7 @@ def _split(rest: tuple[Any, ...]) -> tuple[Rotation, Norm, str]:
 def _qk_norm_rope(xs: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     rotation, norm, impl = _split(rest)
     ys = [empty_like(x) for x in xs]
-    implementation = serving(impl, xs[0])
+    implementation = serving(impl, xs, weights, rotation)
     implementation.forward(xs, ys, weights, rotation, norm)
     _host.served(implementation, xs[0].device.type, impl)
     return ys
@@ -94,7 +136,7 @@ def _qk_norm_rope_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor
     rotation, norm, impl = _split(tuple(call))
     dxs = [empty_like(x) for x in xs]
     dweights = [empty_like(weight) for weight in weights] if wants_weights else []
-    implementation = serving(impl, xs[0])
+    implementation = serving(impl, xs, weights, rotation)
     if hasattr(implementation, "OTHERWISE"):
         implementation = choice.serving(implementation.OTHERWISE, xs[0].device.type, xs[0].dtype)
     implementation.backward(dys, xs, dxs, weights, dweights, rotation, norm)
@@ -208,10 +250,10 @@ def remember(
     result of `validated`, and the returned value."""
     if _host.without(call[-1]):
         return
-    host = _host.keeper(_host.NORMED, arguments, serving(call[-1], xs[0]), call[-1])
+    rotation, norm, impl = _split(call)
+    host = _host.keeper(_host.NORMED, arguments, serving(impl, xs, weights, rotation), impl)
     if host is not None:
         ys = out if isinstance(out, tuple) else (out,)
-        rotation, norm, _ = _split(call)
         plan = _native.planned(tuple(xs), ys, weights, rotation, norm)
         strides = [list(y.stride()) for y in ys]
         host.remember(_host.NORMED, arguments, *plan, reach, (-1, 0, 0), strides, "", "")  # gradients are not recorded

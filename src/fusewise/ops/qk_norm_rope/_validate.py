@@ -53,9 +53,8 @@ def validated(
             first = 0 if offsets is not None else offset
             if passed is not None and 0 <= first <= passed[1]:
                 table = next(x for x in (cos, cos_sin, angles, inv_freq) if x is not None)
-                encoded, reach = passed
-                call = table, sin, positions, offsets, cu_seqlens, first, encoded
-                return (*call, float(norm[0]), float(norm[1]), norm[2], impl), reach
+                tensors = table, sin, positions, offsets, cu_seqlens
+                return (*tensors, first, passed[0], float(norm[0]), float(norm[1]), norm[2], impl), passed[1]
         except (AttributeError, TypeError, RuntimeError):
             key = None  # an argument is not a strided tensor or not hashable: validation reports it
     call, reach = validated_as_far(OP, q, k, (*rotation, "auto"))

@@ -7,7 +7,7 @@
 // Everything that is fixed by the call signature.
 struct NormPlan {
   Plan rotation;            // from q and k into new tensors
-  int64_t weight_kinds[2];  // Kind of each weight
+  int64_t weight_kinds[2];  // Kind of each weight; without weights, of q and k
   int64_t together;         // 1: all heads of a token are normalized together
   double eps, weight_offset;
 };

@@ -115,8 +115,9 @@ struct Packed {
   }
 
   // Normalize and rotate, AT_ONCE pairs at a time: all of them, or few enough that registers allow high occupancy.
-  template <int AT_ONCE, class TABLE>
-  __device__ __forceinline__ void norm_rotate(const Direct& p, const Packed& weights, const Turn<TABLE, NP>& turn, float r) {
+  template <int AT_ONCE, class WEIGHT, class TABLE>
+  __device__ __forceinline__ void norm_rotate(const Direct& p, const Packed<WEIGHT, INTERLEAVED, NP>& weights,
+                                              const Turn<TABLE, NP>& turn, float r) {
 #pragma unroll
     for (int first = 0; first < NP; first += AT_ONCE) {
       float a[AT_ONCE], b[AT_ONCE], scale_a[AT_ONCE], scale_b[AT_ONCE], cos[AT_ONCE], sin[AT_ONCE];
@@ -133,7 +134,7 @@ struct Packed {
   }
 };
 
-template <class T, class TABLE, bool INTERLEAVED, int NP, int HEADS>
+template <class T, class WEIGHT, class TABLE, bool INTERLEAVED, int NP, int HEADS>
 __global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 640 : 1024) / THREADS) direct_heads_kernel(const __grid_constant__ Direct p) {
   using Chunks = Packed<T, INTERLEAVED, NP>;
   const uint32_t group = blockIdx.x * blockDim.y + threadIdx.y, token = p.of_token(group), nth = group - token * p.of_token.d;
@@ -141,15 +142,17 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 640 : 1024) / THREADS) d
   const DirectTensor& t = p.tensors[of_k];
   const uint32_t first = (nth - (of_k ? p.first_of_k : 0)) * HEADS, chunk = min(threadIdx.x, p.of_head.d - 1);
   const uint32_t at = chunk * uint32_t(Chunks::N * sizeof(T));
+  constexpr uint32_t WIDER = sizeof(WEIGHT) / sizeof(T);
   const bool active = token < p.tokens && threadIdx.x < p.of_head.d;
   wait_and_launch_dependents();
 
   const Position position(p, min(token, p.tokens - 1));  // the head of the dependency chain
   const char* const x = t.x + position.in(t.x_strides) + at;
-  Chunks chunks[HEADS], weights;
+  Chunks chunks[HEADS];
+  Packed<WEIGHT, INTERLEAVED, NP> weights;
 #pragma unroll
   for (int i = 0; i < HEADS; ++i) chunks[i].read(x + uint64_t(min(first + i, t.heads - 1)) * t.x_strides[2], p.half);
-  weights.read(t.weight + at, p.half);
+  weights.read(t.weight + at * WIDER, p.half * WIDER);
   const Turn<TABLE, NP> turn(p, position, chunk);
 
   float sums[HEADS];
@@ -166,23 +169,25 @@ __global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 640 : 1024) / THREADS) d
 
 constexpr int MOST_OF_ROW = MOST / WARP;  // sums of warps per row
 
-template <class T, class TABLE, bool INTERLEAVED, int NP, int HEADS>
+template <class T, class WEIGHT, class TABLE, bool INTERLEAVED, int NP, int HEADS>
 __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2 : 1) direct_row_kernel(const __grid_constant__ Direct p) {
   using Chunks = Packed<T, INTERLEAVED, NP>;
   const bool of_k = threadIdx.x >= p.tensors[1].first_thread;
   const DirectTensor& t = p.tensors[of_k];
   const uint32_t thread = threadIdx.x - t.first_thread, first = p.of_head(thread), chunk = thread - first * p.of_head.d;
   const uint32_t at = chunk * uint32_t(Chunks::N * sizeof(T));
+  constexpr uint32_t WIDER = sizeof(WEIGHT) / sizeof(T);
   const auto head = [&](int i) { return first + i * t.apart; };
   const auto readable = [&](int i) { return min(head(i), t.heads - 1); };
   wait_and_launch_dependents();
 
   const Position position(p, blockIdx.x);
   const char* const x = t.x + position.in(t.x_strides) + at;
-  Chunks chunks[HEADS], weights;
+  Chunks chunks[HEADS];
+  Packed<WEIGHT, INTERLEAVED, NP> weights;
 #pragma unroll
   for (int i = 0; i < HEADS; ++i) chunks[i].read(x + uint64_t(readable(i)) * t.x_strides[2], p.half);
-  weights.read(t.weight + readable(0) * t.weight_head + at, p.half);
+  weights.read(t.weight + readable(0) * t.weight_head + at * WIDER, p.half * WIDER);
   const Turn<TABLE, NP> turn(p, position, chunk);
 
   float sums[HEADS];
@@ -204,7 +209,7 @@ __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2
   char* const y = t.y + position.in(t.y_strides) + at;
 #pragma unroll
   for (int i = 0; i < HEADS; ++i) {
-    if (i > 0) weights.read(t.weight + readable(i) * t.weight_head + at, p.half);
+    if (i > 0) weights.read(t.weight + readable(i) * t.weight_head + at * WIDER, p.half * WIDER);
     chunks[i].template norm_rotate<(HEADS > 1 ? 2 : NP)>(p, weights, turn, r);
     if (head(i) < t.heads) chunks[i].write(y + uint64_t(head(i)) * t.y_strides[2], p.half);
   }
@@ -213,7 +218,7 @@ __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2
 // --- The launch ------------------------------------------------------------------------------------------------------
 
 // Whether this kernel supports a call with the angles of `p`, in chunks of `np` pairs. If so, sets its parameters.
-inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, int64_t np, bool together, Direct& d) {
+inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, int64_t np, Direct& d) {
   const Plan& plan = norm.rotation;
   const Call& rotation = call.rotation;
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, table_size = plan.table_kind == FLOAT32 ? 4 : 2, chunks = plan.pairs / np;
@@ -237,56 +242,79 @@ inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, in
   for (int o = 0; o < plan.operands; ++o) {
     DirectTensor& t = d.tensors[o];
     t.x = static_cast<const char*>(rotation.x[o]), t.y = static_cast<char*>(rotation.y[o]);
-    t.weight = d.weighted ? static_cast<const char*>(call.weights[o]) : t.x;  // any readable memory
+    t.weight = d.weighted ? static_cast<const char*>(call.weights[o]) : t.x;  // any readable memory as long as a head
     for (int i = 0; i < 3; ++i) t.x_strides[i] = narrow(plan.x_strides[o][i] * size), t.y_strides[i] = narrow(plan.y_strides[o][i] * size);
     t.heads = static_cast<uint32_t>(plan.heads[o]);
-    t.weight_head = d.weighted && norm.together ? narrow(plan.head_dim[o] * size) : 0;
+    const int64_t weight_size = norm.weight_kinds[o] == FLOAT32 ? 4 : 2;
+    t.weight_head = d.weighted && norm.together ? narrow(plan.head_dim[o] * weight_size) : 0;
     t.share = share_of(plan.head_dim[o] * (norm.together ? plan.heads[o] : 1));
-    const bool whole = plan.head_dim[o] == 2 * plan.pairs && plan.heads[o] > 0 && (!d.weighted || norm.weight_kinds[o] == plan.kind);
-    fits = fits && whole && (!together || chunks * plan.heads[o] <= MOST);
+    const bool whole = plan.head_dim[o] == 2 * plan.pairs && plan.heads[o] > 0;
+    const int64_t weight_kind = norm.weight_kinds[o];
+    const bool alike = weight_kind == norm.weight_kinds[0] && (weight_kind == plan.kind || weight_kind == FLOAT32);
+    fits = fits && whole && (!d.weighted || alike) && (norm.together ? chunks * plan.heads[o] <= MOST : chunks <= WARP);
   }
   return fits;
 }
 
 using DirectKernel = void (*)(Direct);
 
-template <class T, class TABLE, bool INTERLEAVED, int NP>
-DirectKernel direct_kernel(bool together, bool several) {
-  constexpr int HEADS = heads_read(NP, sizeof(T), 1);
-  if (together) return several ? direct_row_kernel<T, TABLE, INTERLEAVED, NP, HEADS> : direct_row_kernel<T, TABLE, INTERLEAVED, NP, 1>;
-  return several ? direct_heads_kernel<T, TABLE, INTERLEAVED, NP, HEADS> : direct_heads_kernel<T, TABLE, INTERLEAVED, NP, 1>;
-}
-
-template <class T, class TABLE, bool INTERLEAVED>
+template <class T, class WEIGHT, class TABLE, bool INTERLEAVED>
 DirectKernel direct_kernel(int64_t np, bool together, bool several) {
-  constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP;
-  return (np == NP ? direct_kernel<T, TABLE, INTERLEAVED, NP> : direct_kernel<T, TABLE, INTERLEAVED, HALF>)(together, several);
+  constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HALF = NP > 2 ? NP / 2 : NP, HEADS = heads_read(NP, sizeof(T), 1);
+  if (together) {
+    if (several) return direct_row_kernel<T, WEIGHT, TABLE, INTERLEAVED, NP, HEADS>;
+    return np == NP ? direct_row_kernel<T, WEIGHT, TABLE, INTERLEAVED, NP, 1> : direct_row_kernel<T, WEIGHT, TABLE, INTERLEAVED, HALF, 1>;
+  }
+  if (several) return direct_heads_kernel<T, WEIGHT, TABLE, INTERLEAVED, NP, HEADS>;
+  return np == NP ? direct_heads_kernel<T, WEIGHT, TABLE, INTERLEAVED, NP, 1> : direct_heads_kernel<T, WEIGHT, TABLE, INTERLEAVED, HALF, 1>;
 }
 
-template <class T>
+template <class T, class WEIGHT>
 DirectKernel direct_kernel(const Plan& plan, int64_t np, bool together, bool several) {
   if (plan.table_kind == FLOAT32)
-    return (plan.interleaved_in ? direct_kernel<T, float, true> : direct_kernel<T, float, false>)(np, together, several);
-  return (plan.interleaved_in ? direct_kernel<T, T, true> : direct_kernel<T, T, false>)(np, together, several);
+    return (plan.interleaved_in ? direct_kernel<T, WEIGHT, float, true> : direct_kernel<T, WEIGHT, float, false>)(np, together, several);
+  return (plan.interleaved_in ? direct_kernel<T, WEIGHT, T, true> : direct_kernel<T, WEIGHT, T, false>)(np, together, several);
 }
 
-// Launch with `heads` heads per thread; `grid` and `block` are those of the general kernel with a group per head or heads.
-inline cudaError_t launch_direct(Direct& d, const Plan& plan, int64_t np, bool together, int64_t heads, dim3 grid, dim3 block,
-                                 void* stream, const Device& device) {
-  if (together) {
-    const int64_t chunks = d.of_head.d;
+// Threads per SM beyond which a thread has several heads.
+constexpr int ENOUGH = 256;
+
+inline cudaError_t launch_direct(Direct& d, const NormPlan& norm, int64_t np, void* stream, const Device& device) {
+  const Plan& plan = norm.rotation;
+  const int64_t size = plan.kind == FLOAT32 ? 4 : 2, chunks = d.of_head.d;
+  int64_t all = 0;
+  for (int o = 0; o < plan.operands; ++o) all += chunks * d.tensors[o].heads * d.tokens;
+  // Several heads per thread only with the widest accesses; and in rows where every warp begins with the first chunk of a head.
+  const bool widest = np * size * (plan.interleaved_in ? 2 : 1) == 16, aligned = !norm.together || WARP % chunks == 0;
+  const int64_t heads = widest && aligned ? heads_for(np, size, 1, all, int64_t(device.processors) * ENOUGH) : 1;
+
+  dim3 grid, block;
+  if (norm.together) {
     int64_t threads = 0;
     for (int o = 0; o < plan.operands; ++o) {
-      const int64_t own = ceil_div(ceil_div(chunks * d.tensors[o].heads, heads), WARP) * WARP;
-      d.tensors[o].first_thread = static_cast<uint32_t>(threads);
-      d.tensors[o].warps = static_cast<uint32_t>(own / WARP), d.tensors[o].apart = static_cast<uint32_t>(own / chunks);
+      DirectTensor& t = d.tensors[o];
+      const int64_t own = ceil_div(ceil_div(chunks * t.heads, heads), WARP) * WARP;
+      t.first_thread = static_cast<uint32_t>(threads);
+      t.warps = static_cast<uint32_t>(own / WARP), t.apart = static_cast<uint32_t>(own / chunks);
       threads += own;
     }
     if (plan.operands == 1) d.tensors[1].first_thread = static_cast<uint32_t>(threads);  // no thread has k
     grid = dim3(d.tokens), block = dim3(static_cast<unsigned>(threads));
+  } else {
+    int64_t groups = 0;
+    for (int o = 0; o < plan.operands; ++o) {
+      groups += ceil_div(d.tensors[o].heads, heads);
+      if (o == 0) d.first_of_k = static_cast<uint32_t>(groups);
+    }
+    d.of_token = Divisor(groups);
+    const int64_t across = power_of_two(chunks), side = side_of(across, groups * d.tokens, device);
+    const int64_t blocks = ceil_div(groups * d.tokens, side);
+    if (blocks * side > INT32_MAX) return cudaErrorInvalidValue;
+    grid = dim3(static_cast<unsigned>(blocks)), block = dim3(static_cast<unsigned>(across), static_cast<unsigned>(side));
   }
   const auto kernel = with_dtype(plan.kind, [&](auto element) {
-    return direct_kernel<decltype(element)>(plan, np, together, heads > 1);
+    using T = decltype(element);
+    return (norm.weight_kinds[0] == plan.kind ? direct_kernel<T, T> : direct_kernel<T, float>)(plan, np, norm.together, heads > 1);
   });
   return launched(kernel, grid, block, stream, device, d);
 }

@@ -1,22 +1,18 @@
-// General kernels of qk_norm_rope: RMSNorm of q and k and RoPE in one launch, forward.
+// General kernel of qk_norm_rope: RMSNorm of q and k and RoPE in one launch, forward.
 //
 //     r = 1 / sqrt(mean(x²) + eps),   z = x r (w + offset),   (y_a, y_b) = (z_a cos θ − z_b sin θ, z_b cos θ + z_a sin θ)
 //
 // Shape legend: T tokens of all batch entries, H heads, D features of a head, P rotated pairs. A head is split into chunks of
 // 2 · NP elements as in RoPE's kernel: first those of NP pairs that rotate, then those that only pass. A row is what is normalized
 // together: a head, or all heads of a token. A group of threads, a power of two, processes a row: threadIdx.x selects the chunk,
-// threadIdx.y the group. Groups cover the heads of q, then of k, then tokens. There are two kernels:
-//
-// - `norm_heads_kernel`: a row is a head of at most WARP chunks. A thread processes its chunk of HEADS adjacent heads, with one
-//   cos θ, sin θ and weight for all of them. Sums are exchanged within a warp.
-// - `norm_row_kernel`: a row of any length. Warps exchange their sums through shared memory.
+// threadIdx.y the group. Groups cover the rows of q, then of k, then tokens.
 //
 // The squares of a row are summed as a binary tree over its chunks in order, whatever the number of tokens. So the result for a
 // token does not depend on the other tokens of the call.
 //
-// Every x is read once (by `norm_row_kernel` twice if a row has more than MOST chunks), every y written once.
+// Every x is read once (twice if a row has more than MOST chunks), every y written once.
 //
-// The calls of most models have a specialized kernel in direct.cuh.
+// The calls of most models have specialized kernels in direct.cuh.
 
 #include <algorithm>
 
@@ -39,7 +35,7 @@ struct Params {
   Work work;
   Divisor groups, batch_tokens;         // groups of a token; tokens of a batch entry
   uint32_t all_tokens, first_of_k;      // tokens of all batch entries; index of the first group of k among those of a token
-  uint32_t row_heads[2];                // `norm_row_kernel`: heads of a row
+  uint32_t row_heads[2];                // heads of a row
   Divisor of_head[2];                   // and chunks of a head
   uint32_t features[2];                 // of a head
   float shares[2], eps, weight_offset;  // 1 / features of a row
@@ -138,35 +134,6 @@ __device__ __forceinline__ char* new_head_of(const Operand& t, const Task& task,
   return t.y + task.batch * t.y_strides[0] + task.token * t.y_strides[1] + head * t.y_strides[2];
 }
 
-template <class T, bool IN, bool OUT, int NP, int HEADS>
-__global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 512 : 768) / THREADS) norm_heads_kernel(const __grid_constant__ Params p) {
-  const Task task(p);
-  const Operand& t = p.operands[task.of];
-  const Weight& weight = p.weights[task.of];
-  const uint32_t chunk = threadIdx.x, head = task.nth * HEADS;
-  const int heads = task.there && chunk < p.work.rotated + t.copied ? int(t.heads - head) : 0;
-  const char* const x = head_of(t, task, head);
-  Column<T, IN, OUT, NP> column;
-  column.locate(p, t, chunk);
-
-  wait_and_launch_dependents();
-  Chunk<T, IN, NP> from[HEADS];
-#pragma unroll
-  for (int i = 0; i < HEADS; ++i)
-    if (i < heads) column.read(from[i], x + i * t.x_strides[2]);
-  if (heads > 0) column.prepare(p, weight, 0, task.batch, task.token, chunk);
-
-  float sums[HEADS];
-#pragma unroll
-  for (int i = 0; i < HEADS; ++i) sums[i] = i < heads ? column.squares(from[i]) : 0.0f;
-  warp_sums<HEADS, WARP>(sums, blockDim.x);
-
-  char* const y = new_head_of(t, task, head);
-#pragma unroll
-  for (int i = 0; i < HEADS; ++i)
-    if (i < heads) column.write(from[i], y + i * t.y_strides[2], reciprocal_rms(sums[i], p.shares[task.of], p.eps), weight.data != nullptr);
-}
-
 // The sum over the threads of a group, a power of two up to MOST. All threads of the block call it.
 __device__ __forceinline__ float group_sum(float mine) {
   __shared__ float of_warps[WARP];
@@ -182,7 +149,7 @@ __device__ __forceinline__ float group_sum(float mine) {
 }
 
 template <class T, bool IN, bool OUT, int NP>
-__global__ void __launch_bounds__(MOST, 1) norm_row_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(MOST, 1) norm_rope_kernel(const __grid_constant__ Params p) {
   const Task task(p);
   const Operand& t = p.operands[task.of];
   const Weight& weight = p.weights[task.of];
@@ -220,23 +187,14 @@ __global__ void __launch_bounds__(MOST, 1) norm_row_kernel(const __grid_constant
 
 // --- The launch ------------------------------------------------------------------------------------------------------
 
-template <class T, bool IN, bool OUT, int NP, int HEADS>
-struct NormHeads {
-  static constexpr int OF_NARROW = 1;  // heads per thread if accesses are narrow: more would take a minute to compile
-  static constexpr auto kernel = norm_heads_kernel<T, IN, OUT, NP, HEADS>;
-};
-
 template <class T, bool IN, bool OUT, int NP, int>
-struct NormRow {
+struct NormRope {
   static constexpr int OF_NARROW = 1;
-  static constexpr auto kernel = norm_row_kernel<T, IN, OUT, NP>;
+  static constexpr auto kernel = norm_rope_kernel<T, IN, OUT, NP>;
 };
 
-inline int64_t power_of_two(int64_t least) {
-  int64_t power = 1;
-  while (power < least) power *= 2;
-  return power;
-}
+// Threads per SM below which chunks are of half the width.
+constexpr int FEW = 512;
 
 }  // namespace
 
@@ -284,45 +242,35 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
   }
   if (features == 0) return cudaSuccess;
   // With few tokens most of the GPU idles, and half-width chunks halve the arithmetic in a thread's instruction chain.
-  const bool few = features / (2 * np) < int64_t(device.processors) * THREADS;
+  const bool few = features / (2 * np) < int64_t(device.processors) * FEW;
   if (few && copied == 0 && np > 2 && widest / np <= MOST) np /= 2;
   set_angles(p.work, plan, call, np, false);
   set_copies(p.operands, plan, np);
   p.eps = static_cast<float>(norm->eps), p.weight_offset = static_cast<float>(norm->weight_offset);
   p.all_tokens = static_cast<uint32_t>(all_tokens), p.batch_tokens = Divisor(plan.tokens);
 
-  int64_t of_head = 0, of_row = 0;  // chunks
+  int64_t of_row = 0;  // chunks
   for (int o = 0; o < plan.operands; ++o) {
     const int64_t chunks = p.work.rotated + p.operands[o].copied;
     p.row_heads[o] = norm->together ? p.operands[o].heads : 1;
     p.of_head[o] = Divisor(chunks), p.features[o] = static_cast<uint32_t>(plan.head_dim[o]);
     p.shares[o] = share_of(p.row_heads[o] * plan.head_dim[o]);
-    of_head = std::max(of_head, chunks), of_row = std::max(of_row, chunks * p.row_heads[o]);
+    of_row = std::max(of_row, chunks * p.row_heads[o]);
   }
-  const bool by_heads = !norm->together && of_head <= WARP;
-  // Heads per thread: as many as leave enough threads to fill the GPU.
-  const int64_t heads = heads_for(np, size, 1, features / (2 * np), int64_t(device.processors) * 2048);
+  Direct d{};
+  if (direct(*norm, *norm_call, p.work, np, d)) return launch_direct(d, *norm, np, stream, device);
+
   int64_t groups = 0;
   for (int o = 0; o < plan.operands; ++o) {
-    const int64_t count = p.operands[o].heads;
-    groups += norm->together ? count > 0 : by_heads ? ceil_div(count, heads) : count;
+    groups += norm->together ? plan.heads[o] > 0 : plan.heads[o];
     if (o == 0) p.first_of_k = static_cast<uint32_t>(groups);
   }
-  const int64_t across = std::min<int64_t>(power_of_two(of_row), MOST);
-  int64_t threads = THREADS;  // of a block, with at least one group
-  while (threads > WARP && groups * all_tokens * across / threads < 4 * device.processors) threads /= 2;
-  const int64_t side = std::max<int64_t>(1, threads / across), blocks = ceil_div(groups * all_tokens, side);
-  if (blocks * side > INT32_MAX) return cudaErrorInvalidValue;
   p.groups = Divisor(groups);
-
+  const int64_t across = std::min<int64_t>(power_of_two(of_row), MOST), side = side_of(across, groups * all_tokens, device);
+  const int64_t blocks = ceil_div(groups * all_tokens, side);
+  if (blocks * side > INT32_MAX) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(across), static_cast<unsigned>(side));
-  if (Direct d{}; (by_heads || norm->together) && direct(*norm, *norm_call, p.work, np, norm->together, d)) {
-    d.of_token = p.groups, d.first_of_k = p.first_of_k;
-    const bool aligned = WARP % d.of_head.d == 0;  // every warp of a row begins with the first chunk of a head
-    return launch_direct(d, plan, np, norm->together, norm->together && !aligned ? 1 : heads, grid, block, stream, device);
-  }
-  const auto kernel = by_heads ? kernel_for<NormHeads>(plan, np, heads) : kernel_for<NormRow>(plan, np, 1);
-  return launched(kernel, grid, block, stream, device, p);
+  return launched(kernel_for<NormRope>(plan, np, 1), grid, block, stream, device, p);
 }
 #endif
 
@@ -330,7 +278,7 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
 // A cudaError_t that tells whether the kernels can run on the current device, and if not, why.
 extern "C" __attribute__((visibility("default"))) int fusewise_qk_norm_rope_probe() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, norm_row_kernel<float, false, false, 1>);
+  return cudaFuncGetAttributes(&attributes, norm_rope_kernel<float, false, false, 1>);
 }
 
 extern "C" __attribute__((visibility("default"))) const char* fusewise_error(int code) {
