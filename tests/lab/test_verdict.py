@@ -223,6 +223,25 @@ def test_many_launches_starved_queues_and_low_clocks_are_causes():
     assert causes["eager"] == (
         "launches 5 kernels instead of one: 20 % of its time",
         "its time includes host overhead: too many launches to queue",
+@pytest.mark.parametrize(
+    ("kernels", "cause"),
+    [
+        ([], "cause unknown: its memory traffic is minimal"),
+        ([(2048, 0), (0, 2048)], "moves 4.00 KiB, where no byte has to move, in 2 kernels"),
+    ],
+)
+def test_traffic_where_no_byte_has_to_move(kernels, cause):
+    found = record({"floor-launch": 2.0, "eager": 40.0}, ledgers=[ledger("eager", *kernels)], bytes_min=0)
+    judged = only(found)
+    assert judged.gaps[0].causes == (cause,)
+    assert ("Fusion can save none of eager's memory traffic." in sentences(judged)) == (not kernels)
+
+
+def test_at_the_limit_but_too_short():
+    found = record({"floor-copy": 4.0, "eager": 4.1}, device="NVIDIA X")
+    assert only(found).gaps[0].causes == ("too short to measure precisely",)
+
+
         "its clock was lower: 1,000 MHz",
     )
     assert causes["thunder"] == ("cause unknown: no traffic ledger",)

@@ -156,10 +156,12 @@ def _causes(
 ) -> list[str]:
     """Everything in the record that makes this provider slower than the minimum or its time less certain."""
     causes = []
-    if ledger is not None and row.bytes_min:
-        ratio, count = moved(ledger) / row.bytes_min, len(ledger["kernels"])
-        if ratio > EXCESS:
-            causes.append(f"moves {number(ratio)} times the bytes, in {count} kernel{'s' if count > 1 else ''}")
+    if ledger is not None and row.bytes_min is not None:
+        total, count = moved(ledger), len(ledger["kernels"])
+        if total > EXCESS * row.bytes_min:
+            times = f"{number(total / row.bytes_min)} times the bytes" if row.bytes_min else ""
+            what = times or f"{size(total)}, where no byte has to move"
+            causes.append(f"moves {what}, in {count} kernel{'s' if count > 1 else ''}")
         if launch is not None and count > 1 and (count - 1) * launch / _time(row) > NOTICEABLE:
             share = (count - 1) * launch / _time(row)
             causes.append(f"launches {count} kernels instead of one: {percent(min(1.0, share))} of its time")
@@ -178,10 +180,10 @@ def _causes(
         causes.append(f"{number(waiting)} of its threads waited for a core, on average")
     if factor is not None and factor <= 1 / ENOUGH:
         return causes or ["at the limit"]
-    if row.device_us is not None and row.device_us < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
-        causes.append("too short to measure precisely")
     return causes or ["cause unknown: " + ("its memory traffic is minimal" if ledger else "no traffic ledger")]
 
+    if _time(row) < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
+        causes.append("too short to measure precisely")
 
 def _of_row(stage: Json, row: Row) -> bool:
     """Stages belong to one group or, without group fields, to all groups of the provider."""
@@ -304,7 +306,8 @@ def sentences(verdict: Verdict) -> list[str]:
         share = "" if first.factor is None else f", {number(first.factor)} times the minimum"
         said.append(f"The fastest provider is {first.provider}: {number(first.time_us)} µs{share}.")
     if verdict.saved_bytes is not None:
-        said.append(f"Fusion can save up to {size(verdict.saved_bytes)} of eager's memory traffic.")
+        saved = f"up to {size(verdict.saved_bytes)}" if verdict.saved_bytes else "none"
+        said.append(f"Fusion can save {saved} of eager's memory traffic.")
     if verdict.left is not None:
         said.append(f"The best compiler spends {percent(verdict.left)} of its time above the minimum.")
     named = f": {verdict.kernel}" if verdict.kernel else ""
