@@ -109,6 +109,9 @@ def test_a_faster_library_is_told_beside_ours():
     [
         ({"floor-copy": 10.0, "eager": 10.5}, 0.001, "no", "eager is at 95.2 % of the limit"),
         ({"floor-copy": 10.0, "eager": 9.0}, 0.001, "no", "eager is at 111 % of the limit"),
+        ({"floor-copy": 8.996, "eager": 10.0}, 0.001, "no", "eager is at 90 % of the limit"),
+        ({"floor-copy": 10.0, "eager": 10.5, "liger": 9.8}, 0.001, "no", "eager is at 95.2 % of the limit"),
+        ({"floor-copy": 10.0, "eager": 9.0, "liger": 6.0}, 0.5, "cannot tell", "liger is at 167 % of the floor"),
         ({"floor-copy": 10.0, "eager": 6.0}, 0.001, "cannot tell", "eager is at 167 % of the floor's speed"),
         ({"floor-copy": 10.0, "eager": 20.0}, 0.001, "try", "no hand-written kernel was measured"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0}, 0.001, "try", "measured here is faster"),
@@ -133,7 +136,7 @@ def test_what_starting_anything_binds_is_not_worth_it(device, fix):
     made = record({"floor-launch": 10.0, "eager": 90.0})
     made.environment["device"] = device
     found = only(made)
-    assert (found.bound, found.worth, found.why) == ("launch", "no", f"launch latency takes as long; {fix}")
+    assert (found.bound, found.worth, found.why) == ("launch", "no", f"it is launch-bound; {fix}")
 
 
 def test_a_floor_that_a_compiler_is_far_below_says_nothing():
@@ -143,6 +146,19 @@ def test_a_floor_that_a_compiler_is_far_below_says_nothing():
     assert judged.why == "eager is at 250 % of the floor's speed, so the floor is not a limit"
     assert all(gap.factor is None for gap in judged.gaps)
     assert not any("at least" in sentence or "to gain" in sentence for sentence in sentences(judged))
+
+
+@pytest.mark.parametrize(("eager", "liger", "minimum"), [(10.5, 9.0, 10.0), (10.5, 6.0, None), (6.0, 5.0, None)])
+def test_a_kernel_that_is_faster_outweighs_the_limit(eager, liger, minimum):
+    """A compiler at the rate of a copy is no reason against a kernel that was measured to be faster."""
+    judged = only(record({"floor-copy": 10.0, "eager": eager, "liger": liger}))
+    assert (judged.worth, judged.kernel, judged.minimum_us) == ("yes", "liger", minimum)
+    assert judged.bound == ("memory" if minimum else "cannot tell")
+
+
+def test_the_limit_is_known_even_if_no_provider_is_right():
+    judged = only(record({"floor-copy": 10.0}, wrong=["eager"]))
+    assert (judged.bound, judged.minimum_us, judged.worth) == ("memory", 10.0, "cannot tell")
 
 
 def test_products_without_a_time_are_not_called_memory_bound():
@@ -207,22 +223,6 @@ def test_causes_come_from_ledgers_hosts_clocks_and_counts():
     assert moved(found.ledgers[0]) == 32_000_000
 
 
-def test_many_launches_starved_queues_and_low_clocks_are_causes():
-    found = record(
-        {"floor-copy": 10.0, "floor-launch": 2.0, "eager": 40.0, "thunder": 50.0},
-        ledgers=[ledger("eager", *[(800_000, 800_000)] * 5)],
-    )
-    for m in found.measurements:
-        for turn in m.rounds:
-            turn["held"] = m.provider != "eager"
-    found.rows = [
-        r if r.provider not in ("eager", "thunder") else type(r)(**{**r.__dict__, "clocks": {"sm_mhz": mhz}})
-        for r, mhz in zip(found.rows, (0, 0, 1000, 1900), strict=True)
-    ]
-    causes = {gap.provider: gap.causes for gap in only(found).gaps}
-    assert causes["eager"] == (
-        "launches 5 kernels instead of one: 20 % of its time",
-        "its time includes host overhead: too many launches to queue",
 @pytest.mark.parametrize(
     ("kernels", "cause"),
     [
@@ -242,6 +242,22 @@ def test_at_the_limit_but_too_short():
     assert only(found).gaps[0].causes == ("too short to measure precisely",)
 
 
+def test_many_launches_starved_queues_and_low_clocks_are_causes():
+    found = record(
+        {"floor-copy": 10.0, "floor-launch": 2.0, "eager": 40.0, "thunder": 50.0},
+        ledgers=[ledger("eager", *[(800_000, 800_000)] * 5)],
+    )
+    for m in found.measurements:
+        for turn in m.rounds:
+            turn["held"] = m.provider != "eager"
+    found.rows = [
+        r if r.provider not in ("eager", "thunder") else type(r)(**{**r.__dict__, "clocks": {"sm_mhz": mhz}})
+        for r, mhz in zip(found.rows, (0, 0, 1000, 1900), strict=True)
+    ]
+    causes = {gap.provider: gap.causes for gap in only(found).gaps}
+    assert causes["eager"] == (
+        "launches 5 kernels instead of one: 20 % of its time",
+        "its time includes host overhead: too many launches to queue",
         "its clock was lower: 1,000 MHz",
     )
     assert causes["thunder"] == ("cause unknown: no traffic ledger",)

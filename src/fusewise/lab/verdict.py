@@ -94,15 +94,16 @@ def is_compiler(provider: str) -> bool:
 
 def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record) -> Verdict:
     timed = sorted((r for r in rows if r.device_us is not None and not is_floor(r.provider)), key=_time)
-    limited = next((r for r in timed if r.limit is not None and r.share_of_limit is not None), None)
+    # Floors have the group's limit, too: it is known even if no provider is right.
+    limited = next((r for r in rows if None not in (r.device_us, r.limit, r.share_of_limit)), None)
     minimum = _time(limited) * (limited.share_of_limit or 0.0) if limited else None
     bound = _bound(limited, rows)
     missed = [row.provider for row in rows if is_compiler(row.provider) and _nearly_right(row)]
     unknown = analysis.flops_unknown(m for m in record.measurements if m.key == key)
     worth, kernel, why = _worth(key, timed, missed, bound, minimum, unknown, record)
     best = next((r for r in timed if is_compiler(r.provider)), None)
-    if best is not None and minimum is not None and minimum / _time(best) > BEYOND:
-        bound, minimum = "cannot tell", None  # `why` reports it; a disproved floor must not be used below
+    if timed and minimum is not None and _share(minimum, timed[0]) > BEYOND:
+        bound, minimum = "cannot tell", None  # a disproved floor must not be used below
     if unknown and worth != "no":
         bound, minimum = "cannot tell", None  # computing may take longer than moving the bytes
     ledgers = {entry["provider"]: entry for entry in record.ledgers if _belongs(entry, key)}
@@ -136,6 +137,11 @@ def _nearly_right(row: Row) -> bool:
 def _time(row: Row) -> float:
     assert row.device_us is not None
     return row.device_us
+
+
+def _share(minimum: float, row: Row) -> float:
+    """Share of the limit, rounded as `percent` shows it, so that no sentence contradicts the rule that it reports."""
+    return float(f"{minimum / _time(row):.3g}")
 
 
 def _belongs(entry: Json, key: tuple[str, str, str, str]) -> bool:
@@ -178,12 +184,12 @@ def _causes(
         causes.append(f"its clock was lower: {number(clocks[row.provider], 4)} MHz")
     if (waiting := analysis.disturbed(row)) is not None:
         causes.append(f"{number(waiting)} of its threads waited for a core, on average")
+    if _time(row) < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
+        causes.append("too short to measure precisely")
     if factor is not None and factor <= 1 / ENOUGH:
         return causes or ["at the limit"]
     return causes or ["cause unknown: " + ("its memory traffic is minimal" if ledger else "no traffic ledger")]
 
-    if _time(row) < MEASUREMENT_FLOOR and row.device.startswith("NVIDIA"):
-        causes.append("too short to measure precisely")
 
 def _of_row(stage: Json, row: Row) -> bool:
     """Stages belong to one group or, without group fields, to all groups of the provider."""
@@ -234,22 +240,18 @@ def _worth(
             f"up to {threads} threads of a provider waited for a core; run it again on an idle machine",
         )
     best = compilers[0]
-    reach = minimum / _time(best)
-    if reach > BEYOND:
-        return (
-            "cannot tell",
-            None,
-            f"{best.provider} is at {percent(reach)} of the floor's speed, so the floor is not a limit",
-        )
-    if bound == "launch" and (not unknown or reach >= ENOUGH):
+    reach, fastest = _share(minimum, best), _share(minimum, timed[0])
+    if bound == "launch" and fastest <= BEYOND and (not unknown or reach >= ENOUGH):
         graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
-        return "no", None, f"launch latency takes as long; fuse it with its neighbours{graph}"
-    if reach >= ENOUGH:
-        return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
-    untimed = f"not timed, since wrong by at most {NEARLY:g} times the allowed error: {', '.join(missed)}"
+        return "no", None, f"it is launch-bound; fuse it with its neighbours{graph}"
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]
+    # A kernel that is clearly faster shows that the compiler is not at its limit, whatever the floors took.
+    shown = any(_time(row) < ENOUGH * _time(best) for row in better)
+    if reach >= ENOUGH and fastest <= BEYOND and not shown:
+        return "no", None, f"{best.provider} is at {percent(reach)} of the limit"
+    untimed = f"not timed, since wrong by at most {NEARLY:g} times the allowed error: {', '.join(missed)}"
     if better:
         chosen = next((row for row in better if is_ours(row.provider)), better[0])
         ratio = words[chosen.provider][0]
@@ -258,6 +260,9 @@ def _worth(
         if chosen is not better[0]:
             why += f", {better[0].provider} {number(_time(better[0]) / _time(best))}"
         return "yes", chosen.provider, f"{why}; {untimed}" if missed else why
+    if fastest > BEYOND:
+        why = f"{timed[0].provider} is at {percent(fastest)} of the floor's speed, so the floor is not a limit"
+        return "cannot tell", None, why
     if unknown:
         why = f"the FLOPs of {', '.join(unknown)} are unknown: computing may take longer than moving the bytes, {number(minimum)} µs"
         return "cannot tell", None, why
