@@ -12,7 +12,7 @@ from ..verdict import moved
 from . import gigabytes_per_second, measured, number, percent, size, svg, sweep
 from .svg import Line, Mark
 
-#: Powers of 1024, as ticks for byte axes.
+#: Series number and CSS classes of every provider.
 Look = Mapping[str, tuple[int, str]]
 
 
@@ -107,32 +107,32 @@ def roofline(
     points = {}
     for row in rows:
         if row.flops_min and row.bytes_min and row.device_us and not is_floor(row.provider):
-            rate = row.flops_min / row.device_us / 1e3
-            points[row.id] = (row.flops_min / row.bytes_min, rate, f"{number(rate)} GFLOP/s")
+            rate = 1e6 * row.flops_min / row.device_us
+            points[row.id] = (row.flops_min / row.bytes_min, rate, f"{number(rate / 1e9)} GFLOP/s")
     if not points:
         return None
     copies = [gigabytes_per_second(r) or 0.0 for r in rows if r.provider == "floor-copy"]
-    copy = max(copies, default=(limits or {}).get("copy_gb_s") or 0.0)
+    copy = 1e9 * max(copies, default=(limits or {}).get("copy_gb_s") or 0.0)
     products = [
-        r.flops_min / r.device_us / 1e3 for r in rows if r.provider == "floor-matmul" and r.flops_min and r.device_us
+        1e6 * r.flops_min / r.device_us for r in rows if r.provider == "floor-matmul" and r.flops_min and r.device_us
     ]
-    matmul = max(products, default=1e3 * ((limits or {}).get("matmul_tflop_s", {}).get(rows[0].dtype) or 0.0))
+    matmul = max(products, default=1e12 * ((limits or {}).get("matmul_tflop_s", {}).get(rows[0].dtype) or 0.0))
     xs = [p[0] for p in points.values()]
     left, right = min(xs) / 4, max(xs) * 4
     lines, tops = [], [p[1] for p in points.values()]
     if copy:
         knee = min(right, matmul / copy) if matmul else right
         if knee > left:
-            lines.append(Line(left, copy * left, knee, copy * knee, f"copy {number(copy)} GB/s"))
+            lines.append(Line(left, copy * left, knee, copy * knee, f"copy {number(copy / 1e9)} GB/s"))
             tops += [copy * left, copy * knee]
     if matmul:
         start = max(left, matmul / copy) if copy else left
         if start < right:
-            lines.append(Line(start, matmul, right, matmul, f"matmul {number(matmul / 1e3)} TFLOP/s"))
+            lines.append(Line(start, matmul, right, matmul, f"matmul {number(matmul / 1e12)} TFLOP/s"))
             tops.append(matmul)
     x = svg.Axis("operations per byte, minimum", left, right)
     series = _series(rows, points, anchors)
-    return svg.scatter(f"Roofline, {suffix}", x, svg.span(tops, "GFLOP/s"), series, looks, lines=lines)
+    return svg.scatter(f"Roofline, {suffix}", x, svg.span(tops, "operations per second"), series, looks, lines=lines)
 
 
 def memory(record: Record, looks: Look, anchors: Mapping[str, str]) -> Markup | None:

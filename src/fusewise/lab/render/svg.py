@@ -16,6 +16,8 @@ WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 44
 SERIES = 8
 LONGEST_LABEL = 36  # characters of a name next to its bar
+FEWEST_TICKS = 3
+CHARACTER, LINE = 6.4, 13.0  # about as wide and as high as a label's text
 #: Marker outlines in a 10 × 10 box around the origin, distinguishable without colour.
 SHAPES = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
@@ -74,18 +76,23 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        if not self.log:
+        """Round values, at least three of them: on a logarithmic axis 1, 2 and 5 times powers of ten or, where it is
+        too short for those, equal steps."""
+        found: list[float] = []
+        if self.log:
+            low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            factors = (1, 2, 5) if high - low <= 3 else (1,)
+            all_ = [f * 10.0**e for e in range(low, high + 1) for f in factors]
+            found = [t for t in all_ if self.low <= t * (1 + 1e-9) and t <= self.high * (1 + 1e-9)]
+        if len(found) < FEWEST_TICKS:
             step = _step(self.high - self.low)
-            return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        factors = (1, 2, 5) if high - low <= 3 else (1,)
-        found = [f * 10.0**e for e in range(low, high + 1) for f in factors]
-        return [t for t in found if self.low <= t * (1 + 1e-9) and t <= self.high * (1 + 1e-9)]
+            found = [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        return found
 
 
 def _step(span: float) -> float:
-    """A round step that gives about five ticks."""
-    rough = span / 5
+    """A round step that gives three to nine ticks."""
+    rough = span / 8
     power = 10.0 ** math.floor(math.log10(rough))
     return next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
 
@@ -113,7 +120,7 @@ def frame(title: str, height: float, *parts: Markup) -> Markup:
         el("text", title, x=LEFT, y=16, class_="title"),
         *parts,
         viewBox=f"0 0 {WIDTH} {height:g}",
-        role="img",
+        role="group",  # not an image: that would hide the links in it from screen readers
         aria_label=title,
         class_="chart",
     )
@@ -126,8 +133,10 @@ def grid(x: Axis, y: Axis | None, height: float, left: float = LEFT) -> Markup:
     for tick in x.ticks():
         at = left + x.at(tick) * (right - left)
         parts.append(el("line", x1=_n(at), x2=_n(at), y1=TOP, y2=_n(bottom), class_="grid"))
-        parts.append(el("text", short(tick), x=_n(at), y=_n(bottom + 16), text_anchor="middle"))
-    parts.append(el("text", x.label, x=_n((left + right) / 2), y=_n(bottom + 36), text_anchor="middle", class_="axis"))
+        inside = min(at, WIDTH - CHARACTER * len(short(tick)) / 2)  # a label at the right edge is not cut
+        parts.append(el("text", short(tick), x=_n(inside), y=_n(bottom + 16), text_anchor="middle"))
+    middle = (left + right) / 2
+    parts.append(el("text", named(x), x=_n(middle), y=_n(bottom + 36), text_anchor="middle", class_="axis"))
     for tick in y.ticks() if y else ():
         at = bottom - (y.at(tick) if y else 0) * (bottom - TOP)
         parts.append(el("line", x1=_n(left), x2=_n(right), y1=_n(at), y2=_n(at), class_="grid"))
@@ -135,8 +144,12 @@ def grid(x: Axis, y: Axis | None, height: float, left: float = LEFT) -> Markup:
     if y:
         middle = (TOP + bottom) / 2
         turned = f"rotate(-90 14 {_n(middle)})"
-        parts.append(el("text", y.label, x=14, y=_n(middle), text_anchor="middle", transform=turned, class_="axis"))
+        parts.append(el("text", named(y), x=14, y=_n(middle), text_anchor="middle", transform=turned, class_="axis"))
     return Markup("").join(parts)
+
+
+def named(axis: Axis) -> str:
+    return f"{axis.label} (log scale)" if axis.log else axis.label
 
 
 def marker(series: int, classes: str = "") -> Markup:
@@ -168,10 +181,16 @@ def scatter(
         return LEFT + x.at(px) * (right - LEFT), bottom - y.at(py) * (bottom - TOP)
 
     parts = [grid(x, y, height)]
+    labels: list[tuple[float, float, float]] = []  # left, right, baseline
     for line in lines:
         (x0, y0), (x1, y1) = place(line.x0, line.y0), place(line.x1, line.y1)
         parts.append(el("line", x1=_n(x0), y1=_n(y0), x2=_n(x1), y2=_n(y1), class_="limit"))
-        parts.append(el("text", line.label, x=_n(x1 - 4), y=_n(y1 - 5), text_anchor="end", class_="limit"))
+        wide, at = CHARACTER * len(line.label), y1 - 5
+        end = max(x1 - 4, LEFT + 4 + wide)  # within the chart even if the line ends at its left edge
+        while any(left < end and end - wide < right and abs(at - other) < LINE for left, right, other in labels):
+            at -= LINE
+        labels.append((end - wide, end, at))
+        parts.append(el("text", line.label, x=_n(end), y=_n(at), text_anchor="end", class_="limit"))
     for name, marks in series.items():
         number, classes = look[name]
         if joined and len(marks) > 1:
@@ -194,7 +213,7 @@ def dots(
     parts = [grid(x, None, height, left=left)]
     for i, (name, marks) in enumerate(lines.items()):
         at = TOP + 22.0 * (i + 0.5)
-        parts.append(el("text", clipped(name), x=_n(left - 8), y=_n(at + 4), text_anchor="end"))
+        parts.append(beside(name, left, at + 4))
         parts.append(el("line", x1=_n(left), x2=WIDTH - RIGHT, y1=_n(at), y2=_n(at), class_="grid"))
         for provider, mark in marks.items():
             number, classes = look[provider]
@@ -213,7 +232,7 @@ def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]
     parts = [grid(axis, None, height, left=left)]
     for i, (name, pieces) in enumerate(bars.items()):
         top, reached = TOP + 26.0 * i + 4, 0.0
-        parts.append(el("text", clipped(name), x=_n(left - 8), y=_n(top + 13), text_anchor="end"))
+        parts.append(beside(name, left, top + 13))
         for j, (label, value) in enumerate(pieces):
             start, end = left + axis.at(reached) * wide, left + axis.at(reached + value) * wide
             box = el("rect", el("title", label), x=_n(start), y=_n(top), width=_n(max(0.5, end - start - 1)), height=18,
@@ -226,9 +245,10 @@ def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]
     return frame(title, height, *parts)
 
 
-def clipped(text: str) -> str:
-    """The name, shortened to fit next to its bar."""
-    return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
+def beside(name: str, left: float, y: float) -> Markup:
+    """The name left of its line or bar, shortened to fit; a pointer shows the whole."""
+    short_ = name if len(name) <= LONGEST_LABEL else name[: LONGEST_LABEL - 1] + "…"
+    return el("text", el("title", name), short_, x=_n(left - 8), y=_n(y), text_anchor="end")
 
 
 def _n(value: float) -> str:
