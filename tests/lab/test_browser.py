@@ -24,6 +24,7 @@ def files(tmp_path_factory):
         "plain": full_record(),
         "hostile": full_record(hostile=HOSTILE),
         "large": full_record(10),
+        "long": full_record(1, hostile="_of_a_long_name" * 8),
         "gpu": gpu_record(),
     }.items():
         (folder / f"{name}.html").write_text(html.report(made), encoding="utf-8")
@@ -155,6 +156,24 @@ def test_it_fits_a_phone_and_follows_the_dark(tab, files):
     assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
     assert tab.run("getComputedStyle(document.querySelector('.panes')).gridTemplateColumns.split(' ').length") == 1
     assert tab.errors == []
+
+
+def test_long_names_widen_no_phone(tab, files):
+    tab.open(files / "long.html", width=360, height=700)
+    tab.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert tab.run("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_printed_report_is_light_and_has_every_column_and_case(tab, files):
+    tab.open(files / "plain.html", width=717)  # A4 without its margins
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    tab.ask("Emulation.setEmulatedMedia", media="print", features=dark)
+    try:
+        assert tab.run("document.documentElement.scrollWidth") <= 717
+        assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert tab.run("[...document.querySelectorAll('#cases > details > p')].every(p => p.checkVisibility())")
+    finally:
+        tab.ask("Emulation.setEmulatedMedia", media="")
 
 
 def test_a_hostile_record_runs_nothing_and_loads_nothing(tab, files):
