@@ -119,6 +119,8 @@ def test_stages_are_chosen_searched_and_lit_up(page):
     page.press("ArrowDown")
     page.press("Enter")
     assert page.run(lit.format("right")) == ["21", "22"]
+    chosen = "document.getElementById(document.getElementById('left-text').getAttribute('aria-activedescendant'))"
+    assert page.run(f"[{chosen}.role, {chosen}.dataset.n, {chosen}.ariaSelected]") == ["option", "11", "true"]
     page.run("find = document.getElementById('find'); find.value = 'TL_7'; find.dispatchEvent(new Event('input'))")
     assert page.run("document.getElementById('found').textContent") == "1 of 11"
     page.run("document.getElementById('previous').click()")

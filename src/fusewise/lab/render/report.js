@@ -76,6 +76,7 @@
         for (const line of pane.box.children) {
           const on = lit !== null && line.dataset.ref === lit;
           line.classList.toggle("lit", on);
+          line.setAttribute("aria-selected", on);
           count += on;
           if (on && first === null) first = line;
         }
@@ -108,6 +109,7 @@
       if (all[pane.at]) all[pane.at].classList.remove("at");
       pane.at = Math.max(0, Math.min(all.length - 1, to));
       all[pane.at].classList.add("at");
+      pane.box.setAttribute("aria-activedescendant", all[pane.at].id);
       all[pane.at].scrollIntoView({ block: "nearest", inline: "nearest" });
     };
     const choose = (pane) => {
@@ -123,6 +125,8 @@
       pane.box.replaceChildren(...stages[number].map((text, i) => {
         const line = document.createElement("span");
         line.className = "l";
+        line.role = "option";
+        line.id = `${pane.box.id}-${i + 1}`;
         line.dataset.n = i + 1;
         const ref = map.get(i + 1);
         if (ref !== undefined) { line.dataset.ref = ref; line.title = ref; }
@@ -131,6 +135,7 @@
       }));
       pane.counts.textContent = Object.entries(counts).map(([name, count]) => `${name} ${count}`).join(" · ");
       pane.at = -1;
+      pane.box.removeAttribute("aria-activedescendant");
       pane.box.scrollTop = 0;
       light();
       find(0);
