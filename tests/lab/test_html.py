@@ -132,7 +132,9 @@ def test_data_inside_the_script_element_cannot_end_it(hostile):
 
 
 def test_a_record_of_little_renders():
-    assert "No provider has a time." in html.report(study_record([row("liger", "missing")]))
+    nothing = html.report(study_record([row("liger", "missing")]))
+    assert "No provider has a time." in nothing
+    assert "Providers without a time" in nothing and '<td class="reason">because</td>' in nothing
     assert "Nothing was measured" in html.report(study_record([], finished=False, seconds=None))
 
 

@@ -6,7 +6,7 @@ from builders import measurement, row, study_record
 from rich.console import Console
 
 from fusewise.lab import analysis, commands, compare, verdict
-from fusewise.lab.render import gigabytes_per_second, markdown, number, percent, plots, size, terminal
+from fusewise.lab.render import gigabytes_per_second, html, markdown, number, percent, plots, size, terminal
 
 
 def sweep_record():
@@ -52,19 +52,17 @@ def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
     record = sweep_record()
     record.finished = False
     record.environment["load_average"] = 3.0
-    report = markdown.report(record)
-    assert "cut short" in report
-    assert "not idle when the study began (load 3.0 on 2 cores)" in report
+    for report in (markdown.report(record), html.report(record)):
+        assert "cut short" in report
+        assert "not idle when the study began (load 3.0 on 2 cores)" in report
 
 
 def test_report_says_where_most_threads_waited():
     record = sweep_record()
     record.rows = [dataclasses.replace(r, clocks={"waiting_threads": 0.5}) for r in record.rows]
     timed = sum(r.device_us is not None for r in record.rows)
-    assert (
-        f"not idle: in {timed} of {timed} rows up to 0.500 threads of a provider waited for a core on average"
-        in markdown.report(record)
-    )
+    said = f"not idle: in {timed} of {timed} rows up to 0.500 threads of a provider waited for a core on average"
+    assert said in markdown.report(record) and said in html.report(record)
 
 
 def test_text_from_a_record_cannot_break_out_of_its_cell():

@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from ..analysis import is_floor
+from ..analysis import disturbed, is_floor
 from ..record import Record, Row
 
 Group = tuple[str, str, str, str]
 #: Smallest number of cases that form a sweep.
 FEWEST_POINTS = 3
+#: Load per core from which a machine counts as busy.
+BUSY = 0.5
+WITHOUT_TIME = ("provider", "status", "rows", "reason")
 
 
 def groups(record: Record) -> dict[Group, list[Row]]:
@@ -26,6 +29,30 @@ def measured(rows: Iterable[Row]) -> list[str]:
     """The providers that have a time in any of the rows, floors first."""
     names = list(dict.fromkeys(row.provider for row in rows if row.device_us is not None))
     return sorted(names, key=lambda name: not is_floor(name))
+
+
+def without_time(rows: Iterable[Row]) -> list[tuple[str, str, int, str]]:
+    """What WITHOUT_TIME names: each reason once, with the number of rows it affects."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row.status != "ok":
+            counts[(row.provider, row.status, row.reason)] = counts.get((row.provider, row.status, row.reason), 0) + 1
+    return [(provider, status, count, reason) for (provider, status, reason), count in counts.items()]
+
+
+def idleness(record: Record) -> list[str]:
+    """A warning if the machine was busy with other work before or during the study."""
+    timed = [row for row in record.rows if row.device_us is not None]
+    waiting = [threads for row in timed if (threads := disturbed(row)) is not None]
+    if 2 * len(waiting) > len(timed):
+        return [
+            f"The machine was not idle: in {len(waiting)} of {len(timed)} rows up to {number(max(waiting))} threads of a provider "
+            "waited for a core on average. Their times are too long."
+        ]
+    load, cores = record.environment.get("load_average"), record.environment.get("cores")
+    if load is None or cores is None or load < BUSY * cores:
+        return []
+    return [f"The machine was not idle when the study began (load {load} on {cores} cores): times may be too long."]
 
 
 def sweep(rows: Sequence[Row]) -> str | None:

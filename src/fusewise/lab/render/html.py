@@ -21,7 +21,22 @@ from ..analysis import TWIN, flops_unknown, is_floor, is_ours
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import charts, fact, gigabytes_per_second, groups, host, measured, number, percent, script, size, svg
+from . import (
+    WITHOUT_TIME,
+    charts,
+    fact,
+    gigabytes_per_second,
+    groups,
+    host,
+    idleness,
+    measured,
+    number,
+    percent,
+    script,
+    size,
+    svg,
+    without_time,
+)
 
 #: Text of a table cell and its sort key; without a number, cells sort by their text.
 Cell = tuple[str, float | None]
@@ -74,12 +89,15 @@ def report(record: Record) -> str:
         js=Markup(js),
         css_hash=_hash(css),
         js_hash=_hash(js),
+        warnings=idleness(record),
         summary=summary(judged),
         judged=judged,
         groups=[_group(v, rows, record, anchors) for v, rows in zip(judged, groups(record).values(), strict=True)],
         charts=charts.charts(record, anchors),
         legend=[_legend(name, looks[name]) for name in measured(record.rows)],
         glances=_glances(record, anchors),
+        absent_columns=WITHOUT_TIME,
+        absent=without_time(record.rows),
         hosts=_hosts(record, anchors),
         row_columns=ROW_COLUMNS,
         rows=[_line(record, row, anchors[row.id]) for row in record.rows],

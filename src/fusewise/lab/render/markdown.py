@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..analysis import TWIN, disturbed, is_floor
+from ..analysis import TWIN, is_floor
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
-from . import fact, gigabytes_per_second, groups, host, measured, memory, number, percent, printable, size
+from . import (
+    WITHOUT_TIME,
+    fact,
+    gigabytes_per_second,
+    groups,
+    host,
+    idleness,
+    measured,
+    memory,
+    number,
+    percent,
+    printable,
+    size,
+    without_time,
+)
 
 HOW_TO_READ = """\
 - **time**: median over rounds of the device time of one call, microseconds, ± the interquartile range of all samples.
@@ -30,10 +44,6 @@ HOW_TO_READ = """\
   backward, beyond inputs and outputs."""
 
 
-#: Load per core from which a machine counts as busy.
-BUSY = 0.5
-
-
 def report(record: Record, plots: Sequence[str] = ()) -> str:
     """Render the record as Markdown; `plots` are the file names of pictures next to it."""
     request, rows = record.request, record.rows
@@ -48,7 +58,7 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         *summaries(record),
         "## Where it was measured",
         environment(record),
-        *idleness(record),
+        *(f"**{warning}**" for warning in idleness(record)),
         "## Limits of this machine",
         limits(rows),
         "## Providers without a time",
@@ -243,15 +253,8 @@ def limits(rows: Iterable[Row]) -> str:
 
 
 def absent(rows: Iterable[Row]) -> str:
-    """Each reason once, with the number of rows it affects."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        if row.status != "ok":
-            counts[(row.provider, row.status, row.reason)] = counts.get((row.provider, row.status, row.reason), 0) + 1
-    if not counts:
-        return "None: every provider has a time in every case."
-    lines = [[text(name), status, str(n), text(reason)] for (name, status, reason), n in counts.items()]
-    return table(["provider", "status", "rows", "reason"], lines)
+    lines = [[text(name), status, str(n), text(reason)] for name, status, n, reason in without_time(rows)]
+    return table(WITHOUT_TIME, lines) if lines else "None: every provider has a time in every case."
 
 
 def environment(record: Record) -> str:
@@ -263,21 +266,6 @@ def environment(record: Record) -> str:
     lines += [[text(name), text(version)] for name, version in versions.items()]
     lines += [["seed", str(record.request["seed"])], ["cache", text(record.request["cache"])]]
     return table(["", ""], lines)
-
-
-def idleness(record: Record) -> list[str]:
-    """A warning if the machine was busy with other work before or during the study."""
-    timed = [row for row in record.rows if row.device_us is not None]
-    waiting = [threads for row in timed if (threads := disturbed(row)) is not None]
-    if 2 * len(waiting) > len(timed):
-        return [
-            f"**The machine was not idle: in {len(waiting)} of {len(timed)} rows up to {number(max(waiting))} threads of a provider "
-            "waited for a core on average. Their times are too long.**"
-        ]
-    load, cores = record.environment.get("load_average"), record.environment.get("cores")
-    if load is None or cores is None or load < BUSY * cores:
-        return []
-    return [f"**The machine was not idle when the study began (load {load} on {cores} cores): times may be too long.**"]
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
