@@ -157,28 +157,30 @@ def lack(record: Record) -> str:
         return ""
     return (
         "There are no host times: on a CPU, a call is its own host time. To see host overhead, run the same study on a GPU: "
-        f" fusewise study {record.request['title'] or record.request['op']}"
+        f"fusewise study {record.request['title'] or record.request['op']}"
     )
 
 
 PROFILE_COLUMNS = ("name", "self CPU", "CPU total", "self device", "calls")
 
 
-def profile_lines(profile: Json) -> list[list[str]]:
-    """torch.profiler's table: for host and device the share of total self time and the microseconds per call."""
+def profile_lines(profile: Json) -> list[list[tuple[str, float | None]]]:
+    """torch.profiler's table: for host and device the share of total self time and the microseconds per call; texts,
+    and sort keys where they are numbers."""
     calls = profile["calls"]
     lines = []
     for row in profile["rows"]:
+        self_cpu, total = row["self_cpu_us"] / calls, row["cpu_total_us"] / calls
         device, share = row.get("self_device_us"), row.get("self_device_percent")
-        lines.append(
-            [
-                row["name"],
-                f"{number(row['self_cpu_us'] / calls)} µs ({percent(row['self_cpu_percent'] / 100)})",
-                f"{number(row['cpu_total_us'] / calls)} µs",
-                "–" if device is None else f"{number(device / calls)} µs ({percent(share and share / 100)})",
-                number(row["calls"] / calls),
-            ]
-        )
+        on_device = None if device is None else device / calls
+        cells = [
+            (row["name"], None),
+            (f"{number(self_cpu)} µs ({percent(row['self_cpu_percent'] / 100)})", self_cpu),
+            (f"{number(total)} µs", total),
+            ("–" if on_device is None else f"{number(on_device)} µs ({percent(share and share / 100)})", on_device),
+            (number(row["calls"] / calls), row["calls"] / calls),
+        ]
+        lines.append(cells)
     return lines
 
 

@@ -101,7 +101,7 @@ def hosts(record: Record) -> list[str]:
         parts += [f"### {text(group.name)}", text(host.waits(group)), table(host.COLUMNS, lines)]
     for name, beside in host.profiles(record):
         for profile in beside:
-            lines = [[text(cell) for cell in line] for line in host.profile_lines(profile)]
+            lines = [[text(cell) for cell, _ in line] for line in host.profile_lines(profile)]
             seen = table(host.PROFILE_COLUMNS, lines) if lines else "torch.profiler recorded no operator and no kernel."
             parts += [f"### Profile of {text(name)}: {text(profile['provider'])}", seen]
     return parts
