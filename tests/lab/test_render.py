@@ -6,7 +6,7 @@ from builders import measurement, row, study_record
 from rich.console import Console
 
 from fusewise.lab import analysis, commands, compare, verdict
-from fusewise.lab.render import gigabytes_per_second, html, markdown, number, percent, plots, size, terminal
+from fusewise.lab.render import gigabytes_per_second, html, markdown, measured, number, percent, plots, size, terminal
 
 
 def sweep_record():
@@ -131,6 +131,25 @@ def test_a_plot_of_many_cases_can_be_read(tmp_path):
     assert len(looks) == len(names)
     assert drawn.get_figheight() < 45
     assert all(len(line) <= 34 for label in drawn.axes[0].get_yticklabels() for line in label.get_text().splitlines())
+
+
+def test_lines_of_floors_differ_and_powers_of_ten_are_plain():
+    rows = sweep_record().rows
+    axes = plots.lines(rows, "title", "cube", "time, µs", plots.colouring(measured(rows))).axes[0]
+    assert axes.yaxis.get_major_formatter()(1000.0) == "1,000"
+    assert axes.yaxis.get_minor_formatter()(20.0) == "20"
+    floors = [line.get_linestyle() for line in axes.lines if line.get_label().startswith("floor-")]
+    assert len(floors) == len(set(floors)) == 2
+
+
+def test_a_legend_of_long_names_is_whole_and_tells_them_apart():
+    names = [f"package.{'module.' * 20}:kernel_{i}" for i in range(5)]
+    rows = [row(name, device_us=1.0, share_of_limit=0.5) for name in names]
+    drawn = plots.shares(rows, "title", plots.colouring(names))
+    drawn.canvas.draw()
+    (legend,) = drawn.legends
+    assert drawn.bbox.x0 <= legend.get_window_extent().x0 and legend.get_window_extent().x1 <= drawn.bbox.x1
+    assert len({text.get_text() for text in legend.get_texts()}) == 5
 
 
 def test_letters_that_no_font_has_are_no_warning(tmp_path):

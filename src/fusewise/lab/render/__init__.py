@@ -74,6 +74,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """At most so many characters; the middle is left out, since long names often differ only at their ends."""
+    return text if len(text) <= most else f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Three significant digits, without an exponent where that is readable; a dash for None."""
     if value is None:

@@ -12,16 +12,20 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from ..analysis import is_floor, is_ours
 from ..folder import file_name
 from ..record import Record, Row, write_atomically
-from . import gigabytes_per_second, measured, printable, sweep
+from . import gigabytes_per_second, measured, printable, shortened, sweep
 
 #: Colours that colour-blind readers can distinguish (Okabe and Ito); repeated with dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#444444")
 #: Combined with the colours, these are unique for 48 providers.
 MARKERS = ("o", "s", "^", "D", "v", "P")
+#: Of the floors, which are all black.
+FLOOR_DASHES = (":", "-.", "--")
+LONGEST_LABEL = 60  # characters of a name in a legend
 
 
 @rc_context({"text.parse_math": False})  # a dollar sign in a device name is literal
@@ -67,12 +71,14 @@ def lines(rows: Sequence[Row], title: str, label: str, quantity: str, colours: M
                 points.append((int(row.case.rpartition("-")[2]), value))
         if not points:
             continue
-        style = ":" if is_floor(name) else "-" if i < len(COLOURS) else "--"
+        style = FLOOR_DASHES[i % len(FLOOR_DASHES)] if is_floor(name) else "-" if i < len(COLOURS) else "--"
         xs, ys = zip(*sorted(points), strict=True)
         width = 2.4 if is_ours(name) else 1.3
-        axes.plot(xs, ys, style, color=colours[name], linewidth=width, label=printable(name))
+        axes.plot(xs, ys, style, color=colours[name], linewidth=width, label=_label(name))
     if quantity.startswith("time"):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,g}")  # plain text: by default powers of ten are formulas
+        axes.yaxis.set_minor_formatter(LogFormatter())
     else:
         axes.set_ylim(bottom=0)
     axes.set(title=printable(title), xlabel=printable(label), ylabel=quantity)
@@ -87,7 +93,8 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
     cases = list(dict.fromkeys(row.case for row in rows))
     labels = [textwrap.fill(textwrap.shorten(printable(case), 100, placeholder=" …"), 34) for case in cases]
     height = sum(0.12 + 0.17 * (label.count("\n") + 1) for label in labels)
-    figure = Figure(figsize=(9, 1.6 + 0.2 * (len(names) // 4) + height), layout="constrained")
+    columns = max(1, min(4, 120 // (10 + max(len(_label(name)) for name in names))))
+    figure = Figure(figsize=(9, 1.6 + 0.2 * (len(names) // columns) + height), layout="constrained")
     axes = figure.subplots()
     for i, name in enumerate(names):
         mine = [row for row in rows if row.provider == name and row.share_of_limit is not None]
@@ -95,7 +102,7 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
         axes.scatter(
             [100 * (row.share_of_limit or 0.0) for row in mine],
             [cases.index(row.case) for row in mine],
-            s=large, marker=marker, color=colours[name], edgecolors="white", linewidths=0.5, label=printable(name), zorder=3,
+            s=large, marker=marker, color=colours[name], edgecolors="white", linewidths=0.5, label=_label(name), zorder=3,
         )  # fmt: skip
     axes.axvline(100, color="#000000", linewidth=0.8)
     axes.set_yticks(range(len(cases)), labels, fontsize="small")
@@ -103,8 +110,12 @@ def shares(rows: Sequence[Row], title: str, colours: Mapping[str, str]) -> Figur
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     figure.suptitle(printable(title), fontsize="medium")
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     return figure
+
+
+def _label(name: str) -> str:
+    return shortened(printable(name), LONGEST_LABEL)
 
 
 def save(figure: Figure, directory: Path, name: str) -> str:

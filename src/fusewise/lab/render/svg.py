@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from . import shortened
+
 WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 44
 SERIES = 8
@@ -247,8 +249,7 @@ def stacks(title: str, axis: Axis, bars: Mapping[str, Sequence[tuple[str, float]
 
 def beside(name: str, left: float, y: float) -> Markup:
     """The name left of its line or bar, shortened to fit; a pointer shows the whole."""
-    short_ = name if len(name) <= LONGEST_LABEL else name[: LONGEST_LABEL - 1] + "…"
-    return el("text", el("title", name), short_, x=_n(left - 8), y=_n(y), text_anchor="end")
+    return el("text", el("title", name), shortened(name, LONGEST_LABEL), x=_n(left - 8), y=_n(y), text_anchor="end")
 
 
 def _n(value: float) -> str:
