@@ -51,9 +51,10 @@ def test_report_and_terminal_have_the_verdict():
 def test_report_of_an_interrupted_run_and_a_busy_machine_says_so():
     record = sweep_record()
     record.finished = False
+    record.resumed = ["2026-01-01T00:10:00+00:00", "2026-01-01T00:20:00+00:00"]
     record.environment["load_average"] = 3.0
     for report in (markdown.report(record), html.report(record)):
-        assert "cut short" in report
+        assert "cut short" in report and "It was resumed 2 times." in report
         assert "not idle when the study began (load 3.0 on 2 cores)" in report
 
 
