@@ -115,4 +115,5 @@ def test_explain_dispatch() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_takes_the_kernel() -> None:
-    assert fusewise.explain_dispatch(fusewise.qk_norm_rope, Q.cuda(), K.cuda(), W.cuda(), W.cuda()).impl == "triton"
+    told = fusewise.explain_dispatch(fusewise.qk_norm_rope, Q.cuda(), K.cuda(), W.cuda(), W.cuda())
+    assert told.impl in ("cuda", "triton")  # CUDA once it is built

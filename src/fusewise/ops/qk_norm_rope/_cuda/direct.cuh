@@ -279,7 +279,8 @@ DirectKernel direct_kernel(const Plan& plan, int64_t np, bool together, bool sev
 // Threads per SM beyond which a thread has several heads.
 constexpr int ENOUGH = 256;
 
-inline cudaError_t launch_direct(Direct& d, const NormPlan& norm, int64_t np, void* stream, const Device& device) {
+template <class T>
+cudaError_t launch_direct(Direct& d, const NormPlan& norm, int64_t np, void* stream, const Device& device) {
   const Plan& plan = norm.rotation;
   const int64_t size = plan.kind == FLOAT32 ? 4 : 2, chunks = d.of_head.d;
   int64_t all = 0;
@@ -312,10 +313,7 @@ inline cudaError_t launch_direct(Direct& d, const NormPlan& norm, int64_t np, vo
     if (blocks * side > INT32_MAX) return cudaErrorInvalidValue;
     grid = dim3(static_cast<unsigned>(blocks)), block = dim3(static_cast<unsigned>(across), static_cast<unsigned>(side));
   }
-  const auto kernel = with_dtype(plan.kind, [&](auto element) {
-    using T = decltype(element);
-    return (norm.weight_kinds[0] == plan.kind ? direct_kernel<T, T> : direct_kernel<T, float>)(plan, np, norm.together, heads > 1);
-  });
+  const auto kernel = (norm.weight_kinds[0] == plan.kind ? direct_kernel<T, T> : direct_kernel<T, float>)(plan, np, norm.together, heads > 1);
   return launched(kernel, grid, block, stream, device, d);
 }
 

@@ -257,8 +257,8 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
     p.shares[o] = share_of(p.row_heads[o] * plan.head_dim[o]);
     of_row = std::max(of_row, chunks * p.row_heads[o]);
   }
-  Direct d{};
-  if (direct(*norm, *norm_call, p.work, np, d)) return launch_direct(d, *norm, np, stream, device);
+  if (Direct d{}; direct(*norm, *norm_call, p.work, np, d))
+    return with_dtype(plan.kind, [&](auto element) { return launch_direct<decltype(element)>(d, *norm, np, stream, device); });
 
   int64_t groups = 0;
   for (int o = 0; o < plan.operands; ++o) {
