@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._common import compute_dtype
 from ._problem import Problem, Rotation, Spec
 from ._validate import DEFAULTS, validated
 
@@ -32,7 +33,7 @@ def formula(q: Tensor, k: Tensor | None, rotation: Rotation) -> Any:
 def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -> None:
     """`impl="reference"`: write the rotation of every x into its y."""
     problem = Problem.build(xs, ys, rotation)
-    if xs[0].numel() == 0 and all(x.numel() == 0 for x in xs):
+    if all(x.numel() == 0 for x in xs):
         return
     for y, rotated in zip(ys, rotate(problem), strict=True):
         y.copy_(rotated)
@@ -40,7 +41,7 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
 
 def rotate(problem: Problem) -> list[Tensor]:
     """The rotation of every operand, as new tensors with the operand's shape and dtype."""
-    compute = torch.float64 if problem.operands[0].x.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(problem.operands[0].x)
     cos_BTP, sin_BTP, padding_T = cos_and_sin(problem, compute)
     if problem.spec.inverse:
         sin_BTP = -sin_BTP
