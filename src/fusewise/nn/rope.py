@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..ops._common import MAX_POSITION, check_count, check_one_of, exporting, known
 from ..ops.rope import rope, tables
 from ..ops.rope._auto import IMPLEMENTATIONS
-from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing
+from ..ops.rope._problem import LAYOUTS, PAIRINGS, Layout, Pairing, layout_dims
 from ..ops.rope._validate import DEFAULTS, validated
 
 
@@ -217,7 +217,7 @@ class RotaryEmbedding(nn.Module):
                 self._restore(q.device)
             return {"inv_freq": self.inv_freq, "scale": self.scaling, **given}
         if dense:  # other invalid arguments are reported by `fusewise.rope`
-            rows, dim = self.max_positions, {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[self.options["layout"]]
+            rows, dim = self.max_positions, layout_dims(self.options["layout"])[1]
             if positions is None and cu_seqlens is None and isinstance(offset, int) and q.dim() > dim:
                 rows = offset + q.shape[dim] * _ranks(context_parallel)
             cos, sin = self._cover(rows, q.device)

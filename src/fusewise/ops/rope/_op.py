@@ -18,7 +18,7 @@ from .._common import apply_function, empty_like, jit_traces, recorded_by_operat
 from .._overlap import check_apart
 from .._register import copies_wrongly, register
 from . import _auto, _host
-from ._problem import Spec, transposed_spec
+from ._problem import Spec, layout_dims, transposed_spec
 
 # Schema of the arguments after the rotated tensors, the same in every operator: a `Rotation` and the implementation
 # name or "auto".
@@ -119,7 +119,7 @@ def _vmap_functional(name: str, count: int) -> Callable[..., Any]:
             if count == 1:
                 return torch.stack(results), 0
             return tuple(torch.stack(group) for group in zip(*results, strict=True)), (0,) * count
-        h_dim = {"bshd": 2, "sbhd": 2, "bhsd": 1, "thd": 1}[Spec.decode(args[-2 - count]).layout]
+        h_dim = layout_dims(Spec.decode(args[-2 - count]).layout)[2]
         folded, sizes = [], []
         for x, dim in zip(args[:count], in_dims[:count], strict=True):
             x = x.unsqueeze(h_dim) if dim is None else x.movedim(dim, h_dim)
