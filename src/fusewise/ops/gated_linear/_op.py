@@ -38,7 +38,7 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 # OTHERWISE; one with `refuses` is asked whether it takes the matrices of a call.
 IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
-implementation, unavailable, choose = choice.implementation, choice.unavailable, choice.choose
+implementation, unavailable = choice.implementation, choice.unavailable
 
 
 def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alone: bool = False) -> Any:

@@ -72,7 +72,7 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     if not xs or xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None
     in_place = "out" not in arguments  # only functions that are not in place have `out`
-    spec = Spec(pairing=arguments["pairing"], rotary_dim=arguments["rotary_dim"] or 0, table=table_of(arguments))
+    spec = Spec(rotary_dim=arguments["rotary_dim"] or 0, table=table_of(arguments))
     reason = _passes_cuda_over(xs, spec, in_place=in_place)
     if reason is None and _copies(xs, spec, in_place):
         return (

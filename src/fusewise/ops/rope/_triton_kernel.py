@@ -242,11 +242,10 @@ def _rotate_flat_tile(
         # One table entry per pair; a thread holds both elements of its pairs.
         half: tl.constexpr = BLOCK_H // 2
         pair = (((tile % blocks) * half + tl.arange(0, half)) % (HEAD_DIM // 2)) - START // 2
-        entry = pair
         rotated = mask_n[:, None]
         if not ALL:
             rotated &= tl.max_constancy((pair >= 0) & (pair < FORM.PAIRS), FORM.PAIR_VECTOR // 2)[None, :]
-        entry = tl.max_contiguous(tl.multiple_of(entry, FORM.PAIR_VECTOR // 2), FORM.PAIR_VECTOR // 2) * TABLE.STEP
+        entry = tl.max_contiguous(tl.multiple_of(pair, FORM.PAIR_VECTOR // 2), FORM.PAIR_VECTOR // 2) * TABLE.STEP
     else:
         pair = in_head - START
         second = pair >= FORM.PAIRS
