@@ -67,11 +67,7 @@ def stacked_gate_into(
     """`stacked_gate` written to `out` (..., F), which may have strided rows; returns it. Records no gradient."""
     _check_stacked(op, name, x, activation)
     check_features(op, "out", out)
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-    if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
-        wanted = f"have shape {shape}, and dtype and device of {name} ({dtype_name(x.dtype)}, {x.device})"
-        got = f"{tuple(out.shape)}, {dtype_name(out.dtype)}, {out.device}"
-        fail(op, "out", wanted, got, "allocate it so, or leave it out")
+    _check_half(op, "out", out, name, x, "allocate it so, or leave it out")
     if _autograd.needs_autograd(out, x):
         fail(op, "out", "not be given where a gradient is recorded", "one that is", "use torch.no_grad(), or no out")
     if transforms_active() or copies_wrongly():
@@ -79,7 +75,7 @@ def stacked_gate_into(
     if not torch.compiler.is_compiling():  # the compiler reads inputs before it writes outputs
         check_apart(op, {"out": out}, {name: x})
     try:
-        y = out.view(-1, shape[-1])
+        y = out.view(-1, out.shape[-1])
     except RuntimeError:
         y = out
     if y.dim() != 2 or (y.stride(1) != 1 and y.shape[1] > 1):
@@ -104,10 +100,7 @@ def stacked_gradient(
     of_y, of_x = names
     _check_stacked(op, of_x, x, activation)
     _check(op, of_y, dy, activation)
-    shape = (*x.shape[:-1], x.shape[-1] // 2)
-    if dy.shape != shape or dy.dtype != x.dtype or dy.device != x.device:
-        wanted = f"have shape {shape}, and dtype and device of {of_x} ({dtype_name(x.dtype)}, {x.device})"
-        fail(op, of_y, wanted, f"{tuple(dy.shape)}, {dtype_name(dy.dtype)}, {dy.device}", "pass the gradient of y")
+    _check_half(op, of_y, dy, of_x, x, "pass the gradient of y")
     spec = Spec(activation, "stacked", gate_first)
     if transforms_active() or _autograd.needs_autograd(dy, x):
         return _differentiable(dy, x, None, spec)[0]
@@ -119,6 +112,14 @@ def _check_stacked(op: str, name: str, x: Any, activation: str) -> None:
     _check(op, name, x, activation)
     if x.shape[-1] % 2:
         fail(op, name, "have an even last dimension, 2F", tuple(x.shape), "stack the value and the gate")
+
+
+def _check_half(op: str, name: str, y: Tensor, of_x: str, x: Tensor, fix: str) -> None:
+    """y must be like the gate of x (..., 2F)."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    if y.shape != shape or y.dtype != x.dtype or y.device != x.device:
+        wanted = f"have shape {shape}, and dtype and device of {of_x} ({dtype_name(x.dtype)}, {x.device})"
+        fail(op, name, wanted, f"{tuple(y.shape)}, {dtype_name(y.dtype)}, {y.device}", fix)
 
 
 def _check(op: str, name: str, x: Any, activation: str) -> None:
