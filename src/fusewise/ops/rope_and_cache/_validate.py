@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import check_one_of, fail, jit_traces, kinds, shown, transforms_active
+from .._common import check_bool, check_one_of, fail, jit_traces, kinds, transforms_active
 from .._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
@@ -90,8 +90,7 @@ def validated(
         _check_values(k, v, layout)
         _check_caches(k, v, key_cache, value_cache, layout)
         _check_places(q, key_cache, slots, block_table, layout, options)
-        if not isinstance(write_k, bool):
-            fail(OP, "write_k", "be a bool", shown(write_k), "pass True to rotate k in place, too", TypeError)
+        check_bool(OP, "write_k", write_k, "pass True to rotate k in place, too")
         choice.check(OP, q, options[-1])
         _check_writable({"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}, write_k)
         if tracing:
