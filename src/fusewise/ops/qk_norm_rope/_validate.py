@@ -91,8 +91,8 @@ def _check_weight(name: str, weight: Any, x: Tensor | None, layout: str, norm: N
         fail(OP, name, "be None where there is no k", "a tensor", "pass k or leave its weight out")
     check_tensor(OP, name, weight, FLOATS, x.device)
     if weight.dtype == torch.float64 and x.dtype != torch.float64:
-        kinds = "float32, bfloat16 or float16 for such a q"
-        fail(OP, name, f"have dtype {kinds}", "float64", f"call {name}.float()", TypeError)
+        contract = "have dtype float32, bfloat16 or float16 for such a q"
+        fail(OP, name, contract, "float64", f"call {name}.float()", TypeError)
     width = norm.width(x, layout)
     if shape_of(weight) != (width,) or not weight.is_contiguous():
         features = "head_dim" if norm.over == "head" else "heads · head_dim"

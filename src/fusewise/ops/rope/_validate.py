@@ -156,8 +156,8 @@ def check_tensor(op: str, name: str, x: Any, dtypes: tuple[torch.dtype, ...], de
         fail(op, name, "be a torch.Tensor", type(x).__name__, f"pass a tensor for {name}", TypeError)
     if x.dtype not in dtypes:
         *others, last = map(dtype_name, dtypes)
-        kinds = f"{', '.join(others)} or {last}" if others else last
-        fail(op, name, f"have dtype {kinds}", dtype_of(x), f"convert it with .to({dtypes[0]})", TypeError)
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        fail(op, name, f"have dtype {allowed}", dtype_of(x), f"convert it with .to({dtypes[0]})", TypeError)
     if x.layout != torch.strided or x.is_nested:
         fail(op, name, "be a strided tensor", "nested" if x.is_nested else x.layout, "call .to_dense()", TypeError)
     if not torch.compiler.is_compiling() and x.is_neg():
