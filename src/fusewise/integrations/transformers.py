@@ -319,23 +319,17 @@ def _gated_forward(module: nn.Module, forward: Forward, save: Save) -> tuple[str
         return "its forward is no gated MLP with an activation of fusewise"
     kinds = {name: type(child) for name, child in children.items() if name in _ACTIVATION_NAMES}
 
-    def separate_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
+    def gated(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
         (x_D,) = (*x, *named.values())  # positional, or by whatever name the model uses
         if _must_be_called(self, kinds):
             y: Tensor = forward(self, x_D)
             return y
+        if stacked:
+            both, down = self.gate_up_proj, self.down_proj
+            return stacked_mlp(x_D, both, down, activation=activation, gate_first=True, save=save)
         return separate_mlp(x_D, self.gate_proj, self.up_proj, self.down_proj, activation=activation, save=save)
 
-    def stacked_forward(self: Any, *x: Tensor, **named: Tensor) -> Tensor:
-        (x_D,) = (*x, *named.values())
-        if _must_be_called(self, kinds):
-            y: Tensor = forward(self, x_D)
-            return y
-        return stacked_mlp(
-            x_D, self.gate_up_proj, self.down_proj, activation=activation, gate_first=True, save=save
-        )  # fmt: skip
-
-    return f"gated_mlp, {activation}", stacked_forward if stacked else separate_forward
+    return f"gated_mlp, {activation}", gated
 
 
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
