@@ -254,7 +254,7 @@ def summary(found: Groups) -> str:
 
 def serving(found: Groups) -> str:
     groups = {case: group for (case, _, _), group in found.items() if SERVING in case}
-    ratio = {case: min(ours(group)) / min(others(group)) for case, group in groups.items()}
+    ratio = {case: against(group) for case, group in groups.items()}
     worst = max(ratio, key=ratio.__getitem__)
     names = {p for group in groups.values() for p in group if not p.startswith(("fusewise", "floor"))}
     rivals = [GPU.get(p, p).rstrip("*") for p in (*GPU, "eager") if p in names]
