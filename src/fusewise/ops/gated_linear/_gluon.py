@@ -29,7 +29,7 @@ from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import ALIGNED, Halves, Preact, Spec, odd, split_preact, stride_unit
+from ._problem import ALIGNED, Halves, Preact, Spec, new_sums, odd, split_preact, stride_unit
 from ._products import aligned, aligned_output, copy_to, each
 
 ROWS = 128  # rows of a tile
@@ -198,9 +198,7 @@ def _launch(
         if dbias is not None:
             dbias.zero_()
         return
-    sums = None
-    if dbias is not None:
-        sums = torch.empty((triton.cdiv(rows, PIECE[0]), *dbias.shape), dtype=dbias.dtype, device=x.device)
+    sums = new_sums(dbias, triton.cdiv(rows, PIECE[0]))
     x, value = aligned(x), aligned(value)
     gate, *read = each(aligned, gate, *inputs)
     written = (y, *(outputs or (None, None)))
@@ -335,9 +333,7 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
     device = dy.get_device()
     key = gate_key(dy.dtype, rows, hidden, dbias is not None)
     config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device), sums=dbias is not None)
-    sums = None
-    if dbias is not None:
-        sums = torch.empty((triton.cdiv(rows, config.rows), *dbias.shape), dtype=dbias.dtype, device=dy.device)
+    sums = new_sums(dbias, triton.cdiv(rows, config.rows))
     grid, called = gate_arguments(
         dy, split_preact(preact, spec), split_preact(dpreact, spec), config, spec.activation, sums
     )

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu", "sigmoid", "identity"]
@@ -141,6 +142,17 @@ def split_preact(preact: Preact, spec: Spec) -> tuple[Tensor, Tensor]:
     half = preact.shape[-1] // 2
     first, second = preact[:, :half], preact[:, half:]
     return (second, first) if spec.gate_first else (first, second)
+
+
+def new_sums(dbias: Tensor | None, parts: int) -> Tensor | None:
+    """Memory for partial sums of the bias gradient, (2, F) for each part of the rows; None if it is not wanted."""
+    return None if dbias is None else dbias.new_empty((parts, *dbias.shape))
+
+
+def add_up(sums: Tensor | None, dbias: Tensor | None) -> None:
+    """Reduce the partial sums to the bias gradient, if it is wanted."""
+    if sums is not None and dbias is not None:
+        torch.sum(sums, 0, out=dbias)
 
 
 def stride_unit(*matrices: Tensor) -> int:

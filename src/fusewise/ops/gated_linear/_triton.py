@@ -23,7 +23,7 @@ from ..._shared.triton_launch import INTERPRETED
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
-from ._problem import Halves, Preact, Spec, describable, split_preact, stride_unit
+from ._problem import Halves, Preact, Spec, add_up, describable, new_sums, split_preact, stride_unit
 from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
@@ -225,25 +225,19 @@ def _linear(
     matrices = [t for t in (x, halves.value, halves.gate, y, *(parts or ()), dy) if t is not None]
     tma = _has_tma(device) and all(map(describable, matrices))
     config = _configure(epilogue, x, halves.value.shape[0], tma)
-    sums = None if dbias is None else _sums(x, triton.cdiv(x.shape[0], config.block_m), dbias)
+    sums = new_sums(dbias, triton.cdiv(x.shape[0], config.block_m))
     grid, arguments = linear_arguments(
         x, halves, config, processors, epilogue=epilogue, activation=spec.activation, tma=tma, y=y, preact=parts, dy=dy,
         dbias=sums,
     )  # fmt: skip
     _start(gated_linear_kernel, grid, config, arguments, device)
-    if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+    add_up(sums, dbias)
 
 
 def _nothing(dbias: Tensor | None) -> None:
     """No rows: nothing to compute, and TMA has no descriptor for an empty matrix."""
     if dbias is not None:
         dbias.zero_()
-
-
-def _sums(like: Tensor, tiles: int, dbias: Tensor) -> Tensor:
-    """Memory for partial column sums, a row per tile of rows."""
-    return torch.empty((tiles, *dbias.shape), dtype=dbias.dtype, device=like.device)
 
 
 def by_library(x: Tensor) -> bool:
@@ -276,14 +270,10 @@ def recompute_gradient(
 def _in_chunks(y: Tensor, gradient_of: Callable[[slice, Tensor | None], None], dbias: Tensor | None) -> None:
     """Call `gradient_of` for chunks of the rows of y, each with its own partial bias gradient, and reduce these."""
     parts = list(chunks.slices(y.shape[0], 2 * y.shape[1] * y.element_size()))
-    if dbias is None:
-        for chunk in parts:
-            gradient_of(chunk, None)
-        return
-    sums = dbias.new_empty((len(parts), *dbias.shape))
-    for chunk, its in zip(parts, sums, strict=True):
-        gradient_of(chunk, its)
-    torch.sum(sums, 0, out=dbias)
+    sums = new_sums(dbias, len(parts))
+    for i, chunk in enumerate(parts):
+        gradient_of(chunk, None if sums is None else sums[i])
+    add_up(sums, dbias)
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
@@ -293,11 +283,10 @@ def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Ten
     device = dy.get_device()
     key = Key("gate", dy.dtype, "", rows, 0, hidden)
     config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device))
-    sums = None if dbias is None else _sums(dy, triton.cdiv(rows, config.rows), dbias)
+    sums = new_sums(dbias, triton.cdiv(rows, config.rows))
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
     start_gradient(dy, before, after, config, spec.activation, sums)
-    if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+    add_up(sums, dbias)
 
 
 def down_arguments(
@@ -343,10 +332,9 @@ def down_gradient(
     before, after = split_preact(preact, spec), split_preact(dpreact, spec)
     tma = _has_tma(device) and all(map(describable, (dz, w_down, *before, y, *after)))
     config = _configure("down", dz, w_down.shape[1], tma)
-    sums = None if dbias is None else _sums(dz, triton.cdiv(dz.shape[0], config.block_m), dbias)
+    sums = new_sums(dbias, triton.cdiv(dz.shape[0], config.block_m))
     grid, arguments = down_arguments(
         dz, w_down, before, y, after, config, processors, activation=spec.activation, tma=tma, dbias=sums,
     )  # fmt: skip
     _start(down_gradient_kernel, grid, config, arguments, device)
-    if dbias is not None and sums is not None:
-        torch.sum(sums, 0, out=dbias)
+    add_up(sums, dbias)

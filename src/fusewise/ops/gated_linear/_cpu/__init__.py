@@ -16,7 +16,7 @@ from torch import Tensor
 from ...._shared import build, cpu
 from .. import _chunks as chunks
 from .. import _host
-from .._problem import ACTIVATIONS, Halves, Preact, Spec, split_preact
+from .._problem import ACTIVATIONS, Halves, Preact, Spec, add_up, new_sums, split_preact
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = Struct("17q")  # `Call` of gate.h
@@ -58,47 +58,42 @@ def forward(x: Tensor, halves: Halves, spec: Spec, y: Tensor, preact: Preact | N
 
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
-    sums = _sums(dy, dbias)
+    sums = new_sums(dbias, _parts(dy))
     _gate(preact, spec, dy=dy, dpreact=dpreact, sums=sums)
-    _add_up(sums, dbias)
+    add_up(sums, dbias)
 
 
 def recompute_gradient(
     dy: Tensor, x: Tensor, halves: Halves, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
-    sums = _sums(dy, dbias)
+    sums = new_sums(dbias, _parts(dy))
     for chunk in chunks.slices(dy.shape[0], 2 * dy.shape[1] * x.element_size()):
         part = chunks.part_of(dpreact, chunk, spec)
         chunks.products(x[chunk], halves, spec, part)
         _gate(part, spec, dy=dy[chunk], dpreact=part, sums=_sums_of(sums, chunk))
-    _add_up(sums, dbias)
+    add_up(sums, dbias)
 
 
 def down_gradient(
     dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
-    sums = _sums(y, dbias)
+    sums = new_sums(dbias, _parts(y))
     for chunk in chunks.slices(y.shape[0], y.shape[1] * y.element_size()):
         chunks.product(dz[chunk], w_down.mT, None, y[chunk])  # dy, which y then overwrites
         _gate(
             chunks.part_of(preact, chunk, spec), spec, dy=y[chunk], y=y[chunk],
             dpreact=chunks.part_of(dpreact, chunk, spec), sums=_sums_of(sums, chunk),
         )  # fmt: skip
-    _add_up(sums, dbias)
+    add_up(sums, dbias)
 
 
-def _sums(dy: Tensor, dbias: Tensor | None) -> Tensor | None:
-    """Memory for partial column sums, a row per `_ROWS` rows."""
-    return None if dbias is None else dbias.new_empty((-(-dy.shape[0] // _ROWS), *dbias.shape))
+def _parts(y: Tensor) -> int:
+    """Parts of the rows with a partial sum each."""
+    return -(-y.shape[0] // _ROWS)
 
 
 def _sums_of(sums: Tensor | None, chunk: slice) -> Tensor | None:
     return None if sums is None else sums[chunk.start // _ROWS : -(-chunk.stop // _ROWS)]
-
-
-def _add_up(sums: Tensor | None, dbias: Tensor | None) -> None:
-    if sums is not None and dbias is not None:
-        torch.sum(sums, 0, out=dbias)
 
 
 def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
 from .. import _host
-from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, odd, split_preact
+from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, new_sums, odd, split_preact
 from .._products import COLUMN_MULTIPLE, aligned, aligned_output, copy_to, each
 from . import tiles
 from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT
@@ -130,8 +130,7 @@ def _run(
     kernel = _kernel(x.dtype, activation)
     if isinstance(kernel, str):
         raise RuntimeError(f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{OTHERWISE}"')
-    part = GATE_ROWS if value is None else ROWS
-    sums = None if dbias is None else torch.empty((-(-rows // part), *dbias.shape), dtype=dbias.dtype, device=x.device)
+    sums = new_sums(dbias, -(-rows // (GATE_ROWS if value is None else ROWS)))
     written = (y, *outputs)
     buffers = tuple(each(aligned_output, *written))
     matrices = (*each(aligned, x, value, gate), *buffers, *each(aligned, *inputs))
