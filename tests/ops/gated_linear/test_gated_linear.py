@@ -324,7 +324,7 @@ def test_gradients_that_arrive_strided_or_expanded(impl: str, save: str) -> None
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_only_wanted_gradients_are_given(impl: str) -> None:
-    x, weight, bias, dy = make(12, 24, 16, torch.float32)
+    x, weight, bias, dy = make(33, 24, 16, torch.float32)  # large problems differ where rows are at least the columns
     usual = outcome(lambda *a: eager(*a, "gelu_tanh"), (x, weight, bias), dy)
     for save, wanted in itertools.product(SAVES, [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]):
         leaves = [t.clone().requires_grad_(bool(w)) for t, w in zip((x, weight, bias), wanted, strict=True)]
@@ -333,6 +333,14 @@ def test_only_wanted_gradients_are_given(impl: str) -> None:
             assert (leaf.grad is not None) == bool(want)
             if want:
                 torch.testing.assert_close(leaf.grad, gradient)
+    # Each of separate weights and biases alone.
+    apart = (x, *weight.chunk(2), *bias.chunk(2))
+    gradients = (usual[1], *usual[2].chunk(2), *usual[3].chunk(2))
+    for save, index in itertools.product(SAVES, range(5)):
+        leaves = [t.clone().requires_grad_(i == index) for i, t in enumerate(apart)]
+        options: dict[str, Any] = {"w_gate": leaves[2], "b_gate": leaves[4], "save": save, "impl": impl}
+        y = gated_linear(leaves[0], leaves[1], leaves[3], activation="gelu_tanh", **options)
+        torch.testing.assert_close(torch.autograd.grad(y, leaves[index], dy)[0], gradients[index])
 
 
 @pytest.mark.parametrize("save", SAVES)

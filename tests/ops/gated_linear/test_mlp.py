@@ -94,6 +94,17 @@ def test_both_matrices_in_one_tensor(impl: str, layout: str, gate_first: bool) -
     torch.testing.assert_close(found, outcome(plain, (x, weight, bias, w_down), dz), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_only_wanted_gradients_are_given(impl: str) -> None:
+    leaves, dz = make(torch.float32, rows=12), torch.randn(12, 32, device=DEVICE)
+    usual = outcome(lambda *a: eager(*a, "silu"), leaves, dz)[1:]
+    for save, index in itertools.product(SAVES, range(len(leaves))):
+        given = [leaf.detach().requires_grad_(i == index) for i, leaf in enumerate(leaves)]
+        z = ours(*given, "silu", save=save, impl=impl)
+        (found,) = torch.autograd.grad(z, given[index], dz)
+        torch.testing.assert_close(found, usual[index], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("save", SAVES)
 def test_a_retained_graph_and_second_gradients(save: str) -> None:
     leaves = make(torch.float32)
