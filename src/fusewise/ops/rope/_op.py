@@ -8,7 +8,7 @@ so that the backward is an ordinary call of the same operator with the transpose
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -301,16 +301,20 @@ class _RopeTransformable(torch.autograd.Function):
     jvp = staticmethod(_jvp)
 
 
+def _in_place(q: Tensor, k: Tensor | None, call: Sequence[Any]) -> None:
+    if k is None:
+        _op_rope_(q, *call)
+    else:
+        _op_rope_qk_(q, k, *call)
+
+
 class _RopeInPlace(torch.autograd.Function):
     """In-place variant: inputs are marked dirty; the incoming gradient is never written to."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         q, k, *call = inputs
-        if k is None:
-            _op_rope_(q, *call)
-        else:
-            _op_rope_qk_(q, k, *call)
+        _in_place(q, k, call)
         present = (q,) if k is None else (q, k)
         ctx.mark_dirty(*present)
         _save(ctx, inputs, tuple(torch.empty_like(x, device="meta") for x in present))
@@ -368,15 +372,10 @@ def rotate_in_place(q: Tensor, k: Tensor | None, call: tuple[Any, ...]) -> None:
     if k is not None and (_placed_apart(q, k) or (recorded and _rebased_apart(q, k))):
         rotate_in_place(q, None, call)
         rotate_in_place(k, None, call)
-    elif recorded and jit_traces():  # cannot record an in-place autograd function
+    elif jit_traces() if recorded else copies_wrongly():  # a jit trace cannot record an in-place autograd function
         _copy(rotate(q, k, call), (q,) if k is None else (q, k))
     elif not recorded:
-        if copies_wrongly():
-            _copy(rotate(q, k, call), (q,) if k is None else (q, k))
-        elif k is None:
-            _op_rope_(q, *call)
-        else:
-            _op_rope_qk_(q, k, *call)
+        _in_place(q, k, call)
     elif "torch._dynamo" in sys.modules:
         global _untraced
         if _untraced is None:
