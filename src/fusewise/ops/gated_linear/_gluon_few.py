@@ -27,7 +27,12 @@ class Config:
     @property
     def half(self) -> int:
         """Rows of either half of the A operand."""
-        return 64 if self.width <= 64 else 128
+        return half(self.width)
+
+
+def half(width: int) -> int:
+    """Rows of either half of the A operand for tiles of `width` features."""
+    return 64 if width <= 64 else 128
 
 
 def columns(rows: int) -> int:
@@ -42,8 +47,8 @@ def widest(rows: int) -> int:
 
 def stages(rows: int, width: int, chunks: int) -> int:
     """Stages that fit in shared memory."""
-    half = 64 if width <= 64 else 128
-    return min(16, (SHARED - 2 * half * columns(rows)) // ((2 * half + columns(rows)) * 64 * 2 * chunks))
+    a_rows, n = 2 * half(width), columns(rows)
+    return min(16, (SHARED - a_rows * n) // ((a_rows + n) * 64 * 2 * chunks))
 
 
 def configurations(rows: int, hidden: int, processors: int) -> list[Config]:
