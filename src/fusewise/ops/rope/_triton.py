@@ -239,7 +239,9 @@ def _extent(x: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
 
 
-# Bound launches: the compiled kernel with its grid, the arguments after the pointers, and the byte distance from cos to
+POINTERS = 9  # leading pointer arguments of the kernel, which the offset follows
+
+# Bound launches: the compiled kernel with its grid, the arguments after the offset, and the byte distance from cos to
 # sin if both are in one tensor. Keyed by everything these depend on.
 _PLANS: Memo[tuple[Any, ...], tuple[Any, tuple[Any, ...], int]] = Memo(4096)
 
@@ -275,7 +277,8 @@ def launch(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], rotation: Rotation) -
         compiled = _launch_unbound(problem)
         if compiled is not None:
             grid, bound = arguments(problem, processors_of(device))
-            _PLANS[key] = compiled[(grid, 1, 1)], tuple(bound.values())[10:], problem.sin.data_ptr() - cos_ptr
+            rest = tuple(bound.values())[POINTERS + 1 :]
+            _PLANS[key] = compiled[(grid, 1, 1)], rest, problem.sin.data_ptr() - cos_ptr
         return
     run, bound_arguments, sin_distance = plan
     pointers = (
