@@ -103,6 +103,35 @@ def test_every_configuration_is_right(
 
 
 @pytest.mark.interpreter
+def test_rows_beyond_int32(monkeypatch: Any) -> None:
+    """A row 2³¹ elements after the first, in every operand; the memory between them is never touched."""
+    monkeypatch.setattr(_triton, "_has_tma", lambda _: False)
+    memory, end = torch.empty(2**31 + 1024, dtype=torch.float16), 0
+
+    def far(rows: Tensor) -> Tensor:
+        nonlocal end
+        start, end = end, end + rows.shape[1]
+        return memory.as_strided(rows.shape, (2**30, 1), start).copy_(rows)
+
+    rows, features, hidden = 3, 16, 8
+    x, halves, dy = operands(rows, features, hidden, torch.float16)
+    dz, w_down = x.flip(0), halves.gate.mT.contiguous()
+    u, g = torch.randn(2, rows, hidden).half()
+    results = []
+    for module, placed in ((_triton, far), (reference, torch.clone)):
+        gated, remade, down = (placed(torch.zeros_like(dy)) for _ in range(3))
+        kept, again, d_again, d_down = (placed(new_preact(x, hidden, SPEC).zero_()) for _ in range(4))
+        module.gate(placed(u), placed(g), gated, "silu")
+        module.forward(placed(x), halves, SPEC, remade, kept)
+        module.recompute_gradient(placed(dy), placed(x), halves, again, SPEC, None)
+        module.gradient(placed(dy), kept, d_again, SPEC, None)
+        module.down_gradient(placed(dz), w_down, kept, down, d_down, SPEC, None)
+        results.append((gated, remade, kept, again, d_again, down, d_down))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("layout", ["stacked", "interleaved", "separate"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkeypatch: Any) -> None:
