@@ -278,7 +278,7 @@ CASES: dict[str, Case] = {
         Case(name="block table", layout="bshd", block_table=((3, 1), (0, 5)), options={"offset": torch.tensor([2, 3], dtype=torch.int32)}),
         Case(name="block table decode", tokens=3, block_table=DECODE, slot_dtype=torch.int32, positions=(7, 0, 4)),
         Case(name="block table of no blocks", tokens=3, block_table=((), (), ()), positions=(1, 0, 2)),
-        Case(name="block table holes", tokens=3, block_table=((3, -1), (6, 5), (2**31 - 1, 2)), positions=(5, 1, 9)),
+        Case(name="block table holes", tokens=5, block_table=((3, -1), (6, 5), (0, 2), (2**31 - 1, 1), (2**62, 4)), positions=(5, 1, 9, 2, 3)),
         Case(name="block table packed", tokens=9, block_table=DECODE, options={"cu_seqlens": BOUNDS, "offset": torch.tensor([3, 0, 5])}),
         Case(name="slots packed", tokens=9, slots=(3, 9, -1, 23, 0, 1, 2, 4, 5), options={"cu_seqlens": BOUNDS.int()}),
         Case(name="contiguous packed", tokens=9, blocks=3, block_size=7, options={"cu_seqlens": BOUNDS}),

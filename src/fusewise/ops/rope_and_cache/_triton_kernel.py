@@ -68,7 +68,7 @@ def _place_of(batch, token, mask, slots, positions, FORM: tl.constexpr, POSITION
             nth = quotient(position, slots.size_magic, slots.size_shift)
             index = sequence.to(tl.int64) * slots.stride_row + nth.to(tl.int64) * slots.stride_nth
             block = tl.load(slots.block_table_ptr + index, mask, -1).to(tl.int64)
-            block = tl.where((block >= 0) & (block < slots.count), block, -1)
+            block = tl.where((block >= 0) & (block < slots.count), block, -1)  # so that no product below exceeds 2⁶²
             slot = tl.where(block >= 0, block * slots.size + (position - nth * slots.size), -1)
         else:
             slot = tl.where(
