@@ -26,6 +26,7 @@ from .support import (
     assert_right,
     copy_of,
     make,
+    make_table,
     pairs_of,
     places,
     poisoned_like,
@@ -395,3 +396,18 @@ def test_elements_that_share_memory_in_any_way(strides: tuple[int, ...], place: 
         torch.autograd.grad(fusewise.rope(leaf, **call), leaf, expected)[0],
         fusewise.rope(expected, **call, inverse=True),
     )
+
+
+@every_place
+def test_a_batch_entry_beyond_int32(place: Place) -> None:
+    """An entry 2³¹ elements after the first; the memory between them is never touched. On GPUs: `test_gpu.py`."""
+    require(place)
+    if place.device != "cpu":
+        pytest.skip("memory that is not touched takes none only on a CPU")
+    x = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((3, 2, 2, 8), (2**30, 17, 8, 1))
+    for kind, pairs in (("inv_freq", 4), ("cos_sin", 2)):  # without and with unrotated features
+        x.copy_(torch.randn(x.shape))
+        call = {**make_table(kind, pairs, 3, torch.float32), "rotary_dim": 2 * pairs, "impl": place.impl}
+        expected = fusewise.rope(x.contiguous(), **call)
+        assert_bits(fusewise.rope(x, **call), expected)
+        assert_bits(fusewise.rope_(x, **call), expected)
