@@ -240,6 +240,9 @@ def test_a_call_that_passed_does_not_let_a_wrong_one_pass() -> None:
         fusewise.rope(Q, K, cos=COS[:5], sin=SIN[:5])
     with pytest.raises(ValueError, match="contiguous last dimension"):
         fusewise.rope(Q.mT.contiguous().mT, K, **TABLE)
+    fusewise.rope(THD, **TABLE, layout="thd", cu_seqlens=CU)
+    with pytest.raises(ValueError, match="cu_seqlens must be contiguous"):
+        fusewise.rope(THD, **TABLE, layout="thd", cu_seqlens=torch.stack((CU, CU), 1)[:, 0])
     with pytest.raises(TypeError, match="offset must be an int"):
         fusewise.rope(Q, K, **TABLE, offset=False)
 

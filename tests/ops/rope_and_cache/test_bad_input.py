@@ -137,6 +137,8 @@ def test_what_was_right_once_is_looked_at_again() -> None:
     fusewise.rope_and_cache_(made.q, k, v, **made.arguments())
     with pytest.raises(ValueError, match="v must not overlap k, which is written to"):
         fusewise.rope_and_cache_(made.q, k, shared, **made.arguments())
+    with pytest.raises(TypeError, match="rotary_start must be an int"):
+        fusewise.rope_and_cache_(made.q, k, v, **made.arguments(), rotary_start=False)  # equals the default
     made.q.requires_grad_()
     with pytest.raises(RuntimeError, match="q must not require grad"):
         fusewise.rope_and_cache_(made.q, made.k, made.v, **made.arguments())
