@@ -19,7 +19,6 @@ __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-
 // Lists of the first n accumulators: their places in the instruction (L) and the operands (C).
 #define Q0 "%0,%1,%2,%3"
 #define Q1 ",%4,%5,%6,%7"
