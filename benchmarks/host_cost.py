@@ -34,6 +34,7 @@ from torch import Tensor
 
 import fusewise
 from fusewise._shared import build, host
+from fusewise.ops.qk_norm_rope import _op as qk_norm_rope
 from fusewise.ops.rope import _host, _op
 from fusewise.ops.rope_and_cache import _op as rope_and_cache
 
@@ -112,7 +113,7 @@ def calls(device: str) -> list[Call]:
             ]
     found += [backward(call) for call in found if call.group == "recorded"]
     if device == "cuda":
-        found += cached(q, k, cos, sin)
+        found += cached(q, k, cos, sin) + normed(q, k, cos, sin)
     native = "cuda" if device == "cuda" else "cpu"
     if _op.unavailable(native, device, dtype) is None:
         found += operators(native, q, k, cos, sin) + compiled(native, q, k, cos, sin)
@@ -135,6 +136,21 @@ def cached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
         )
         for impl, quick in (("cuda", True), ("cuda", False), ("triton", True))
         if rope_and_cache.choice.unavailable(impl, "cuda", q.dtype) is None
+    ]
+
+
+def normed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
+    """`qk_norm_rope` of the same q and k; its floor is that of `rope`."""
+    weight = torch.ones_like(q[0, 0, 0])
+    return [
+        Call(
+            "out of place",
+            f"fusewise-{impl}, qk_norm_rope" + ("" if quick else ", through Python"),
+            lambda impl=impl: fusewise.qk_norm_rope(q, k, weight, weight, cos, sin, impl=impl),
+            quick,
+        )
+        for impl, quick in (("cuda", True), ("cuda", False), ("triton", True))
+        if qk_norm_rope.choice.unavailable(impl, "cuda", q.dtype) is None
     ]
 
 

@@ -185,6 +185,11 @@ def shares(found: Groups, pass_: str) -> str:
     return markdown([{"fwd": "forward", "bwd": "backward"}[pass_], "copy µs", *(names[p] for p in present)], rows)
 
 
+def typical_host(found: Iterable[Group], provider: str) -> str:
+    """The median host time of a provider, in µs."""
+    return f"{median(float(group[provider]['host_us']) for group in found if provider in group):.0f}"
+
+
 def host(found: Groups) -> str:
     """Host time per call: medians over the in-place serving cases."""
     groups = [group for (case, _, _), group in found.items() if SERVING in case]
@@ -358,9 +363,7 @@ def gated_decode(found: Groups) -> str:
     many = [group for case, _, group in shown if case.endswith("-b128")]
     slower = sum(time(group, "fusewise-cuda") > time(group, "torch.compile") for group in many)
 
-    def on_host(provider: str) -> str:
-        return f"{median(float(group[provider]['host_us']) for _, _, group in shown):.0f}"
-
+    on_host = partial(typical_host, [group for _, _, group in shown])
     sentence = (
         f"Up to 64 rows: {span(share(g, 'fusewise-cuda') for g in few)} %, and "
         f"{span((min(others(g)) / time(g, 'fusewise-cuda') for g in few), '.2f')} times as fast as the faster of torch.compile "
@@ -392,19 +395,32 @@ def gated_batches(found: Groups) -> str:
 
 
 def normed(found: Groups) -> str:
-    shown = {"fusewise-triton": "fusewise", "torch.compile": "torch.compile", "eager": "eager"}
+    shown = {
+        "fusewise-cuda": "in CUDA", "fusewise-triton": "in Triton", "vllm": "vLLM", "torch.compile": "torch.compile", "eager": "eager"
+    }  # fmt: skip
     rows = [
-        [f"{case}, {dtype} {pass_}", f"{time(group, 'floor-copy'):.1f}", *(percent(share(group, p)) for p in shown)]
+        [
+            f"{case}, {dtype} {pass_}",
+            f"{time(group, 'floor-copy'):.1f}",
+            *(percent(share(group, p)) if p in group else "–" for p in shown),
+        ]
         for (case, dtype, pass_), group in found.items()
     ]
+    few = [g for (*_, pass_), g in found.items() if pass_ == "fwd" and g["floor-copy"]["bytes_min"] < 64 * 2**20]
+    beside = [g for g in found.values() if "vllm" in g]
+    on_host = partial(typical_host, few)
 
     def of(provider: str, pass_: str) -> str:
         large = [g for (*_, name), g in found.items() if name == pass_ and g["floor-copy"]["bytes_min"] >= 64 * 2**20]
         return span(share(g, provider) for g in large)
 
     sentence = (
-        f"From 64 MiB on, fusewise reaches {of('fusewise-triton', 'fwd')} % forward (torch.compile "
-        f"{of('torch.compile', 'fwd')}) and {of('fusewise-triton', 'bwd')} % backward (torch.compile {of('torch.compile', 'bwd')})."
+        f"From 64 MiB on, CUDA reaches {of('fusewise-cuda', 'fwd')} % forward (torch.compile {of('torch.compile', 'fwd')}), and "
+        f"Triton {of('fusewise-triton', 'bwd')} % backward (torch.compile {of('torch.compile', 'bwd')}). Below, CUDA takes "
+        f"{span((time(g, 'fusewise-cuda') / time(g, 'fusewise-triton') for g in few), '.2f')} of Triton's time; in all cases that vLLM "
+        f"serves, {span((time(g, 'fusewise-cuda') / time(g, 'vllm') for g in beside), '.2f')} of vLLM's. Host time per call (medians): "
+        f"CUDA {on_host('fusewise-cuda')} µs, Triton {on_host('fusewise-triton')}, vLLM {on_host('vllm')}, torch.compile "
+        f"{on_host('torch.compile')}."
     )
     return folded(sentence, markdown(["RMSNorm and RoPE of q and k", "copy µs", *shown.values()], rows))
 

@@ -144,6 +144,14 @@ def test_the_cuda_kernels_of_a_serving_call() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+def test_the_cuda_kernels_of_a_norm() -> None:
+    problem = targets.problem_for(Task("qk_norm_rope", "olmo-2-7b-decode-b64", "bf16", "fwd", "cpu", 0))
+    parts = {s.part for s in ours.cuda_stages(problem, "sm_90") if s.stage == "sass"}
+    direct = {f"direct_row_kernel {of}" for of in ("4 wide, 1 heads", "8 wide, 1 heads", "8 wide, 4 heads")}
+    assert parts == {*direct, "norm_rope_kernel 4 wide", "norm_rope_kernel 8 wide"}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_the_gated_units_cuda_kernels_from_source_to_machine_code() -> None:
     problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
     found = ours.cuda_stages(problem, "sm_90")

@@ -160,6 +160,7 @@ def test_ledgers_of_the_cache_write(name):
 def test_ledgers_of_the_norm(name):
     p = problem("qk_norm_rope", name)
     assert Server(fused_rope.NormTriton()).ledger(p, "sm_90").bytes == p.bytes_min()
+    assert Server(fused_rope.NormCuda()).ledger(p, "sm_90").bytes == p.bytes_min()
     assert Server(pytorch.Eager()).ledger(p, "sm_90").excess > 10
 
 

@@ -254,10 +254,9 @@ def _cuda_part(problem: Problem, name: str) -> str:
         found = re.search(rf"\d(direct_{rows}_kernel){form}|(norm_rope_kernel)I{kind}Lb{of:d}ELb{to:d}ELi(\d+)E", name)
         if found is None:
             return ""
-        wide, heads = int(found[2] or found[5]), found[3]
-        if wide not in {widest, max(widest // 2, 2)}:  # half as wide for a few tokens
+        if int(found[2] or found[5]) not in {widest, max(widest // 2, 2)}:  # half as wide for a few tokens
             return ""
-        return f"{found[1]} {wide} wide, {heads} heads" if found[1] else f"{found[4]} {wide} wide"
+        return f"{found[1]} {found[2]} wide, {found[3]} heads" if found[1] else f"{found[4]} {found[5]} wide"
     if found := re.search(rf"\dlight_rope_kernelI{kind}{table}Lb{of:d}ELb{to:d}ELi(\d+)ELb(\d)E", name):
         size, copies = int(found[1]), found[2] == "1"
         serves = size == widest * problem.dtype.itemsize * (2 if of or to else 1)
