@@ -237,6 +237,7 @@ def test_the_command_writes_a_folder(runner: CliRunner, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--target", "gfx942"], 2, "target must be a GPU like sm_90"),
+        (["--target", "sm_999"], 2, "sm_90, sm_100, "),
         (["--case", "nothing"], 2, "Error: code: name must be that of a case in a preset, got 'nothing'; "),
         (
             ["--provider", "nobody"],

@@ -116,7 +116,7 @@ def code(
 
     if gpu is not None:
         try:
-            triton_kernels.capability(gpu)
+            triton_kernels.check(gpu)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
     task, entries = _task("code", target, list(names) or None, {**options, "timeout": timeout})

@@ -49,6 +49,15 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
+def architectures() -> list[int]:
+    """The GPUs whose machine code nvdisasm reads, 90 for sm_90, ascending; none where it is not installed."""
+    try:
+        text = _run(tool("nvdisasm"), "--help")
+    except (RuntimeError, OSError):  # NoDisassembler is one
+        return []
+    return sorted({int(number) for number in re.findall(r"'SM(\d+)'", text)})
+
+
 def sass(cubin: bytes, part: str, target: str) -> Stage:
     """The SASS of a cubin, mapped to source lines, with instruction and resource counts."""
     (stage,) = functions(cubin, target, {"": part})

@@ -55,6 +55,14 @@ def capability(target: str) -> int:
     return int(match[1])
 
 
+def check(target: str) -> None:
+    """ValueError unless `target` is a GPU that the tools on this machine know."""
+    number, known = capability(target), disassembly.architectures()
+    if known and number not in known:
+        every = ", ".join(f"sm_{one}" for one in known)
+        raise ValueError(f"code: target must be one of {every}, got {target!r}; choose one")
+
+
 class _Absent:
     """Replaces Triton's driver for an absent GPU: reports its target and does nothing."""
 
