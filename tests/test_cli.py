@@ -99,6 +99,8 @@ def test_providers_lists_what_is_missing():
         (("study", "rope", "--out", ""), "it must have a name, or be left out"),
         (("study", "rope", "--list", "--preset", "nope"), "preset must be one of rope-cube"),
         (("study", "rope", "--list", "--case", "nope"), "name must be that of a case"),
+        (("study", "rope", "--pass", "fwd", "--pass=bwd"), "Error: study: --pass must be given once, got it 2 times; "),
+        (("profile", "rope", "--provider", "jax", "--provider", "tvm"), "profile: --provider must be given once"),
         (("build", "--arch", ","), "arch must be names like sm_80,sm_90, got none"),
         (("study", "rope", "--pass", "sideways"), "pass must be one of fwd, bwd, fwd+bwd, both, got 'sideways'"),
         (("study", "rope", "--case", "llama-3-8b-decode-b1", "--pass", "bwd"), "pass must be one that the cases have"),

@@ -28,7 +28,25 @@ Exit codes:
 
 
 class Verbs(click.Group):
-    """Handles an interruption, by Ctrl-C or SIGTERM, in the same way for every command."""
+    """Handles in the same way for every command: an interruption, by Ctrl-C or SIGTERM, and an option given twice, of
+    which click would take the last.
+    """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, verb, rest = super().resolve_command(ctx, args)
+        if verb is not None and not ctx.resilient_parsing:
+            inner = click.Context(verb, info_name=name, parent=ctx)
+            *_, given = verb.make_parser(inner).parse_args(list(rest))
+            for option in given:
+                once = isinstance(option, click.Option) and not option.multiple and not option.is_flag
+                if once and (times := given.count(option)) > 1:
+                    raise click.UsageError(
+                        f"{name}: {option.opts[0]} must be given once, got it {times} times; --help says if one takes several",
+                        inner,
+                    )
+        return name, verb, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
