@@ -133,9 +133,9 @@ def test_backward_of_a_compiled_function(asked: Callable[..., Asked]) -> None:
     assert [(k.read, k.written) for k in ledger.kernels] == [(200, 100)]  # x and dy, dx: the forward is not timed
 
 
-def test_the_backward_of_a_lookup_is_shown_without_a_gpu(tmp_path: Path) -> None:
+def test_the_backward_of_a_lookup_and_of_a_slice_is_shown_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text(
-        "from torch.nn.functional import embedding\ndef look(i, w): return embedding(i, w)\n"
+        "from torch.nn.functional import embedding\ndef look(i, w): return embedding(i, w)[:, 8:]\n"
     )
     target = targets.resolve(f"{tmp_path / 'look.py'}:look", ["i=i64[64] randint(0,100)", "w=fp32[100,16]"])[0]
     case = target.case()

@@ -259,8 +259,10 @@ def absent_gpu(target: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", return_value=None))
         # Patterns for attention and padded products are traced on real device tensors, so none is replaced here.
         stack.enter_context(mock.patch.object(joint_graph, "lazy_init", return_value=None))
-        # `~`, of which torch makes embedding's backward, asks for the device's guard, and a build without CUDA has none.
+        # These two, of which torch makes embedding's backward and Inductor writes to a slice, ask for the device's guard,
+        # and a build without CUDA has none; their operators do not.
         stack.enter_context(mock.patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "copy_", lambda *args: torch.ops.aten.copy_(*args)))
         stack.enter_context(triton_kernels.driver_for(target))
         _forget_triton()
         stack.callback(_forget_triton)
