@@ -103,7 +103,10 @@ def test_providers_lists_what_is_missing():
         (("profile", "rope", "--provider", "jax", "--provider", "tvm"), "profile: --provider must be given once"),
         (("build", "--arch", ","), "arch must be names like sm_80,sm_90, got none"),
         (("study", "rope", "--pass", "sideways"), "pass must be one of fwd, bwd, fwd+bwd, both, got 'sideways'"),
-        (("study", "rope", "--case", "llama-3-8b-decode-b1", "--pass", "bwd"), "pass must be one that the cases have"),
+        (
+            ("study", "rope", "--case", "llama-3-8b-decode-b1", "--pass", "bwd"),
+            "pass must be one that the cases have, fwd, got 'bwd'; choose one",
+        ),
         (("study", "rope", "--device", "toaster"), "device must be cpu or cuda[:index], got 'toaster'"),
         (("study", "rope", "--device", "cuda:99"), "got 'cuda:99'; try --device cpu"),
         (("study", "rope", "--rounds", "many"), "'many' is not MIN:MAX"),

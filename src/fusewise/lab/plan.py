@@ -71,7 +71,8 @@ def options(request: Request, out: Path) -> Options:
     ]
     _check_numbers(request)
     if not tasks:
-        raise ValueError(f"study: pass must be one that the cases have, got {request.passes!r}; try --pass fwd")
+        have = ", ".join(dict.fromkeys(pass_ for case in chosen for pass_ in case.passes))
+        raise ValueError(f"study: pass must be one that the cases have, {have}, got {request.passes!r}; choose one")
     extra = dict(target.hurried.get(preset or "", {}))
     if request.rounds is not None:
         low, high = request.rounds
