@@ -19,12 +19,12 @@ from fusewise.lab.providers.ours import GatedCuda
 SOURCE = Path(fusewise.__file__).parents[1]
 
 
-def launched(op: str, case: str, dtype: str, pass_: str = "fwd") -> list[triton_kernels.Launch]:
-    problem = targets.problem_for(Task(op, case, dtype, pass_, "cpu", 0))  # type: ignore[arg-type]
+def launched(op: str, case: str, dtype: str, target: str = "sm_90") -> list[triton_kernels.Launch]:
+    problem = targets.problem_for(Task(op, case, dtype, "fwd", "cpu", 0))
     entry = plugin.select(["fusewise-triton"], op, "cpu")[0]
     assert entry.provider is not None
     run = entry.provider.build(problem)
-    with ours._serving_any_device(problem, "triton"), triton_kernels.recorded("sm_90") as launches:
+    with ours._serving_any_device(problem, "triton", target), triton_kernels.recorded(target) as launches:
         passes.once(problem, run)
     return launches
 
@@ -73,6 +73,21 @@ def test_the_gated_kernel_uses_tensor_cores_and_tma() -> None:
     assert (
         counts["shared_bytes"] == launch.compiled.metadata.shared > 48 * 1024
     )  # requested at launch, not in the binary
+
+
+def test_a_gpu_without_tma_gets_the_kernel_that_it_would_run() -> None:
+    (launch,) = launched("geglu", "quick-square", "bf16", "sm_80")
+    counts = triton_kernels.stages(launch.compiled, "geglu", "sm_80")[-1].counts
+    assert counts["HMMA"] > 0 and counts["LDGSTS.128"] > 0
+
+
+@pytest.mark.parametrize("impl", ["gluon", "cuda"])
+def test_kernels_for_one_gpu_are_not_shown_for_another(impl: str) -> None:
+    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd", "cpu", 0))
+    (entry,) = plugin.select([f"fusewise-{impl}"], "geglu", "cpu")
+    assert entry.provider is not None
+    with pytest.raises(plugin.Unsupported, match="its kernels are for sm_90, not for sm_100"):
+        entry.provider.stages(problem, "sm_100")
 
 
 def test_what_a_size_divides_decides_the_width_of_loads() -> None:

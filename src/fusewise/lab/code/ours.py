@@ -44,6 +44,9 @@ def stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
         return [pytorch.operators(problem, run, within="fusewise").stage()]
     if impl == "cpu":
         return cpu_stages(problem, run)
+    only = getattr(_module(problem, impl), "CAPABILITY", None)
+    if only is not None and triton_kernels.capability(target) != 10 * only[0] + only[1]:
+        raise Unsupported(f"its kernels are for sm_{only[0]}{only[1]}, not for {target}")
     if impl in ("triton", "gluon"):
         return triton_stages(problem, run, impl, target)
     if impl == "cuda":
@@ -57,15 +60,15 @@ def traffic(problem: Problem, run: Run, impl: str, target: str) -> list[Kernel]:
     before, step = passes.steps(problem, run)
     with contextlib.ExitStack() as stack:
         if impl in ("triton", "gluon"):
-            stack.enter_context(_serving_any_device(problem, impl))
+            stack.enter_context(_serving_any_device(problem, impl, target))
             stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
         elif impl in ("cpu", "cuda"):
             here = problem.device.type == impl
             if not here:
-                stack.enter_context(_serving_any_device(problem, impl))
+                stack.enter_context(_serving_any_device(problem, impl, target))
             stack.enter_context(_native(problem, impl, seen.kernels, here))
             if otherwise := getattr(_module(problem, impl), "OTHERWISE", None):
-                stack.enter_context(_serving_any_device(problem, otherwise))
+                stack.enter_context(_serving_any_device(problem, otherwise, target))
                 stack.enter_context(triton_kernels.recorded(target, seen.kernels.append, used(problem)))
         elif impl != "reference":
             raise Unsupported(f"impl {impl!r} does not report its memory traffic")
@@ -103,14 +106,18 @@ def _module(problem: Problem, impl: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _serving_any_device(problem: Problem, impl: str) -> Iterator[None]:
-    """Make the implementation accept tensors of any device: they are not touched while launches are recorded."""
+def _serving_any_device(problem: Problem, impl: str, target: str) -> Iterator[None]:
+    """Make the implementation accept tensors of any device, as if on `target`: they are not touched while launches are
+    recorded."""
     module = _module(problem, impl)
     with contextlib.ExitStack() as stack:
         for question in sorted({"unavailable", "refuses"} & set(vars(module))):
             stack.enter_context(mock.patch.object(module, question, return_value=None))
         if hasattr(module, "_PLANS"):  # cached launches would bypass Triton's JITFunction.run
             stack.enter_context(mock.patch.object(module, "_PLANS", _Forgetful()))
+        if hasattr(module, "_has_tma"):
+            has_tma = triton_kernels.capability(target) >= 90
+            stack.enter_context(mock.patch.object(module, "_has_tma", return_value=has_tma))
         _choose_anew(problem)
         yield
     _choose_anew(problem)
@@ -135,7 +142,7 @@ def _choose_anew(problem: Problem) -> None:
 
 def triton_stages(problem: Problem, run: Run, impl: str, target: str) -> list[Stage]:
     """`source`, then `ttir` to `sass` of every kernel that the pass launches."""
-    with _serving_any_device(problem, impl), triton_kernels.recorded(target) as launches:
+    with _serving_any_device(problem, impl, target), triton_kernels.recorded(target) as launches:
         passes.once(problem, run)
     found: list[Stage] = []
     for launch in launches:
@@ -165,10 +172,7 @@ def cuda_stages(problem: Problem, target: str) -> list[Stage]:
     module = _module(problem, "cuda")
     # Compile only this instance: all take five times as long, and each is independent of the others.
     if FOLDERS[problem.op] == "gated_linear":
-        capability = "{}{}".format(*module.CAPABILITY)
-        if triton_kernels.capability(target) != int(capability):
-            raise Unsupported(f"the CUDA kernels are for sm_{capability}, not for {target}")
-        arch = f"sm_{capability}a"  # includes architecture-specific instructions
+        arch = "sm_{}{}a".format(*module.CAPABILITY)  # includes architecture-specific instructions
         # The kernels of few rows serve y alone, and are a source of their own.
         few = problem.task.pass_ == "fwd" and _width_of_stream(problem) is not None
         names = ("few_rows.cu",) if few else ("gated_linear.cu", "sideways.cu")

@@ -32,6 +32,7 @@ from ._gluon_stream import few_rows_kernel
 from ._problem import ALIGNED, Halves, Preact, Spec, new_sums, odd, split_preact, stride_unit
 from ._products import aligned, aligned_output, copy_to, each
 
+CAPABILITY = cuda.HOPPER
 ROWS = 128  # rows of a tile
 PIECE = (64, 64)  # block that the epilogue reads and writes at a time
 NUM_WARPS = 4
