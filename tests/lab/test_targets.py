@@ -8,7 +8,7 @@ from fusewise.lab import memory, plan, targets, truth
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import ours
-from fusewise.lab.targets import gated_mlp, geglu
+from fusewise.lab.targets import gated_mlp, geglu, gelu
 from fusewise.lab.worker import make_work
 from fusewise.ops.gated_linear import _onednn
 from fusewise.ops.gated_linear.cases import GatedCase
@@ -248,3 +248,14 @@ def test_the_memory_of_our_mlp_is_what_the_model_says(save, apart, monkeypatch):
     leaves = p.leaves(True)
     held = memory.held_bytes(lambda: (run.call(*leaves),), leaves, p.device)
     assert found["predicted_held_bytes"] == held == gated_mlp.HELD[form] * p.case.output_bytes("fp32")
+
+
+def test_a_case_of_another_shape_has_a_name_of_its_own(tmp_path, monkeypatch):
+    for rows, names in ((5, ["gelu-5x5"]), (6, None)):
+        monkeypatch.setitem(gelu.PRESETS, "mine", [gelu.FIVE, gelu.GeluCase("gelu-5x5", rows, 5)])
+        request = plan.Request(target="mine", device="cpu", passes="fwd")
+        if names is None:
+            with pytest.raises(ValueError, match=r"names of their own, got 'gelu-5x5' for x\[5,5\] and for x\[6,5\]; "):
+                plan.options(request, tmp_path)
+        else:
+            assert [task.case for task in plan.options(request, tmp_path).tasks] == names

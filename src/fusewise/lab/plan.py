@@ -58,6 +58,11 @@ def options(request: Request, out: Path) -> Options:
     preset = preset or (None if request.cases else target.default_preset)
     where = device(request.device)
     chosen = [target.case(name) for name in dict.fromkeys(request.cases)] or target.cases(preset or "")
+    for case in chosen:
+        if (other := target.case(case.name).shape) != case.shape:  # by name a provider's process finds its case
+            raise ValueError(
+                f"study: cases must have names of their own, got {case.name!r} for {other} and for {case.shape}; rename one"
+            )
     for dtype in request.dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"study: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
@@ -69,6 +74,7 @@ def options(request: Request, out: Path) -> Options:
         for dtype in (dict.fromkeys(request.dtypes) or case.dtypes)
         for pass_ in _passes(request.passes, case.passes)
     ]
+    tasks = [*{task.key: task for task in tasks}.values()]  # a preset may list a case twice
     _check_numbers(request)
     if not tasks:
         have = ", ".join(dict.fromkeys(pass_ for case in chosen for pass_ in case.passes))
