@@ -126,6 +126,7 @@ def test_rows_without_samples_are_compared_by_their_spread(tmp_path):
     assert words(compare.compare(a, b)) == {"liger": "slower"}
     assert words(compare.compare(a, c)) == {"liger": "ambiguous"}
     assert "no A/A pair before and after: the noise is taken to be the tolerance" in compare.compare(a, b).notes
+    assert "1 of the rows after do not count: later ones have the same key" in compare.compare(a, b).notes
     measured = compare.side(run({"eager": 50.0, "liger": 23.0}), "measured")
     told = "no A/A pair before: the noise is taken to be the other side's or the tolerance"
     assert told in compare.compare(a, measured).notes

@@ -107,6 +107,14 @@ def test_a_record_of_version_1_is_read_as_todays():
     assert set(record.MIGRATIONS) == set(range(1, record.SCHEMA_VERSION))
 
 
+def test_a_record_has_one_row_of_each_id():
+    data = study_record([row("eager", device_us=1.0), row("eager", device_us=2.0)]).to_json()
+    with pytest.raises(
+        ValueError, match=r"^record: it must have one row of each id, got several of 'rope/cube-8/fp32/fwd/eager'; "
+    ):
+        record.Record.from_json(data)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -42,6 +42,7 @@ class Side:
     noise: Mapping[tuple[str, str, str, str], float]
     unit: str = "µs"
     conditions: Mapping[str, str] = field(default_factory=dict)  # from a record: the measurement conditions
+    replaced: int = 0  # rows of a file that a later one with the same key replaces
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class Comparison:
 def read(path: Path) -> Side:
     """A run directory, its record.json, or a .jsonl file of rows. The last of several rows with the same key wins."""
     if path.suffix == ".jsonl":
-        return Side(str(path), {_key(row): row for row in record.read_rows(path)}, {}, {})
+        rows = record.read_rows(path)
+        last = {_key(row): row for row in rows}
+        return Side(str(path), last, {}, {}, replaced=len(rows) - len(last))
     return side(record.read(path), str(path))
 
 
@@ -218,6 +221,9 @@ def _notes(shared: Sequence[Key], before: Side, after: Side) -> list[str]:
     ]
     if floors and abs(float(np.median(floors)) - 1) > TOLERANCE:
         found.append(f"the machine itself changed: copying takes {np.median(floors):.3f} times as long (median)")
+    for word, one in (("before", before), ("after", after)):
+        if one.replaced:
+            found.append(f"{one.replaced} of the rows {word} do not count: later ones have the same key")
     without = [word for word, one in (("before", before), ("after", after)) if not one.noise]
     if without:
         known = "the other side's or the tolerance" if len(without) == 1 else "the tolerance"

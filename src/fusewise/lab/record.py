@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -143,13 +144,18 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], what: str = "it") -> Record:
-        """Raises ValueError if `data` has an unknown version or violates the schema; `what` names it in the message."""
+        """Raises ValueError if `data` has an unknown version, violates the schema, or has two rows of one id; `what` names
+        it in the message."""
         if data.get("kind") != KIND:
             raise ValueError(f"record: kind must be {KIND!r}, got {data.get('kind')!r}; pass a record.json of a study")
         data = migrate(data)
         check(data, what=what)
         plain = {key: value for key, value in data.items() if key not in ("kind", "schema")}
         plain["rows"] = [Row.from_json(row) for row in data["rows"]]
+        if several := [name for name, times in Counter(row.id for row in plain["rows"]).items() if times > 1]:
+            raise ValueError(
+                f"record: {what} must have one row of each id, got several of {several[0]!r}; name another file"
+            )
         plain["measurements"] = [Measurement.from_json(m) for m in data["measurements"]]
         return cls(**plain)
 
