@@ -158,21 +158,17 @@ def limits(device: str | None, kept: bool, as_json: bool) -> None:
         where = plan.device(device, "limits")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if kept:
-        found = measuring.kept(where)
-        if found is None:
-            raise click.ClickException(f"limits: none are kept for {where}; run `fusewise limits --device {where}`")
-        file = measuring.path(where)
-    else:
-        found = measuring.measure(where)
-        try:
-            file = measuring.keep(found, where)
-        except ValueError as error:
-            raise click.ClickException(f"limits: not kept: {error}") from None
+    found = measuring.kept(where) if kept else measuring.measure(where)
+    if found is None:
+        raise click.ClickException(f"limits: none are kept for {where}; run `fusewise limits --device {where}`")
     if as_json:
         click.echo(json.dumps(found))
     else:
         commands.show_limits(found)
+    try:  # after they were printed: to measure them took a minute
+        file = measuring.path(where) if kept else measuring.keep(found, where)
+    except ValueError as error:
+        raise click.ClickException(f"limits: not kept: {error}") from None
     click.echo(f"stored in {file}", err=True)
 
 
