@@ -133,10 +133,18 @@ def test_a_real_profile(tmp_path: Path) -> None:
     ElementTree.parse(tmp_path / "p" / "flame.svg")
 
 
-def test_a_provider_that_cannot_be_profiled_says_why(tmp_path: Path) -> None:
-    arguments = ["profile", "gelu", "--provider", "lab_code_fakes:Absent", "--device", "cpu", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("target", "provider", "why"),
+    [
+        ("gelu", "lab_code_fakes:Absent", "no_such_module_anywhere is not installed"),
+        ("rope", "fusewise-triton", "fusewise-triton missing: runs on cuda only, not on cpu"),
+    ],
+    ids=["library", "device"],
+)
+def test_a_provider_that_cannot_be_profiled_says_why(target: str, provider: str, why: str, tmp_path: Path) -> None:
+    arguments = ["profile", target, "--provider", provider, "--device", "cpu", "--out", str(tmp_path)]
     result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 1 and "no_such_module_anywhere is not installed" in result.output
+    assert result.exit_code == 1 and why in result.output
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ class Server:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute the request; any error of a compiler becomes a status and a reason."""
         try:
-            self.provider.check(self.provider.devices[0])  # requires its library, but not its device
-            problem = targets.problem_for(Task(**request["task"]))
+            task = Task(**request["task"])
+            # Its code needs its library, but not its device.
+            self.provider.check(task.device if request["do"] == "profile" else self.provider.devices[0])
+            problem = targets.problem_for(task)
             if request["do"] == "stages":
                 stages = self.provider.stages(problem, request["target"])
                 return {"ok": True, "stages": write(stages, self.provider.name, Path(request["folder"]))}
