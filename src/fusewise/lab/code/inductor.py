@@ -285,12 +285,14 @@ def lowered(call: Callable[[Callable[..., Any]], Callable[[], Any]], function: C
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     found: list[Graph] = []
 
     def keep(backward: bool) -> Callable[..., Any]:
         def compiler(module: Any, inputs: Sequence[Any]) -> Any:
-            found.append(Graph(copy.deepcopy(module), list(inputs), backward))
+            with unset_fake_temporarily():  # its constants are real tensors
+                found.append(Graph(copy.deepcopy(module), list(inputs), backward))
             return make_boxed_func(module.forward)
 
         return compiler
