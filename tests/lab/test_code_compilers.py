@@ -257,7 +257,8 @@ def test_the_command_writes_a_folder(runner: CliRunner, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_command_refuses(runner: CliRunner, arguments: list[str], code: int, message: str) -> None:
-    result = runner.invoke(cli, ["code", "gelu", "--device", "cpu", *arguments])
+    device = [] if "--device" in arguments else ["--device", "cpu"]
+    result = runner.invoke(cli, ["code", "gelu", *device, *arguments])
     assert result.exit_code == code and message in " ".join(result.output.split())
 
 
