@@ -1,5 +1,7 @@
 """Where user functions come from: files, modules, notebooks; and what is refused before a study begins."""
 
+import __future__
+
 import dataclasses
 import functools
 import linecache
@@ -234,6 +236,14 @@ def test_what_is_imported_is_what_the_notebook_has(notebook, monkeypatch):
     other.softly = notebook.softly = functools.wraps(other.plain)(lambda x: other.plain(x))
     monkeypatch.setitem(sys.modules, "other", other)
     assert "from other import softly as softly\n" in written(notebook.uses_another)
+
+
+def test_annotations_that_are_not_evaluated_stay_so(monkeypatch, tmp_path):
+    main, text = types.ModuleType("__main__"), "def f(x: Nowhere):\n    return x\n"
+    monkeypatch.setitem(linecache.cache, "<lazy>", (len(text), None, text.splitlines(keepends=True), "<lazy>"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(text, "<lazy>", "exec", flags=__future__.annotations.compiler_flag), main.__dict__)
+    assert load(place(main.f, tmp_path / "run"))(3) == 3
 
 
 def test_what_a_notebook_cannot_give_away_is_said(notebook, tmp_path):

@@ -220,6 +220,7 @@ def written(function: Callable[..., Any]) -> str:
     lines: dict[str, str] = {}
     sources: list[str] = []
     begun: set[str] = set()
+    lazy: set[str] = set()
 
     def add(of: Any) -> None:
         try:
@@ -237,6 +238,8 @@ def written(function: Callable[..., Any]) -> str:
                 f"study: function must use modules, functions and constants only, got {', '.join(inner.__code__.co_freevars)} "
                 f"of the function that made {of.__name__}; make it an argument, or save the function to a file"
             )
+        if inner.__code__.co_flags & annotations.compiler_flag:
+            lazy.add("from __future__ import annotations")
         known = inner.__globals__
         for name in _names(compile(source, "<notebook>", "exec", dont_inherit=True)):
             if name in known:
@@ -265,7 +268,7 @@ def written(function: Callable[..., Any]) -> str:
                 ) from None
 
     add(function)
-    return "\n".join([*lines.values(), "", *sources])
+    return "\n".join([*lazy, *lines.values(), "", *sources])
 
 
 def _importable(value: Any, name: str) -> str | None:
