@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rotary_dim": ({"rotary_dim": 18}, ValueError, "rotary_dim must be even and from 2 to head_dim = 16, got 18"),
     "positions": ({"positions": torch.zeros(6)}, TypeError, "positions must have dtype int32 or int64, got float32"),
     # the rest
-    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of auto, triton, reference, got 'cuda'"),
+    "impl": ({"impl": "cpu"}, ValueError, "impl must be one of auto, triton, cuda, reference, got 'cpu'"),
     "impl-device": ({"impl": "triton"}, ValueError, "impl must be able to serve the tensors, got 'triton': .*; use impl=\"auto\""),
     "norm-array": ({"norm": numpy.array(["head", "all"])}, ValueError, r"norm must be one of .*, got array\("),
     "offset-array": ({"offset": numpy.array([1, 2])}, TypeError, r"offset must be an int or an integer tensor, got array\("),
