@@ -142,7 +142,11 @@ def cached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
 def normed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Call]:
     """`qk_norm_rope` of the same q and k; its floor is that of `rope`."""
     weight = torch.ones_like(q[0, 0, 0])
+    rest = (cos, sin, None, None, None, 0, "", 1e-6, 0.0, "head", "cuda")
+    operator = torch.ops.fusewise.qk_norm_rope.default
     return [
+        Call("operator out of place", "fusewise-cuda, qk_norm_rope", lambda: operator([q, k], [weight, weight], *rest))
+    ] + [
         Call(
             "out of place",
             f"fusewise-{impl}, qk_norm_rope" + ("" if quick else ", through Python"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusewise.ops.qk_norm_rope import _cuda, _op, api
+from fusewise.ops.rope._validate import DEFAULTS
 
 from .. import cuda_on_cpu
 from ..rope.support import Case, assert_bits
@@ -33,22 +37,35 @@ CASES = [
 ]  # fmt: skip
 
 
-def called(made: Made) -> tuple[torch.Tensor, ...]:
+def called(made: Made) -> tuple[Tensor, ...]:
     return made.call(made.xs, made.weights)
+
+
+def operation(made: Made) -> tuple[Callable[..., list[Tensor]], tuple[Any, ...]]:
+    """The operator of a call, and its arguments."""
+    options = {**DEFAULTS, **made.rotation}
+    options.pop("impl")
+    (q, k), (q_weight, k_weight) = ((*some, None, None)[:2] for some in (made.xs, made.weights))
+    norm = tuple(made.norm[name] for name in ("eps", "weight_offset", "norm"))
+    call, _ = api.validated(q, k, q_weight, k_weight, tuple(options.values()), made.layout, norm, "auto")
+    return _op._op, (*_op.lists(q, k, q_weight, k_weight), *call)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.usefixtures("simulated")
 def test_right(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call through Python, then through the C++ fast path."""
+    """A call through Python, then through the C++ fast path, then its operator in C++."""
     made = build(case)
+    operator, arguments = operation(made)
+    operator(*arguments)
     first = called(made)
     check_outputs(made, first)
     monkeypatch.setattr(api, "validated", lambda *_: pytest.fail("validated again"))
     monkeypatch.setattr(_cuda, "forward", lambda *_: pytest.fail("launched by Python"))
-    for y, again in zip(first, called(made), strict=True):
-        assert_bits(y, again)
-        assert y.stride() == again.stride()
+    for results in (called(made), operator(*arguments)):
+        for y, again in zip(first, results, strict=True):
+            assert_bits(y, again)
+            assert y.stride() == again.stride()
 
 
 # With many SMs a thread handles one head, and for few tokens chunks of half the width: the results are the same.

@@ -95,3 +95,21 @@ def test_gradients_are_those_of_triton() -> None:
         results.append(torch.autograd.grad(ys, leaves, [torch.ones_like(y) for y in ys]))
     for one, other in zip(*results, strict=True):
         assert_bits(one, other)
+
+
+@pytest.mark.parametrize("norm", ["head", "all"])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])  # of two kernels
+def test_more_than_two_to_the_31_elements(norm: str, weights: torch.dtype) -> None:
+    """The last tokens, in memory past 4 GiB, are those of a small call."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("less than 20 GiB of free GPU memory")
+    tokens, heads, width = 2**20, 17, 128
+    q = torch.empty(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16)
+    q[:, -3:].normal_()
+    weight = torch.rand(width * (heads if norm == "all" else 1), device="cuda").to(weights)
+    table = {"cos": torch.rand(tokens, width // 2, device="cuda"), "sin": torch.rand(tokens, width // 2, device="cuda")}
+    y = fusewise.qk_norm_rope(q, None, weight, **table, norm=norm, impl="cuda")
+    last = {name: x[-3:] for name, x in table.items()}
+    want = fusewise.qk_norm_rope(q[:, -3:], None, weight, **last, norm=norm, impl="cuda")
+    assert_bits(y[:, -3:], want)

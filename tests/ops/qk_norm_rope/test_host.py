@@ -20,6 +20,7 @@ from .. import cuda_on_cpu
 from ..rope.support import Case, Operators, assert_bits
 from .machine import simulated as simulated
 from .support import NormCase, build
+from .test_cuda_on_cpu import operation
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -173,9 +174,13 @@ def test_an_error_of_the_launch_is_an_error(simulated: cuda_on_cpu.Library) -> N
     failing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 9)
     fusewise.qk_norm_rope(**given())
     address = ctypes.cast(failing, ctypes.c_void_p).value
+    made = build(NormCase(Case(name="host")))
+    operator, arguments = operation(made)
+    operator(*arguments)
     _host.extension().on_cuda(_host.NORMED, address, simulated.addresses()[1])
-    with pytest.raises(RuntimeError, match=r"^qk_norm_rope: the CUDA launch .* got invalid configuration"):
-        recalled(given())
+    for run in (lambda: recalled(given()), lambda: operator(*arguments)):
+        with pytest.raises(RuntimeError, match=r"^qk_norm_rope: the CUDA launch .* got invalid configuration"):
+            run()
     _cuda.register(_host.extension())
     assert recalled(given()) is not None
 
@@ -185,3 +190,35 @@ def test_the_reference_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         fusewise.qk_norm_rope(**given())
     assert recalled(given()) is None
+    operator, arguments = operation(build(NormCase(Case(name="host"))))
+    first, *others = (operator(*arguments) for _ in range(3))
+    for ys in others:
+        for y, want in zip(ys, first, strict=True):
+            assert_bits(y, want)
+
+
+def test_another_operator_call_is_not_this_one() -> None:
+    """Everything that a plan depends on is in the key of the operator."""
+    made = build(NormCase(Case(name="host")))
+    operator, (xs, weights, *rest) = operation(made)
+    cos, *_, impl = rest
+    calls: list[tuple[Any, ...]] = [
+        (xs, weights, *rest),
+        (xs[:1], weights[:1], *rest),
+        (xs, [], *rest),
+        (xs, [weight.half() for weight in weights], *rest),
+        ([wider(x) for x in xs], weights, *rest),
+        (xs, weights, *rest[:-4], 0.25, *rest[-3:]),
+        (xs, weights, *rest[:-3], 1.0, *rest[-2:]),
+        (xs, [weights[0].repeat(4), weights[1].repeat(2)], *rest[:-2], "all", impl),
+        (xs, weights, *rest[:6], "pairing=interleaved", *rest[7:]),
+        (xs, weights, cos.bfloat16(), rest[1].bfloat16(), *rest[2:]),
+    ]
+    with _host.through_python():
+        wanted = [operator(*call) for call in calls]
+    for _ in range(3):
+        for call, want in zip(calls, wanted, strict=True):
+            for y, exact in zip(operator(*call), want, strict=True):
+                assert_bits(y, exact)
+    leaf = weights[0].clone().requires_grad_()
+    assert operator(xs, [leaf, weights[1]], *rest)[0].requires_grad

@@ -98,7 +98,7 @@ def served(implementation: Any, device_type: str, impl: str) -> None:
 
 def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> tuple[bytes, int] | None:
     """The packed plan of an operator call that Python has just served, for the extension's cache; None if no native
-    code served it. `arguments` are the operator's tensors and the common ones, `ys` its outputs for q and k."""
+    code served it. `arguments` are the operator's, without lists and what describes outputs, `ys` its outputs for q and k."""
     packed: Callable[..., tuple[bytes, int]]
     call: tuple[Any, ...]
     *given, impl = arguments
@@ -107,6 +107,15 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
 
         implementation = _op.serving(impl, ys[0], given[-1])
         packed, call = _native.planned, (*given, len(ys) == 2)
+    elif form == NORMED:
+        from ..qk_norm_rope import _native as norms
+        from ..qk_norm_rope import _op as norm_op
+        from ..qk_norm_rope._problem import Norm
+
+        xs, weights = (tuple(x for x in pair if x is not None) for pair in (given[:2], given[2:4]))
+        rotation = tuple(given[4:-3])
+        implementation = norm_op.serving(impl, xs, weights, rotation)
+        packed, call = norms.planned, (xs, ys, weights, rotation, Norm(*given[-3:]))
     else:
         xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
         implementation = serving(impl, xs, ys, rest[-1])

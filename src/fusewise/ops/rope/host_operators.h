@@ -21,6 +21,26 @@ PyObject* planned = nullptr;  // `_host._planned`
 // The arguments of an operator: its tensors, the COMMON ones, and depending on the form output strides, output tensors or nothing.
 enum Common { OP_TABLE, OP_SIN, OP_POSITIONS, OP_OFFSETS, OP_BOUNDS, OP_OFFSET, OP_SPEC, OP_IMPL, COMMON };
 
+// Add a tensor argument, which may be missing, to a key; returns false for a tensor that no key describes.
+bool read_tensor(const IValue& value, Key& key, const Tensor*& to) {
+  if (value.isNone()) {
+    key.add(int64_t(0));
+    return true;
+  }
+  to = &value.toTensor();
+  if (!to->defined() || !dense(*to)) return false;
+  key.add(*to);
+  return true;
+}
+
+// The tensors among the common arguments, of which `a` is the first.
+bool read_common(const IValue* a, Key& key, Tensors& to) {
+  const Tensor** const common[] = {&to.table, &to.sin, &to.positions, &to.offsets, &to.bounds};
+  for (int i = OP_TABLE; i <= OP_BOUNDS; ++i)
+    if (!read_tensor(a[i], key, *common[i])) return false;
+  return a[OP_OFFSET].isInt();
+}
+
 // N: how many of q and k are written. In form CACHED the tensors are q, k, v, the two caches, slots and block table; the last two
 // may be missing.
 template <Form FORM, int N>
@@ -32,16 +52,14 @@ struct Operands : Tensors {
   // Read the arguments; returns false for a call that cannot be cached.
   bool read() {
     const Tensor** const own[] = {&x[0], &x[1], &v, &caches[0], &caches[1], &slots, &block_table};
-    const Tensor** const common[] = {&table, &sin, &positions, &offsets, &bounds};
     key.add(int64_t(OPERATOR + FORM)), key.add(int64_t(N));
     for (int i = 0; i < OWN; ++i)
-      if (!add(a[i], *own[i])) return false;
-    for (int i = OP_TABLE; i <= OP_BOUNDS; ++i)
-      if (!add(a[OWN + i], *common[i])) return false;
+      if (!read_tensor(a[i], key, *own[i])) return false;
+    if (!read_common(a + OWN, key, *this)) return false;
     for (int o = 0; o < N; ++o) {
       y[o] = x[o];
       if (FORM != GIVEN) continue;
-      if (!add(a[OWN + COMMON + o], y[o])) return false;
+      if (!read_tensor(a[OWN + COMMON + o], key, y[o])) return false;
       key.add(int64_t(distance(*x[o], *y[o]) == 0));
     }
     for (int i = OP_SPEC; i <= OP_IMPL; ++i)
@@ -53,30 +71,65 @@ struct Operands : Tensors {
       key.add(static_cast<int64_t>(strides.size()));
       for (const int64_t stride : strides) key.add(stride);
     }
-    return a[OWN + OP_OFFSET].isInt();
+    return true;
+  }
+};
+
+// The arguments of `qk_norm_rope`: q and k, and their weights, in lists; the common ones, with eps, weight_offset and what is normalized
+// together before the last.
+struct NormOperands : Tensors {
+  static constexpr int OWN = 2, EXTRA = 3, COUNT = OWN + COMMON + EXTRA;
+  const IValue* a;
+  Key key;
+  std::vector<Tensor> lists[OWN];
+
+  // Read the arguments; returns false for a call that cannot be cached.
+  bool read() {
+    const Tensor** const into[] = {x, weights};
+    key.add(int64_t(OPERATOR + NORMED));
+    for (int i = 0; i < OWN; ++i) {
+      lists[i] = a[i].toTensorVector();
+      if (lists[i].size() > 2) return false;
+      key.add(static_cast<int64_t>(lists[i].size()));
+      for (size_t o = 0; o < lists[i].size(); ++o) {
+        into[i][o] = &lists[i][o];
+        if (!lists[i][o].defined() || !dense(lists[i][o])) return false;
+        key.add(lists[i][o]);
+      }
+    }
+    if (lists[0].empty() || !read_common(a + OWN, key, *this)) return false;
+    for (int i = OWN + OP_SPEC; i < COUNT; ++i) {
+      if (a[i].isString()) {
+        if (!key.add(a[i].toStringRef())) return false;
+      } else {
+        const double value = a[i].toDouble();
+        int64_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        key.add(bits);
+      }
+    }
+    return true;
   }
 
- private:
-  bool add(const IValue& value, const Tensor*& to) {
-    if (value.isNone()) {
-      key.add(int64_t(0));
-      return true;
-    }
-    to = &value.toTensor();
-    if (!to->defined() || !dense(*to)) return false;
-    key.add(*to);
-    return true;
+  // The arguments without lists: q, k and their weights come first.
+  std::vector<IValue> flat() const {
+    std::vector<IValue> found;
+    for (const auto& list : lists)
+      for (size_t o = 0; o < 2; ++o) found.push_back(o < list.size() ? IValue(list[o]) : IValue());
+    found.insert(found.end(), a + OWN, a + COUNT);
+    return found;
   }
 };
 
 PyObject* wrapped(const IValue& value) {
   if (value.isTensor()) return THPVariable_Wrap(value.toTensor());
   if (value.isInt()) return PyLong_FromLongLong(value.toInt());
+  if (value.isDouble()) return PyFloat_FromDouble(value.toDouble());
   if (value.isString()) return PyUnicode_FromString(value.toStringRef().c_str());
   return Py_NewRef(Py_None);
 }
 
-// Cache a call that Python has just served: `arguments` are its tensors and the common ones, `ys` its outputs for q and k.
+// Cache a call that Python has just served: `arguments` are all but those that describe outputs, `ys` its outputs for q and k.
 void learn(const Key& key, Form form, const std::vector<IValue>& arguments, const variable_list& ys) {
   const pybind11::gil_scoped_acquire gil;
   const auto tuple = [](const auto& values) {
@@ -127,10 +180,36 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
   for (int o = 0; FORM == NEW && o < N; ++o) stack->emplace_back(std::move(made[o]));
 }
 
+void operate_norm(const c10::OperatorHandle& op, Stack* stack) {
+  NormOperands read;
+  read.a = stack->data() + stack->size() - NormOperands::COUNT;
+  const bool readable = enabled && read.read();
+  const Remembered entry = readable ? cache.find(read.key) : nullptr;
+  if (!readable || (entry != nullptr && !entry->native))
+    return op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
+  if (entry == nullptr) {
+    const std::vector<IValue> arguments = read.flat();
+    op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
+    return learn(read.key, NORMED, arguments, torch::jit::peek(*stack, 0, 1).toTensorVector());
+  }
+  Tensor made[2];
+  run<NORMED>(*entry, read, read.a[NormOperands::OWN + OP_OFFSET].toInt(), made, [](const auto& launch) { launch(); });
+  const size_t outputs = read.lists[0].size();
+  torch::jit::drop(*stack, NormOperands::COUNT);
+  c10::List<Tensor> ys;
+  for (size_t o = 0; o < outputs; ++o) ys.push_back(std::move(made[o]));
+  stack->emplace_back(std::move(ys));
+}
+
 // Autograd kernel: a call that records no gradient redispatches without Python; others go to the autograd function in Python.
 void at_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  const auto wanted = [](const IValue& value) { return value.isTensor() && value.toTensor().requires_grad(); };
+  const auto records = [](const Tensor& x) { return x.requires_grad(); };
+  const auto wanted = [&](const IValue& value) {
+    if (value.isTensor()) return records(value.toTensor());
+    const auto list = value.isTensorList() ? value.toTensorVector() : std::vector<Tensor>();
+    return std::any_of(list.begin(), list.end(), records);
+  };
   if (c10::GradMode::is_enabled() && std::any_of(arguments.begin(), arguments.end(), wanted))
     op.callBoxedForDispatchKey(DispatchKey::Autograd, *stack);
   else
@@ -149,10 +228,11 @@ void register_operators() {
     library.impl("rope_qk_", torch::CppFunction::makeFromBoxedFunction<&operate<IN_PLACE, 2>>());
     library.impl("rope_and_cache_keep_k_", torch::CppFunction::makeFromBoxedFunction<&operate<CACHED, 1>>());
     library.impl("rope_and_cache_", torch::CppFunction::makeFromBoxedFunction<&operate<CACHED, 2>>());
+    library.impl("qk_norm_rope", torch::CppFunction::makeFromBoxedFunction<&operate_norm>());
   }
   for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
     auto& library = *new torch::Library(torch::Library::IMPL, "fusewise", key, __FILE__, __LINE__);
-    for (const char* const name : {"rope", "rope_qk"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&at_autograd>());
+    for (const char* const name : {"rope", "rope_qk", "qk_norm_rope"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&at_autograd>());
   }
 }
 

@@ -1,6 +1,5 @@
-"""`impl="cuda"` of `qk_norm_rope`: the forward kernels in `qk_norm_rope.cu` and `direct.cuh`, which use RoPE's
-headers, and their launcher;
-built and cached like RoPE's. The backward is Triton's: it reads only q and k, so it fits either forward."""
+"""`impl="cuda"` of `qk_norm_rope`: the forward kernels in `qk_norm_rope.cu` and `direct.cuh`, which use RoPE's headers, and
+their launcher; built and cached like RoPE's. The backward is Triton's: it reads only q and k, so it fits either forward."""
 
 from __future__ import annotations
 
