@@ -85,7 +85,7 @@ def test_auto_takes_cuda_where_it_has_a_kernel_for_the_call(
         call = arguments(tokens, **given)
         told = fusewise.explain_dispatch(fusewise.qk_norm_rope, **call)
         assert told.impl == taken
-        assert ("beyond 16 MiB is faster in Triton" in told.passed_over.get("cuda", "")) == (taken == "triton")
+        assert ("beyond 1 MiB is faster in Triton" in told.passed_over.get("cuda", "")) == (taken == "triton")
         assert served(call) == taken
 
 
