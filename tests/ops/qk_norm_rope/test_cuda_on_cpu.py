@@ -33,6 +33,10 @@ CASES = [
     case("row-of-256", {**ALL, **GEMMA}, head_dim=256, heads=5, kv_heads=2, dtype="bf16", table_dtype="bf16"),
     case("row-interleaved", ALL, pairing="interleaved", head_dim=64, heads=9, kv_heads=2, dtype="fp16"),
     case("interleaved-bf16", {"weight_dtype": torch.bfloat16}, pairing="interleaved", head_dim=128, dtype="bf16"),
+    # the first features rotate: 16 and 48 of 64, and in a row
+    case("first-quarter", {**GEMMA, "weight_dtype": torch.bfloat16}, head_dim=64, rotary_dim=16, dtype="bf16"),
+    case("first-features-interleaved", pairing="interleaved", head_dim=64, rotary_dim=48, dtype="bf16"),
+    case("first-features-of-a-row", ALL, head_dim=128, rotary_dim=64, heads=9, kv_heads=3, dtype="bf16"),
     case("aligned-by-eight", {"weight_dtype": torch.bfloat16}, head_dim=24, dtype="bf16"),
 ]  # fmt: skip
 

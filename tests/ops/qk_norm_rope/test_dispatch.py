@@ -34,7 +34,9 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "positions": ({"positions": (8192,)}, True),
     "weights in float16": ({"weight_dtype": torch.float16}, False),
     "reordered": ({"pairing": "interleaved_to_half"}, False),
-    "a part of the head": ({"rotary_dim": 32}, False),
+    "the first part of the head": ({"rotary_dim": 32}, True),
+    "the last part of the head": ({"rotary_dim": 32, "rotary_start": 32}, False),
+    "an odd part of the head": ({"rotary_dim": 24}, False),
     "an offset for each": ({"offset": (1,)}, False),
     "sections": ({"positions": (3, 8192), "sections": (16, 8, 8)}, False),
 }

@@ -73,14 +73,16 @@ def _passes_cuda_over(xs: Sequence[Tensor], weights: Sequence[Tensor], spec: Spe
         return "it is for tables of cos and sin"
     moved = 2 * sum([x.numel() * x.element_size() for x in xs])
     simple = spec.sections is None and spec.cp_size == 1 and not sequences and spec.pairing in ("half", "interleaved")
-    whole = all(spec.rotary_dim in (0, x.shape[-1]) for x in xs)
+    width, rotary = xs[0].shape[-1], spec.rotary_dim or xs[0].shape[-1]
+    first = rotary == width or (spec.rotary_start == 0 and rotary % 32 == 0 and width % 32 == 0)
+    first = first and xs[-1].shape[-1] == width
     alike = all(w.dtype in (xs[0].dtype, torch.float32) and w.dtype == weights[0].dtype for w in weights)
-    if (simple and whole and alike) or moved <= MOST_BYTES_FOR_GENERAL:
+    if (simple and first and alike) or moved <= MOST_BYTES_FOR_GENERAL:
         return None
     most = f"{MOST_BYTES_FOR_GENERAL / 2**20:g} MiB"
     return (
-        f"such a call beyond {most} is faster in Triton: for large calls it has kernels for whole heads, one position per "
-        "token and weights like q or in float32"
+        f"such a call beyond {most} is faster in Triton: for large calls it has kernels for heads that rotate completely or "
+        "in their first features, in multiples of 32, one position per token, and weights like q or in float32"
     )
 
 
@@ -98,8 +100,8 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     if xs[0].device.type != "cuda" or xs[0].dtype not in KERNEL_FLOATS:
         return None
     spec = Spec(
-        pairing=arguments["pairing"], rotary_dim=arguments["rotary_dim"] or 0, table=table_of(arguments),
-        sections=arguments["sections"], cp_size=(arguments["context_parallel"] or (0, 1))[1],
+        pairing=arguments["pairing"], rotary_dim=arguments["rotary_dim"] or 0, rotary_start=arguments["rotary_start"],
+        table=table_of(arguments), sections=arguments["sections"], cp_size=(arguments["context_parallel"] or (0, 1))[1],
     )  # fmt: skip
     sequences = isinstance(arguments["offset"], Tensor) or arguments["cu_seqlens"] is not None
     reason = _passes_cuda_over(xs, weights, spec, sequences)

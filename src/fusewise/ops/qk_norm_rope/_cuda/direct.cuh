@@ -1,4 +1,4 @@
-// qk_norm_rope kernel for the calls of most models: heads that rotate completely, one position per token, vectorized loads of tensors,
+// qk_norm_rope kernel for the calls of most models: heads that rotate completely or in their first features, one position per token, vectorized loads of tensors,
 // table and weights. It is separate because with few tokens the time is the latency of one thread's instruction chain: nothing is
 // waited for between the loads except the position, and threads past the end load what their neighbours do instead of branching.
 //
@@ -32,7 +32,8 @@ struct Direct {
   const char *positions, *cos, *sin;
   uint32_t position_strides[2], row;  // bytes: batch, token; from a table row to the next
   uint32_t rows, tokens, first_of_k;  // table rows; tokens of all batch entries; the first group of k among those of a token
-  uint32_t half;                      // bytes from the first half of a head to the second
+  uint32_t half;                      // bytes from the first half of the rotated features to the second
+  uint32_t rotated;                   // chunks of a head that rotate; the others follow
   int64_t offset;
   Divisor of_token, of_batch, of_head;  // groups per token, tokens per batch entry, chunks per head
   bool wide_positions, weighted;
@@ -55,15 +56,30 @@ struct Position {
   }
 };
 
+// Where a chunk is in a head of T: the offset of its first access, and from this to its second. Of features that do not rotate, both are
+// adjacent.
+template <class T, bool INTERLEAVED, int NP>
+struct Spot {
+  uint32_t at, apart;
+  __device__ __forceinline__ Spot(const Direct& p, uint32_t chunk) {
+    constexpr uint32_t PACK = NP * sizeof(T);
+    const bool turns = INTERLEAVED || chunk < p.rotated;
+    at = (turns ? chunk : chunk * 2) * PACK * (INTERLEAVED ? 2 : 1);
+    apart = turns ? p.half : PACK;
+  }
+};
+
 // cos θ and sin θ of NP pairs, loaded, not yet converted: NaN for a position outside the table.
 template <class TABLE, int NP>
 struct Turn {
   Words<TABLE, NP> cosines, sines;
-  bool inside;
+  bool inside, turns;
   __device__ __forceinline__ Turn(const Direct& p, const Position& position, uint32_t chunk) {
     const int64_t row = p.positions ? int64_t(uint64_t(position.high) << 32 | position.low) : position.in_batch + p.offset;
     inside = row >= 0 && row < p.rows;
-    const uint64_t at = uint64_t(inside ? static_cast<uint32_t>(row) : 0) * p.row + chunk * uint32_t(NP * sizeof(TABLE));
+    turns = chunk < p.rotated;
+    const uint32_t pairs_at = min(chunk, p.rotated - 1) * uint32_t(NP * sizeof(TABLE));
+    const uint64_t at = uint64_t(inside ? static_cast<uint32_t>(row) : 0) * p.row + pairs_at;
     cosines.read(p.cos + at), sines.read(p.sin + at);
   }
   template <int N>
@@ -126,44 +142,48 @@ struct Packed {
       for (int i = 0; i < AT_ONCE; ++i) {
         a[i] *= r, b[i] *= r;
         if (p.weighted) a[i] *= scale_a[i] + p.weight_offset, b[i] *= scale_b[i] + p.weight_offset;
-        const float y_a = fmaf(a[i], cos[i], -(b[i] * sin[i]));
-        b[i] = fmaf(b[i], cos[i], a[i] * sin[i]), a[i] = y_a;
+        const float y_a = fmaf(a[i], cos[i], -(b[i] * sin[i])), y_b = fmaf(b[i], cos[i], a[i] * sin[i]);
+        a[i] = turn.turns ? y_a : a[i], b[i] = turn.turns ? y_b : b[i];
       }
       set(a, b, first);
     }
   }
 };
 
+// Threads of an SM that registers must allow. A 16-bit table is unpacked once for all heads of a thread, into more registers.
+template <class TABLE>
+constexpr int resident(int heads) { return heads == 1 ? 1024 : sizeof(TABLE) == 4 ? 640 : 512; }
+
 template <class T, class WEIGHT, class TABLE, bool INTERLEAVED, int NP, int HEADS>
-__global__ void __launch_bounds__(THREADS, (HEADS > 1 ? 640 : 1024) / THREADS) direct_heads_kernel(const __grid_constant__ Direct p) {
+__global__ void __launch_bounds__(THREADS, resident<TABLE>(HEADS) / THREADS) direct_heads_kernel(const __grid_constant__ Direct p) {
   using Chunks = Packed<T, INTERLEAVED, NP>;
   const uint32_t group = blockIdx.x * blockDim.y + threadIdx.y, token = p.of_token(group), nth = group - token * p.of_token.d;
   const bool of_k = nth >= p.first_of_k;
   const DirectTensor& t = p.tensors[of_k];
   const uint32_t first = (nth - (of_k ? p.first_of_k : 0)) * HEADS, chunk = min(threadIdx.x, p.of_head.d - 1);
-  const uint32_t at = chunk * uint32_t(Chunks::N * sizeof(T));
+  const auto [at, apart] = Spot<T, INTERLEAVED, NP>(p, chunk);
   constexpr uint32_t WIDER = sizeof(WEIGHT) / sizeof(T);
-  const bool active = token < p.tokens && threadIdx.x < p.of_head.d;
+  const int there = int(t.heads - first), heads = token < p.tokens && threadIdx.x < p.of_head.d ? there : 0;  // to read, to write
   wait_and_launch_dependents();
 
   const Position position(p, min(token, p.tokens - 1));  // the head of the dependency chain
-  const char* const x = t.x + position.in(t.x_strides) + at;
+  const char* const x = t.x + position.in(t.x_strides) + uint64_t(first) * t.x_strides[2] + at;
   Chunks chunks[HEADS];
   Packed<WEIGHT, INTERLEAVED, NP> weights;
 #pragma unroll
-  for (int i = 0; i < HEADS; ++i) chunks[i].read(x + uint64_t(min(first + i, t.heads - 1)) * t.x_strides[2], p.half);
-  weights.read(t.weight + at * WIDER, p.half * WIDER);
+  for (int i = 0; i < HEADS; ++i) chunks[i].read(x + uint64_t(min(i, there - 1)) * t.x_strides[2], apart);
+  weights.read(t.weight + at * WIDER, apart * WIDER);
   const Turn<TABLE, NP> turn(p, position, chunk);
 
   float sums[HEADS];
 #pragma unroll
-  for (int i = 0; i < HEADS; ++i) sums[i] = active ? chunks[i].squares() : 0.0f;
+  for (int i = 0; i < HEADS; ++i) sums[i] = heads > 0 ? chunks[i].squares() : 0.0f;
   warp_sums<HEADS, WARP>(sums, blockDim.x);
-  char* const y = t.y + position.in(t.y_strides) + at;
+  char* const y = t.y + position.in(t.y_strides) + uint64_t(first) * t.y_strides[2] + at;
 #pragma unroll
   for (int i = 0; i < HEADS; ++i) {
     chunks[i].template norm_rotate<(HEADS > 1 ? 2 : NP)>(p, weights, turn, reciprocal_rms(sums[i], t.share, p.eps));
-    if (active && first + i < t.heads) chunks[i].write(y + uint64_t(first + i) * t.y_strides[2], p.half);
+    if (i < heads) chunks[i].write(y + i * uint64_t(t.y_strides[2]), apart);
   }
 }
 
@@ -175,7 +195,7 @@ __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2
   const bool of_k = threadIdx.x >= p.tensors[1].first_thread;
   const DirectTensor& t = p.tensors[of_k];
   const uint32_t thread = threadIdx.x - t.first_thread, first = p.of_head(thread), chunk = thread - first * p.of_head.d;
-  const uint32_t at = chunk * uint32_t(Chunks::N * sizeof(T));
+  const auto [at, apart] = Spot<T, INTERLEAVED, NP>(p, chunk);
   constexpr uint32_t WIDER = sizeof(WEIGHT) / sizeof(T);
   const auto head = [&](int i) { return first + i * t.apart; };
   const auto readable = [&](int i) { return min(head(i), t.heads - 1); };
@@ -186,8 +206,8 @@ __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2
   Chunks chunks[HEADS];
   Packed<WEIGHT, INTERLEAVED, NP> weights;
 #pragma unroll
-  for (int i = 0; i < HEADS; ++i) chunks[i].read(x + uint64_t(readable(i)) * t.x_strides[2], p.half);
-  weights.read(t.weight + readable(0) * t.weight_head + at * WIDER, p.half * WIDER);
+  for (int i = 0; i < HEADS; ++i) chunks[i].read(x + uint64_t(readable(i)) * t.x_strides[2], apart);
+  weights.read(t.weight + readable(0) * t.weight_head + at * WIDER, apart * WIDER);
   const Turn<TABLE, NP> turn(p, position, chunk);
 
   float sums[HEADS];
@@ -209,9 +229,9 @@ __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2
   char* const y = t.y + position.in(t.y_strides) + at;
 #pragma unroll
   for (int i = 0; i < HEADS; ++i) {
-    if (i > 0) weights.read(t.weight + readable(i) * t.weight_head + at * WIDER, p.half * WIDER);
+    if (i > 0) weights.read(t.weight + readable(i) * t.weight_head + at * WIDER, apart * WIDER);
     chunks[i].template norm_rotate<(HEADS > 1 ? 2 : NP)>(p, weights, turn, r);
-    if (head(i) < t.heads) chunks[i].write(y + uint64_t(head(i)) * t.y_strides[2], p.half);
+    if (head(i) < t.heads) chunks[i].write(y + uint64_t(head(i)) * t.y_strides[2], apart);
   }
 }
 
@@ -221,7 +241,8 @@ __global__ void __launch_bounds__(HEADS > 1 ? MOST / 2 : 2 * MOST, HEADS > 1 ? 2
 inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, int64_t np, Direct& d) {
   const Plan& plan = norm.rotation;
   const Call& rotation = call.rotation;
-  const int64_t size = plan.kind == FLOAT32 ? 4 : 2, table_size = plan.table_kind == FLOAT32 ? 4 : 2, chunks = plan.pairs / np;
+  const int64_t size = plan.kind == FLOAT32 ? 4 : 2, table_size = plan.table_kind == FLOAT32 ? 4 : 2;
+  const int64_t chunks = plan.head_dim[0] / (2 * np);
   const bool widest = np > 1 && np * size * (plan.interleaved_in ? 2 : 1) >= 8 && plan.interleaved_in == plan.interleaved_out;
   const bool of_table = p.read == FLOATS || (p.read <= HALVES && plan.table_kind == plan.kind);
   const bool simple = p.axes == ONE && !p.bounds && !rotation.offsets && p.cp_size <= 1 && !plan.inverse && plan.rows > 0;
@@ -236,7 +257,7 @@ inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, in
   for (int i = 0; i < 2 && d.positions; ++i) d.position_strides[i] = narrow(plan.position_strides[i + 1] * (d.wide_positions ? 8 : 4));
   d.cos = p.cos, d.sin = p.sin, d.row = narrow(plan.table_strides[1] * table_size), d.rows = static_cast<uint32_t>(plan.rows);
   d.tokens = static_cast<uint32_t>(plan.batch * plan.tokens), d.of_batch = Divisor(plan.tokens), d.of_head = Divisor(chunks);
-  d.half = narrow(plan.pairs * size);
+  d.half = narrow(plan.pairs * size), d.rotated = static_cast<uint32_t>(plan.pairs / np);
   d.weighted = call.weights[0] != nullptr;
   d.eps = static_cast<float>(norm.eps), d.weight_offset = static_cast<float>(norm.weight_offset);
   for (int o = 0; o < plan.operands; ++o) {
@@ -248,10 +269,10 @@ inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, in
     const int64_t weight_size = norm.weight_kinds[o] == FLOAT32 ? 4 : 2;
     t.weight_head = d.weighted && norm.together ? narrow(plan.head_dim[o] * weight_size) : 0;
     t.share = share_of(plan.head_dim[o] * (norm.together ? plan.heads[o] : 1));
-    const bool whole = plan.head_dim[o] == 2 * plan.pairs && plan.heads[o] > 0;
+    const bool even = plan.head_dim[o] == 2 * np * chunks && plan.start[o] == 0 && plan.pairs > 0 && plan.heads[o] > 0;
     const int64_t weight_kind = norm.weight_kinds[o];
     const bool alike = weight_kind == norm.weight_kinds[0] && (weight_kind == plan.kind || weight_kind == FLOAT32);
-    fits = fits && whole && (!d.weighted || alike) && (norm.together ? chunks * plan.heads[o] <= MOST : chunks <= WARP);
+    fits = fits && even && (!d.weighted || alike) && (norm.together ? chunks * plan.heads[o] <= MOST : chunks <= WARP);
   }
   return fits;
 }
