@@ -1,6 +1,7 @@
-// qk_norm_rope kernel for the calls of most models: heads that rotate completely or in their first features, one position per token, vectorized loads of tensors,
-// table and weights. It is separate because with few tokens the time is the latency of one thread's instruction chain: nothing is
-// waited for between the loads except the position, and threads past the end load what their neighbours do instead of branching.
+// qk_norm_rope kernels for the calls of most models: heads that rotate completely or in their first features, one position per token,
+// vectorized loads of tensors, table and weights. They are separate because with few tokens the time is the latency of one thread's
+// instruction chain: nothing is waited for between the loads except the position, and threads past the end load what their
+// neighbours do instead of branching.
 //
 // Shape legend and the order of sums: as in qk_norm_rope.cu. There are two kernels. A thread has the same chunk of HEADS heads, with one
 // cos θ and sin θ for all of them:
@@ -23,9 +24,9 @@ struct DirectTensor {
   char* y;
   uint32_t x_strides[3], y_strides[3];  // bytes: batch, token, head
   uint32_t heads;
-  uint32_t weight_head;         // bytes from the weights of a head to the next
-  uint32_t first_thread, warps, apart;  // `direct_row_kernel`: of the block; heads from one of a thread to its next
-  float share;                  // 1 / features of a row
+  uint32_t weight_head;                 // bytes from the weights of a head to the next
+  uint32_t first_thread, warps, apart;  // `direct_row_kernel`: its threads in a block; heads from one of a thread to its next
+  float share;                          // 1 / features of a row
 };
 
 struct Direct {
@@ -96,13 +97,13 @@ template <class T, bool INTERLEAVED, int NP>
 struct Packed {
   static constexpr int PARTS = INTERLEAVED ? 1 : 2, N = 2 * NP / PARTS;
   Words<T, N> parts[PARTS];
-  __device__ __forceinline__ void read(const char* from, uint32_t half) {
+  __device__ __forceinline__ void read(const char* from, uint32_t apart) {
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) parts[i].read(from + i * half);
+    for (int i = 0; i < PARTS; ++i) parts[i].read(from + i * apart);
   }
-  __device__ __forceinline__ void write(char* to, uint32_t half) const {
+  __device__ __forceinline__ void write(char* to, uint32_t apart) const {
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) parts[i].write(to + i * half);
+    for (int i = 0; i < PARTS; ++i) parts[i].write(to + i * apart);
   }
   // Elements of M pairs from `first` on: those of a[i] and b[i] are a pair.
   template <int M>
