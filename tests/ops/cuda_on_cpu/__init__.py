@@ -20,6 +20,7 @@ import pytest
 
 from fusewise._shared import build, cuda
 from fusewise.ops._choice import Choice
+from fusewise.ops.rope import _host
 
 FOLDER = Path(__file__).parent
 HEADERS = tuple(sorted(path for path in FOLDER.iterdir() if path.suffix in (".h", ".cuh")))
@@ -84,6 +85,22 @@ def library(implementation: ModuleType, name: str, *flags: str) -> Library:
     except build.BuildError as error:
         pytest.skip(str(error))
     return _library(tuple(path.resolve() for path in implementation.SOURCES), name, flags)
+
+
+@contextmanager
+def through_host(implementation: ModuleType, choice: Choice, kernels: Library) -> Iterator[None]:
+    """Make every call of an operation use these kernels for CPU tensors, with RoPE's host extension, whose cache is empty;
+    skips without the extension."""
+    try:
+        _host.extension()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementation, "_kernel", lambda: kernels)
+        patch.setattr(choice, "serving", lambda *_: implementation)
+        _host.forget()
+        yield
+    _host.forget()
 
 
 @contextmanager

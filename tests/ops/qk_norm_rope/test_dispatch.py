@@ -116,6 +116,18 @@ def test_the_choice_stays_in_a_process(a_gpu: list[str]) -> None:
         assert fusewise.explain_dispatch(fusewise.qk_norm_rope, **call).impl == "triton"
 
 
+def test_gradients_without_triton_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where impl="auto" passes over Triton: CUDA leaves its backward to whatever can serve it."""
+    from fusewise.ops.qk_norm_rope import _cuda
+
+    rotation = (torch.rand(5, 8), torch.rand(5, 8), None, None, None, 0, "", 1e-6, 0.0, "head", "auto")
+    x, dy, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16), torch.rand(16)
+    want = _op._op_grad([dy], [x], [weight], *rotation, True)
+    monkeypatch.setattr(_op, "serving", lambda *_: _cuda)
+    for gradient, exact in zip(_op._op_grad([dy], [x], [weight], *rotation, True), want, strict=True):
+        assert torch.equal(gradient, exact)
+
+
 @pytest.mark.gpu
 def test_auto_is_what_explain_dispatch_says_on_a_gpu() -> None:
     call = {name: torch.ones(x.shape, dtype=x.dtype, device="cuda") for name, x in arguments(3).items()}

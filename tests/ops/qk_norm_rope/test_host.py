@@ -17,7 +17,7 @@ from fusewise.ops.rope import _host
 from fusewise.ops.rope._validate import DEFAULTS
 
 from .. import cuda_on_cpu
-from ..rope.support import Case, Operators, assert_bits
+from ..rope.support import Case, Operators, assert_bits, wider
 from .machine import simulated as simulated
 from .support import NormCase, build
 from .test_cuda_on_cpu import operation
@@ -41,13 +41,6 @@ def recalled(arguments: dict[str, Any]) -> Any:
 def by_python(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     with _host.through_python():
         return tuple(fusewise.qk_norm_rope(**arguments))
-
-
-def wider(x: Tensor) -> Tensor:
-    """x with other strides."""
-    y = x.new_zeros(*x.shape[:-2], x.shape[-2] + 1, x.shape[-1])[..., :-1, :]
-    y.copy_(x)
-    return y
 
 
 CHANGED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -238,6 +238,13 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, size: Tensor, angle_error
         )
 
 
+def wider(x: Tensor) -> Tensor:
+    """x with other strides."""
+    y = x.new_zeros(*x.shape[:-2], x.shape[-2] + 1, x.shape[-1])[..., :-1, :]
+    y.copy_(x)
+    return y
+
+
 def assert_bits(a: Tensor, b: Tensor) -> None:
     """Check bitwise equality, including NaNs and signed zeros."""
     assert a.shape == b.shape

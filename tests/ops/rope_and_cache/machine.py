@@ -6,23 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from fusewise._shared import build
-from fusewise.ops.rope import _host
 from fusewise.ops.rope_and_cache import _cuda, _op
 
 from .. import cuda_on_cpu
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda_on_cpu.Library]:
+def simulated() -> Iterator[cuda_on_cpu.Library]:
     """`impl="auto"` uses the simulated kernels for CPU tensors; the host extension is loaded, with an empty cache."""
     kernel = cuda_on_cpu.library(_cuda, "fusewise_rope_and_cache").plays()
-    try:
-        _host.extension()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(_cuda, "_kernel", lambda: kernel)
-    monkeypatch.setattr(_op.choice, "serving", lambda *_: _cuda)
-    _host.forget()
-    yield kernel
-    _host.forget()
+    with cuda_on_cpu.through_host(_cuda, _op.choice, kernel):
+        yield kernel

@@ -17,7 +17,7 @@ from fusewise.ops.rope._validate import DEFAULTS
 from fusewise.ops.rope_and_cache import _cuda, _native, _op
 
 from .. import cuda_on_cpu
-from ..rope.support import Operators, assert_bits
+from ..rope.support import Operators, assert_bits, wider
 from .cases import CASES, Case, Made, make
 from .machine import simulated  # noqa: F401 (a fixture)
 from .test_cuda_on_cpu import called, operation
@@ -43,13 +43,6 @@ def recalled(arguments: dict[str, Any]) -> bool:
 def by_python(arguments: dict[str, Any]) -> None:
     with _host.through_python():
         fusewise.rope_and_cache_(**arguments)
-
-
-def wider(x: Tensor) -> Tensor:
-    """x with other strides."""
-    y = x.new_zeros(*x.shape[:-2], x.shape[-2] + 1, x.shape[-1])[..., :-1, :]
-    y.copy_(x)
-    return y
 
 
 CHANGED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

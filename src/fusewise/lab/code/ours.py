@@ -223,9 +223,9 @@ def _instance(problem: Problem) -> tuple[str, bool, bool]:
 def _cuda_part(problem: Problem, name: str) -> str:
     """A short name of a kernel if it serves this problem, else empty. Kernels: `rope…<type, in, out, vector, heads>`,
     `direct_rope…<type, table, interleaved, vector, heads, at once>`, `light_rope…<type, table, in, out, bytes,
-    copies>`, `bulk_rope…<type, table, bytes>`, `norm_rope_kernel<type, in, out, vector>`,
-    `direct_heads_kernel<type, weight, table, interleaved, vector, heads>`, `direct_row_kernel` likewise, `gated_linear_kernel<…, epilogue, …>`, `few_rows_kernel<…, columns, slabs, …>`,
-    `gate_gradient_kernel<…>`."""
+    copies>`, `bulk_rope…<type, table, bytes>`, `norm_rope_kernel<type, in, out, vector>`, `direct_heads_kernel<type,
+    weight, table, interleaved, vector, heads>`, `direct_row_kernel` likewise, `gated_linear_kernel<…, epilogue, …>`,
+    `few_rows_kernel<…, columns, slabs, …>`, `gate_gradient_kernel<…>`."""
     if FOLDERS[problem.op] == "gated_linear":
         if "gate_gradient_kernel" in name:
             return "gate_gradient_kernel"

@@ -136,7 +136,9 @@ def _qk_norm_rope_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor
     dweights = [empty_like(weight) for weight in weights] if wants_weights else []
     implementation = serving(impl, xs, weights, rotation)
     if hasattr(implementation, "OTHERWISE"):
-        implementation = choice.serving(implementation.OTHERWISE, xs[0].device.type, xs[0].dtype)
+        kind = xs[0].device.type, xs[0].dtype
+        others = (name for name in choice.able(*kind) if name != "cuda")
+        implementation = choice.serving(next(others) if impl == "auto" else implementation.OTHERWISE, *kind)
     implementation.backward(dys, xs, dxs, weights, dweights, rotation, norm)
     return [*dxs, *dweights]
 

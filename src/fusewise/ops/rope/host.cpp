@@ -1,6 +1,6 @@
 // Host fast path: takes a repeated call of `rope`, `rope_`, `rope_and_cache_` or `qk_norm_rope` from Python to the launch in a
-// microsecond or two. The result of validation and planning is cached under a key of everything that it depends on; a later call with the
-// same key goes from its arguments directly to the kernel.
+// microsecond or two. The result of validation and planning is cached under a key of everything that it depends on; a later
+// call with the same key goes from its arguments directly to the kernel.
 //
 // Python stays the only place that validates, plans and raises: any call that is unusual or not cached returns None at once,
 // without side effects, and the caller continues in Python (`api.py`), which calls `remember` at its end. Keys contain only
