@@ -60,26 +60,33 @@ class Library:
     """A loaded library of kernels: its function `name`, which takes addresses and returns an error code."""
 
     def __init__(self, recipe: build.Recipe, name: str) -> None:
-        library = build.library(*recipe)
-        self.run = getattr(library, name)
+        self.library, self.name = build.library(*recipe), name
+        self.run = getattr(self.library, name)
         self.run.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-        self.explain = library.fusewise_error
+        self.explain = self.library.fusewise_error
         self.explain.restype = ctypes.c_char_p
-        if code := getattr(library, f"{name}_probe")():
+        if code := getattr(self.library, f"{name}_probe")():
             raise build.BuildError(f"the CUDA kernels do not run here: {self.error(code)}; update the driver")
 
     def error(self, code: int) -> str:
         text: bytes = self.explain(code)
         return text.decode()
 
-    def launch(self, plan: bytes, call: bytes, device: int, op: str) -> None:
-        """Launch a packed call on the current stream of a device."""
+    def function(self, suffix: str, returns: Any, *arguments: Any) -> Any:
+        """Another function of the library, `{name}_{suffix}`."""
+        found = getattr(self.library, f"{self.name}_{suffix}")
+        found.restype, found.argtypes = returns, arguments
+        return found
+
+    def launch(self, plan: bytes, call: bytes, device: int, op: str, run: Any = None) -> None:
+        """Launch a packed call on the current stream of a device, by `run` or the function `name`."""
+        run = run or self.run
         stream = torch._C._cuda_getCurrentRawStream(device)
         if device == torch._C._cuda_getDevice():
-            code = self.run(plan, call, stream)
+            code = run(plan, call, stream)
         else:
             with torch.cuda.device(device):
-                code = self.run(plan, call, stream)
+                code = run(plan, call, stream)
         if code:
             raise RuntimeError(f'{op}: the CUDA launch must succeed, got {self.error(code)}; use impl="triton"')
 

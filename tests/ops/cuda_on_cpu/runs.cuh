@@ -3,11 +3,11 @@
 
 #pragma once
 
+#include "async.cuh"
 #include "hopper.cuh"
 
 namespace {
 
-inline char* dynamic_smem() { return on_cpu::block().memory; }
 inline bool whole(const void* place, uint32_t at, uint32_t bytes) {
   const bool right = (reinterpret_cast<uintptr_t>(place) | at | bytes) % 16 == 0;
   check(right, "a run of bytes that is not aligned");

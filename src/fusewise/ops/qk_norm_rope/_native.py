@@ -1,18 +1,20 @@
-"""Packs a call of `qk_norm_rope` for native code: the structs `NormPlan` and `NormCall` of `plan.h`, field by field."""
+"""Packs a call of `qk_norm_rope`, or its backward, for native code: the structs of `plan.h`, field by field."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct
 
 from torch import Tensor
 
 from ..rope import _native as rope
-from ..rope._problem import Rotation
+from ..rope._problem import Rotation, Spec, layout_dims
 from ._problem import Norm
 
 _PLAN = Struct("3q2d")
 _CALL = Struct("2q")
+_GRAD_PLAN = Struct("6q")
+_GRAD_CALL = Struct("5q")
 
 
 def planned(
@@ -32,3 +34,21 @@ def packed(
     _, call = rope.packed(xs, ys, rotation)
     pointers = (weights[0].data_ptr(), weights[-1].data_ptr()) if weights else (0, 0)
     return plan, call + _CALL.pack(*pointers)
+
+
+def packed_backward(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    dxs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    dweights: Sequence[Tensor],
+    rotation: Rotation,
+    norm: Norm,
+) -> tuple[bytes, Callable[[int], bytes]]:
+    """The packed plan, and a function that packs the call with the address of the partial sums."""
+    plan, call = packed(tuple(xs), tuple(dxs), weights, rotation, norm)
+    dims = layout_dims(Spec.decode(rotation[-1]).layout)
+    strides = [0 if dim is None else dy.stride(dim) for dy in (dys[0], dys[-1]) for dim in dims]
+    pointers = [x.data_ptr() for x in (dys[0], dys[-1])]
+    pointers += [x.data_ptr() for x in (dweights[0], dweights[-1])] if dweights else (0, 0)
+    return plan + _GRAD_PLAN.pack(*strides), lambda partials: call + _GRAD_CALL.pack(*pointers, partials)

@@ -45,7 +45,8 @@ _COMMON = (
 )
 
 # In order of preference, except that on a GPU auto selects CUDA once its library is built. Each has the functions `forward` and
-# `backward` of `reference.py`, which write to given tensors; one without a backward names another in OTHERWISE.
+# `backward` of `reference.py`, which write to given tensors. A backward returns whether it has served the call; one that does
+# not serve all calls names another implementation in OTHERWISE.
 IMPLEMENTATIONS = ("triton", "cuda", "reference")
 choice = Choice("qk_norm_rope", IMPLEMENTATIONS)
 
@@ -135,11 +136,11 @@ def _qk_norm_rope_grad(dys: list[Tensor], xs: list[Tensor], weights: list[Tensor
     dxs = [empty_like(x) for x in xs]
     dweights = [empty_like(weight) for weight in weights] if wants_weights else []
     implementation = serving(impl, xs, weights, rotation)
-    if hasattr(implementation, "OTHERWISE"):
+    if not implementation.backward(dys, xs, dxs, weights, dweights, rotation, norm):
         kind = xs[0].device.type, xs[0].dtype
         others = (name for name in choice.able(*kind) if name != "cuda")
-        implementation = choice.serving(next(others) if impl == "auto" else implementation.OTHERWISE, *kind)
-    implementation.backward(dys, xs, dxs, weights, dweights, rotation, norm)
+        other = choice.serving(next(others) if impl == "auto" else implementation.OTHERWISE, *kind)
+        other.backward(dys, xs, dxs, weights, dweights, rotation, norm)
     return [*dxs, *dweights]
 
 

@@ -180,8 +180,8 @@ def backward(
     dweights: Sequence[Tensor],
     rotation: Rotation,
     norm: Norm,
-) -> None:
-    """Write the gradient of every x, and of every weight unless `dweights` is empty."""
+) -> bool:
+    """As `backward` of `reference.py`."""
     tensors = (*_leading_tensors(xs, dys, weights, rotation), dxs[0], dxs[-1])
     key = _key(tensors, rotation, (norm, len(xs), len(weights), len(dweights)))
     if (plan := _PLANS.get(key)) is not None:
@@ -189,7 +189,7 @@ def backward(
         plan.run((*tensors, *_q_and_k(partials, rotation)), rotation)
         if plan.then is not None:
             plan.then.run((*_q_and_k(partials, rotation), *_q_and_k(dweights, rotation)), None)
-        return
+        return True
     problem, processors = _problem(xs, dxs, rotation), _processors(xs[0])
     config = choose(problem, norm, True, processors)
     counts = split(problem, config, processors)
@@ -198,6 +198,7 @@ def backward(
     then = _launch(xs[0], *sum_arguments(partials, dweights, counts)) if dweights else None
     if not dweights or then is not None:
         _remember(key, launched, len(tensors) + 2, problem, counts, None if then is None else Plan(*then, 4))
+    return True
 
 
 def _new_partials(counts: Sequence[int], dweights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:

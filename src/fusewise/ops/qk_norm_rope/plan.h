@@ -1,4 +1,4 @@
-// A call of qk_norm_rope as native code receives it; `_native.py` packs the fields in this order.
+// A call of qk_norm_rope and its backward as native code receives them; `_native.py` packs the fields in this order.
 
 #pragma once
 
@@ -16,4 +16,17 @@ struct NormPlan {
 struct NormCall {
   Call rotation;
   const void* weights[2];
+};
+
+// The backward of a call: x of its rotation is that of the forward, y the gradient of x.
+struct NormGradPlan {
+  NormPlan norm;
+  int64_t dy_strides[2][3];  // elements: batch, token, head
+};
+
+struct NormGradCall {
+  NormCall norm;
+  const void* dy[2];
+  void* dweights[2];  // null if they are not wanted
+  void* partials;     // float32, as many as `fusewise_qk_norm_rope_partials` says
 };

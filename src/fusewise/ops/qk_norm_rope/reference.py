@@ -69,11 +69,12 @@ def backward(
     dweights: Sequence[Tensor],
     rotation: Rotation,
     norm: Norm,
-) -> None:
-    """Write the gradient of every x, and of every weight unless `dweights` is empty."""
+) -> bool:
+    """Write the gradient of every x, and of every weight unless `dweights` is empty. Returns whether it serves the call."""
     of_xs, of_weights = gradients(dys, xs, weights, rotation, norm)
     for to, result in zip((*dxs, *dweights), (*of_xs, *of_weights), strict=False):
         to.copy_(result)
+    return True
 
 
 def _layout(rotation: Rotation) -> str:

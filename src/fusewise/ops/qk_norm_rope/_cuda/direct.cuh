@@ -45,8 +45,8 @@ struct Direct {
 // The position of a token, in two words; loaded, not yet used.
 struct Position {
   uint32_t batch, in_batch, low = 0, high = 0;
-  __device__ __forceinline__ Position(const Direct& p, uint32_t token) {
-    batch = p.of_batch(token), in_batch = token - batch * p.of_batch.d;
+  __device__ __forceinline__ Position(const Direct& p, uint32_t token) : Position(p, p.of_batch(token), p.of_batch.rest(token)) {}
+  __device__ __forceinline__ Position(const Direct& p, uint32_t batch, uint32_t in_batch) : batch(batch), in_batch(in_batch) {
     if (!p.positions) return;
     const char* const at = p.positions + uint64_t(batch) * p.position_strides[0] + uint64_t(in_batch) * p.position_strides[1];
     low = *reinterpret_cast<const uint32_t*>(at);
@@ -57,16 +57,16 @@ struct Position {
   }
 };
 
-// Where a chunk is in a head of T: the offset of its first access, and from this to its second. Of features that do not rotate, both are
-// adjacent.
+// Where a chunk is in a head of T: the offset of its first access, and from this to its second. Features that do not rotate have their
+// accesses in two halves, too, so that those of adjacent threads are adjacent.
 template <class T, bool INTERLEAVED, int NP>
 struct Spot {
   uint32_t at, apart;
   __device__ __forceinline__ Spot(const Direct& p, uint32_t chunk) {
     constexpr uint32_t PACK = NP * sizeof(T);
     const bool turns = INTERLEAVED || chunk < p.rotated;
-    at = (turns ? chunk : chunk * 2) * PACK * (INTERLEAVED ? 2 : 1);
-    apart = turns ? p.half : PACK;
+    at = chunk * PACK * (INTERLEAVED ? 2 : 1) + (turns ? 0 : p.half);
+    apart = turns ? p.half : (p.of_head.d - p.rotated) * PACK;
   }
 };
 

@@ -19,6 +19,7 @@
 #include "../../rope/_cuda/angles.cuh"
 #include "../../rope/_cuda/operands.cuh"
 #include "../plan.h"
+#include "backward.cuh"
 #include "direct.cuh"
 #include "sums.cuh"
 
@@ -211,10 +212,25 @@ extern "C" __attribute__((visibility("default"))) int fusewise_qk_norm_rope(cons
                                        : fusewise_qk_norm_rope_half;
   return part(norm, call, stream);
 }
+
+extern "C" int fusewise_qk_norm_rope_float_backward(const NormGradPlan*, const NormGradCall*, void*);
+extern "C" int fusewise_qk_norm_rope_bfloat16_backward(const NormGradPlan*, const NormGradCall*, void*);
+extern "C" int fusewise_qk_norm_rope_half_backward(const NormGradPlan*, const NormGradCall*, void*);
+
+extern "C" __attribute__((visibility("default"))) int fusewise_qk_norm_rope_backward(const NormGradPlan* plan, const NormGradCall* call,
+                                                                                     void* stream) {
+  const int64_t kind = plan->norm.rotation.kind;
+  const auto part = kind == FLOAT32    ? fusewise_qk_norm_rope_float_backward
+                    : kind == BFLOAT16 ? fusewise_qk_norm_rope_bfloat16_backward
+                                       : fusewise_qk_norm_rope_half_backward;
+  return part(plan, call, stream);
+}
 #else
 #ifndef FUSEWISE_ENTRY
 #define FUSEWISE_ENTRY fusewise_qk_norm_rope
 #endif
+#define FUSEWISE_JOINED(a, b) a##b
+#define FUSEWISE_BACKWARD(entry) FUSEWISE_JOINED(entry, _backward)
 
 // Normalize and rotate every x of the call into its y on a stream of the current device. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormPlan* norm, const NormCall* norm_call, void* stream) {
@@ -272,9 +288,31 @@ extern "C" __attribute__((visibility("default"))) int FUSEWISE_ENTRY(const NormP
   const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(across), static_cast<unsigned>(side));
   return launched(kernel_for<NormRope>(plan, np, 1), grid, block, stream, device, p);
 }
+
+// Write the gradients of a call for which `fusewise_qk_norm_rope_partials` is at least 0. Returns a cudaError_t.
+extern "C" __attribute__((visibility("default"))) int FUSEWISE_BACKWARD(FUSEWISE_ENTRY)(const NormGradPlan* plan, const NormGradCall* call,
+                                                                                        void* stream) {
+  const Device device = current_device();
+  Backward p{};
+  if (!backward(*plan, *call, device, p)) return cudaErrorInvalidValue;
+  if (call->dweights[0] != nullptr) {
+    p.tensors[0].partials = static_cast<float*>(call->partials);
+    p.tensors[1].partials = p.tensors[0].partials + int64_t(p.tensors[0].blocks) * p.tensors[0].width;
+  }
+  return with_dtype(plan->norm.rotation.kind, [&](auto element) { return launch_backward<decltype(element)>(p, *plan, stream, device); });
+}
 #endif
 
 #if !defined(FUSEWISE_PARTS) || !defined(FUSEWISE_DTYPE)
+// How many float32 partial sums the backward of a call on a device needs, or -1 if there is no kernel for it.
+extern "C" __attribute__((visibility("default"))) int64_t fusewise_qk_norm_rope_partials(const NormGradPlan* plan, const NormGradCall* call,
+                                                                                         int device) {
+  Backward p{};
+  if (!backward(*plan, *call, device_at(device), p)) return -1;
+  if (call->dweights[0] == nullptr) return 0;
+  return int64_t(p.tensors[0].blocks) * p.tensors[0].width + int64_t(p.tensors[1].blocks) * p.tensors[1].width;
+}
+
 // A cudaError_t that tells whether the kernels can run on the current device, and if not, why.
 extern "C" __attribute__((visibility("default"))) int fusewise_qk_norm_rope_probe() {
   cudaFuncAttributes attributes;

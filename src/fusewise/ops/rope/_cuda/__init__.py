@@ -19,7 +19,8 @@ from .._problem import Rotation
 
 FOLDER = Path(__file__).parent
 HEADERS = tuple(
-    FOLDER / name for name in ("angles.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h")
+    FOLDER / name
+    for name in ("angles.cuh", "async.cuh", "chunk.cuh", "launch.cuh", "memory.cuh", "words.cuh", "../plan.h")
 )
 OPERANDS = FOLDER / "operands.cuh"
 PARTS = tuple(FOLDER / f"rope_{dtype}.cu" for dtype in ("float", "bfloat16", "half"))

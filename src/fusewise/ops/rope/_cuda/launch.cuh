@@ -101,15 +101,14 @@ struct Alignment {
   int64_t bytes() const { return static_cast<int64_t>(bits & -bits); }
 };
 
-// Properties of the current device: SM count and major compute capability.
+// Properties of a device: SM count and major compute capability.
 struct Device {
   int processors = 132, generation = 0;
 };
 
-inline Device current_device() {
+inline Device device_at(int index) {
   static Device known[64];
-  int index = 0;
-  if (cudaGetDevice(&index) != cudaSuccess || index >= 64) return Device{};
+  if (index >= 64) return Device{};
   Device& device = known[index];
   if (device.generation == 0) {
     Device asked;
@@ -119,6 +118,11 @@ inline Device current_device() {
     device = asked;
   }
   return device;
+}
+
+inline Device current_device() {
+  int index = 0;
+  return cudaGetDevice(&index) == cudaSuccess ? device_at(index) : Device{};
 }
 
 // A kernel's side of programmatic dependent launch, before it touches memory: waits until the previous kernel on the stream has completed

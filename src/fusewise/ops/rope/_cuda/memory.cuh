@@ -20,6 +20,7 @@ struct Divisor {
     magic = static_cast<uint32_t>((uint64_t(1) << (32 + shift)) / d + 1);
   }
   __device__ uint32_t operator()(uint32_t n) const { return d == 1 ? n : __umulhi(n, magic) >> shift; }
+  __device__ uint32_t rest(uint32_t n) const { return n - (*this)(n) * d; }
 };
 
 // Loads that L2 evicts last, for what many blocks read, such as a table.
@@ -59,6 +60,12 @@ struct Pack {
     T values[N];
   };
   __device__ Pack() {}
+  __device__ Pack(const Pack&) = default;
+  __device__ Pack& operator=(const Pack& from) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) words[i] = from.words[i];
+    return *this;
+  }
   __device__ void read(const char* from) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = reinterpret_cast<const typename Word<BYTES>::type*>(from)[i];

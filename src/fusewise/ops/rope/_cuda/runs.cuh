@@ -7,13 +7,9 @@
 #include <cstdint>
 
 #include "../../../_shared/mbarrier.cuh"
+#include "async.cuh"
 
 namespace {
-
-__device__ __forceinline__ char* dynamic_smem() {
-  extern __shared__ __align__(128) char memory[];
-  return memory;
-}
 
 // Addresses and sizes must be multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(const char* from, uint32_t to, uint32_t bytes, uint32_t barrier) {
