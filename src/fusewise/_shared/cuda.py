@@ -90,9 +90,11 @@ class Library:
         if code:
             raise RuntimeError(f'{op}: the CUDA launch must succeed, got {self.error(code)}; use impl="triton"')
 
-    def addresses(self) -> tuple[int | None, ...]:
-        """The addresses of the launcher and of the function that explains its error codes, for the host fast paths."""
-        return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in (self.run, self.explain))
+    def addresses(self, *suffixes: str) -> tuple[int | None, ...]:
+        """For the host fast paths: the addresses of other functions, or of the launcher and of the function that explains its
+        error codes."""
+        functions = [getattr(self.library, f"{self.name}_{suffix}") for suffix in suffixes] or [self.run, self.explain]
+        return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
 
 
 def unavailable(device_type: str, kernel: Callable[[], Any]) -> str | None:

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
+#include <optional>
 
 namespace {
 
@@ -40,10 +41,10 @@ struct GilReleased {
 };
 
 // A new tensor with the device and dtype of x, without going through the dispatcher.
-Tensor empty(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
+Tensor empty(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype = {}) {
   const DispatchKey key = x.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
   c10::Allocator* const allocator = c10::GetAllocator(x.device().type());
-  return at::detail::empty_strided_generic(sizes, strides, allocator, c10::DispatchKeySet(key), x.scalar_type());
+  return at::detail::empty_strided_generic(sizes, strides, allocator, c10::DispatchKeySet(key), dtype.value_or(x.scalar_type()));
 }
 
 // The current stream of a GPU; null for a CPU.

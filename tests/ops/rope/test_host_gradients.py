@@ -110,7 +110,7 @@ def test_the_node_takes_a_gradient_like_the_rotation_alone(dy: Tensor) -> None:
     fusewise.rope(qk()[0], **TABLE)
     y = fusewise.rope(qk()[0].requires_grad_(), **TABLE)
     with pytest.raises(
-        ValueError, match=r"^rope: the gradient must have the shape, dtype and device of the rotation, got \["
+        ValueError, match=r"^rope: the gradient must have the shape, dtype and device of the result, got \["
     ):
         y.grad_fn(dy)
 

@@ -187,28 +187,36 @@ class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        q, k, q_weight, k_weight = unpacked(saved[:4])
         call = (*saved[4:], *ctx.rest)
-        # Under tracing, gradients that are not wanted are passed as well.
-        given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and _wanted(ctx, i)}
-        results: list[Tensor | None] = [None] * 4  # of q, k, q_weight, k_weight
-        if given:
-            picked = list(given.values())
-            xs = [(q, k)[i] for i in given]
-            weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
-            wants_weights = any(ctx.needs_input_grad[2 + i] for i in given)
-            if wants_formula(picked[0]):
-                rotation, norm, _ = _split(call)
-                dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
-            else:
-                grads = _op_grad(picked, xs, weights, *call, wants_weights)
-                dxs, dweights = grads[: len(xs)], grads[len(xs) :]
-            for place, i in enumerate(given):
-                results[i] = dxs[place]
-                if dweights:
-                    results[2 + i] = dweights[place]
-        wanted = [result if needed else None for result, needed in zip(results, ctx.needs_input_grad, strict=False)]
-        return *wanted, *(None,) * len(call)
+        return *gradients(dys, saved[:4], call, ctx.needs_input_grad[:4]), *(None,) * len(call)
+
+
+def gradients(
+    dys: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    call: tuple[Any, ...],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients that are needed of the four `inputs`: q, k and their weights."""
+    q, k, q_weight, k_weight = unpacked(inputs)
+    # Under tracing, gradients that are not wanted are passed as well.
+    given = {i: readable(dy) for i, dy in enumerate(dys) if dy is not None and (needed[i] or needed[2 + i])}
+    results: list[Tensor | None] = [None] * 4
+    if given:
+        picked = list(given.values())
+        xs = [x for i in given if (x := (q, k)[i]) is not None]
+        weights = [w for i in given if (w := (q_weight, k_weight)[i]) is not None]
+        if wants_formula(picked[0]):
+            rotation, norm, _ = _split(call)
+            dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)
+        else:
+            grads = _op_grad(picked, xs, weights, *call, any(needed[2 + i] for i in given))
+            dxs, dweights = grads[: len(xs)], grads[len(xs) :]
+        for place, i in enumerate(given):
+            results[i] = dxs[place]
+            if dweights:
+                results[2 + i] = dweights[place]
+    return [result if wanted else None for result, wanted in zip(results, needed, strict=True)]
 
 
 def _wanted(ctx: Any, i: int) -> bool:
@@ -257,4 +265,5 @@ def remember(
         ys = out if isinstance(out, tuple) else (out,)
         plan = _native.planned(tuple(xs), ys, weights, rotation, norm)
         strides = [list(y.stride()) for y in ys]
-        host.remember(_host.NORMED, arguments, *plan, reach, (-1, 0, 0), strides, "", "")  # gradients are not recorded
+        spec = rotation[-1]
+        host.remember(_host.NORMED, arguments, *plan, reach, _host.dims_of(spec), strides, spec, impl)

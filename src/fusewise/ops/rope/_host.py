@@ -59,8 +59,8 @@ def extension() -> Any:
     from ._op import gradients  # which imports this module
 
     library = build.library(*recipe())
-    make = PYFUNCTYPE(py_object, py_object, py_object)(("fusewise_rope_host", library))
-    module = host.loaded(make(gradients, _planned))
+    make = PYFUNCTYPE(py_object, py_object, py_object, py_object)(("fusewise_rope_host", library))
+    module = host.loaded(make(gradients, _norm_gradients, _planned))
     global rope, rope_out, rope_, rope_and_cache_, qk_norm_rope
     rope, rope_out, rope_, rope_and_cache_ = module.rope, module.rope_out, module.rope_, module.rope_and_cache_
     qk_norm_rope = module.qk_norm_rope
@@ -94,6 +94,12 @@ def served(implementation: Any, device_type: str, impl: str) -> None:
     """Load the extension after native code served a Python operator, so that it takes the next call."""
     if hasattr(implementation, "register"):
         unavailable(device_type, impl)
+
+
+def _norm_gradients(*arguments: Any) -> tuple[Tensor | None, ...]:
+    from ..qk_norm_rope._op import gradients
+
+    return tuple(gradients(*arguments))
 
 
 def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> tuple[bytes, int] | None:
@@ -152,10 +158,13 @@ def remember(form: int, arguments: tuple[Any, ...], call: tuple[Any, ...], reach
         list(y.stride() if form == NEW else torch.empty_like(x, device="meta").stride())
         for x, y in zip(xs, ys, strict=True)
     ]
+    host.remember(form, arguments, *planned(xs, ys, rotation), reach, dims_of(spec), dense, spec, impl)
+
+
+def dims_of(spec: str) -> tuple[int, int, int]:
+    """The dimensions of q that are batch (-1: none), token and head."""
     b_dim, t_dim, h_dim = layout_dims(Spec.decode(spec).layout)
-    dims = -1 if b_dim is None else b_dim, t_dim, h_dim
-    plan = planned(xs, ys, rotation)
-    host.remember(form, arguments, *plan, reach, dims, dense, spec, impl)
+    return -1 if b_dim is None else b_dim, t_dim, h_dim
 
 
 def without(impl: str) -> bool:

@@ -227,22 +227,17 @@ def _backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     dq, dk = dys if all(ctx.present) else (dys[0], None) if ctx.present[0] else (None, dys[0])
     wants_q, wants_k, *_ = ctx.needs_input_grad
     dq, dk = dq if wants_q else None, dk if wants_k else None
-    offset, spec, impl = ctx.rest
-    return *gradients((dq, dk), ctx.saved_tensors, offset, spec, impl, ctx.strides), *(None,) * 8
+    return *gradients((dq, dk), (*ctx.saved_tensors, *ctx.rest), ctx.strides), *(None,) * 8
 
 
 def gradients(
-    dys: tuple[Tensor | None, Tensor | None],
-    tensors: tuple[Tensor | None, ...],
-    offset: int,
-    spec: str,
-    impl: str,
-    strides: tuple[list[int], list[int]],
+    dys: tuple[Tensor | None, Tensor | None], call: tuple[Any, ...], strides: tuple[list[int], list[int]]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of q and k from those of the outputs, differentiable in turn; either may be None."""
     dq, dk = dys
     if dq is not None or dk is not None:
-        call = (*tensors, offset, transposed_spec(spec), impl)
+        *rest, spec, impl = call
+        call = (*rest, transposed_spec(spec), impl)
         dq, dk = _readable(dq), _readable(dk)
         dq, dk = _rotate(dq, dk, call, (_strides(dq, strides[0]), _strides(dk, strides[1])))
     return dq, dk

@@ -33,13 +33,14 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!a.read(given, FORM)) Py_RETURN_NONE;
   const Remembered entry = cache.find(a.key);
   if (entry == nullptr || a.offset > entry->most_offset) Py_RETURN_NONE;
-  const bool records = (FORM == NEW || FORM == IN_PLACE) && a.records();
+  constexpr bool DIFFERENTIABLE = FORM == NEW || FORM == IN_PLACE || FORM == NORMED;
+  const bool records = DIFFERENTIABLE && a.records();
   if (FORM == IN_PLACE && records)
     for (int o = 0; o < a.operands; ++o)
       if (!followed(*a.x[o])) Py_RETURN_NONE;
 
   NodePointer node;
-  if (records) node = node_of(entry, a);
+  if (records) node = node_of<FORM == NORMED ? NORMED : NEW>(entry, a);
   Tensor made[2];
   run<FORM>(*entry, a, a.offset, made, [&a](const auto& launch) {
     // Profiles show the operator that Python would have called.
@@ -54,7 +55,8 @@ PyObject* recall(PyObject*, PyObject* const* given, Py_ssize_t count) {
   });
   for (int o = 0; records && o < a.operands; ++o) {
     if (FORM == IN_PLACE) torch::autograd::impl::rebase_history(*a.y[o], {node, node->add_input_metadata(*a.y[o])});
-    else if (a.x[o]->requires_grad()) torch::autograd::set_history(*a.y[o], node);
+    else if (a.x[o]->requires_grad() || (FORM == NORMED && a.weights[o] != nullptr && a.weights[o]->requires_grad()))
+      torch::autograd::set_history(*a.y[o], node);
     else node->add_input_metadata(torch::autograd::Node::undefined_input());  // it receives no gradient
   }
   if (FORM == CACHED) Py_RETURN_TRUE;
@@ -127,19 +129,20 @@ PyObject* on_cpu(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// on_cuda(form, entry point, function that explains its error codes): for form CACHED or NORMED, or for all other forms.
+// on_cuda(form, entry point, function that explains its error codes): for form CACHED or NORMED, or for all other forms. NORMED: two
+// more entry points, of the backward and of the function that says how many partial sums it needs.
 PyObject* on_cuda(PyObject*, PyObject* given) {
   int form = 0;
-  unsigned long long run = 0, explain = 0;
-  if (!PyArg_ParseTuple(given, "iKK", &form, &run, &explain)) return nullptr;
+  unsigned long long run = 0, explain = 0, backward = 0, partials = 0;
+  if (!PyArg_ParseTuple(given, "iKK|KK", &form, &run, &explain, &backward, &partials)) return nullptr;
   // When CUDA becomes selectable, calls that have been left to Python so far are forgotten.
-  const auto set = [run](auto& kernel) {
+  const auto set = [](auto& kernel, unsigned long long address) {
     if (kernel == nullptr) cache.clear();
-    kernel = reinterpret_cast<std::decay_t<decltype(kernel)>>(run);
+    kernel = reinterpret_cast<std::decay_t<decltype(kernel)>>(address);
   };
-  if (form == CACHED) set(kernels.cached);
-  else if (form == NORMED) set(kernels.normed);
-  else set(kernels.cuda);
+  if (form == NORMED) set(kernels.normed, run), set(kernels.norm_backward, backward), set(kernels.norm_partials, partials);
+  else if (form == CACHED) set(kernels.cached, run);
+  else set(kernels.cuda, run);
   kernels.explain = reinterpret_cast<decltype(kernels.explain)>(explain);
   Py_RETURN_NONE;
 }
@@ -163,14 +166,15 @@ PyModuleDef definition = {
 
 }  // namespace
 
-// Returns the module, created once with two Python callbacks: `_op.gradients`, which computes gradients, and `_host._planned`,
-// which plans an operator call.
-extern "C" __attribute__((visibility("default"))) PyObject* fusewise_rope_host(PyObject* gradients, PyObject* plans) {
+// Returns the module, created once with three Python callbacks: the two `_op.gradients`, which compute gradients, and
+// `_host._planned`, which plans an operator call.
+extern "C" __attribute__((visibility("default"))) PyObject* fusewise_rope_host(PyObject* gradients, PyObject* norm_gradients,
+                                                                               PyObject* plans) {
   static PyObject* module = nullptr;
   if (module != nullptr) return Py_NewRef(module);
   module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  differentiable = Py_NewRef(gradients), planned = Py_NewRef(plans);
+  differentiable = Py_NewRef(gradients), norm_differentiable = Py_NewRef(norm_gradients), planned = Py_NewRef(plans);
   // A forked child has no OpenMP threads of its parent; and no other thread may hold the lock across the fork.
   pthread_atfork([] { cache.mutex.lock(); }, [] { cache.mutex.unlock(); },
                  [] { cache.mutex.unlock(), kernels.parallel = nullptr; });

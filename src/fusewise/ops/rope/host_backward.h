@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <array>
+
 #include "host_call.h"
 
 namespace {
@@ -25,6 +27,8 @@ struct Kernels {
   int (*cuda)(const Plan*, const Call*, void* stream) = nullptr;
   int (*cached)(const CachePlan*, const CacheCall*, void* stream) = nullptr;
   int (*normed)(const NormPlan*, const NormCall*, void* stream) = nullptr;
+  int (*norm_backward)(const NormGradPlan*, const NormGradCall*, void* stream) = nullptr;
+  int64_t (*norm_partials)(const NormGradPlan*, const NormGradCall*, int device) = nullptr;
   const char* (*explain)(int) = nullptr;
 } kernels;
 
@@ -79,40 +83,88 @@ void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], cons
 
 // --- Autograd --------------------------------------------------------------------------------------------------------
 
-PyObject* differentiable = nullptr;  // `_op.gradients`, for gradients that native code does not handle
+// `gradients` of rope/_op.py and of qk_norm_rope/_op.py, for gradients that native code does not handle.
+PyObject *differentiable = nullptr, *norm_differentiable = nullptr;
 
 PyObject* wrapped(const Tensor& x) { return x.defined() ? THPVariable_Wrap(x) : Py_NewRef(Py_None); }
 
-// Gradients by `_op.gradients`, which supports double backward and all tensor subclasses and transforms.
-variable_list in_python(const variable_list& dys, at::ArrayRef<Tensor> tensors, int64_t offset, const std::string& spec,
-                        const std::string& impl, const std::vector<int64_t>& q_strides,
-                        const std::vector<int64_t>& k_strides) {
+// A tuple of new references.
+PyObject* tuple_of(std::initializer_list<PyObject*> items) {
+  PyObject* const made = PyTuple_New(static_cast<Py_ssize_t>(items.size()));
+  Py_ssize_t i = 0;
+  for (PyObject* const item : items) PyTuple_SET_ITEM(made, i++, item);
+  return made;
+}
+
+// What a backward needs besides tensors. NORMED: all but the strides.
+struct Options {
+  int64_t offset = 0;
+  std::string spec, impl;
+  std::vector<int64_t> strides[2];  // of new tensors like q and k
+  double eps = 0, weight_offset = 0;
+  bool together = false;
+  std::array<bool, 4> needed{};  // gradients of q, k and their weights
+};
+
+// The tensors that a backward needs: table, sin, positions, offsets, bounds; NORMED: then q, k and their weights.
+constexpr int OF_ROTATION = 5;
+constexpr int saved_by(Form form) { return form == NORMED ? OF_ROTATION + 4 : OF_ROTATION; }
+
+// Gradients by Python, which supports double backward and all tensor subclasses and transforms.
+template <Form FORM>
+variable_list in_python(const variable_list& dys, at::ArrayRef<Tensor> tensors, const Options& options) {
   const pybind11::gil_scoped_acquire gil;
   const auto list = [](const std::vector<int64_t>& values) { return pybind11::cast(values).release().ptr(); };
-  const auto result = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
-      differentiable, "(NN)(NNNNN)Lss(NN)", wrapped(dys[0]), wrapped(dys.size() > 1 ? dys[1] : Tensor()),
-      wrapped(tensors[0]), wrapped(tensors[1]), wrapped(tensors[2]), wrapped(tensors[3]), wrapped(tensors[4]),
-      static_cast<long long>(offset), spec.c_str(), impl.c_str(), list(q_strides), list(k_strides)));
+  const auto text = [](const std::string& value) { return pybind11::cast(value).release().ptr(); };
+  const auto rotation = [&](std::initializer_list<PyObject*> more) {
+    PyObject* const all = PyTuple_New(OF_ROTATION + 2 + more.size());
+    for (int i = 0; i < OF_ROTATION; ++i) PyTuple_SET_ITEM(all, i, wrapped(tensors[i]));
+    PyTuple_SET_ITEM(all, OF_ROTATION, PyLong_FromLongLong(options.offset));
+    PyTuple_SET_ITEM(all, OF_ROTATION + 1, text(options.spec));
+    Py_ssize_t i = OF_ROTATION + 2;
+    for (PyObject* const item : more) PyTuple_SET_ITEM(all, i++, item);
+    return all;
+  };
+  PyObject* const given = tuple_of({wrapped(dys[0]), wrapped(dys.size() > 1 ? dys[1] : Tensor())});
+  const auto result = pybind11::reinterpret_steal<pybind11::object>([&] {
+    if constexpr (FORM == NORMED) {
+      const auto needed = [&](int i) { return PyBool_FromLong(options.needed[i]); };
+      const auto input = [&](int i) { return wrapped(tensors[OF_ROTATION + i]); };
+      return PyObject_CallFunction(
+          norm_differentiable, "(NNNN)", given, tuple_of({input(0), input(1), input(2), input(3)}),
+          rotation({PyFloat_FromDouble(options.eps), PyFloat_FromDouble(options.weight_offset),
+                    text(options.together ? "all" : "head"), text(options.impl)}),
+          tuple_of({needed(0), needed(1), needed(2), needed(3)}));
+    } else {
+      return PyObject_CallFunction(differentiable, "(NNN)", given, rotation({text(options.impl)}),
+                                   tuple_of({list(options.strides[0]), list(options.strides[1])}));
+    }
+  }());
   if (!result) {
     python_error error;
     error.persist();
     throw std::move(error);
   }
-  variable_list dxs(dys.size());
-  for (size_t o = 0; o < dys.size(); ++o) {
-    PyObject* const dx = PyTuple_GET_ITEM(result.ptr(), o);
-    if (dx != Py_None) dxs[o] = THPVariable_Unpack(dx);
+  variable_list found(FORM == NORMED ? 4 : dys.size());
+  for (size_t o = 0; o < found.size(); ++o) {
+    PyObject* const one = PyTuple_GET_ITEM(result.ptr(), o);
+    if (one != Py_None) found[o] = THPVariable_Unpack(one);
   }
-  return dxs;
+  return found;
 }
 
-// The backward for compiled autograd; `RopeBackward::compiled_args` fills its context.
-struct Rope {
+// The backward for compiled autograd; `Backward::compiled_args` fills its context.
+template <Form FORM>
+struct Traced {
   static constexpr bool is_traceable = false;
   static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& dys) {
     auto& data = context->saved_data;
-    return in_python(dys, context->get_saved_variables(), data["offset"].toInt(), data["spec"].toStringRef(),
-                     data["impl"].toStringRef(), data["q_strides"].toIntVector(), data["k_strides"].toIntVector());
+    Options options{data["offset"].toInt(), data["spec"].toStringRef(), data["impl"].toStringRef()};
+    options.strides[0] = data["q_strides"].toIntVector(), options.strides[1] = data["k_strides"].toIntVector();
+    options.eps = data["eps"].toDouble(), options.weight_offset = data["weight_offset"].toDouble();
+    options.together = data["together"].toBool();
+    for (int i = 0; i < 4; ++i) options.needed[i] = data["needed"].toInt() >> i & 1;
+    return in_python<FORM>(dys, context->get_saved_variables(), options);
   }
 };
 
@@ -149,76 +201,130 @@ bool exclusively_owned(const Tensor& x) {
          memory.nbytes() == static_cast<size_t>(x.numel()) * x.element_size() && memory.unsafeGetStorageImpl()->resizable();
 }
 
-// Autograd node: y = R x, dx = Rᵀ dy; x is not saved. The base class CppNode with its context only serves compiled autograd.
-struct RopeBackward : torch::autograd::CppNode<Rope> {
+// Autograd node. FORM is NEW, y = R x, dx = Rᵀ dy, where x is not saved; or NORMED. The base class CppNode with its context only
+// serves compiled autograd.
+template <Form FORM>
+struct Backward : torch::autograd::CppNode<Traced<FORM>> {
+  using Base = torch::autograd::CppNode<Traced<FORM>>;
+  static constexpr int SAVED = saved_by(FORM), INPUTS = FORM == NORMED ? 4 : 2;
+  static constexpr const char* OP = FORM == NORMED ? "qk_norm_rope" : "rope";
   Remembered entry;
-  SavedVariable saved[5];  // table, sin, positions, offsets, bounds
-  Geometry planned[5];
+  SavedVariable saved[SAVED];
+  Geometry planned[SAVED];
   int64_t offset = 0;
 
-  RopeBackward(Remembered remembered, const Arguments& a) : entry(std::move(remembered)), offset(a.offset) {
-    const Tensor* const tensors[5] = {a.table, a.sin, a.positions, a.offsets, a.bounds};
-    for (int i = 0; i < 5; ++i)
+  Backward(Remembered remembered, const Arguments& a) : entry(std::move(remembered)), offset(a.offset) {
+    const Tensor* const tensors[] = {a.table, a.sin, a.positions, a.offsets, a.bounds, a.x[0], a.x[1], a.weights[0], a.weights[1]};
+    for (int i = 0; i < SAVED; ++i)
       if (tensors[i] != nullptr) saved[i] = SavedVariable(*tensors[i], /*is_output=*/false), planned[i] = Geometry(*tensors[i]);
-    if (a.operands == 1) set_next_edges(torch::autograd::collect_next_edges(*a.x[0]));
-    else set_next_edges(torch::autograd::collect_next_edges(*a.x[0], *a.x[1]));
+    torch::autograd::edge_list edges;
+    for (int i = 0; i < INPUTS; ++i) {
+      const Tensor* const input = tensors[OF_ROTATION + i];
+      if (FORM != NORMED && i == a.operands) break;
+      edges.push_back(input != nullptr ? torch::autograd::impl::gradient_edge(*input) : torch::autograd::Edge());
+    }
+    this->set_next_edges(std::move(edges));
   }
 
-  std::string name() const override { return "RopeBackward"; }
+  std::string name() const override { return FORM == NORMED ? "QkNormRopeBackward" : "RopeBackward"; }
 
   void release_variables() override {
     for (SavedVariable& variable : saved) variable.reset_data();
-    CppNode::release_variables();
+    Base::release_variables();
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    const_cast<RopeBackward*>(this)->fill_context();
-    CppNode::compiled_args(args);
+    const_cast<Backward*>(this)->fill_context();
+    Base::compiled_args(args);
   }
 
   variable_list apply(variable_list&& dys) override {
-    Tensor tensors[5];
-    for (int i = 0; i < 5; ++i) tensors[i] = saved[i].unpack();
+    Tensor tensors[SAVED];
+    for (int i = 0; i < SAVED; ++i) tensors[i] = saved[i].unpack();
     const Tensor* given = nullptr;
     bool ordinary = no_active_modes();
     for (size_t o = 0; o < dys.size(); ++o) {
-      if (!task_should_compute_output(o)) dys[o].reset();
+      if (!wants(o)) dys[o].reset();
       const Tensor& dy = dys[o];
       if (!dy.defined()) continue;
       // The engine guarantees this, but a direct call of the node, `y.grad_fn(dy)`, does not.
-      const auto& y = input_metadata(o);
+      const auto& y = this->input_metadata(o);
       const auto dtype = c10::typeMetaToScalarType(y.options().dtype());
-      TORCH_CHECK_VALUE(y.is_same_shape(dy) && dy.scalar_type() == dtype && dy.device() == y.device(),
-                        "rope: the gradient must have the shape, dtype and device of the rotation, got ", dy.sizes(), ", ",
+      TORCH_CHECK_VALUE(y.is_same_shape(dy) && dy.scalar_type() == dtype && dy.device() == y.device(), OP,
+                        ": the gradient must have the shape, dtype and device of the result, got ", dy.sizes(), ", ",
                         dy.scalar_type(), " and ", dy.device(), "; pass one like it");
-      ordinary = ordinary && dense(dy) && !(at::GradMode::is_enabled() && dy.requires_grad());
+      ordinary = ordinary && dense(dy) && !recorded(dy);
       given = &dy;
     }
-    if (given == nullptr) return variable_list(dys.size());
-    for (int i = 0; i < 5; ++i) ordinary = ordinary && (!tensors[i].defined() || planned[i].of(tensors[i]));
-    if (ordinary) return rotated(dys, tensors, given->device());
-    return in_python(dys, tensors, offset, entry->spec, entry->impl, entry->dense[0], entry->dense[dys.size() - 1]);
+    if (given == nullptr) return variable_list(this->num_outputs());
+    for (int i = 0; i < SAVED; ++i) ordinary = ordinary && (!tensors[i].defined() || planned[i].of(tensors[i]));
+    for (int i = OF_ROTATION; i < SAVED; ++i) ordinary = ordinary && !recorded(tensors[i]);
+    if constexpr (FORM == NORMED) {
+      variable_list found;
+      if (ordinary && normed(dys, tensors, given->device(), found)) return found;
+    } else if (ordinary) {
+      return rotated(dys, tensors, given->device());
+    }
+    return in_python<FORM>(dys, tensors, options());
   }
 
  private:
+  static bool recorded(const Tensor& x) { return at::GradMode::is_enabled() && x.defined() && x.requires_grad(); }
+
+  // Whether a gradient of an output is used.
+  bool wants(size_t o) const {
+    return this->task_should_compute_output(o) || (FORM == NORMED && this->task_should_compute_output(2 + o));
+  }
+
+  Options options() const {
+    Options found{offset, entry->spec, entry->impl};
+    found.strides[0] = entry->dense[0], found.strides[1] = entry->dense[this->num_inputs() - 1];
+    if constexpr (FORM == NORMED) {
+      found.eps = entry->normed.eps, found.weight_offset = entry->normed.weight_offset, found.together = entry->normed.together;
+      for (int i = 0; i < INPUTS; ++i) found.needed[i] = this->task_should_compute_output(i);
+    }
+    return found;
+  }
+
   void fill_context() {
-    set_ctx_grad_fn(getptr());
+    auto& context = this->ctx_;
+    this->set_ctx_grad_fn(this->getptr());
     variable_list tensors;
     for (const SavedVariable& variable : saved) tensors.push_back(variable.unpack());
-    ctx_.save_for_backward(std::move(tensors));
-    save_variables_to_ctx();
-    ctx_.set_materialize_grads(false);
-    ctx_.saved_data["offset"] = offset;
-    ctx_.saved_data["spec"] = entry->spec;
-    ctx_.saved_data["impl"] = entry->impl;
-    ctx_.saved_data["q_strides"] = entry->dense[0];
-    ctx_.saved_data["k_strides"] = entry->dense[num_inputs() - 1];
-    is_variable_input_.assign(num_inputs(), true);
+    context.save_for_backward(std::move(tensors));
+    this->save_variables_to_ctx();
+    context.set_materialize_grads(false);
+    const Options all = options();
+    int64_t needed = 0;
+    for (int i = 0; i < 4; ++i) needed |= int64_t(all.needed[i]) << i;
+    auto& data = context.saved_data;
+    data["offset"] = all.offset, data["spec"] = all.spec, data["impl"] = all.impl;
+    data["q_strides"] = all.strides[0], data["k_strides"] = all.strides[1];
+    data["eps"] = all.eps, data["weight_offset"] = all.weight_offset, data["together"] = all.together, data["needed"] = needed;
+    this->is_variable_input_.assign(this->num_outputs(), true);
+  }
+
+  // The tensors of the call besides q and k.
+  static Tensors of_rotation(const Tensor (&tensors)[SAVED]) {
+    Tensors t;
+    t.table = &tensors[0], t.sin = &tensors[1], t.positions = &tensors[2], t.offsets = &tensors[3], t.bounds = &tensors[4];
+    return t;
+  }
+
+  // The only copy: of a gradient whose features are not contiguous, like the expanded scalar of `y.sum()`.
+  static Tensor readable(const Tensor& dy) { return dy.stride(-1) == 1 || dy.size(-1) == 1 ? dy : dy.contiguous(); }
+
+  // Make the ith operand of a plan the oth of the forward, with new y.
+  void pick(Plan& plan, int i, int o, const Tensor& x, const Tensor& y) const {
+    const Plan& forward = entry->rotation;
+    plan.heads[i] = forward.heads[o], plan.head_dim[i] = forward.head_dim[o], plan.start[i] = forward.start[o];
+    entry->strides(x.strides(), plan.x_strides[i]);
+    entry->strides(y.strides(), plan.y_strides[i]);
   }
 
   // In place if every gradient is exclusively owned and already has the strides of the result: features that do not rotate then
   // need not be copied.
-  variable_list rotated(const variable_list& dys, const Tensor (&tensors)[5], c10::Device device) const {
+  variable_list rotated(const variable_list& dys, const Tensor (&tensors)[SAVED], c10::Device device) const {
     const OnDevice on_device(device);
     bool in_place = true;
     for (size_t o = 0; o < dys.size(); ++o)
@@ -230,39 +336,79 @@ struct RopeBackward : torch::autograd::CppNode<Rope> {
     int count = 0, from[2] = {};
     for (int o = 0; o < static_cast<int>(dys.size()); ++o) {
       if (!dys[o].defined()) continue;
-      // The only copy: a gradient whose features are not contiguous, like the expanded scalar of `y.sum()`.
-      sources[o] = dys[o].stride(-1) == 1 || dys[o].size(-1) == 1 ? dys[o] : dys[o].contiguous();
+      sources[o] = readable(dys[o]);
       dxs[o] = in_place ? dys[o] : empty(sources[o], sources[o].sizes(), entry->dense[o]);
       from[count++] = o;
     }
     if (count == 1) from[1] = from[0];
     plan.operands = count;
-    Tensors t{{&sources[from[0]], &sources[from[1]]}};
-    t.table = &tensors[0], t.sin = &tensors[1], t.positions = &tensors[2], t.offsets = &tensors[3], t.bounds = &tensors[4];
+    Tensors t = of_rotation(tensors);
+    t.x[0] = &sources[from[0]], t.x[1] = &sources[from[1]];
     Call call = call_on(*entry, t, offset);
     for (int i = 0; i < 2; ++i) {
-      const int o = from[i];
-      plan.heads[i] = entry->rotation.heads[o];
-      plan.head_dim[i] = entry->rotation.head_dim[o];
-      plan.start[i] = entry->rotation.start[o];
-      entry->strides(sources[o].strides(), plan.x_strides[i]);
-      entry->strides(dxs[o].strides(), plan.y_strides[i]);
-      call.y[i] = dxs[o].mutable_data_ptr();
+      pick(plan, i, from[i], sources[from[i]], dxs[from[i]]);
+      call.y[i] = dxs[from[i]].mutable_data_ptr();
     }
     RECORD_FUNCTION(count == 1 ? "fusewise::rope" : "fusewise::rope_qk", (std::vector<c10::IValue>{sources[from[0]]}));
     launch(plan, call, device);
     return dxs;
+  }
+
+  // Returns false if no kernel serves the call.
+  bool normed(const variable_list& dys, const Tensor (&tensors)[SAVED], c10::Device device, variable_list& found) const {
+    const OnDevice on_device(device);
+    const Tensor *const xs = tensors + OF_ROTATION, *const weights = xs + 2;
+    NormGradPlan plan{entry->normed};
+    variable_list dxs(2), sources(2), dweights(2);
+    bool of_weights = false;
+    int count = 0, from[2] = {};
+    for (int o = 0; o < static_cast<int>(dys.size()); ++o) {
+      if (!dys[o].defined()) continue;
+      sources[o] = readable(dys[o]);
+      dxs[o] = empty(xs[o], xs[o].sizes(), entry->dense[o]);
+      of_weights = of_weights || this->task_should_compute_output(2 + o);
+      from[count++] = o;
+    }
+    if (count == 1) from[1] = from[0];
+    plan.norm.rotation.operands = count;
+    Tensors t = of_rotation(tensors);
+    t.x[0] = &xs[from[0]], t.x[1] = &xs[from[1]];
+    NormGradCall call{{call_on(*entry, t, offset)}};
+    for (int i = 0; i < 2; ++i) {
+      const int o = from[i];
+      pick(plan.norm.rotation, i, o, xs[o], dxs[o]);
+      plan.norm.weight_kinds[i] = entry->normed.weight_kinds[o];
+      entry->strides(sources[o].strides(), plan.dy_strides[i]);
+      call.norm.rotation.y[i] = dxs[o].mutable_data_ptr();
+      call.norm.weights[i] = address(&weights[o]), call.dy[i] = address(&sources[o]);
+      if (of_weights && !dweights[o].defined()) dweights[o] = empty(weights[o], weights[o].sizes(), weights[o].strides());
+      if (of_weights) call.dweights[i] = dweights[o].mutable_data_ptr();
+    }
+    const int64_t partials = kernels.norm_partials(&plan, &call, device.is_cpu() ? 0 : device.index());
+    if (partials < 0) return false;
+    Tensor sums;
+    if (partials > 0) {
+      sums = empty(xs[from[0]], {partials}, {1}, at::kFloat);
+      call.partials = sums.mutable_data_ptr();
+    }
+    RECORD_FUNCTION("fusewise::qk_norm_rope_grad", (std::vector<c10::IValue>{sources[from[0]]}));
+    check(kernels.norm_backward(&plan, &call, stream_on(device)), OP);
+    found = {dxs[0], dxs[1], dweights[0], dweights[1]};
+    for (int i = 0; i < INPUTS; ++i)
+      if (!this->task_should_compute_output(i)) found[i].reset();
+    return true;
   }
 };
 
 // The smart pointer type that holds a node depends on the torch version.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
+template <Form FORM>
 NodePointer node_of(Remembered entry, const Arguments& a) {
 #if __has_include(<torch/csrc/autograd/node.h>)
-  return c10::make_intrusive<RopeBackward>(std::move(entry), a);
+  return c10::make_intrusive<Backward<FORM>>(std::move(entry), a);
 #else
-  return NodePointer(new RopeBackward(std::move(entry), a), torch::autograd::deleteNode);
+  return NodePointer(new Backward<FORM>(std::move(entry), a), torch::autograd::deleteNode);
 #endif
 }
 

@@ -130,8 +130,7 @@ struct Arguments : Tensors {
       if (!read(given[i], Argument(i), form)) return false;
     if (x[0] == nullptr || table == nullptr) return false;
     operands = x[1] == nullptr ? 1 : 2;
-    if (form == NEW) return true;
-    if (form == NORMED) return !records();
+    if (form == NEW || form == NORMED) return true;
     if (form == GIVEN && !read_out(given[OUT])) return false;
     if (form != GIVEN) y[0] = x[0], y[1] = form == CACHED && given[WRITE_K] != Py_True ? nullptr : x[1];
     return !(form != IN_PLACE && records()) && writable();

@@ -76,4 +76,5 @@ def backward(
 
 def register(host: Any) -> None:
     """Register the launcher with the host fast path (`rope/_host.py`)."""
-    host.on_cuda(_host.NORMED, *_kernel().addresses())
+    kernel = _kernel()
+    host.on_cuda(_host.NORMED, *kernel.addresses(), *kernel.addresses("backward", "partials"))
