@@ -19,7 +19,7 @@ def compiled() -> tuple[Path, str]:
     return cuda_codegen.compiled(_cuda)
 
 
-@pytest.mark.parametrize("kernel", ["direct_heads_kernel", "direct_row_kernel", "norm_rope_kernel"])
+@pytest.mark.parametrize("kernel", ["direct_heads_kernel", "direct_row_kernel", "norm_rope_kernel", "backward_kernel"])
 def test_no_kernel_spills_and_all_fit(compiled: tuple[Path, str], kernel: str) -> None:
     cuda_codegen.check_no_kernel_spills_and_all_fit(compiled[1], kernel, resident=512)
 
@@ -55,3 +55,26 @@ def test_nothing_is_waited_for_between_the_loads_of_few_tokens(compiled: tuple[P
         between = code[wide[0] : wide[-1]]
         assert len(wide) >= 6
         assert not [line for line in between if re.search(r"\b(BRA|BSYNC|SHFL|BAR)\b", line)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "copies", "weights", "table", "stores"),
+    [
+        # x and dy are copied to shared memory, for all steps but one of those in flight before the loop and for one in it; weights are
+        # loaded in either dtype; there is a table row per step, if rows have several warps one more before the loop. Two heads per
+        # step share it.
+        ("backward_kernelI13__nv_bfloat16fLb0ELb0E", 2 * 8, 2 + 4, 4, 4),
+        ("backward_kernelI6__halfS1_Lb0ELb1E", 4 * 4, 2 + 4, 2 * 2, 2),
+        ("backward_kernelI13__nv_bfloat16fLb1ELb0E", 2 * 4, 1 + 2, 2, 2),
+        ("backward_kernelIffLb0ELb0E", 2 * 8, 2, 2, 4),
+    ],
+)
+def test_accesses_of_the_backward(
+    compiled: tuple[Path, str], kernel: str, copies: int, weights: int, table: int, stores: int
+) -> None:
+    """All of 16 bytes, in the loop for q and in that for k."""
+    (body,) = cuda_codegen.machine_code(compiled[0], kernel)
+    assert len(re.findall(r"LDGSTS\S*\.128", body)) == 2 * copies
+    assert len(re.findall(r"LDG\.E\.128", body)) == 2 * (weights + table)
+    assert len(re.findall(r"STG\.E\.128", body)) >= 2 * stores
+    assert not re.findall(r"LDG\.E\.64 ", body)

@@ -33,7 +33,7 @@ struct Direct {
   const char *positions, *cos, *sin;
   uint32_t position_strides[2], row;  // bytes: batch, token; from a table row to the next
   uint32_t rows, tokens, first_of_k;  // table rows; tokens of all batch entries; the first group of k among those of a token
-  uint32_t half;                      // bytes from the first half of the rotated features to the second
+  uint32_t half, other_half;          // bytes from the first half of the rotated features to the second; of the others
   uint32_t rotated;                   // chunks of a head that rotate; the others follow
   int64_t offset;
   Divisor of_token, of_batch, of_head;  // groups per token, tokens per batch entry, chunks per head
@@ -66,7 +66,7 @@ struct Spot {
     constexpr uint32_t PACK = NP * sizeof(T);
     const bool turns = INTERLEAVED || chunk < p.rotated;
     at = chunk * PACK * (INTERLEAVED ? 2 : 1) + (turns ? 0 : p.half);
-    apart = turns ? p.half : (p.of_head.d - p.rotated) * PACK;
+    apart = turns ? p.half : p.other_half;
   }
 };
 
@@ -258,7 +258,7 @@ inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, in
   for (int i = 0; i < 2 && d.positions; ++i) d.position_strides[i] = narrow(plan.position_strides[i + 1] * (d.wide_positions ? 8 : 4));
   d.cos = p.cos, d.sin = p.sin, d.row = narrow(plan.table_strides[1] * table_size), d.rows = static_cast<uint32_t>(plan.rows);
   d.tokens = static_cast<uint32_t>(plan.batch * plan.tokens), d.of_batch = Divisor(plan.tokens), d.of_head = Divisor(chunks);
-  d.half = narrow(plan.pairs * size), d.rotated = static_cast<uint32_t>(plan.pairs / np);
+  d.half = narrow(plan.pairs * size), d.other_half = narrow((plan.head_dim[0] / 2 - plan.pairs) * size), d.rotated = static_cast<uint32_t>(plan.pairs / np);
   d.weighted = call.weights[0] != nullptr;
   d.eps = static_cast<float>(norm.eps), d.weight_offset = static_cast<float>(norm.weight_offset);
   for (int o = 0; o < plan.operands; ++o) {
