@@ -116,9 +116,8 @@ def qk_norm_rope(impl: str, device: str) -> Calls:
         made.call(made.xs, made.weights, impl=impl)
 
     for case in (*CASES, *ragged):
-        if impl != "cuda":  # which has no backward of its own
-            yield f"{case.name} forward and backward", lambda case=case: both(case)
-        if impl == "cuda" or case.norm == "all" or "large" in case.name:
+        yield f"{case.name} forward and backward", lambda case=case: both(case)
+        if case.norm == "all" or "large" in case.name:
             yield f"{case.name} forward", lambda case=case: forward(case)
 
 

@@ -146,12 +146,13 @@ def test_one_operator_each_way() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "cuda"])
 @pytest.mark.parametrize("norm", ["head", "all"])
-def test_memory(norm: str) -> None:
+def test_memory(norm: str, impl: str) -> None:
     """Allocations are the outputs, and in backward the gradients and the partial sums of the weight gradients."""
-    case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16", table="inv_freq")
+    case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16", table="fused")
     made = build(NormCase(case, norm), "cuda")
-    made.run("triton")
+    made.run(impl)
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]
 
     def allocated(f: Any) -> tuple[int, Any]:
@@ -160,7 +161,7 @@ def test_memory(norm: str) -> None:
         return peak_above(before), result
 
     bytes_of = sum(x.numel() * x.element_size() for x in made.xs)
-    peak, ys = allocated(lambda: made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl="triton"))
+    peak, ys = allocated(lambda: made.call(tuple(tensors[:2]), tuple(tensors[2:]), impl=impl))
     assert peak == bytes_of
     peak, _ = allocated(lambda: torch.autograd.grad(ys, tensors, made.dys))
     programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count

@@ -11,14 +11,12 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
-import fusewise
 from fusewise.ops.qk_norm_rope import _op, api
 from fusewise.ops.rope import _host
 
 from ..rope.support import Case, Operators, assert_bits
 from .machine import simulated as simulated
 from .support import Made, NormCase, build
-
 
 NAMES = ("q", "k", "q_weight", "k_weight")
 CASES = {
@@ -35,7 +33,9 @@ def _others(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that no kernel serves go to the reference."""
     reference = _op.choice.implementation("reference")
     serving = _op.choice.serving
-    monkeypatch.setattr(_op.choice, "serving", lambda impl, *kind: reference if impl == "reference" else serving(impl, *kind))
+    monkeypatch.setattr(
+        _op.choice, "serving", lambda impl, *kind: reference if impl == "reference" else serving(impl, *kind)
+    )
     monkeypatch.setattr(_op.choice, "able", lambda *_: iter(("reference",)))
 
 
@@ -188,5 +188,7 @@ def test_the_node_takes_a_gradient_like_the_output_alone(
     """The autograd engine ensures this; a direct call of the node must check it."""
     made = remembered(build(CASES["heads"]), monkeypatch)
     y, _ = outputs(made, leaves_of(made))
-    with pytest.raises(ValueError, match=r"^qk_norm_rope: the gradient must have the shape, dtype and device of the res"):
+    with pytest.raises(
+        ValueError, match=r"^qk_norm_rope: the gradient must have the shape, dtype and device of the res"
+    ):
         y.grad_fn(wrong(made.dys[0]), made.dys[1])

@@ -48,11 +48,6 @@ class NormCuda(_Norm):
 
     name, impl, devices = "fusewise-cuda", "cuda", ("cuda",)
 
-    def build(self, problem: Problem) -> Run:
-        if problem.task.pass_ != "fwd":
-            raise Unsupported("has a forward; its gradients are fusewise-triton's")
-        return super().build(problem)
-
 
 class NormVllm(Provider):
     """vLLM: one kernel, in place on a packed projection, here without v."""

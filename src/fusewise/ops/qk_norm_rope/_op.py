@@ -73,18 +73,22 @@ def _passes_cuda_over(xs: Sequence[Tensor], weights: Sequence[Tensor], spec: Spe
     if spec.table in ("angles", "inv_freq"):
         return "it is for tables of cos and sin"
     moved = 2 * sum([x.numel() * x.element_size() for x in xs])
-    simple = spec.sections is None and spec.cp_size == 1 and not sequences and spec.pairing in ("half", "interleaved")
-    width, rotary = xs[0].shape[-1], spec.rotary_dim or xs[0].shape[-1]
-    first = rotary == width or (spec.rotary_start == 0 and rotary % 32 == 0 and width % 32 == 0)
-    first = first and xs[-1].shape[-1] == width
-    alike = all(w.dtype in (xs[0].dtype, torch.float32) and w.dtype == weights[0].dtype for w in weights)
-    if (simple and first and alike) or moved <= MOST_BYTES_FOR_GENERAL:
+    if _of_most_models(xs, weights, spec, sequences) or moved <= MOST_BYTES_FOR_GENERAL:
         return None
     most = f"{MOST_BYTES_FOR_GENERAL / 2**20:g} MiB"
     return (
         f"such a call beyond {most} is faster in Triton: for large calls it has kernels for heads that rotate completely or "
         "in their first features, in multiples of 32, one position per token, and weights like q or in float32"
     )
+
+
+def _of_most_models(xs: Sequence[Tensor], weights: Sequence[Tensor], spec: Spec, sequences: bool) -> bool:
+    """Whether a call has CUDA kernels of its own, forward and backward, if its tensors are aligned to 16 bytes."""
+    simple = spec.sections is None and spec.cp_size == 1 and not sequences and spec.pairing in ("half", "interleaved")
+    width, rotary = xs[0].shape[-1], spec.rotary_dim or xs[0].shape[-1]
+    first = rotary == width or (spec.rotary_start == 0 and rotary % 32 == 0 and width % 32 == 0)
+    alike = all(w.dtype in (xs[0].dtype, torch.float32) and w.dtype == weights[0].dtype for w in weights)
+    return simple and first and alike and xs[-1].shape[-1] == width
 
 
 @functools.cache
@@ -107,11 +111,8 @@ def explained(arguments: Mapping[str, Any]) -> tuple[str, str, dict[str, str]] |
     sequences = isinstance(arguments["offset"], Tensor) or arguments["cu_seqlens"] is not None
     reason = _passes_cuda_over(xs, weights, spec, sequences)
     if reason is None:
-        return (
-            "cuda",
-            "which has the lowest host overhead; gradients are Triton's",
-            {"triton": "it serves the backward"},
-        )
+        served = " of tensors that are not aligned to 16 bytes" if _of_most_models(xs, weights, spec, sequences) else ""
+        return "cuda", "which has the lowest host overhead", {"triton": f"it serves the backward{served}"}
     chosen = choice.choose("cuda", xs[0].dtype)
     return None if chosen != "triton" else ("triton", "the first that serves the tensors", {"cuda": reason})
 

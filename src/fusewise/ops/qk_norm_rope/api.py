@@ -66,7 +66,8 @@ def qk_norm_rope(
             rotary_start, scale: the rotation: all as in `rope`. Tokens past the last of `cu_seqlens` are normalized but
             not rotated.
         impl: "auto", "cuda", "triton" or "reference". A named implementation never falls back; `explain_dispatch` shows
-            what auto selects. CUDA has a forward; its gradients are Triton's.
+            what auto selects. CUDA's backward serves the calls of most models; that of other calls is
+            Triton's.
 
     Returns:
         y for q, or the pair for q and k if k is given, in the physical layout (stride order) of the input; gradients
