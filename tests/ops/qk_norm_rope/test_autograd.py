@@ -150,7 +150,7 @@ def test_one_operator_each_way() -> None:
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_memory(norm: str, impl: str) -> None:
     """Allocations are the outputs, and in backward the gradients and the partial sums of the weight gradients."""
-    case = Case(name="memory", batch=2, tokens=512, heads=16, kv_heads=4, head_dim=128, dtype="bf16", table="fused")
+    case = Case(name="memory", batch=16, tokens=64, heads=16, kv_heads=4, head_dim=128, dtype="bf16", table="fused")
     made = build(NormCase(case, norm), "cuda")
     made.run(impl)
     tensors = [x.detach().requires_grad_() for x in (*made.xs, *made.weights)]

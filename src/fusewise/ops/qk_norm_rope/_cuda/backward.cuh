@@ -293,13 +293,12 @@ inline bool backward(const NormGradPlan& plan, const NormGradCall& call, const D
   Operand operands[2];
   Alignment data;
   set_operands(operands, rotation, call.norm.rotation, false, data);
-  const int64_t extents[2] = {rotation.batch, rotation.tokens};
   bool fits = true;
   for (int o = 0; o < rotation.operands; ++o) {
     data.see(call.dy[o]);
-    for (int i = 0; i < 3; ++i) {
+    for (int i = rotation.batch > 1 ? 0 : 1; i < 3; ++i) {
       const int64_t bytes = plan.dy_strides[o][i] * size;
-      if ((i < 2 ? extents[i] : rotation.heads[o]) > 1) data.see(bytes);
+      if (i == 0 || (i == 1 ? rotation.tokens : rotation.heads[o]) > 1) data.see(bytes);
       fits = fits && bytes >= 0 && bytes <= UINT32_MAX;
       p.tensors[o].strides[i] = static_cast<uint32_t>(bytes);
     }

@@ -265,7 +265,8 @@ inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, in
     DirectTensor& t = d.tensors[o];
     t.x = static_cast<const char*>(rotation.x[o]), t.y = static_cast<char*>(rotation.y[o]);
     t.weight = d.weighted ? static_cast<const char*>(call.weights[o]) : t.x;  // any readable memory as long as a head
-    for (int i = 0; i < 3; ++i) t.x_strides[i] = narrow(plan.x_strides[o][i] * size), t.y_strides[i] = narrow(plan.y_strides[o][i] * size);
+    for (int i = plan.batch > 1 ? 0 : 1; i < 3; ++i)
+      t.x_strides[i] = narrow(plan.x_strides[o][i] * size), t.y_strides[i] = narrow(plan.y_strides[o][i] * size);
     t.heads = static_cast<uint32_t>(plan.heads[o]);
     const int64_t weight_size = norm.weight_kinds[o] == FLOAT32 ? 4 : 2;
     t.weight_head = d.weighted && norm.together ? narrow(plan.head_dim[o] * weight_size) : 0;

@@ -60,7 +60,7 @@ struct Pack {
     T values[N];
   };
   __device__ Pack() {}
-  __device__ Pack(const Pack&) = default;
+  Pack(const Pack&) = default;
   __device__ Pack& operator=(const Pack& from) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = from.words[i];
