@@ -33,7 +33,7 @@ struct Direct {
   const char *positions, *cos, *sin;
   uint32_t position_strides[2], row;  // bytes: batch, token; from a table row to the next
   uint32_t rows, tokens, first_of_k;  // table rows; tokens of all batch entries; the first group of k among those of a token
-  uint32_t half, other_half;          // bytes from the first half of the rotated features to the second; of the others
+  uint32_t half;                      // bytes from the first half of the rotated features to the second
   uint32_t rotated;                   // chunks of a head that rotate; the others follow
   int64_t offset;
   Divisor of_token, of_batch, of_head;  // groups per token, tokens per batch entry, chunks per head
@@ -45,8 +45,12 @@ struct Direct {
 // The position of a token, in two words; loaded, not yet used.
 struct Position {
   uint32_t batch, in_batch, low = 0, high = 0;
-  __device__ __forceinline__ Position(const Direct& p, uint32_t token) : Position(p, p.of_batch(token), p.of_batch.rest(token)) {}
-  __device__ __forceinline__ Position(const Direct& p, uint32_t batch, uint32_t in_batch) : batch(batch), in_batch(in_batch) {
+  __device__ __forceinline__ Position(const Direct& p, uint32_t token) {
+    batch = p.of_batch(token), in_batch = token - batch * p.of_batch.d;
+    load(p);
+  }
+  __device__ __forceinline__ Position(const Direct& p, uint32_t batch, uint32_t in_batch) : batch(batch), in_batch(in_batch) { load(p); }
+  __device__ __forceinline__ void load(const Direct& p) {
     if (!p.positions) return;
     const char* const at = p.positions + uint64_t(batch) * p.position_strides[0] + uint64_t(in_batch) * p.position_strides[1];
     low = *reinterpret_cast<const uint32_t*>(at);
@@ -57,16 +61,16 @@ struct Position {
   }
 };
 
-// Where a chunk is in a head of T: the offset of its first access, and from this to its second. Features that do not rotate have their
-// accesses in two halves, too, so that those of adjacent threads are adjacent.
+// Where a chunk is in a head of T: the offset of its first access, and from this to its second. Of features that do not rotate, both are
+// adjacent.
 template <class T, bool INTERLEAVED, int NP>
 struct Spot {
   uint32_t at, apart;
   __device__ __forceinline__ Spot(const Direct& p, uint32_t chunk) {
     constexpr uint32_t PACK = NP * sizeof(T);
     const bool turns = INTERLEAVED || chunk < p.rotated;
-    at = chunk * PACK * (INTERLEAVED ? 2 : 1) + (turns ? 0 : p.half);
-    apart = turns ? p.half : p.other_half;
+    at = (turns ? chunk : chunk * 2) * PACK * (INTERLEAVED ? 2 : 1);
+    apart = turns ? p.half : PACK;
   }
 };
 
@@ -258,7 +262,7 @@ inline bool direct(const NormPlan& norm, const NormCall& call, const Work& p, in
   for (int i = 0; i < 2 && d.positions; ++i) d.position_strides[i] = narrow(plan.position_strides[i + 1] * (d.wide_positions ? 8 : 4));
   d.cos = p.cos, d.sin = p.sin, d.row = narrow(plan.table_strides[1] * table_size), d.rows = static_cast<uint32_t>(plan.rows);
   d.tokens = static_cast<uint32_t>(plan.batch * plan.tokens), d.of_batch = Divisor(plan.tokens), d.of_head = Divisor(chunks);
-  d.half = narrow(plan.pairs * size), d.other_half = narrow((plan.head_dim[0] / 2 - plan.pairs) * size), d.rotated = static_cast<uint32_t>(plan.pairs / np);
+  d.half = narrow(plan.pairs * size), d.rotated = static_cast<uint32_t>(plan.pairs / np);
   d.weighted = call.weights[0] != nullptr;
   d.eps = static_cast<float>(norm.eps), d.weight_offset = static_cast<float>(norm.weight_offset);
   for (int o = 0; o < plan.operands; ++o) {

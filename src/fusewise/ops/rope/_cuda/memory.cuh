@@ -20,7 +20,6 @@ struct Divisor {
     magic = static_cast<uint32_t>((uint64_t(1) << (32 + shift)) / d + 1);
   }
   __device__ uint32_t operator()(uint32_t n) const { return d == 1 ? n : __umulhi(n, magic) >> shift; }
-  __device__ uint32_t rest(uint32_t n) const { return n - (*this)(n) * d; }
 };
 
 // Loads that L2 evicts last, for what many blocks read, such as a table.
