@@ -415,8 +415,9 @@ def normed(found: Groups) -> str:
         return span(share(g, provider) for g in large)
 
     sentence = (
-        f"From 64 MiB on, CUDA reaches {of('fusewise-cuda', 'fwd')} % forward (torch.compile {of('torch.compile', 'fwd')}), and "
-        f"Triton {of('fusewise-triton', 'bwd')} % backward (torch.compile {of('torch.compile', 'bwd')}). Below, CUDA takes "
+        f"From 64 MiB on, CUDA reaches {of('fusewise-cuda', 'fwd')} % forward (torch.compile {of('torch.compile', 'fwd')}) and "
+        f"{of('fusewise-cuda', 'bwd')} % backward (Triton {of('fusewise-triton', 'bwd')}, torch.compile "
+        f"{of('torch.compile', 'bwd')}). Below, CUDA takes "
         f"{span((time(g, 'fusewise-cuda') / time(g, 'fusewise-triton') for g in few), '.2f')} of Triton's time; in all cases that vLLM "
         f"serves, {span((time(g, 'fusewise-cuda') / time(g, 'vllm') for g in beside), '.2f')} of vLLM's. Host time per call (medians): "
         f"CUDA {on_host('fusewise-cuda')} µs, Triton {on_host('fusewise-triton')}, vLLM {on_host('vllm')}, torch.compile "
