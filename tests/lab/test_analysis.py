@@ -171,3 +171,34 @@ def test_the_aa_pair_is_no_row_and_no_rival():
     assert {c["other"] for c in comparisons if c["verdict"]} == {"eager", "right"}
     assert comparisons[0]["provider"] == "eager#2"
     assert comparisons[0]["noise"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("provider", "eager", "calls"),
+    [
+        ({"device_us": 10.0, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, 100_001),
+        ({"device_us": 20.0, "first_call_s": 2.0}, {"device_us": 20.0, "first_call_s": 1.0}, math.inf),
+        ({"device_us": 20.0, "first_call_s": 1.0}, {"device_us": 20.0, "first_call_s": 1.0}, 1),
+        # back to back, calls take the longer of device and host time
+        ({"device_us": 1.0, "host_us": 30.0, "first_call_s": 2.0}, {"device_us": 9.0, "host_us": 50.0, "first_call_s": 1.0}, 50_001),
+        ({"device_us": 1.0, "first_call_s": 2.0}, {"first_call_s": 1.0}, None),
+        ({"device_us": 1.0, "first_call_s": None}, {"device_us": 2.0, "first_call_s": 1.0}, None),
+    ],
+)  # fmt: skip
+def test_when_a_compilation_has_paid_off(provider, eager, calls):
+    mine = row("tvm", **provider)
+    assert analysis.break_even(mine, row("eager", **eager)) == calls
+    assert analysis.break_even(mine, None) is None
+    again = dataclasses.replace(mine, first_call_again_s=mine.first_call_s, first_call_s=1000.0)
+    assert analysis.break_even(again, row("eager", **eager), again=True) == calls
+    if calls not in (None, 1, math.inf):  # as defined
+        first = [mine.first_call_s, eager["first_call_s"]]
+        each = [max(x["device_us"], x.get("host_us") or 0) for x in (provider, eager)]
+        done = [[f + (n - 1) * t / 1e6 for f, t in zip(first, each, strict=True)] for n in (calls, calls - 1)]
+        assert done[0][0] <= done[0][1] and done[1][0] > done[1][1]
+
+
+def test_eager_code_and_floors_have_nothing_to_pay_off():
+    eager = row("eager", device_us=9.0, first_call_s=0.1)
+    assert analysis.break_even(eager, eager) is None
+    assert analysis.break_even(row("floor-copy", device_us=1.0, first_call_s=0.2), eager) is None

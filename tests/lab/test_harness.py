@@ -53,11 +53,12 @@ def studied(
     asked=lambda _: None,
     proposed=lambda _: 5,
     looked=0,
+    begun_again=0,
     **machine,
 ):
     """A study of the simulated machine. `order`: a fixed order of providers for every round. `asked`: called with every
     request, returns extra fields for its reply. `proposed`: samples per turn that a provider asks for. `looked`: number
-    of groups whose kernels are timed.
+    of groups whose kernels are timed. `begun_again`: of those whose first calls are repeated.
     """
     device = kind(times, **machine)
 
@@ -101,7 +102,7 @@ def studied(
         device="cpu", out=out, min_rounds=12, max_rounds=12, seed=5,
     )  # fmt: skip
     made = study.Study(options, Quiet())
-    made.looked = options.tasks[:looked]
+    made.looked, made.begun_again = options.tasks[:looked], options.tasks[:begun_again]
     if order:
         made.random.sample = lambda seats, _: sorted(seats, key=lambda s: order.index(s.name))
     return made.run()
@@ -290,3 +291,51 @@ def test_kernels_are_looked_at_behind_the_rounds_and_cost_no_row(monkeypatch, tm
     assert [(row.status, row.kernel_us) for row in made.rows] == [("ok", 8.0), ("ok", None), ("ok", None), ("ok", None)]
     shown = {"round": ".", "profiler": "P", "kernels": "K"}
     assert "".join(shown.get(do, "") for do in order) == "." * 36 + "PPPKKK" + "." * 36
+
+
+def test_a_call_is_replayed_in_a_graph_and_who_cannot_be_captured_is_begun_anew(monkeypatch, tmp_path):
+    """Last of all, since a failed capture may leave anything behind; and for later groups not tried again."""
+    order = []
+    graphs = iter([
+        {"graph_us": 7.0, "leaving": False},
+        {"graph_us": None, "graph_us_reason": "RuntimeError: captures", "leaving": True},
+        {"graph_us": 7.5, "leaving": False},
+    ] + 2 * [{"graph_us": 7.1, "leaving": False}])  # fmt: skip
+
+    def asked(do):
+        order.append(do)
+        return next(graphs) if do == "graph" else {}
+
+    made = studied(monkeypatch, tmp_path, {"eager": 10.0, "liger": 12.0}, groups=2, spread=0.01, asked=asked, looked=2)
+    assert [(row.status, row.graph_us) for row in made.rows] == [("ok", 7.0), ("ok", None), ("ok", 7.1), ("ok", None)]
+    why = [m.prepared.get("graph_us_reason") for m in made.measurements if m.provider == "liger"]
+    assert why == ["RuntimeError: captures", None]
+    shown = {"round": ".", "profiler": "P", "kernels": "K", "graph": "G"}
+    rounds = "." * 36
+    assert "".join(shown.get(do, "") for do in order) == f"{rounds}PPPKKKGGG{rounds}PKKKGG"
+
+
+def test_long_first_calls_are_repeated_in_new_processes(monkeypatch, tmp_path):
+    """After the rounds of the first group; whatever happens there costs no row."""
+    order, first, again = [], iter([0.5, 9.0, 8.0, 9.0, 1.0, 1.0, 1.0, 1.0]), iter([2.5, study.WorkerFailed("died")])
+
+    def asked(do):
+        order.append(do)
+        if do == "prepare":
+            return {"first_call_s": next(first)}
+        if do == "first call":
+            found = next(again)
+            if isinstance(found, Exception):
+                raise found
+            return {"first_call_s": found}
+        return {}
+
+    times = {"eager": 10.0, "liger": 12.0, "quack": 12.0}
+    made = studied(monkeypatch, tmp_path, times, groups=2, spread=0.01, asked=asked, begun_again=1)
+    assert [row.first_call_again_s for row in made.rows] == [None, 2.5, None, None, None, None]
+    assert {row.status for row in made.rows} == {"ok"}
+    why = next(m.prepared["first_call_again_reason"] for m in made.measurements if m.provider == "quack")
+    assert why == "died"
+    shown = {"prepare": "p", "round": ".", "first call": "f"}
+    rounds = "." * 48
+    assert "".join(shown.get(do, "") for do in order) == f"pppp{rounds}ffpppp{rounds}"

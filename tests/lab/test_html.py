@@ -12,7 +12,7 @@ import pytest
 from builders import HOSTILE, full_record, row, study_record
 
 from fusewise.lab import record
-from fusewise.lab.render import html, script, svg
+from fusewise.lab.render import html, markdown, script, svg
 
 VOID = {"meta", "link", "input", "br", "img"}
 
@@ -202,3 +202,19 @@ def test_an_old_record_renders(tmp_path):
     old["schema"] = 1
     (tmp_path / "record.json").write_text(json.dumps(old))
     assert "cube-4" in html.report(record.read(tmp_path))
+
+
+def test_what_a_compilation_costs_and_when_it_has_paid_off():
+    compiled = row("torch.compile", device_us=10.0, first_call_s=3.0, first_call_again_s=1.5, graph_us=9.5)
+    rows = [row("eager", device_us=20.0, first_call_s=1.0), compiled, row("thunder", device_us=30.0, first_call_s=4.0)]
+    made = study_record(rows)
+    names = [column.name for column in html.ROW_COLUMNS]
+    asked = ("graph µs", "first call s", "again s", "even after", "again even after")
+    lines = [dict(zip(names, html._line(made, one, "row-0")["cells"], strict=True)) for one in rows]
+    assert [[line[name][0] for name in asked] for line in lines] == [
+        ["–", "1.00", "–", "–", "–"],
+        ["9.50", "3.00", "1.50", "200,001", "50,001"],
+        ["–", "4.00", "–", "never", "–"],
+    ]
+    said = markdown.report(made)
+    assert "| 9.50 | 3.00 | 1.50 | 200,001 (50,001) |" in said and "| – | 4.00 | – | never |" in said

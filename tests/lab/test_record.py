@@ -39,6 +39,8 @@ def complete():
 def test_a_row_has_exactly_the_published_fields():
     assert list(row("eager").to_json()) == FIELDS
     assert list(row("eager", kernel_us=9.5).to_json()) == [*FIELDS, "kernel_us"]
+    rare = {"kernel_us": 9.5, "graph_us": 9.0, "first_call_again_s": 0.5}
+    assert list(row("eager", **rare).to_json()) == [*FIELDS, *rare]
 
 
 def test_round_trip(tmp_path):
@@ -273,15 +275,15 @@ def test_a_fault_is_told_with_its_place(change, words):
 
 @pytest.mark.parametrize("version", [True, 3.5, "3", [3], None])
 def test_a_version_is_an_integer(version):
-    with pytest.raises(ValueError, match="schema must be 1 to 4"):
+    with pytest.raises(ValueError, match="schema must be 1 to 5"):
         record.Record.from_json({**complete().to_json(), "schema": version})
 
 
-def test_rows_without_a_time_of_kernels_are_read(tmp_path):
-    """Rows of version 3 do not have it; rows that have it are read, too."""
+@pytest.mark.parametrize("version", [3, 4])
+def test_rows_with_and_without_what_later_versions_added_are_read(version, tmp_path):
     made = complete()
-    assert record.Record.from_json({**made.to_json(), "schema": 3}) == made
-    made.rows[0] = replace(made.rows[0], kernel_us=9.5)
+    assert record.Record.from_json({**made.to_json(), "schema": version}) == made
+    made.rows[0] = replace(made.rows[0], kernel_us=9.5, graph_us=9.0, first_call_again_s=0.5)
     record.append_rows(tmp_path / "rows.jsonl", made.rows)
     assert record.read_rows(tmp_path / "rows.jsonl") == record.Record.from_json(made.to_json()).rows == made.rows
 

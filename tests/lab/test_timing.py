@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -342,3 +343,28 @@ def test_a_call_is_cold_and_writes_back_no_line_of_the_flush(monkeypatch):
     warm, cold = median_us(0), median_us(2 * cache)
     monkeypatch.setattr(timing, "fill_cache", lambda buffer: buffer.zero_())
     assert 1.1 * warm < cold < median_us(2 * cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_calls_are_replayed_in_a_graph_forward_and_backward():
+    timer = CudaTimer(torch.device("cuda:0"), 2 * torch.cuda.get_device_properties(0).L2_cache_size, lambda: None)
+    x = torch.randn(2**26, device="cuda", requires_grad=True)
+    upstream = torch.randn_like(x)
+    forward = Work(lambda i: x, lambda x: x * 2.0)
+    backward = Work(lambda i: x * 2.0, lambda y: torch.autograd.grad(y, x, upstream))
+    for work in (forward, backward):
+        for calls in (1, 4):
+            queued = timer.turn(work, samples=9, calls=calls).device_us
+            assert timer.graph_us(work, 9, calls) == pytest.approx(median(queued), rel=0.1)
+    with pytest.raises(Exception, match="CUDA Graph is empty"):
+        timer.graph_us(Work(lambda i: x, lambda x: x), 3, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_waits_for_the_device_has_no_graph():
+    timer = CudaTimer(torch.device("cuda:0"), 0, lambda: None)
+    x = torch.randn(1, device="cuda")
+    with pytest.raises(RuntimeError, match="captur"):
+        timer.graph_us(Work(lambda i: x, lambda x: x.item()), 3, 1)

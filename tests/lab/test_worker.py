@@ -10,6 +10,7 @@ import torch
 from fusewise.lab import truth, worker
 from fusewise.lab.plugin import Run, Unsupported
 from fusewise.lab.providers.pytorch import Eager
+from fusewise.lab.timing import CudaTimer
 from fusewise.lab.worker import Server
 
 TASK = {"op": "gelu", "case": "gelu-256", "dtype": "fp32", "pass_": "fwd", "seed": 0}
@@ -50,6 +51,31 @@ def test_the_kernels_of_a_call_are_told_or_why_they_are_not(monkeypatch):
     told = server.answer({"do": "kernels"})
     assert (told["ok"], told["kernel_us"]) == (True, None) and "division" in told["kernel_us_reason"]
     assert server.answer({"do": "round", "samples": 1})["ok"]
+
+
+def test_a_call_in_a_graph_is_timed_or_the_worker_goes():
+    """Whatever a failed capture leaves behind may break later calls."""
+    server = prepared("cpu")
+    assert server.answer({"do": "graph"})["graph_us_reason"] == "it has streams of its own"
+
+    class Timer(CudaTimer):
+        def __init__(self):
+            pass
+
+        def graph_us(self, work, samples, calls):
+            assert work is server.prepared.work and calls == server.prepared.calls
+            return times.pop()
+
+    server.prepared.timer, times = Timer(), [10.23456]
+    assert server.answer({"do": "graph"}) == {"ok": True, "status": "ok", "graph_us": 10.235, "leaving": False}
+    told = server.answer({"do": "graph"})
+    assert (told["ok"], told["graph_us"], told["leaving"]) == (True, None, True) and "pop" in told["graph_us_reason"]
+
+
+def test_a_first_call_alone_checks_nothing(monkeypatch):
+    monkeypatch.delattr(truth, "check")
+    reply = Server(Eager(), "cpu", 0).answer({"do": "first call", "task": TASK | {"device": "cpu"}})
+    assert reply["ok"] and 0 < reply["first_call_s"] < 60
 
 
 def test_a_worker_whose_provider_failed_within_a_transform_is_not_used_again(monkeypatch):

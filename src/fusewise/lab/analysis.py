@@ -171,6 +171,23 @@ def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:
     return found
 
 
+def break_even(row: Row, eager: Row | None, again: bool = False) -> float | None:
+    """After how many calls a program is done no later with this provider than with eager code, both from their first
+    call on; inf if never, None if unknown. `again`: the first call is that of a second process, with filled caches.
+    """
+    first = row.first_call_again_s if again else row.first_call_s
+    if eager is None or first is None or eager.first_call_s is None or row is eager or is_floor(row.provider):
+        return None
+    if row.device_us is None or eager.device_us is None:
+        return None
+    # Back-to-back calls take the longer of device and host time.
+    gain_us = max(eager.device_us, eager.host_us or 0.0) - max(row.device_us, row.host_us or 0.0)
+    extra_us = (first - eager.first_call_s) * 1e6
+    if extra_us <= 0 <= gain_us:
+        return 1.0
+    return 1.0 + math.ceil(extra_us / gain_us) if gain_us > 0 else math.inf
+
+
 def disturbed(row: Row) -> float | None:
     """Threads that waited for a core while the row was timed, if enough to have inflated its time."""
     waiting = (row.clocks or {}).get("waiting_threads", 0.0)
@@ -228,6 +245,8 @@ def group_rows(
                 device_us_iqr=iqr([t for r in samples for t in r["device_us"]]),
                 host_us=median(hosts) if hosts else None,
                 kernel_us=by_name[row.provider].prepared.get("kernel_us"),
+                graph_us=by_name[row.provider].prepared.get("graph_us"),
+                first_call_again_s=by_name[row.provider].prepared.get("first_call_again_s"),
                 limit=None if limit is None else limit[0],
                 share_of_limit=None if limit is None else limit[1] / times[row.provider],
                 verdict_vs_best_other=word,

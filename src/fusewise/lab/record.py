@@ -18,13 +18,17 @@ from typing import Any
 
 from .schema import check, fault, loads
 
-#: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`; see MIGRATIONS.
-SCHEMA_VERSION = 4
+#: 2 added `code`, `ledgers`, `limits` and `resumed`, 3 `profiles` and `spent`, 4 `kernel_us`, 5 `graph_us` and
+#: `first_call_again_s`; see MIGRATIONS.
+SCHEMA_VERSION = 5
 KIND = "fusewise.record"
 #: The suggested fix for a record that could not be read back.
 MEND = "mend the provider or target that gave it"
 
 Json = dict[str, Any]
+
+#: Fields that most rows do not have.
+RARE = ("kernel_us", "graph_us", "first_call_again_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +61,14 @@ class Row:
     clocks: Mapping[str, Any] | None = None
     run: str = ""
     kernel_us: float | None = None  # profiled kernel time; on a GPU, for cases with ledgers
+    graph_us: float | None = None  # device time of a call in a replayed CUDA graph; likewise
+    first_call_again_s: float | None = None  # first call in a second process, with the caches that the first one left
 
     def to_json(self) -> Json:
         found = {("pass" if f.name == "pass_" else f.name): getattr(self, f.name) for f in fields(self)}
-        if self.kernel_us is None:  # most rows have none
-            del found["kernel_us"]
+        for name in RARE:
+            if found[name] is None:
+                del found[name]
         return found
 
     @classmethod
@@ -175,8 +182,18 @@ def _with_kernel_times(data: Json) -> Json:
     return data
 
 
+def _with_graph_times(data: Json) -> Json:
+    """4 → 5: rows gained two."""
+    return data
+
+
 #: Each migrates a record from its key's version to the next. Every change of the schema adds one; none is ever removed.
-MIGRATIONS: dict[int, Callable[[Json], Json]] = {1: _with_code_and_limits, 2: _with_profiles, 3: _with_kernel_times}
+MIGRATIONS: dict[int, Callable[[Json], Json]] = {
+    1: _with_code_and_limits,
+    2: _with_profiles,
+    3: _with_kernel_times,
+    4: _with_graph_times,
+}
 
 
 def migrate(data: Mapping[str, Any]) -> Json:

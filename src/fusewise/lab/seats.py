@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +53,7 @@ class Seat:
     worker: WorkerProcess | None = None
     greeted: bool = False
     profiling: bool = False  # the worker has started the profiler
+    capturable: bool = True  # its calls can be captured in CUDA graphs, as far as known
     failures: int = 0  # consecutive
     runs: bool = False  # has run a problem at least once
     gone: str = ""  # why it is not restarted
@@ -66,6 +67,7 @@ class Seats:
         self.options = options
         self.all = [self._seat(entry) for entry in options.providers]
         self.twin: Seat | None = None
+        self.others: list[Seat] = []
         self.flush_bytes = 0 if options.warm else 2 * machine.cache_bytes(options.device)
         self.flush_file: int | None = None  # the flush buffer of all CPU workers, which take turns
         self.nursery = Nursery(None)
@@ -88,11 +90,10 @@ class Seats:
             )
             yield
         finally:
-            seats = [*self.all, *([self.twin] if self.twin else [])]
-            for seat in seats:  # kill all before waiting for any: on a GPU each takes a moment to exit
+            for seat in self.occupied:  # kill all before waiting for any: on a GPU each takes a moment to exit
                 if seat.worker is not None:
                     seat.worker.kill()
-            for seat in seats:
+            for seat in self.occupied:
                 self.stop(seat)
             self.nursery.close()
             if self.flush_file is not None:
@@ -132,6 +133,16 @@ class Seats:
             first = next((by_name[n + analysis.TWIN] for n in TWINS if n + analysis.TWIN in by_name), able[0])
             self.twin = Seat(first.entry, first.name + analysis.TWIN)
         return self.twin
+
+    def anew(self, seats: Iterable[Seat]) -> list[Seat]:
+        """The same providers in processes of their own, beside the running ones; to be stopped after use."""
+        self.others = [Seat(seat.entry, seat.name) for seat in seats]
+        return self.others
+
+    @property
+    def occupied(self) -> list[Seat]:
+        """Every seat that may have a process."""
+        return [*self.all, *self.others, *([self.twin] if self.twin else [])]
 
     def start(self, seat: Seat) -> None:
         """Start the seat's worker if it may have one, without waiting for it to load."""
@@ -222,7 +233,7 @@ class Seats:
             try:
                 return dict(pool.map(lambda seat: (seat.name, asked(seat)), seats))
             except BaseException:  # Ctrl-C: unblock the threads that wait for answers
-                for seat in self.all:
+                for seat in self.occupied:
                     if seat.worker is not None:
                         seat.worker.kill()
                 raise

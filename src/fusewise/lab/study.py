@@ -30,6 +30,8 @@ HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
 #: Providers that take at most ALIKE times as long as the fastest, and floors that take at least 1 / ALIKE of its time,
 #: use the same number of samples per turn.
 ALIKE = 2.0
+#: A first call of so many seconds is repeated in a second process: does the compiler remember?
+LONG_FIRST_CALL_S = 1.0
 #: A sample of the fastest provider has no more calls than take so many seconds: the clock needs no more.
 SAMPLE_SECONDS = 0.05
 
@@ -103,6 +105,7 @@ class Study:
             before.request, before.finished = self.record.request, False
             self.record = before
         self.looked = inside.chosen(options.tasks) if options.device.startswith("cuda") else []
+        self.begun_again = options.tasks[:1]
         done = {row.key for row in self.record.rows}
         self.tasks = [task for task in options.tasks if task.key not in done]
         self.random = random.Random(options.seed)
@@ -174,7 +177,12 @@ class Study:
         with self.spent.part("measuring"):
             self._rounds(running, measurements, replies, stop)
             if task in self.looked:
-                self._kernels([seat for seat in running if replies[seat.name]["ok"]], measurements)
+                timed = [seat for seat in running if replies[seat.name]["ok"]]
+                self._kernels(timed, measurements)
+                self._graphs([s for s in timed if s.worker is not None and s.capturable], measurements)
+        if task in self.begun_again:
+            with self._accounted():
+                self._begin_again(task, [s for s in running if replies[s.name]["ok"]], fitting, measurements)
         shape = next((r["shape"] for r in replies.values() if "shape" in r), "")
         known: dict[str, Any] = next((r for r in replies.values() if "bytes_min" in r), {})
         rows = [self._row(task, seat, replies[seat.name], shape, known) for seat in self.seats.all]
@@ -262,22 +270,50 @@ class Study:
         """Measure kernel times after the last round, so that no profiler is active while a call is timed. Workers
         without a profiler start it in parallel.
         """
-
-        def asked(seat: Seat, do: str) -> dict[str, Any]:
-            assert seat.worker is not None
-            try:
-                return seat.worker.ask(do)
-            except WorkerFailed as error:
-                return self.seats.failure(seat, f"after the last round, under the profiler: {error}")
-
         new = [seat for seat in seats if not seat.profiling]
-        begun = self.seats.together(machine.cores(), new, lambda seat: asked(seat, "profiler"))
+        begun = self.seats.together(machine.cores(), new, lambda seat: self._afterwards(seat, "profiler"))
         for seat in new:
             seat.profiling = begun[seat.name]["ok"]
         for seat in seats:
-            if seat.profiling and (reply := asked(seat, "kernels"))["ok"]:
+            if seat.profiling and (reply := self._afterwards(seat, "kernels"))["ok"]:
                 found = {key: value for key, value in reply.items() if key not in ("id", "ok", "status")}
                 measurements[seat.name].prepared |= found
+
+    def _graphs(self, seats: Sequence[Seat], measurements: Mapping[str, Measurement]) -> None:
+        """Time calls in CUDA graphs, after everything else: a failed capture leaves a process in an unknown state, so
+        it is replaced, and the provider not asked again."""
+        for seat in seats:
+            reply = self._afterwards(seat, "graph")
+            seat.capturable = reply.get("graph_us") is not None
+            if reply["ok"]:
+                found: dict[str, Any] = {key: reply[key] for key in ("graph_us", "graph_us_reason") if key in reply}
+                measurements[seat.name].prepared |= found
+                if reply.get("leaving"):
+                    self.seats.stop(seat)
+
+    def _afterwards(self, seat: Seat, do: str) -> dict[str, Any]:
+        """The reply to a request after the last round, which cannot cost a row."""
+        assert seat.worker is not None
+        try:
+            return seat.worker.ask(do)
+        except WorkerFailed as error:
+            return self.seats.failure(seat, f"after the last round, for {do}: {error}")
+
+    def _begin_again(
+        self, task: Task, seats: Sequence[Seat], fitting: int, measurements: Mapping[str, Measurement]
+    ) -> None:
+        """Repeat the first calls that took long in new processes, which find whatever the compilers keep on disk."""
+        long = {s.name for s in seats if measurements[s.name].prepared["first_call_s"] >= LONG_FIRST_CALL_S}
+        again = self.seats.anew(seat for seat in self.seats.all if seat.name in long)
+        replies = self.seats.side_by_side(min(machine.cores() // 4, fitting), again, task, "first call")
+        for seat in again:
+            self.seats.stop(seat)
+            reply = replies[seat.name]
+            measurements[seat.name].prepared |= (
+                {"first_call_again_s": reply["first_call_s"]}
+                if reply["ok"]
+                else {"first_call_again_s": None, "first_call_again_reason": reply["reason"]}
+            )
 
     def _row(self, task: Task, seat: Seat, reply: Mapping[str, Any], shape: str, known: Mapping[str, Any]) -> Row:
         ok = reply["status"] == "ok"

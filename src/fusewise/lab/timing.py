@@ -11,6 +11,7 @@ import gc
 import math
 import mmap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -173,6 +174,28 @@ class CudaTimer:
                 result.device_us += [max(us - pair_us, RESOLUTION_US) / calls for us in elapsed]
             result.host_us = self._host(work)
         return result
+
+    def graph_us(self, work: Work, samples: int, calls: int) -> float:
+        """Median device time of a call in a CUDA graph of `calls` calls, replayed after a flush.
+
+        Raises:
+            Exception: it cannot be captured. Whatever the library kept from the attempt may break later calls.
+        """
+        side, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with no_collection(), warnings.catch_warnings(), torch.cuda.stream(side):
+            warnings.filterwarnings("error", message="The CUDA Graph is empty")  # its kernels went elsewhere
+            work.step(work.begin(0))  # whatever a library allocates for a new stream
+            states = [work.begin(i) for i in range(calls)]  # a backward runs on the stream of its forward
+            with torch.cuda.graph(graph, stream=side):
+                results = [work.step(state) for state in states]
+        torch.cuda.synchronize(self.device)
+        with no_collection():
+            replay = Work(lambda i: None, lambda _: graph.replay())
+            replay.step(None)  # the first replay uploads the graph
+            elapsed = self._hold(replay, samples, 1, Turn([]))
+        del states, results
+        return max(median(elapsed) - self.pair_us, RESOLUTION_US) / calls
 
     @cached_property
     def pair_us(self) -> float:

@@ -62,8 +62,8 @@ NO_MEMORY = (
 )
 #: Larger errors are recorded as this.
 LARGEST_ERROR = 1e30
-#: Profiled calls for the kernel time.
-KERNEL_SAMPLES = 5
+#: Profiled calls for the kernel time, and replays of a CUDA graph.
+KERNEL_SAMPLES, REPLAYS = 5, 15
 #: A longer sample makes up a turn of its own.
 LONG_SAMPLE_SECONDS = 1.0
 
@@ -129,6 +129,9 @@ class Server:
             if request["do"] == "prepare":
                 self.spent = spent.Parts()
                 return self.prepare(Task(**request["task"]))
+            if request["do"] == "first call":
+                self.spent = spent.Parts()
+                return self.first_call(self.load(Task(**request["task"])))[1]
             if request["do"] == "warm":
                 return self.warm()
             if request["do"] == "round":
@@ -140,6 +143,8 @@ class Server:
                 return {"ok": True, "status": "ok"}
             if request["do"] == "kernels":
                 return self.kernels()
+            if request["do"] == "graph":
+                return self.graph()
             raise ValueError(f"unknown request {request['do']!r}")
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
@@ -216,21 +221,12 @@ class Server:
         """First call, correctness check, memory. Warm-up and rounds may follow if the reply's status is ok."""
         problem = self.load(task)
         start = time.perf_counter()
-        problem.begin_anew()  # an exporter captures the function's state as it is now
-        with self.spent.part("compiling"):
-            run = self.provider.build(problem)
-            if task.pass_ != "fwd" and run.checked and not run.backward:
-                raise plugin.Unsupported("has no backward")
-            calls = 1 if problem.one_by_one else calls_per_sample(problem.bytes_min(), task.device)
-            work = make_work(problem, run, 1)
-            work.step(work.begin(0))
-            self.synchronize()
-        reply: Reply = {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
+        run, reply = self.first_call(problem)
+        calls = 1 if problem.one_by_one else calls_per_sample(problem.bytes_min(), task.device)
         reply |= {"versions": plugin.versions(self.provider), "shape": problem.shape(), "calls_per_sample": calls}
         reply |= {"bytes_min": problem.bytes_min(), "flops_min": problem.flops_min(), "in_place": run.in_place}
         if unknown := problem.flops_unknown():
             reply["flops_unknown"] = unknown
-        del work  # its tensor copies are made again after the check, to limit the check's peak
         if run.checked:
             with self.spent.part("truth"):
                 verdict = truth.check(problem, run, self.truths)
@@ -250,6 +246,20 @@ class Server:
         self.prepared = Prepared(work, calls, timer)
         self.unseen += calls * problem.held()
         return reply | {"prepare_s": time.perf_counter() - start}
+
+    def first_call(self, problem: Problem) -> tuple[plugin.Run, Reply]:
+        """Build the provider and call it once. The call's copies of the tensors are gone afterwards, which limits the
+        check's peak."""
+        start = time.perf_counter()
+        problem.begin_anew()  # an exporter captures the function's state as it is now
+        with self.spent.part("compiling"):
+            run = self.provider.build(problem)
+            if problem.task.pass_ != "fwd" and run.checked and not run.backward:
+                raise plugin.Unsupported("has no backward")
+            work = make_work(problem, run, 1)
+            work.step(work.begin(0))
+            self.synchronize()
+        return run, {"ok": True, "status": "ok", "first_call_s": time.perf_counter() - start}
 
     def warm(self) -> Reply:
         """Warm up and estimate: untimed calls, the time of one, and from it the number of samples per turn. Called
@@ -294,6 +304,21 @@ class Server:
         except Exception as error:  # the timings stay valid
             traceback.print_exc()
             found = {"kernel_us": None, "kernel_us_reason": reason(error)}
+        self.share_memory()
+        return {"ok": True, "status": "ok"} | found
+
+    def graph(self) -> Reply:
+        """Device time of a call replayed in a CUDA graph; null with a reason if it cannot be captured, after which this
+        process should not be used any more."""
+        prepared = self._ready()
+        if not isinstance(prepared.timer, CudaTimer):
+            return {"ok": True, "status": "ok", "graph_us": None, "graph_us_reason": "it has streams of its own"}
+        found: Reply = {"leaving": False}
+        try:
+            found["graph_us"] = round(prepared.timer.graph_us(prepared.work, REPLAYS, prepared.calls), 3)
+        except Exception as error:  # the timings stay valid
+            traceback.print_exc()
+            found = {"graph_us": None, "graph_us_reason": reason(error), "leaving": True}
         self.share_memory()
         return {"ok": True, "status": "ok"} | found
 
@@ -385,7 +410,8 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
     for line in requests:
         request = json.loads(line)
         reply = {"id": request["id"]} | server.answer(request)
-        send(reply | {"spent": server.spent.seconds} if request["do"] in ("load", "prepare") else reply)
+        prepares = request["do"] in ("load", "prepare", "first call")
+        send(reply | {"spent": server.spent.seconds} if prepares else reply)
 
 
 def main(serve: Callable[[Iterable[str], IO[str], dict[str, Any]], None] = serve) -> None:

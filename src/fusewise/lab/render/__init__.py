@@ -69,6 +69,16 @@ def gigabytes_per_second(row: Row) -> float | None:
     return row.bytes_min / row.device_us / 1e3
 
 
+def eager_of(row: Row, rows: Iterable[Row]) -> Row | None:
+    """Eager code's row in the same group."""
+    return next((other for other in rows if other.provider == "eager" and other.key == row.key), None)
+
+
+def calls(count: float | None) -> str:
+    """A number of calls, of which there may be too many or none."""
+    return "never" if count == math.inf else number(count) if count is None or count >= 1e6 else f"{count:,.0f}"
+
+
 def printable(text: str) -> str:
     """Text on one line without control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

@@ -17,13 +17,15 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ..analysis import TWIN, flops_unknown, is_floor, is_ours
+from ..analysis import TWIN, break_even, flops_unknown, is_floor, is_ours
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
 from . import (
     WITHOUT_TIME,
+    calls,
     charts,
+    eager_of,
     fact,
     gigabytes_per_second,
     groups,
@@ -38,6 +40,8 @@ from . import (
     without_time,
 )
 
+#: Sort key of a number of calls that is infinite.
+NEVER = 1e30
 #: Text of a table cell and its sort key; without a number, cells sort by their text.
 Cell = tuple[str, float | None]
 
@@ -66,7 +70,11 @@ ROW_COLUMNS = (
     Column("eager's error"),
     Column("host µs", "host time per call: host overhead"),
     Column("kernels µs", "kernel time of one isolated call, from the profiler"),
-    Column("first call s"),
+    Column("graph µs", "device time of a call in a replayed CUDA graph"),
+    Column("first call s", "building and first call, compilation included"),
+    Column("again s", "the same in a second process, with what the compiler kept on disk"),
+    Column("even after", "calls after which a program is done no later than with eager code, first call included"),
+    Column("again even after", "the same with the first call of a second process"),
     Column("peak", "most bytes allocated at once during the call"),
     Column("held", "bytes saved for the backward"),
 )
@@ -225,6 +233,8 @@ def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
     """One row with everything that belongs to it: cells, samples, and the program that measures it again."""
     samples = next((m.rounds for m in record.measurements if (*m.key, m.provider) == (*row.key, row.provider)), [])
     rate = gigabytes_per_second(row)
+    eager = eager_of(row, record.rows)
+    even, even_again = break_even(row, eager), break_even(row, eager, again=True)
     share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
     cells: list[Cell] = [
         *((text, None) for text in (row.case, row.dtype, row.pass_, row.provider, row.status)),
@@ -238,7 +248,10 @@ def _line(record: Record, row: Row, anchor: str) -> dict[str, Any]:
         ("–" if row.error_eager is None else f"{row.error_eager:.2e}", row.error_eager),
         (number(row.host_us), row.host_us),
         (number(row.kernel_us), row.kernel_us),
+        (number(row.graph_us), row.graph_us),
         (number(row.first_call_s), row.first_call_s),
+        (number(row.first_call_again_s), row.first_call_again_s),
+        *((calls(count), count and min(count, NEVER)) for count in (even, even_again)),
         (size(row.peak_bytes), row.peak_bytes),
         (size(row.held_bytes), row.held_bytes),
     ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..analysis import TWIN, is_floor
+from ..analysis import TWIN, break_even, is_floor
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
 from . import (
     WITHOUT_TIME,
+    calls,
+    eager_of,
     fact,
     gigabytes_per_second,
     groups,
@@ -39,7 +41,12 @@ HOW_TO_READ = """\
 - **kernels**: kernel time of one isolated call, from the profiler (CUPTI). *Time* also includes launch latency and, for large
   problems, power throttling after many calls. Measured for a few cases, on a GPU only.
 - **host**: host overhead, microseconds of host time per call in a loop that does not wait for the device (CUDA only).
+- **graph**: device time of a call in a CUDA graph that is replayed; for a few cases, on a GPU only.
 - **first call**: seconds from building to the end of the first call; compiler caches were empty at the start of the run.
+  **again**: the same in a second process, with what the compiler kept on disk; for the first case, where the first took a
+  second or more.
+- **even after**: calls after which a program is done no later than with eager code, both from their first call on; in brackets
+  with the first call of a second process.
 - **peak**: most bytes allocated at once during the call, outputs included; **held**: bytes that a forward saves for its
   backward, beyond inputs and outputs."""
 
@@ -189,12 +196,12 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
     )
     head = rows[0]
     lines = [
-        line(row, against.get(row.provider))
+        line(row, against.get(row.provider), eager_of(row, rows))
         for row in sorted(rows, key=lambda r: (r.device_us is None, r.device_us or 0.0))
         if row.status in ("ok", "wrong")
     ]
     columns = ["provider", "time µs", "kernels µs", "of limit", "GB/s", "against the best other", "error (eager)"]
-    columns += ["host µs", "first call s", "peak", "held"]
+    columns += ["host µs", "graph µs", "first call s", "again s", "even after", "peak", "held"]
     return "\n\n".join(
         [
             f"### {text(case)} · {text(dtype)} · {pass_}",
@@ -206,9 +213,9 @@ def section(judged: Verdict, rows: Sequence[Row], comparisons: Sequence[Json]) -
     )
 
 
-def line(row: Row, comparison: Json | None) -> list[str]:
+def line(row: Row, comparison: Json | None, eager: Row | None) -> list[str]:
     if row.status == "wrong":
-        return [text(row.provider), "wrong", "", "", "", text(row.reason), errors(row), "", "", "", ""]
+        return [text(row.provider), "wrong", "", "", "", text(row.reason), errors(row), *[""] * 7]
     verdict = row.verdict_vs_best_other or "–"
     # For a floor that is not the binding one the share has no meaning.
     share = None if is_floor(row.provider) and row.provider != f"floor-{row.limit}" else row.share_of_limit
@@ -224,10 +231,19 @@ def line(row: Row, comparison: Json | None) -> list[str]:
         verdict,
         errors(row),
         number(row.host_us),
+        number(row.graph_us),
         number(row.first_call_s),
+        number(row.first_call_again_s),
+        evens(row, eager),
         size(row.peak_bytes),
         size(row.held_bytes),
     ]
+
+
+def evens(row: Row, eager: Row | None) -> str:
+    """Calls to break even, and in brackets those of a second process."""
+    again = break_even(row, eager, again=True)
+    return calls(break_even(row, eager)) + ("" if again is None else f" ({calls(again)})")
 
 
 def errors(row: Row) -> str:
