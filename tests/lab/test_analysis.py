@@ -139,6 +139,18 @@ def test_what_binds_products_is_not_told_without_their_time():
     assert [r.limit for r in rows] == [None, None]
 
 
+def test_a_dtype_that_a_processor_only_emulates_limits_nothing():
+    """Its matmuls may be slower than RoPE in the same dtype, which has none."""
+    emulated = {"copy_gb_s": 10.0, "launch_us": 1.0, "matmul_tflop_s": {"fp32": 0.5, "bf16": 0.001, "fp16": None}}
+    rope = {"bytes_min": 10**6, "flops_min": 750_000}
+    for dtype in ("bf16", "fp16", "fp32"):
+        found = analysis.known_limits(emulated, row("eager", dtype=dtype, **rope))
+        assert found["matmul"] == pytest.approx(1.5) and found["copy"] == pytest.approx(100.0)
+    tensor_cores = {**emulated, "matmul_tflop_s": {"fp32": 0.5, "bf16": 5.0}}
+    assert analysis.known_limits(tensor_cores, row("eager", dtype="bf16", **rope))["matmul"] == pytest.approx(0.15)
+    assert "matmul" not in analysis.known_limits(emulated, row("eager", dtype="c64", **rope))
+
+
 def test_group_rows_fill_times_shares_and_clocks():
     eager = measurement("eager", [[20.0, 22.0, 24.0]] * 4)
     for i, turn in enumerate(eager.rounds):

@@ -151,11 +151,18 @@ def known_limits(found: Json | None, row: Row) -> dict[str, float]:
     times: dict[str, float] = {}
     if found["copy_gb_s"] and row.bytes_min:
         times["copy"] = row.bytes_min / found["copy_gb_s"] / 1e3
-    if (rate := found["matmul_tflop_s"].get(row.dtype)) and row.flops_min:
+    if (rate := matmul_rate(found, row.dtype)) and row.flops_min:
         times["matmul"] = row.flops_min / rate / 1e6
     if found["launch_us"]:
         times["launch"] = found["launch_us"]
     return times
+
+
+def matmul_rate(found: Json, dtype: str) -> float:
+    """TFLOP/s that `fusewise limits` measured for the dtype, or for float32 where that is faster, as on a CPU that
+    only emulates bf16: a program may widen its operands, so the slower rate limits nothing. 0 if unknown."""
+    rates = found["matmul_tflop_s"]
+    return max(rates[dtype] or 0.0, rates.get("fp32") or 0.0) if dtype in rates else 0.0
 
 
 def summarise_clocks(rounds: Iterable[Json]) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from ..analysis import is_floor, is_ours
+from ..analysis import is_floor, is_ours, matmul_rate
 from ..record import Json, Record, Row
 from ..verdict import moved
 from . import gigabytes_per_second, measured, number, percent, size, svg, sweep
@@ -116,7 +116,7 @@ def roofline(
     products = [
         1e6 * r.flops_min / r.device_us for r in rows if r.provider == "floor-matmul" and r.flops_min and r.device_us
     ]
-    matmul = max(products, default=1e12 * ((limits or {}).get("matmul_tflop_s", {}).get(rows[0].dtype) or 0.0))
+    matmul = max(products, default=1e12 * matmul_rate(limits, rows[0].dtype) if limits else 0.0)
     xs = [p[0] for p in points.values()]
     left, right = min(xs) / 4, max(xs) * 4
     lines, tops = [], [p[1] for p in points.values()]
