@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from builders import study_record
+from builders import row, study_record
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from fusewise.lab.code.aten import Operators
 from fusewise.lab.ledger import Kernel, Ledger, extent, merged
 from fusewise.lab.record import Record
+from fusewise.lab.render import html, markdown
 from fusewise.lab.render import ledgers as render
 from fusewise.lab.schema import schema
 
@@ -185,7 +187,14 @@ def test_the_table_adds_up() -> None:
     ]
 
 
-def test_the_markdown_section_is_escaped() -> None:
-    section = render.markdown([ledger(Kernel(name="<img>|x", read=1, written=1))])
-    assert "<img>" not in section and "&lt;img&gt;\\|x" in section
-    assert "c\\|&lt;b&gt;" in section and "needs 2.00 KiB" in section
+def test_the_reports_have_every_kernel_and_the_sums() -> None:
+    kernel = Kernel(name="<img>|x", read=1024, written=3072)
+    key = {"op": "gelu", "case": "c|<b>"}
+    made = study_record([row("eager", **key)], ledgers=[ledger(kernel, kernel).to_json()])
+    said = markdown.report(made)
+    assert "### Traffic of c\\|&lt;b&gt; fp32 fwd" in said and "<img>" not in said
+    assert "| eager | &lt;img&gt;\\|x | 2 | 2.00 KiB | 6.00 KiB | 8.00 KiB |  |" in said
+    assert "| eager | sum | 2 | 2.00 KiB | 6.00 KiB | 8.00 KiB | 4.00 × |" in said
+    page = re.sub("<[^>]*>", " ", html.report(made))
+    assert "eager 2 2.00 KiB 6.00 KiB 8.00 KiB 4.00 ×" in " ".join(page.split())
+    assert "Where the memory traffic goes" not in markdown.report(study_record([row("eager")]))

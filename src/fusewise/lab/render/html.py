@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ..analysis import TWIN, break_even, flops_unknown, is_floor, is_ours
+from ..ledger import Ledger
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
@@ -166,7 +167,15 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
         "comparisons": [c for c in mine if not c["provider"].endswith(TWIN)],
         "ledger": charts.ledger(entries, rows[0].bytes_min) if entries else None,
         "entries": entries,
+        "sums": [_sum(Ledger.from_json(entry)) for entry in entries],
     }
+
+
+def _sum(found: Ledger) -> dict[str, Any]:
+    """A provider's traffic in total."""
+    read = sum(kernel.read for kernel in found.kernels)
+    sizes = {"kernels": len(found.kernels), "read": read, "written": found.bytes - read, "bytes": found.bytes}
+    return {"provider": found.provider, "excess": found.excess, **sizes}
 
 
 def _glances(record: Record, anchors: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -1,9 +1,6 @@
-"""Traffic ledgers as text, for the terminal and for Markdown reports. The chart is in `charts.py`."""
+"""Traffic ledgers as tables, for the terminal and for reports. The chart is in `charts.py`."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from html import escape
 
 from ..ledger import Ledger, merged
 from . import size
@@ -35,24 +32,3 @@ def text(found: Ledger) -> str:
         for line in lines
     ]
     return "\n".join(line.rstrip() for line in shown)
-
-
-def markdown(ledgers: Sequence[Ledger]) -> str:
-    """The ledgers as a section of a report: one table per group and provider, ordered by group."""
-    parts = ["## Where the memory traffic goes", ""]
-    by_group: dict[tuple[str, ...], list[Ledger]] = {}
-    for found in ledgers:
-        by_group.setdefault((found.op, found.case, found.dtype, found.pass_), []).append(found)
-    for key, members in by_group.items():
-        least = size(members[0].bytes_min) if members[0].bytes_min else "unknown"
-        parts += [f"### {_cell(' '.join(key))}", "", f"The mathematics needs {least}.", ""]
-        for found in members:
-            parts += [f"**{_cell(found.provider)}**", "", "| " + " | ".join(HEADER) + " |"]
-            parts.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-            parts += ["| " + " | ".join(map(_cell, line)) + " |" for line in table(found)]
-            parts.append("")
-    return "\n".join(parts)
-
-
-def _cell(value: str) -> str:
-    return escape(value, quote=False).replace("|", "\\|")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..analysis import TWIN, break_even, is_floor
+from ..ledger import Ledger
 from ..record import Json, Record, Row
 from ..spent import PARTS, own_share
 from ..verdict import Verdict, sentences, summary, verdicts
@@ -17,6 +18,7 @@ from . import (
     groups,
     host,
     idleness,
+    ledgers,
     measured,
     memory,
     number,
@@ -72,6 +74,7 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         absent(rows),
         "## Case by case",
         *(section(v, members, record.comparisons) for v, members in zip(judged, groups(record).values(), strict=True)),
+        *traffic(record),
         *memories(record),
         *hosts(record),
         *spent_on(record),
@@ -79,10 +82,25 @@ def report(record: Record, plots: Sequence[str] = ()) -> str:
         HOW_TO_READ.format(
             cache="The cache is warm: the previous call filled it."
             if request["cache"] == "warm"
-            else "The cache is cold: before each sample, memory of twice its size is overwritten."
+            else f"The cache is cold: before each sample, memory of twice its size is {flushed(record)}."
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def traffic(record: Record) -> list[str]:
+    """The ledgers: one table per group."""
+    if not record.ledgers:
+        return []
+    parts = ["## Where the memory traffic goes", "Bytes that each kernel must read and write, every tensor once."]
+    by_group: dict[tuple[str, ...], list[Ledger]] = {}
+    for entry in record.ledgers:
+        found = Ledger.from_json(entry)
+        by_group.setdefault((found.case, found.dtype, found.pass_), []).append(found)
+    for key, members in by_group.items():
+        lines = [[text(found.provider), *map(text, line)] for found in members for line in ledgers.table(found)]
+        parts += [f"### Traffic of {text(' '.join(key))}", table(["provider", *ledgers.HEADER], lines)]
+    return parts
 
 
 def memories(record: Record) -> list[str]:
@@ -112,6 +130,10 @@ def hosts(record: Record) -> list[str]:
             seen = table(host.PROFILE_COLUMNS, lines) if lines else "torch.profiler recorded no operator and no kernel."
             parts += [f"### Profile of {text(name)}: {text(profile['provider'])}", seen]
     return parts
+
+
+def flushed(record: Record) -> str:
+    return "overwritten" if record.environment["device"] == "cpu" else "read"
 
 
 def spent_on(record: Record) -> list[str]:
