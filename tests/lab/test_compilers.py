@@ -137,8 +137,11 @@ def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(tmp_path):
         providers=plugin.select(["eager", "torchscript", "torch.compile", "jax", "tvm"], "my.py:f", "cpu"),
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip
-    found = {row.provider: (row.status, row.reason) for row in study.Study(options, Silent()).run().rows}
+    made = study.Study(options, Silent()).run().rows
+    found = {row.provider: (row.status, row.reason) for row in made}
     assert {found[name] for name in ("eager", "torchscript", "torch.compile")} == {("ok", "")}
+    again = {row.provider: row.first_call_again_s for row in made}
+    assert again["torch.compile"] > 0 and again["eager"] is None  # of long first calls
     wrong = ("wrong", "it does not write to the parameter frozen")
     if here("tvm"):
         assert found["tvm"] == wrong

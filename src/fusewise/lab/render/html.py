@@ -167,7 +167,7 @@ def _group(judged: Verdict, rows: Sequence[Row], record: Record, anchors: Mappin
         "comparisons": [c for c in mine if not c["provider"].endswith(TWIN)],
         "ledger": charts.ledger(entries, rows[0].bytes_min) if entries else None,
         "entries": entries,
-        "sums": [_sum(Ledger.from_json(entry)) for entry in entries],
+        "sums": [(_sum(Ledger.from_json(e)), anchors.get("/".join((*key, e["provider"])))) for e in entries],
     }
 
 
