@@ -31,7 +31,7 @@ HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
 #: use the same number of samples per turn.
 ALIKE = 2.0
 #: A first call of so many seconds is repeated in a second process: does the compiler remember?
-LONG_FIRST_CALL_S = 1.0
+LONG_FIRST_CALL_S = 2.0
 #: A sample of the fastest provider has no more calls than take so many seconds: the clock needs no more.
 SAMPLE_SECONDS = 0.05
 

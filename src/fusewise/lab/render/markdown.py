@@ -45,8 +45,8 @@ HOW_TO_READ = """\
 - **host**: host overhead, microseconds of host time per call in a loop that does not wait for the device (CUDA only).
 - **graph**: device time of a call in a CUDA graph that is replayed; for a few cases, on a GPU only.
 - **first call**: seconds from building to the end of the first call; compiler caches were empty at the start of the run.
-  **again**: the same in a second process, with what the compiler kept on disk; for the first case, where the first took a
-  second or more.
+  **again**: the same in a second process, with what the compiler kept on disk; for the first case, where the first took
+  two seconds or more.
 - **even after**: calls after which a program is done no later than with eager code, both from their first call on; in brackets
   with the first call of a second process.
 - **peak**: most bytes allocated at once during the call, outputs included; **held**: bytes that a forward saves for its
