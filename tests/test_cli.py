@@ -47,6 +47,9 @@ def test_list_shows_presets_and_cases():
     listing = json.loads(invoke("study", "rope", "--list", "--json").output)
     assert {"rope-cube", "rope-seqlen", "rope-models", "rope-quick"} <= {entry["preset"] for entry in listing}
     assert len([e for e in listing if e["preset"] == "rope-cube"]) == 31
+    everything = json.loads(invoke("study", "--list", "--json").output)
+    assert listing == [entry for entry in everything if entry["preset"].startswith("rope")]
+    assert {"gelu-sizes", "geglu-quick", "mlp-models", "cache-quick"} <= {entry["preset"] for entry in everything}
 
 
 @pytest.mark.parametrize("verb", ["study", "code", "profile"])
@@ -83,13 +86,14 @@ def test_providers_lists_what_is_missing():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("study",), "Missing argument 'TARGET'"),
         (
             ("study", "tango"),
             "study: target must be one of rope, geglu, gelu, qk_norm_rope, rope_and_cache, gated_mlp, got 'tango'; try rope or my_file.py:my_function",
         ),
         (("study", "rope", "--preset", "nope"), "preset must be one of rope-cube"),
         (("study", "tango", "--list"), "target must be one of rope"),
+        (("study",), "a target must be given, got none; try `fusewise study rope`, or --list for all"),
+        (("study", "--list", "--case", "cube-4"), "--list without a target must be alone"),
         (("study", "no_such_file.py:f", "--list"), "must be in a file that exists"),
         (("study", "rope", "--input", "x=fp32[4]"), "inputs must be those of a function, got target 'rope'"),
         (("study", "rope", "--case", "nope"), "name must be that of a case"),

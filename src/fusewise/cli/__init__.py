@@ -114,11 +114,12 @@ Examples:
   fusewise study rope --preset rope-models --out runs/models --resume
   torchrun --nproc-per-node 8 -m fusewise study rope --preset rope-models --out runs/models
   fusewise study rope --list
+  fusewise study --list
 
 """
     + EXIT_CODES,
 )
-@click.argument("target", shell_complete=_completion.target)
+@click.argument("target", required=False, metavar="TARGET", shell_complete=_completion.target)
 @click.option(
     "--input", "inputs", multiple=True, help='An argument of a function: "x=bf16[4096,4096]"; may be repeated.'
 )
@@ -151,9 +152,11 @@ Examples:
     "--append-rows", type=click.Path(dir_okay=False, path_type=Path), help="Add the rows to this JSON-lines file."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of a table.")
-@click.option("--list", "list_cases", is_flag=True, help="List presets and cases, measure nothing.")
+@click.option(
+    "--list", "list_cases", is_flag=True, help="List presets and cases (without TARGET: all), measure nothing."
+)
 def study(
-    target: str,
+    target: str | None,
     inputs: tuple[str, ...],
     preset: str | None,
     cases: tuple[str, ...],
@@ -180,6 +183,15 @@ def study(
         raise click.UsageError(
             "study: dtype must be one of fp32, bf16, fp16, got none; leave it out for the case's own"
         )
+    if list_cases:
+        try:
+            listing = commands.case_listing(target, inputs, preset, cases)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        click.echo(json.dumps(listing) if as_json else commands.case_text(listing))
+        return
+    if target is None:
+        raise click.UsageError("study: a target must be given, got none; try `fusewise study rope`, or --list for all")
     request = plan.Request(
         target=target,
         inputs=inputs,
@@ -197,13 +209,6 @@ def study(
         warm=warm,
         seed=seed,
     )
-    if list_cases:
-        try:
-            listing = commands.case_listing(target, inputs, preset, cases)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
-        click.echo(json.dumps(listing) if as_json else commands.case_text(listing))
-        return
     if resume and out is None:
         raise click.UsageError("study: --resume must come with --out, the run to go on with, got none; add --out")
     stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"

@@ -167,9 +167,13 @@ def show_limits(found: Json) -> None:
 
 
 def case_listing(
-    target: str, inputs: Sequence[str] = (), preset: str | None = None, cases: Sequence[str] = ()
+    target: str | None, inputs: Sequence[str] = (), preset: str | None = None, cases: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Every preset of a target with its cases, shapes and bytes, or only the requested ones."""
+    """Every preset of a target (None: of all) with its cases, shapes and bytes, or only the requested ones."""
+    if target is None:
+        if inputs or preset or cases:
+            raise ValueError("study: --list without a target must be alone, got other options, too; add the target")
+        return [entry for name in targets.names() for entry in case_listing(name)]
     made, asked = targets.resolve(target, inputs, preset)
     presets = {asked: made.cases(asked)} if asked else made.presets()
     wanted = {made.case(name).name for name in cases}
