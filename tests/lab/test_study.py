@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import fusewise
 from fusewise.lab import plan, record, schema, study
 from fusewise.lab.process import WorkerFailed, WorkerProcess
 from fusewise.lab.seats import Seats
@@ -98,6 +99,7 @@ def test_the_record_on_disk_is_complete_and_valid(misbehaving):
     made, out = misbehaving
     assert record.read(out) == made
     assert made.finished
+    assert made.environment["versions"]["fusewise"] == fusewise.__version__  # what measured, whatever was measured
     assert not (out / "elsewhere").exists()  # nothing is written through a link
     lines = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert lines == [r.to_json() for r in made.rows]

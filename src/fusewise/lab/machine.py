@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
+from .. import __version__
+
 #: Fallback if the size of the last-level cache cannot be read.
 UNKNOWN_CACHE_BYTES = 64 * 2**20
-DISTRIBUTIONS = ("torch", "triton", "numpy", "transformers", "jax", "nvidia-ml-py", "matplotlib")
+DISTRIBUTIONS = (
+    "torch", "triton", "numpy", "transformers", "jax", "torchax", "lightning-thunder", "apache-tvm", "nvidia-ml-py",
+    "matplotlib",
+)  # fmt: skip
 
 Clocks = dict[str, Any]
 
@@ -35,7 +40,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "load_average": _load(),
-        "versions": versions(DISTRIBUTIONS),
+        "versions": {"fusewise": __version__, **versions(DISTRIBUTIONS)},
     }
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
