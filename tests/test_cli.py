@@ -10,6 +10,7 @@ import pytest
 
 click = pytest.importorskip("click")
 
+from click.shell_completion import ShellComplete  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 
 import fusewise  # noqa: E402
@@ -66,6 +67,29 @@ def test_a_shell_completes_targets_and_files(verb, tmp_path, monkeypatch):
     assert completed("ge") == [("plain", "geglu"), ("plain", "gelu"), ("plain", "geo.py")]
     assert completed("models/") == [("plain", "models/deep.py")]
     assert [completed(text) for text in ("mod", "no/such")] == [[("file", "mod")], [("file", "no/such")]]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("study gelu --preset g", "gelu-quick gelu-sizes"),
+        ("study rope --case llama-3-8b-t", "llama-3-8b-train"),
+        ("study gelu-sizes --case gelu-16", "gelu-16 gelu-16384"),
+        (
+            "study rope --providers eager,fusewise-cpu",
+            "eager,fusewise-cpu eager,fusewise-cpu-inplace eager,fusewise-cpu-recompute",
+        ),
+        ("code gelu --provider torchs", "torchscript"),
+        ("profile gelu --case gelu-4", "gelu-4096"),
+        ("profile gelu --provider tv", "tvm"),
+        ("study my.py:f --preset g", ""),
+        ("study nothing --case g", ""),
+    ],
+)
+def test_a_shell_completes_names(line, found):
+    *words, begun = line.split()
+    items = ShellComplete(cli, {}, "fusewise", "_FUSEWISE_COMPLETE").get_completions(words, begun)
+    assert [item.value for item in items] == found.split()
 
 
 def test_a_function_s_listing_has_no_preset(tmp_path):

@@ -123,10 +123,17 @@ Examples:
 @click.option(
     "--input", "inputs", multiple=True, help='An argument of a function: "x=bf16[4096,4096]"; may be repeated.'
 )
-@click.option("--preset", help="A named set of cases. Default: the target's -quick one.")
-@click.option("--case", "cases", multiple=True, help="A single case by name; may be repeated.")
 @click.option(
-    "--providers", callback=_names, help="Comma-separated names, or module:attribute. Default: all available."
+    "--preset", shell_complete=_completion.preset, help="A named set of cases. Default: the target's -quick one."
+)
+@click.option(
+    "--case", "cases", multiple=True, shell_complete=_completion.case, help="A single case by name; may be repeated."
+)
+@click.option(
+    "--providers",
+    callback=_names,
+    shell_complete=_completion.provider,
+    help="Comma-separated names, or module:attribute. Default: all available.",
 )
 @click.option("--pass", "passes", help="fwd, bwd, fwd+bwd, or both (fwd and bwd apart). Default: the case's own.")
 @click.option("--dtype", "dtypes", callback=_names, help="Comma-separated: fp32, bf16, fp16. Default: the case's own.")

@@ -37,7 +37,11 @@ def _problem(command: Callable[..., None]) -> Callable[..., None]:
             "--pass", "pass_", type=click.Choice(["fwd", "bwd", "fwd+bwd"]), help="Default: the case's first."
         ),
         click.option("--dtype", help="fp32, bf16 or fp16. Default: the case's own."),
-        click.option("--case", help="A case by name. Default: the first of the target's default preset."),
+        click.option(
+            "--case",
+            shell_complete=_completion.case,
+            help="A case by name. Default: the first of the target's default preset.",
+        ),
         click.option(
             "--input", "inputs", multiple=True, help='An argument of a function: "x=bf16[4096,4096]"; repeatable.'
         ),
@@ -83,6 +87,7 @@ Examples:
     "--provider",
     "names",
     multiple=True,
+    shell_complete=_completion.provider,
     help="Provider whose code to show; repeatable. Default: all that a study would measure.",
 )
 @click.option("--stage", help="One stage (or kernel) by name; --list has them. Default: all.")
@@ -153,7 +158,14 @@ Examples:
     + EXIT_CODES
 )
 @_problem
-@click.option("--provider", "name", default="eager", show_default=True, help="Provider to profile.")
+@click.option(
+    "--provider",
+    "name",
+    default="eager",
+    show_default=True,
+    shell_complete=_completion.provider,
+    help="Provider to profile.",
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
