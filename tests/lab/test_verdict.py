@@ -46,6 +46,9 @@ LIMITS = {
         ({"floor-copy": 10.0, "floor-matmul": 12.0}, "memory", 12.0),  # few rows: the product waits for its weights
         ({"floor-copy": 10.0, "floor-matmul": 13.0}, "compute", 13.0),
         ({"floor-copy": 1.0, "floor-launch": 2.0}, "launch", 2.0),
+        ({"floor-copy": 3.9, "floor-launch": 2.0}, "launch", 3.9),  # of which it moves its bytes in 1.9
+        ({"floor-copy": 4.0, "floor-launch": 2.0}, "memory", 4.0),
+        ({"floor-copy": 3.0, "floor-launch": 2.0, "floor-matmul": 20.0}, "compute", 20.0),
         ({}, "cannot tell", None),
     ],
 )
@@ -117,6 +120,7 @@ def test_a_faster_library_is_told_beside_ours():
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 20.0}, 0.001, "try", "measured here is faster"),
         ({"floor-copy": 10.0, "eager": 20.0, "liger": 17.0}, 0.3, "cannot tell", "ambiguous; measure more rounds"),
         ({"floor-copy": 10.0, "eager": 12.0}, 0.3, "cannot tell", "within the noise of this run, 30 %"),
+        ({"floor-copy": 10.0, "floor-launch": 6.0, "eager": 20.0}, 0.001, "no", "it is launch-bound; fuse it with"),
         ({"floor-copy": 10.0, "liger": 20.0}, 0.001, "cannot tell", "no A/A pair"),
         ({"eager": 20.0}, 0.001, "cannot tell", "no limit is known"),
         ({"floor-copy": 10.0}, 0.001, "cannot tell", "no provider has a correct result and a time"),
@@ -137,6 +141,11 @@ def test_what_starting_anything_binds_is_not_worth_it(device, fix):
     made.environment["device"] = device
     found = only(made)
     assert (found.bound, found.worth, found.why) == ("launch", "no", f"it is launch-bound; {fix}")
+
+
+def test_a_small_copy_that_mostly_launches_rules_out_no_kernel_that_was_measured_to_be_faster():
+    found = only(record({"floor-copy": 10.0, "floor-launch": 6.0, "eager": 90.0, "liger": 12.0}))
+    assert (found.bound, found.worth, found.kernel) == ("launch", "yes", "liger")
 
 
 def test_a_floor_that_a_compiler_is_far_below_says_nothing():

@@ -23,6 +23,9 @@ ENOUGH = 0.9
 #: A product that takes up to this many times the copy of the problem's bytes is waiting for memory: with few rows, the
 #: weights are nearly all the traffic.
 WAITS = 1.25
+#: A copy that takes less than this many times the launch of an empty kernel, which it includes, moves its bytes in less
+#: time than it takes to launch.
+LAUNCHES = 2.0
 #: A provider this many times faster than the limit disproves the limit: the floor ran from another cache level or on a
 #: busier machine.
 BEYOND = 1.5
@@ -121,9 +124,11 @@ def _verdict(key: tuple[str, str, str, str], rows: Sequence[Row], record: Record
 def _bound(limited: Row | None, rows: Sequence[Row]) -> Bound:
     bound = "cannot tell" if limited is None else BOUND_BY.get(limited.limit, "cannot tell")
     floors = {row.provider: row.device_us for row in rows}
-    product, copy = floors.get("floor-matmul"), floors.get("floor-copy")
+    product, copy, launch = (floors.get(f"floor-{kind}") for kind in ("matmul", "copy", "launch"))
     if bound == "compute" and product is not None and copy is not None and product <= WAITS * copy:
         return "memory"
+    if bound == "memory" and copy is not None and launch is not None and copy < LAUNCHES * launch:
+        return "launch"
     return bound
 
 
@@ -241,9 +246,10 @@ def _worth(
         )
     best = compilers[0]
     reach, fastest = _share(minimum, best), _share(minimum, timed[0])
-    if bound == "launch" and fastest <= BEYOND and (not unknown or reach >= ENOUGH):
-        graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
-        return "no", None, f"it is launch-bound; fuse it with its neighbours{graph}"
+    graph = "" if record.environment["device"] == "cpu" else " or capture a CUDA graph"
+    launching = f"it is launch-bound; fuse it with its neighbours{graph}"
+    if best.limit == "launch" and fastest <= BEYOND and (not unknown or reach >= ENOUGH):
+        return "no", None, launching
     by_hand = [row for row in timed if not is_compiler(row.provider)]
     words = {row.provider: _against(row, best, noise, record) for row in by_hand}
     better = [row for row in by_hand if words[row.provider][1] == "faster"]
@@ -266,6 +272,8 @@ def _worth(
     if unknown:
         why = f"the FLOPs of {', '.join(unknown)} are unknown: computing may take longer than moving the bytes, {number(minimum)} µs"
         return "cannot tell", None, why
+    if bound == "launch":
+        return "no", None, launching
     if missed:
         rest = f"the best other compiler, {best.provider}, is at {percent(reach)} of the limit"
         return "cannot tell", None, f"{untimed}; {rest}"
