@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from fusewise.cli import cli
-from fusewise.lab import inside, plugin, targets
+from fusewise.lab import inside, machine, plugin, targets
 from fusewise.lab.code import capture
 from fusewise.lab.ledger import Ledger
 from fusewise.lab.nursery import Nursery
@@ -145,6 +145,17 @@ def test_a_lookup_a_slice_and_a_constant_are_shown_without_a_gpu(tmp_path: Path)
     (shown,) = index["providers"]
     assert shown["status"] == "ok", shown["reason"]
     assert [s["counts"]["REDG"] for s in shown["stages"] if s["stage"] == "sass" and "REDG" in s["counts"]] == [1]
+
+
+def test_two_looks_at_the_same_code_differ_in_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the machine's load either; and a difference in the index is a line of it."""
+    indices = []
+    for load in (0.5, 3.0):
+        monkeypatch.setattr(machine, "_load", lambda load=load: load)
+        capture.stages(plugin.select(["lab_code_fakes:Shown"], "gelu", "cpu"), GELU, "sm_90", tmp_path / str(load))
+        indices.append((tmp_path / str(load) / "index.json").read_text())
+    assert indices[0] == indices[1]
+    assert '    "stage": "text",\n' in indices[0]
 
 
 def test_the_index_and_a_provider_that_dies(tmp_path: Path) -> None:

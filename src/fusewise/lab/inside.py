@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
-from . import analysis, machine, plugin, record, spent
+from . import analysis, machine, plugin, spent
 from .code import capture
 from .folder import file_name
 from .nursery import Nursery
@@ -88,7 +88,7 @@ def look(options: Options, found: Record, progress: Callable[[str], None]) -> tu
                 raise
     index = capture.new_index(first, target)
     index["providers"] = [capture.indexed(mine[0]) for mine in answers]
-    record.write_atomically(folder / "index.json", record.dumps(index) + "\n")
+    capture.write_index(index, folder)
     place = {"op": first.op, "case": first.case, "dtype": first.dtype, "pass": first.pass_}
     found.code = [{**stage, **place, "text": cut(stage["text"])} for stage in capture.for_record(index, folder)]
     found.ledgers = [answer.found["ledger"] for mine in answers for answer in mine[1:] if answer.status == "ok"]

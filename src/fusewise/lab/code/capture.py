@@ -7,6 +7,7 @@ OUT/<provider>/NN-stage-part.suffix  the texts, independent of machine, director
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -116,7 +117,8 @@ def default_target(device: str) -> str:
 
 
 def new_index(task: Task, target: str) -> dict[str, Any]:
-    """An index without providers."""
+    """An index without providers, and without what changes from run to run."""
+    environment = {name: value for name, value in machine.environment(task.device).items() if name != "load_average"}
     return {
         "kind": KIND,
         "schema": SCHEMA_VERSION,
@@ -126,9 +128,14 @@ def new_index(task: Task, target: str) -> dict[str, Any]:
         "pass": task.pass_,
         "device": task.device,
         "target": target,
-        "environment": machine.environment(task.device),
+        "environment": environment,
         "providers": [],
     }
+
+
+def write_index(index: dict[str, Any], out: Path) -> None:
+    """Write `out/index.json`, a line per value: one long line would hide what a diff found."""
+    record.write_atomically(out / "index.json", json.dumps(index, indent=1, allow_nan=False) + "\n")
 
 
 def clear(out: Path) -> None:
@@ -189,7 +196,7 @@ def stages(
             log = out / "logs" / f"{file_name(entry.name)}.log"
             (answer,) = ask(entry, [wish(entry, task, target, out)], log, timeout=timeout, nursery=nursery)
             index["providers"].append(indexed(answer))
-            record.write_atomically(out / "index.json", record.dumps(index) + "\n")
+            write_index(index, out)
     return index
 
 
