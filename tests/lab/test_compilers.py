@@ -61,6 +61,14 @@ if sys.version_info < (3, 11):
     CANNOT |= {("jax", t.op, t.pass_): "torchax needs Python 3.11" for t in TASKS if t.op.startswith("user_functions")}
 
 
+def studied(options, again=False):
+    """The record of a study; `again`: with long first calls repeated in second processes, which takes as long again."""
+    found = study.Study(options, Silent())
+    if not again:
+        found.begun_again = []
+    return found.run()
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("compilers")
@@ -68,7 +76,7 @@ def rows(tmp_path_factory):
         op="all", tasks=TASKS, providers=plugin.select(["eager", *COMPILERS], "gelu", "cpu"), device="cpu", out=out,
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip
-    made = study.Study(options, Silent()).run()
+    made = studied(options)
     return {(r.provider, r.op, r.pass_): r for r in made.rows}, made
 
 
@@ -103,7 +111,7 @@ def test_gradients_of_jax_are_those_of_pytorch(tmp_path):
         providers=plugin.select(["jax"], "my.py:f", "cpu"), device="cpu", out=tmp_path, warm=True, min_rounds=3, max_rounds=3,
         twin=False,
     )  # fmt: skip
-    made = study.Study(options, Silent()).run()
+    made = studied(options)
     assert [(row.status, row.reason) for row in made.rows] == [("ok", "")] * 10
 
 
@@ -118,7 +126,7 @@ def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
         op="all", tasks=tasks, providers=plugin.select(["tvm", "jax"], "my.py:f", "cpu"), device="cpu", out=tmp_path,
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip
-    made = study.Study(options, Silent()).run()
+    made = studied(options)
     found = {(row.provider, row.op.split(":")[1]): (row.status, row.reason, row.device_us) for row in made.rows}
     if here("tvm"):
         assert found["tvm", "mm"] == ("wrong", "the output is float32, eager code's is bfloat16", None)
@@ -137,7 +145,7 @@ def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(tmp_path):
         providers=plugin.select(["eager", "torchscript", "torch.compile", "jax", "tvm"], "my.py:f", "cpu"),
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip
-    made = study.Study(options, Silent()).run().rows
+    made = studied(options, again=True).rows
     found = {row.provider: (row.status, row.reason) for row in made}
     assert {found[name] for name in ("eager", "torchscript", "torch.compile")} == {("ok", "")}
     again = {row.provider: row.first_call_again_s for row in made}
