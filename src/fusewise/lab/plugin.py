@@ -162,6 +162,7 @@ class Provider:
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     ops: ClassVar[tuple[str, ...]] = ()  # targets it supports; () for any
     default: ClassVar[bool] = True  # measured if no providers are named; see `chosen`
+    remembers: ClassVar[bool] = True  # may keep compiled code on disk, where a later process's first call finds it
 
     def check(self, device: str) -> None:
         """Raise Missing if the provider cannot run on `device` here. Imports nothing heavy."""

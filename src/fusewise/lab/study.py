@@ -304,7 +304,10 @@ class Study:
     ) -> None:
         """Repeat the first calls that took long in new processes, which find whatever the compilers keep on disk."""
         long = {s.name for s in seats if measurements[s.name].prepared["first_call_s"] >= LONG_FIRST_CALL_S}
-        again = self.seats.anew(seat for seat in self.seats.all if seat.name in long)
+        remember = [
+            seat for seat in self.seats.all if seat.entry.provider is not None and seat.entry.provider.remembers
+        ]
+        again = self.seats.anew(seat for seat in remember if seat.name in long)
         replies = self.seats.side_by_side(min(machine.cores() // 4, fitting), again, task, "first call")
         for seat in again:
             self.seats.stop(seat)

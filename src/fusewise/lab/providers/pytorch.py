@@ -72,6 +72,7 @@ class TorchScript(Provider):
     """`torch.jit.script` of the eager form, or `torch.jit.trace` of what cannot be scripted."""
 
     name = "torchscript"
+    remembers = False
     packages = ("torch",)
 
     def build(self, problem: Problem) -> Run:

@@ -21,6 +21,7 @@ class Tvm(Provider):
     """Relax's virtual machine, forward only."""
 
     name, module = "tvm", "tvm"
+    remembers = False
     packages = ("apache-tvm",)
     install = INSTALL
 

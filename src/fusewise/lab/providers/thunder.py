@@ -52,6 +52,7 @@ class Thunder(Provider):
     """`thunder.jit` with its default executors."""
 
     name, module = "thunder", "thunder"
+    remembers = False
     packages = ("torch", "lightning-thunder")
     install = INSTALL
     executors: ClassVar[tuple[str, ...]] = ()
@@ -77,6 +78,7 @@ class ThunderTorchCompile(Thunder):
     """Regions of Thunder's trace compiled by torch.compile."""
 
     name, executors = "thunder-torchcompile", ("torchcompile",)
+    remembers = True
 
     def chosen(self, op: str, device: str) -> bool:
         """Not for RoPE on a CPU, where it would repeat torch.compile's compilation at the same cost."""

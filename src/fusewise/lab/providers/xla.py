@@ -33,6 +33,7 @@ class Jax(Provider):
     """`jax.jit`, compiled for each shape."""
 
     name, module = "jax", "jax"
+    remembers = False  # unless told to
     packages = ("jax", "jaxlib", "torchax")
     install = INSTALL
 

@@ -46,7 +46,7 @@ HOW_TO_READ = """\
 - **graph**: device time of a call in a CUDA graph that is replayed; for a few cases, on a GPU only.
 - **first call**: seconds from building to the end of the first call; compiler caches were empty at the start of the run.
   **again**: the same in a second process, with what the compiler kept on disk; for the first case, where the first took
-  two seconds or more.
+  two seconds or more and the provider keeps compiled code.
 - **even after**: calls after which a program is done no later than with eager code, both from their first call on; in brackets
   with the first call of a second process.
 - **peak**: most bytes allocated at once during the call, outputs included; **held**: bytes that a forward saves for its
