@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import itertools
 import math
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,6 +251,33 @@ def test_of_events_that_the_host_kept_apart_nothing_is_taken_off(monkeypatch):
     turn = timer.turn(Work(lambda i: i, lambda _: None), samples=2, calls=1)
     assert turn.device_us == [50.0, 50.0]
     assert not turn.held
+
+
+def test_a_graph_has_the_calls_of_a_sample_captured_once_and_replayed(monkeypatch):
+    """On a stream of its own, where the forward before a backward runs, too."""
+    cuda, done, stream = FakeCuda(pair=1.25).serve(monkeypatch), [], ["current"]
+
+    @contextlib.contextmanager
+    def entered(name):
+        stream.append(name)
+        yield
+        stream.pop()
+
+    class Graph:
+        def replay(self):
+            done.append("replay")
+            cuda.now += 4 * 7.0
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(wait_stream=lambda other: done.append(other)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("side"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: entered("captured"))
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
+    work = Work(lambda i: done.append((stream[-1], "begin", i)) or i, lambda i: done.append((stream[-1], "step", i)))
+    assert timer.graph_us(work, samples=3, calls=4) == pytest.approx(7.0)
+    first, begun = [("side", "begin", 0), ("side", "step", 0)], [("side", "begin", i) for i in range(4)]
+    assert done == ["current", *first, *begun, *[("captured", "step", i) for i in range(4)], *["replay"] * 4]
 
 
 @pytest.mark.parametrize(("us", "calls"), [(900, 20), (2500, 9), (7000, 5)])
