@@ -335,7 +335,7 @@ def test_host_time_of_a_launch_is_that_of_a_bare_loop():
         return x.add_(1.0)
 
     tries = []
-    for _ in range(25):
+    for _ in range(60):  # other processes disturb most of them
         torch.cuda.synchronize()
         tries.append((timer.turn(Work(lambda i: i, call), samples=1, calls=1).host_us, bare_us(call)))
     assert min(host for host, _ in tries) == pytest.approx(min(bare for _, bare in tries), abs=1.0)
