@@ -117,14 +117,18 @@ def test_the_choice_stays_in_a_process(a_gpu: list[str]) -> None:
 
 
 def test_gradients_without_triton_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, where impl="auto" passes over Triton: CUDA leaves its backward to whatever can serve it."""
+    """As on a CPU, where impl="auto" passes over Triton: CUDA leaves what no kernel of its serves to whatever can serve it."""
     from fusewise.ops.qk_norm_rope import _cuda
+    from fusewise.ops.rope import _host
 
     rotation = (torch.rand(5, 8), torch.rand(5, 8), None, None, None, 0, "", 1e-6, 0.0, "head", "auto")
     x, dy, weight = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16), torch.rand(16)
     want = _op._op_grad([dy], [x], [weight], *rotation, True)
     monkeypatch.setattr(_op, "serving", lambda *_: _cuda)
-    for gradient, exact in zip(_op._op_grad([dy], [x], [weight], *rotation, True), want, strict=True):
+    monkeypatch.setattr(_cuda, "backward", lambda *_: False)
+    with _host.through_python():
+        got = _op._op_grad([dy], [x], [weight], *rotation, True)
+    for gradient, exact in zip(got, want, strict=True):
         assert torch.equal(gradient, exact)
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
-from fusewise.ops.qk_norm_rope import _op, api
+from fusewise.ops.qk_norm_rope import _cuda, _op, api
 from fusewise.ops.rope import _host
 
 from ..rope.support import Case, Operators, assert_bits
 from .machine import simulated as simulated
 from .support import Made, NormCase, build
+from .test_cuda_on_cpu import operation
 
 NAMES = ("q", "k", "q_weight", "k_weight")
 CASES = {
@@ -95,6 +96,36 @@ def test_one_operator_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     with Operators() as watching:  # who watches sees the operator
         torch.autograd.grad(ys, leaves, made.dys)
     assert watching.names["fusewise::qk_norm_rope_grad"] == 1
+
+
+@pytest.mark.parametrize("of_weights", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_their_operator(name: str, of_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In C++ from the second call on, unless no kernel serves it."""
+    made = build(CASES[name])
+    _, (xs, weights, *rest) = operation(made)
+    call = (list(made.dys), xs, weights, *rest, of_weights)
+    with _host.through_python():
+        want = _op._op_grad(*call)
+    assert len(want) == len(xs) + (len(weights) if of_weights else 0)
+    _op._op_grad(*call)
+    if name != "of Triton":
+        monkeypatch.setattr(_cuda, "backward", lambda *_: pytest.fail("launched by Python"))
+    for _ in range(2):
+        for x, exact in zip(_op._op_grad(*call), want, strict=True):
+            assert_bits(x, exact)
+            assert x.stride() == exact.stride()
+
+
+def test_the_operator_takes_gradients_in_any_layout() -> None:
+    """An exported program may pass them; the autograd function copies such ones."""
+    made = build(CASES["heads"])
+    _, (xs, weights, *rest) = operation(made)
+    swapped = [dy.transpose(-1, -2).contiguous().transpose(-1, -2) for dy in made.dys]
+    for _ in range(2):
+        got, want = (_op._op_grad(list(dys), xs, weights, *rest, True) for dys in (swapped, made.dys))
+        for x, exact in zip(got, want, strict=True):
+            torch.testing.assert_close(x, exact)
 
 
 def test_gradients_of_gradients_and_batches_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,21 @@ def packed(
     return plan, call + _CALL.pack(*pointers)
 
 
+def planned_backward(
+    dys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    dxs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    rotation: Rotation,
+    norm: Norm,
+) -> tuple[bytes, int]:
+    """As `planned`, for the backward."""
+    plan, sin_distance = planned(tuple(xs), tuple(dxs), weights, rotation, norm)
+    dims = layout_dims(Spec.decode(rotation[-1]).layout)
+    strides = [0 if dim is None else dy.stride(dim) for dy in (dys[0], dys[-1]) for dim in dims]
+    return plan + _GRAD_PLAN.pack(*strides), sin_distance
+
+
 def packed_backward(
     dys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -46,9 +61,8 @@ def packed_backward(
     norm: Norm,
 ) -> tuple[bytes, Callable[[int], bytes]]:
     """The packed plan, and a function that packs the call with the address of the partial sums."""
-    plan, call = packed(tuple(xs), tuple(dxs), weights, rotation, norm)
-    dims = layout_dims(Spec.decode(rotation[-1]).layout)
-    strides = [0 if dim is None else dy.stride(dim) for dy in (dys[0], dys[-1]) for dim in dims]
+    plan, _ = planned_backward(dys, xs, dxs, weights, rotation, norm)
+    _, call = packed(tuple(xs), tuple(dxs), weights, rotation, norm)
     pointers = [x.data_ptr() for x in (dys[0], dys[-1])]
     pointers += [x.data_ptr() for x in (dweights[0], dweights[-1])] if dweights else (0, 0)
-    return plan + _GRAD_PLAN.pack(*strides), lambda partials: call + _GRAD_CALL.pack(*pointers, partials)
+    return plan, lambda partials: call + _GRAD_CALL.pack(*pointers, partials)

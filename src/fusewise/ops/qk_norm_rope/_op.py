@@ -205,8 +205,8 @@ def gradients(
     results: list[Tensor | None] = [None] * 4
     if given:
         picked = list(given.values())
-        xs = [x for i in given if (x := (q, k)[i]) is not None]
-        weights = [w for i in given if (w := (q_weight, k_weight)[i]) is not None]
+        xs = [(q, k)[i] for i in given]
+        weights = [(q_weight, k_weight)[i] for i in given] if q_weight is not None else []
         if wants_formula(picked[0]):
             rotation, norm, _ = _split(call)
             dxs, dweights = reference.gradients(picked, xs, weights, rotation, norm)

@@ -31,7 +31,7 @@ _NAMES = ("host.cpp", "host_call.h", "host_backward.h", "host_operators.h", *_PL
 SOURCES = (*(Path(__file__).parent / name for name in _NAMES), host.HEADER)
 
 
-NEW, GIVEN, IN_PLACE, CACHED, NORMED = range(5)  # where the output goes, `Form` of host_call.h
+NEW, GIVEN, IN_PLACE, CACHED, NORMED, NORM_GRAD = range(6)  # where the output goes, `Form` of host_call.h
 
 # The functions of the extension once it is loaded. They take the arguments of `api.rope` (without and with `out`) or
 # `api.rope_` in order and return the result of these, or None without side effects for a call that is not cached or not
@@ -113,15 +113,18 @@ def _planned(form: int, arguments: tuple[Any, ...], ys: tuple[Tensor, ...]) -> t
 
         implementation = _op.serving(impl, ys[0], given[-1])
         packed, call = _native.planned, (*given, len(ys) == 2)
-    elif form == NORMED:
+    elif form in (NORMED, NORM_GRAD):
         from ..qk_norm_rope import _native as norms
         from ..qk_norm_rope import _op as norm_op
         from ..qk_norm_rope._problem import Norm
 
-        xs, weights = (tuple(x for x in pair if x is not None) for pair in (given[:2], given[2:4]))
-        rotation = tuple(given[4:-3])
+        lists = 3 if form == NORM_GRAD else 2
+        pairs = [tuple(x for x in given[2 * i : 2 * i + 2] if x is not None) for i in range(lists)]
+        *dys, xs, weights = pairs
+        rotation = tuple(given[2 * lists : -3])
         implementation = norm_op.serving(impl, xs, weights, rotation)
-        packed, call = norms.planned, (xs, ys, weights, rotation, Norm(*given[-3:]))
+        packed = norms.planned_backward if dys else norms.planned
+        call = (*dys, xs, ys, weights, rotation, Norm(*given[-3:]))
     else:
         xs, rest = tuple(given[: len(ys)]), given[len(ys) :]
         implementation = serving(impl, xs, ys, rest[-1])

@@ -81,6 +81,20 @@ void run(const Entry& entry, Tensors& t, int64_t offset, Tensor (&made)[2], cons
     if (!FRESH && y != nullptr && !y->is_inference()) y->unsafeGetTensorImpl()->bump_version();
 }
 
+// Launch the backward of `qk_norm_rope` on the device of x; returns false if no kernel serves the call.
+bool launch_norm_backward(const NormGradPlan& plan, NormGradCall& call, const Tensor& x) {
+  const OnDevice on_device(x.device());
+  const int64_t partials = kernels.norm_partials(&plan, &call, x.is_cpu() ? 0 : x.device().index());
+  if (partials < 0) return false;
+  Tensor sums;
+  if (partials > 0) {
+    sums = empty(x, {partials}, {1}, at::kFloat);
+    call.partials = sums.mutable_data_ptr();
+  }
+  check(kernels.norm_backward(&plan, &call, stream_on(x.device())), "qk_norm_rope");
+  return true;
+}
+
 // --- Autograd --------------------------------------------------------------------------------------------------------
 
 // `gradients` of rope/_op.py and of qk_norm_rope/_op.py, for gradients that native code does not handle.
@@ -261,7 +275,7 @@ struct Backward : torch::autograd::CppNode<Traced<FORM>> {
     for (int i = OF_ROTATION; i < SAVED; ++i) ordinary = ordinary && !recorded(tensors[i]);
     if constexpr (FORM == NORMED) {
       variable_list found;
-      if (ordinary && normed(dys, tensors, given->device(), found)) return found;
+      if (ordinary && normed(dys, tensors, found)) return found;
     } else if (ordinary) {
       return rotated(dys, tensors, given->device());
     }
@@ -355,8 +369,7 @@ struct Backward : torch::autograd::CppNode<Traced<FORM>> {
   }
 
   // Returns false if no kernel serves the call.
-  bool normed(const variable_list& dys, const Tensor (&tensors)[SAVED], c10::Device device, variable_list& found) const {
-    const OnDevice on_device(device);
+  bool normed(const variable_list& dys, const Tensor (&tensors)[SAVED], variable_list& found) const {
     const Tensor *const xs = tensors + OF_ROTATION, *const weights = xs + 2;
     NormGradPlan plan{entry->normed};
     variable_list dxs(2), sources(2), dweights(2);
@@ -384,15 +397,8 @@ struct Backward : torch::autograd::CppNode<Traced<FORM>> {
       if (of_weights && !dweights[o].defined()) dweights[o] = empty(weights[o], weights[o].sizes(), weights[o].strides());
       if (of_weights) call.dweights[i] = dweights[o].mutable_data_ptr();
     }
-    const int64_t partials = kernels.norm_partials(&plan, &call, device.is_cpu() ? 0 : device.index());
-    if (partials < 0) return false;
-    Tensor sums;
-    if (partials > 0) {
-      sums = empty(xs[from[0]], {partials}, {1}, at::kFloat);
-      call.partials = sums.mutable_data_ptr();
-    }
     RECORD_FUNCTION("fusewise::qk_norm_rope_grad", (std::vector<c10::IValue>{sources[from[0]]}));
-    check(kernels.norm_backward(&plan, &call, stream_on(device)), OP);
+    if (!launch_norm_backward(plan, call, xs[from[0]])) return false;
     found = {dxs[0], dxs[1], dweights[0], dweights[1]};
     for (int i = 0; i < INPUTS; ++i)
       if (!this->task_should_compute_output(i)) found[i].reset();

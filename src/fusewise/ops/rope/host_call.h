@@ -93,9 +93,9 @@ struct Key {
   }
 };
 
-// Where the output goes: new tensors, `out`, in place; CACHED is `rope_and_cache_`, NORMED `qk_norm_rope`. The first word of a key,
-// plus OPERATOR in keys of operator calls.
-enum Form : int64_t { NEW, GIVEN, IN_PLACE, CACHED, NORMED, OPERATOR = 8 };
+// Where the output goes: new tensors, `out`, in place; CACHED is `rope_and_cache_`, NORMED `qk_norm_rope`, NORM_GRAD the operator of its
+// gradients. The first word of a key, plus OPERATOR in keys of operator calls.
+enum Form : int64_t { NEW, GIVEN, IN_PLACE, CACHED, NORMED, NORM_GRAD, OPERATOR = 8 };
 
 // The arguments of `fusewise.rope` in order; then OUT in form GIVEN, or the additional arguments of `rope_and_cache_` in CACHED, of
 // `qk_norm_rope` in NORMED.
@@ -232,6 +232,7 @@ struct Entry {
     Plan rotation;
     CachePlan cached;
     NormPlan normed;
+    NormGradPlan norm_grad;
   };
   int64_t sin_distance = 0;  // bytes from cos to sin if both are in one tensor
   int64_t most_offset = 0;   // the largest offset for which validation holds
@@ -241,13 +242,16 @@ struct Entry {
   std::vector<int64_t> dense[2];
   std::string spec, impl;
 
-  Entry(const Key& of, Form form) : key(of.words, of.words + of.count), form(form), cached{} {}
+  Entry(const Key& of, Form form) : key(of.words, of.words + of.count), form(form), norm_grad{} {}
 
   // Unpack the plan that Python packed.
   void take(const char* packed, size_t size) {
-    const size_t wanted = form == CACHED ? sizeof(CachePlan) : form == NORMED ? sizeof(NormPlan) : sizeof(Plan);
+    const size_t wanted = form == CACHED      ? sizeof(CachePlan)
+                          : form == NORMED    ? sizeof(NormPlan)
+                          : form == NORM_GRAD ? sizeof(NormGradPlan)
+                                              : sizeof(Plan);
     TORCH_CHECK_TYPE(size == wanted, "rope: a plan has ", wanted, " bytes, got ", size);
-    std::memcpy(&cached, packed, size);
+    std::memcpy(&rotation, packed, size);
   }
 
   // The (batch, token, head) strides of x, as stored in a plan.

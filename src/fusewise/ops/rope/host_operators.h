@@ -76,29 +76,35 @@ struct Operands : Tensors {
 };
 
 // The arguments of `qk_norm_rope`: q and k, and their weights, in lists; the common ones, with eps, weight_offset and what is normalized
-// together before the last.
+// together before the last. NORM_GRAD: first the gradients of the outputs, and last whether those of the weights are wanted.
+template <Form FORM>
 struct NormOperands : Tensors {
-  static constexpr int OWN = 2, EXTRA = 3, COUNT = OWN + COMMON + EXTRA;
+  static constexpr bool GRAD = FORM == NORM_GRAD;
+  static constexpr int OWN = GRAD ? 3 : 2, ALL = OWN + COMMON + 3, COUNT = ALL + GRAD;
   const IValue* a;
   Key key;
   std::vector<Tensor> lists[OWN];
+  const Tensor* dys[2] = {};
+
+  const std::vector<Tensor>& xs() const { return lists[GRAD]; }
+  const std::vector<Tensor>& given_weights() const { return lists[GRAD + 1]; }
 
   // Read the arguments; returns false for a call that cannot be cached.
   bool read() {
-    const Tensor** const into[] = {x, weights};
-    key.add(int64_t(OPERATOR + NORMED));
+    const Tensor** const into[] = {dys, x, weights};
+    key.add(int64_t(OPERATOR + FORM));
     for (int i = 0; i < OWN; ++i) {
       lists[i] = a[i].toTensorVector();
       if (lists[i].size() > 2) return false;
       key.add(static_cast<int64_t>(lists[i].size()));
       for (size_t o = 0; o < lists[i].size(); ++o) {
-        into[i][o] = &lists[i][o];
+        into[i + !GRAD][o] = &lists[i][o];
         if (!lists[i][o].defined() || !dense(lists[i][o])) return false;
         key.add(lists[i][o]);
       }
     }
-    if (lists[0].empty() || !read_common(a + OWN, key, *this)) return false;
-    for (int i = OWN + OP_SPEC; i < COUNT; ++i) {
+    if (xs().empty() || (GRAD && lists[0].size() != xs().size()) || !read_common(a + OWN, key, *this)) return false;
+    for (int i = OWN + OP_SPEC; i < ALL; ++i) {
       if (a[i].isString()) {
         if (!key.add(a[i].toStringRef())) return false;
       } else {
@@ -111,12 +117,12 @@ struct NormOperands : Tensors {
     return true;
   }
 
-  // The arguments without lists: q, k and their weights come first.
+  // The arguments without lists and without the last of NORM_GRAD: the tensors come first, two or None of each list.
   std::vector<IValue> flat() const {
     std::vector<IValue> found;
     for (const auto& list : lists)
       for (size_t o = 0; o < 2; ++o) found.push_back(o < list.size() ? IValue(list[o]) : IValue());
-    found.insert(found.end(), a + OWN, a + COUNT);
+    found.insert(found.end(), a + OWN, a + ALL);
     return found;
   }
 };
@@ -180,25 +186,51 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
   for (int o = 0; FORM == NEW && o < N; ++o) stack->emplace_back(std::move(made[o]));
 }
 
+// Launch a cached call of `qk_norm_rope` or its gradients. Returns false if no kernel serves it.
+template <Form FORM>
+bool run_norm(const Entry& entry, NormOperands<FORM>& read, c10::List<Tensor>& results) {
+  const int64_t offset = read.a[read.OWN + OP_OFFSET].toInt();
+  if constexpr (FORM == NORMED) {
+    Tensor made[2];
+    run<NORMED>(entry, read, offset, made, [](const auto& launch) { launch(); });
+    for (size_t o = 0; o < read.xs().size(); ++o) results.push_back(std::move(made[o]));
+  } else {
+    const bool of_weights = read.a[read.ALL].toBool();
+    NormGradCall call{{call_on(entry, read, offset)}};
+    for (size_t o = 0; o < read.xs().size(); ++o) {
+      results.push_back(empty(*read.x[o], read.x[o]->sizes(), entry.dense[o]));
+      call.norm.rotation.y[o] = results.get(o).mutable_data_ptr();
+      call.norm.weights[o] = address(read.weights[o]), call.dy[o] = address(read.dys[o]);
+    }
+    for (size_t o = 0; of_weights && o < read.given_weights().size(); ++o) {
+      const Tensor& weight = *read.weights[o];
+      results.push_back(empty(weight, weight.sizes(), weight.strides()));
+      call.dweights[o] = results.get(results.size() - 1).mutable_data_ptr();
+    }
+    return launch_norm_backward(entry.norm_grad, call, *read.x[0]);
+  }
+  return true;
+}
+
+template <Form FORM>
 void operate_norm(const c10::OperatorHandle& op, Stack* stack) {
-  NormOperands read;
-  read.a = stack->data() + stack->size() - NormOperands::COUNT;
+  using Read = NormOperands<FORM>;
+  Read read;
+  read.a = stack->data() + stack->size() - Read::COUNT;
   const bool readable = enabled && read.read();
   const Remembered entry = readable ? cache.find(read.key) : nullptr;
-  if (!readable || (entry != nullptr && !entry->native))
-    return op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
-  if (entry == nullptr) {
-    const std::vector<IValue> arguments = read.flat();
-    op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
-    return learn(read.key, NORMED, arguments, torch::jit::peek(*stack, 0, 1).toTensorVector());
+  c10::List<Tensor> results;
+  if (entry != nullptr && entry->native && run_norm(*entry, read, results)) {
+    torch::jit::drop(*stack, Read::COUNT);
+    stack->emplace_back(std::move(results));
+    return;
   }
-  Tensor made[2];
-  run<NORMED>(*entry, read, read.a[NormOperands::OWN + OP_OFFSET].toInt(), made, [](const auto& launch) { launch(); });
-  const size_t outputs = read.lists[0].size();
-  torch::jit::drop(*stack, NormOperands::COUNT);
-  c10::List<Tensor> ys;
-  for (size_t o = 0; o < outputs; ++o) ys.push_back(std::move(made[o]));
-  stack->emplace_back(std::move(ys));
+  const std::vector<IValue> arguments = readable ? read.flat() : std::vector<IValue>();
+  op.callBoxedForDispatchKey(DispatchKey::CompositeExplicitAutograd, *stack);
+  if (!readable || entry != nullptr) return;
+  variable_list ys = torch::jit::peek(*stack, 0, 1).toTensorVector();
+  ys.resize(read.xs().size());  // without gradients of weights
+  learn(read.key, FORM, arguments, ys);
 }
 
 // Autograd kernel: a call that records no gradient redispatches without Python; others go to the autograd function in Python.
@@ -228,7 +260,8 @@ void register_operators() {
     library.impl("rope_qk_", torch::CppFunction::makeFromBoxedFunction<&operate<IN_PLACE, 2>>());
     library.impl("rope_and_cache_keep_k_", torch::CppFunction::makeFromBoxedFunction<&operate<CACHED, 1>>());
     library.impl("rope_and_cache_", torch::CppFunction::makeFromBoxedFunction<&operate<CACHED, 2>>());
-    library.impl("qk_norm_rope", torch::CppFunction::makeFromBoxedFunction<&operate_norm>());
+    library.impl("qk_norm_rope", torch::CppFunction::makeFromBoxedFunction<&operate_norm<NORMED>>());
+    library.impl("qk_norm_rope_grad", torch::CppFunction::makeFromBoxedFunction<&operate_norm<NORM_GRAD>>());
   }
   for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
     auto& library = *new torch::Library(torch::Library::IMPL, "fusewise", key, __FILE__, __LINE__);
