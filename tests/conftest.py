@@ -6,6 +6,7 @@ compiled or interpreted: such a process runs only the tests marked `interpreter`
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 from collections.abc import Iterator
@@ -65,6 +66,17 @@ def _patch_once() -> None:
     interpreter._patch_lang = patch_once
 
 
+def _without_dead_checks() -> None:
+    """The interpreter computes of every sum and product of integers whether it overflows, in 64 bits, and asserts it only in
+    debug mode, which is off. That takes half of its time.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["FUSEWISE_TUNED"] = "0"  # test the code, not what was tuned on this machine
     # For test processes and their children. They share cores, so a thread that waits for others must not spin.
@@ -78,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if triton.__version__.startswith("3.6."):
             _mend_interpreter()
         _patch_once()
+        _without_dead_checks()
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "gpu_memory(gib): needs so much of a GPU's memory that it runs alone of them")
     config.addinivalue_line("markers", "interpreter: runs a kernel in Triton's interpreter (TRITON_INTERPRET=1)")
