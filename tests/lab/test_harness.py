@@ -95,6 +95,8 @@ def studied(
 
     monkeypatch.setattr(seats, "WorkerProcess", Worker)
     monkeypatch.setattr(study.limits, "kept", lambda _: None)
+    # All of it, validated, after every group, is most of the time of a hundred groups; other tests read what is saved.
+    monkeypatch.setattr(study.record, "save", lambda *_: None)
     options = Options(
         op="rope",
         tasks=[Task("rope", f"cube-{i}", "fp32", "fwd", "cpu", 0) for i in range(groups)],
