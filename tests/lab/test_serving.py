@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from fusewise.lab import Unsupported, commands, plan, targets, truth
+from fusewise.lab import Unsupported, commands, plan, seats, targets, truth
 from fusewise.lab.code.worker import Server
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
@@ -124,7 +124,9 @@ def test_the_floor_copies_what_has_to_move_in_place():
     assert isinstance(p, rope_serving.ServingProblem)
 
 
-def test_the_quick_preset_runs_on_a_cpu_and_its_report_has_the_section(tmp_path):
+def test_the_quick_preset_runs_on_a_cpu_and_its_report_has_the_section(monkeypatch, tmp_path):
+    # The first call's time is not read here, and with a cache of its own it is half a minute of compiling.
+    monkeypatch.delitem(seats.CACHES, "FUSEWISE_CACHE_DIR")
     request = plan.Request(
         target="rope-serving-quick", providers=["floor-copy", "eager", "fusewise-cpu", "liger"], device="cpu", warm=True,
         rounds=(3, 3), out=tmp_path,
