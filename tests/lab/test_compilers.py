@@ -52,6 +52,7 @@ TASKS = [
     user_task("Net", "bwd", "fp32[3,6]"),
     user_task("several", "fwd", "x=fp32[4,8]", "y=fp32[4,8]", "i64[4] randint(0,4)"),
 ]
+CLAMPING = user_task(f"{WRITERS}:Clamping", "fwd", "fp32[8,4]")
 #: What each compiler cannot do, with the words of its row's reason.
 CANNOT = {
     ("jax", "user_functions.py:several", "fwd"): "takes only outputs with a gradient",
@@ -73,7 +74,7 @@ def studied(options, again=False):
 def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("compilers")
     options = Options(
-        op="all", tasks=TASKS, providers=plugin.select(["eager", *COMPILERS], "gelu", "cpu"), device="cpu", out=out,
+        op="all", tasks=[*TASKS, CLAMPING], providers=plugin.select(["eager", *COMPILERS], "gelu", "cpu"), device="cpu", out=out,
         warm=True, min_rounds=3, max_rounds=3, twin=False,
     )  # fmt: skip
     made = studied(options)
@@ -99,35 +100,42 @@ def test_a_compiler_is_right_or_says_that_it_cannot(rows, provider, task):
         assert row.error <= 2 * row.error_eager + torch.finfo(torch.bfloat16).eps / 2
 
 
+#: Covers complex numbers, whose gradients JAX conjugates, and modules whose parameters are shared or frozen.
+GRADIENTS = [
+    user_task(name, pass_, *texts)
+    for name, texts in {
+        "with_words": ("x=fp32[4,8]",), "conjugated": ("z=c64[4,8]", "x=fp32[4,8]"), "turned": ("x=bf16[4,8]",), "Complex": ("x=fp32[3,4]",), "Tied": ("fp32[3,6]",),
+    }.items()
+    for pass_ in ("bwd", "fwd+bwd")
+]  # fmt: skip
+#: TVM's importer computes all products in float32; JAX has no float64 by default.
+DTYPES = [user_task("torch:mm", "fwd", "bf16[8,16]", "bf16[16,4]"), user_task("doubled_in_float64", "fwd", "fp32[8]")]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Rows of JAX and TVM, whose imports take as long as the rest: one study for both of the tests below."""
+    options = Options(
+        op="all", tasks=[*GRADIENTS, *DTYPES], providers=plugin.select(["tvm", "jax"], "my.py:f", "cpu"), device="cpu",
+        out=tmp_path_factory.mktemp("exported"), warm=True, min_rounds=3, max_rounds=3, twin=False,
+    )  # fmt: skip
+    return studied(options).rows
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not here("jax") or not BRIDGE or sys.version_info < (3, 11), reason="no JAX, or no bridge to it")
-def test_gradients_of_jax_are_those_of_pytorch(tmp_path):
-    """Covers complex numbers, whose gradients JAX conjugates, and modules whose parameters are shared or frozen."""
-    names = {
-        "with_words": ("x=fp32[4,8]",), "conjugated": ("z=c64[4,8]", "x=fp32[4,8]"), "turned": ("x=bf16[4,8]",), "Complex": ("x=fp32[3,4]",), "Tied": ("fp32[3,6]",),
-    }  # fmt: skip
-    options = Options(
-        op="all", tasks=[user_task(name, pass_, *texts) for name, texts in names.items() for pass_ in ("bwd", "fwd+bwd")],
-        providers=plugin.select(["jax"], "my.py:f", "cpu"), device="cpu", out=tmp_path, warm=True, min_rounds=3, max_rounds=3,
-        twin=False,
-    )  # fmt: skip
-    made = studied(options)
-    assert [(row.status, row.reason) for row in made.rows] == [("ok", "")] * 10
+def test_gradients_of_jax_are_those_of_pytorch(exported):
+    rows = [row for row in exported if row.provider == "jax" and row.pass_ != "fwd"]
+    assert [(row.status, row.reason) for row in rows] == [("ok", "")] * 10
 
 
 @pytest.mark.slow
-def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
-    """TVM's importer computes all products in float32; JAX has no float64 by default."""
-    tasks = [
-        user_task("torch:mm", "fwd", "bf16[8,16]", "bf16[16,4]"),
-        user_task("doubled_in_float64", "fwd", "fp32[8]"),
-    ]
-    options = Options(
-        op="all", tasks=tasks, providers=plugin.select(["tvm", "jax"], "my.py:f", "cpu"), device="cpu", out=tmp_path,
-        warm=True, min_rounds=3, max_rounds=3, twin=False,
-    )  # fmt: skip
-    made = studied(options)
-    found = {(row.provider, row.op.split(":")[1]): (row.status, row.reason, row.device_us) for row in made.rows}
+def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(exported):
+    found = {
+        (row.provider, row.op.split(":")[1]): (row.status, row.reason, row.device_us)
+        for row in exported
+        if row.pass_ == "fwd"
+    }
     if here("tvm"):
         assert found["tvm", "mm"] == ("wrong", "the output is float32, eager code's is bfloat16", None)
         assert found["tvm", "doubled_in_float64"][0] == "ok"
@@ -138,18 +146,10 @@ def test_a_compiler_that_gives_another_dtype_is_wrong_and_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(tmp_path):
+def test_a_compiler_that_leaves_out_a_write_to_a_parameter_is_wrong(rows):
     """torch.export returns it as an extra output, which providers built on it do not write back."""
-    options = Options(
-        op="all", tasks=[user_task(f"{WRITERS}:Clamping", "fwd", "fp32[8,4]")], device="cpu", out=tmp_path,
-        providers=plugin.select(["eager", "torchscript", "torch.compile", "jax", "tvm"], "my.py:f", "cpu"),
-        warm=True, min_rounds=3, max_rounds=3, twin=False,
-    )  # fmt: skip
-    made = studied(options, again=True).rows
-    found = {row.provider: (row.status, row.reason) for row in made}
+    found = {row.provider: (row.status, row.reason) for row in rows[1].rows if row.op == CLAMPING.op}
     assert {found[name] for name in ("eager", "torchscript", "torch.compile")} == {("ok", "")}
-    again = {row.provider: row.first_call_again_s for row in made}
-    assert again["torch.compile"] > 0 and again["eager"] is None  # of long first calls
     wrong = ("wrong", "it does not write to the parameter frozen")
     if here("tvm"):
         assert found["tvm"] == wrong
@@ -208,3 +208,13 @@ def test_every_target_is_written_in_jax_too(op):
     case = target.cases(target.default_preset)[0]
     problem = target.problem(Task(op, case.name, "fp32", "fwd", "cpu", 0))
     assert callable(problem.jax())
+
+
+@pytest.mark.slow
+def test_a_long_first_call_is_repeated_in_a_second_process(tmp_path):
+    options = Options(
+        op="all", tasks=[CLAMPING], providers=plugin.select(["eager", "torch.compile"], "my.py:f", "cpu"), device="cpu",
+        out=tmp_path, warm=True, min_rounds=3, max_rounds=3, twin=False,
+    )  # fmt: skip
+    again = {row.provider: row.first_call_again_s for row in studied(options, again=True).rows}
+    assert again["torch.compile"] > 0 and again["eager"] is None
