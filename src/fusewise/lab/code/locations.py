@@ -134,13 +134,15 @@ def sass(listing: str, function: str = "") -> tuple[str, Lines]:
     fresh = True
     inside = False
     for line in listing.splitlines():
-        if section := re.match(r"\s*\.section\s+([^,\s]+)", line):
+        if ".section" in line and (section := re.match(r"\s*\.section\s+([^,\s]+)", line)):
             inside = section[1] == f".text.{function}" if function else section[1].startswith(".text.")
             here = []
+        elif not inside:  # most lines, if a library has many functions
+            continue
         elif at := re.match(r'\s*//## File "([^"]*)", line (\d+)', line):
             here = [*([] if fresh else here), (at[1], int(at[2]))]
             fresh = False
-        elif inside and re.match(r"\s*(/\*[0-9a-f]{4,}\*/|[.\w$]+:)", line):
+        elif re.match(r"\s*(/\*[0-9a-f]{4,}\*/|[.\w$]+:)", line):
             kept.append(line.rstrip())
             fresh = True
             if here and "/*" in line:

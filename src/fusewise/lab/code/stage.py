@@ -92,6 +92,7 @@ def tidy(text: str) -> str:
     return re.sub(r"(?<=_)[0-9a-f]{8}(_[0-9a-f]{4}){3}_[0-9a-f]{12}\b", "", text)
 
 
+@functools.cache
 def foreign(path: str) -> bool:
     """Whether a short path belongs to a compiler or the lab itself rather than to the compiled code."""
     parts = Path(path).parts
