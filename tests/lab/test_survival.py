@@ -55,19 +55,14 @@ TWO = {"cases": ("cube-4", "cube-10"), "providers": "lab_fakes:Right,lab_fakes:S
 SLOW = {**TWO, "FAKES_ARE_SLOW": "1"}
 
 
-def ended(out, end):
-    """The exit code of a study that receives a signal in its second group."""
+def test_a_termination_is_an_interruption(tmp_path):
+    out = tmp_path / "run"
     with command(out, **SLOW) as process:
         until_rows(out, process, 2)
         time.sleep(0.3)
-        process.send_signal(end)
+        process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
-    return process.returncode
-
-
-def test_a_termination_is_an_interruption(tmp_path):
-    out = tmp_path / "run"
-    assert ended(out, signal.SIGTERM) == 130
+    assert process.returncode == 130
     assert len(record.read(out).rows) == 2
     assert "cut short" in (out / "report.html").read_text()
 
@@ -121,9 +116,18 @@ def test_an_interrupt_while_it_looks_inside_keeps_all_times(tmp_path):
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
+    """Until then no other study has its folder."""
     out = tmp_path / "run"
-    assert ended(out, signal.SIGKILL) == -signal.SIGKILL
-    before = record.read(out)
+    with command(out, **SLOW) as process:
+        until_rows(out, process, 2)
+        code, _, said = finished(command(out))
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert code == 1
+    assert f"must be free, got {out}, where process {process.pid} is at work" in " ".join(said.split())
+    with folder.claimed(out):  # the lock ended with its process
+        before = record.read(out)
     assert (before.finished, len(before.rows)) == (False, 2)
     code, _, said = finished(command(out, "--resume", **TWO))
     assert code == 0, said
@@ -190,19 +194,6 @@ def test_a_name_that_the_locale_cannot_write_names_a_file_all_the_same(monkeypat
     assert folder.file_name("mé odd.py:β") == "mé_odd.py_β"
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "latin-1")
     assert folder.file_name("mé odd.py:β") == "mé_odd.py__"
-
-
-def test_two_studies_do_not_share_a_folder(tmp_path):
-    out = tmp_path / "run"
-    with command(out, **SLOW) as first:
-        until_rows(out, first)
-        code, _, said = finished(command(out))
-        assert code == 1
-        assert f"must be free, got {out}, where process {first.pid} is at work" in " ".join(said.split())
-        first.kill()
-        first.communicate()
-    with folder.claimed(out):  # the lock ended with its process
-        assert record.read(out).rows
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
