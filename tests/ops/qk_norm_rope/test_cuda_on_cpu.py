@@ -93,25 +93,20 @@ def test_on_a_larger_device_and_backwards(case: NormCase) -> None:
             assert_bits(y, again)
 
 
-# One SM has several steps per block; asynchronous copies arrive at once, or as late as their thread waits for them.
+# With one SM a block has several steps, with seven there are several blocks. Asynchronous copies arrive as late as their thread waits
+# for them, or at once.
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
     made, served = build(case), []
     backward = _cuda.backward
     monkeypatch.setattr(_cuda, "OTHERWISE", "reference")
     monkeypatch.setattr(_cuda, "backward", lambda *call: served.append(backward(*call)) or served[-1])
-    with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays()):
-        check(made, "cuda")
-        first = made.run("cuda")
-    assert served == [case.name not in OF_TRITON] * 2
-    if not served[0]:
-        return
     with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays(backwards=True, late=True)):
-        again = made.run("cuda")
-    for x, same in zip(first[1], again[1], strict=True):
-        assert_bits(x, same)
-    with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays(processors=7)):
         check(made, "cuda")
+    assert served == [case.name not in OF_TRITON]
+    if served[0]:
+        with cuda_on_cpu.serving(_cuda, _op.choice, kernels().plays(processors=7)):
+            check(made, "cuda")
 
 
 @pytest.mark.parametrize("norm", ["head", "all"])

@@ -19,16 +19,16 @@
 namespace {
 
 constexpr int BACKWARD_THREADS = 256;  // of a block, unless a row takes more
-constexpr int BACKWARD_RESIDENT = 512;
+constexpr int BACKWARD_RESIDENT = 512;  // of an SM, at the registers that the kernel takes
 constexpr int FREE_SHARED = 47 << 10;  // bytes of shared memory that a launch may ask for without a permission, less what kernels declare
 
 template <bool TOGETHER>
 constexpr int HEADS_AT_ONCE = TOGETHER ? 1 : 2;
 template <bool TOGETHER>
-constexpr int STAGED = TOGETHER ? 4 : 2;  // rows of a thread in shared memory
+constexpr int STAGED = TOGETHER ? 4 : 2;  // parts of a thread in shared memory
 
-// A place in the rows of a tensor, or the distance of two. A row is a token's heads, or a part of them: HEADS_AT_ONCE of them.
-struct Row {
+// What threads have at a time: all heads of a token, or a part of them, HEADS_AT_ONCE. Also the distance of two.
+struct Part {
   uint32_t batch, token, part;
 };
 
@@ -37,10 +37,10 @@ struct BackwardTensor {
   float* partials;  // of each block, a sum per weight; null if they are not wanted
   char* dweight;
   uint32_t strides[3];                   // bytes of dy: batch, token, head
-  uint32_t across, at_once;              // threads of a row, rows of a block at a time
+  uint32_t across, at_once;              // threads of a part, parts of a block at a time
   uint32_t blocks, steps, parts, width;  // steps of a block; parts of a token; weights
   Divisor of_part;
-  Row step;  // from a row of a thread to its next
+  Part step;  // from a part of a thread to its next
 };
 
 struct Backward {
@@ -70,9 +70,9 @@ __device__ __forceinline__ void not_selected() {
 #endif
 }
 
-// Sums over the threads of a row. `nth`: of a block's calls; all threads of the block make them.
+// Sums over the threads of a part. `nth`: of a block's calls; all threads of the block make them.
 template <bool TOGETHER, int N>
-__device__ __forceinline__ void row_sums(float (&sums)[N], uint32_t across, uint32_t nth) {
+__device__ __forceinline__ void part_sums(float (&sums)[N], uint32_t across, uint32_t nth) {
   if constexpr (!TOGETHER) {
     if (across == 8) warp_sums<N, 8>(sums);
     else if (across == 16) warp_sums<N, 16>(sums);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void row_sums(float (&sums)[N], uint32_t across, uint
   } else {
     warp_sums<N, WARP>(sums);
     if (across == WARP) return;
-    __shared__ float2 of_warps[2][2 * MOST / WARP];  // alternately: a warp may be a row ahead of another that still reads
+    __shared__ float2 of_warps[2][2 * MOST / WARP];  // alternately: a warp may be a step ahead of another that still reads
     const uint32_t warps = across / WARP, first = threadIdx.x / across * warps, lane = threadIdx.x % (MOST / WARP);
     if (threadIdx.x % WARP == 0) of_warps[nth % 2][threadIdx.x / WARP] = float2{sums[0], sums[1]};
     __syncthreads();
@@ -90,26 +90,26 @@ __device__ __forceinline__ void row_sums(float (&sums)[N], uint32_t across, uint
   }
 }
 
-// The rows of a block. OF: 0 for q, 1 for k; its parameters are then at fixed places.
+// The parts of a block. OF: 0 for q, 1 for k; its parameters are then at fixed places.
 template <class T, class TABLE, bool INTERLEAVED, bool TOGETHER, int OF>
-__device__ __forceinline__ void backward_rows(const Backward& p, uint32_t block) {
+__device__ __forceinline__ void backward_parts(const Backward& p, uint32_t block) {
   constexpr int NP = 16 / sizeof(T) / (INTERLEAVED ? 2 : 1), HEADS = HEADS_AT_ONCE<TOGETHER>, STAGES = STAGED<TOGETHER>;
   using Chunks = Packed<T, INTERLEAVED, NP>;
   constexpr int PARTS = Chunks::PARTS, PIECES = 2 * PARTS * HEADS;  // of 16 bytes, of a thread and stage
   const DirectTensor& t = p.direct.tensors[OF];
   const BackwardTensor& b = p.tensors[OF];
   const uint32_t thread = threadIdx.x, y = thread / b.across, x = thread - y * b.across;
-  const uint32_t in_row = TOGETHER ? p.direct.of_head(x) : 0, in_head = x - in_row * p.direct.of_head.d;  // head of the row, chunk
+  const uint32_t in_row = TOGETHER ? p.direct.of_head(x) : 0, in_head = x - in_row * p.direct.of_head.d;  // head and chunk
   const bool works = y < b.at_once && in_head < p.direct.of_head.d && in_row < t.heads;
   const uint32_t chunk = min(in_head, p.direct.of_head.d - 1), only = min(in_row, t.heads - 1);
   const Halves<T, INTERLEAVED, NP> spot(p.direct, chunk);
   const uint32_t at = spot.at, apart = spot.apart;
 
   const auto first = [&] {
-    const uint32_t row = block * b.at_once + y, all = b.of_part(row), batch = p.direct.of_batch(all);
-    return Row{batch, all - batch * p.direct.of_batch.d, row - all * b.parts};
+    const uint32_t nth = block * b.at_once + y, all = b.of_part(nth), batch = p.direct.of_batch(all);
+    return Part{batch, all - batch * p.direct.of_batch.d, nth - all * b.parts};
   };
-  const auto advance = [&](Row& place) {
+  const auto advance = [&](Part& place) {
     place.token += b.step.token, place.batch += b.step.batch;
     if (!TOGETHER) {
       place.part += b.step.part;
@@ -117,20 +117,20 @@ __device__ __forceinline__ void backward_rows(const Backward& p, uint32_t block)
     }
     if (place.token >= p.direct.of_batch.d) place.token -= p.direct.of_batch.d, ++place.batch;
   };
-  const auto head_at = [&](const Row& place) { return TOGETHER ? only : place.part * HEADS; };
+  const auto head_at = [&](const Part& place) { return TOGETHER ? only : place.part * HEADS; };
   // Heads of this thread that there are.
-  const auto count_at = [&](const Row& place) { return works && place.batch < p.batches ? int(t.heads - head_at(place)) : 0; };
-  const auto offset = [&](const Row& place, const uint32_t (&strides)[3]) {
+  const auto count_at = [&](const Part& place) { return works && place.batch < p.batches ? int(t.heads - head_at(place)) : 0; };
+  const auto offset = [&](const Part& place, const uint32_t (&strides)[3]) {
     return uint64_t(place.batch) * strides[0] + uint64_t(place.token) * strides[1] + uint64_t(head_at(place)) * strides[2] + at;
   };
-  const auto turn_at = [&](const Row& place) {
+  const auto turn_at = [&](const Part& place) {
     return Turn<TABLE, NP>(p.direct, Position(p.direct, min(place.batch, p.batches - 1), place.token), chunk);
   };
 
   char* const mine = dynamic_smem() + thread * 16;
   const uint32_t piece = blockDim.x * 16;
   uint32_t fetched = 0;  // the stage of the next copies
-  const auto fetch = [&](const Row& place) {
+  const auto fetch = [&](const Part& place) {
     const int count = count_at(place);
     const char *const of_x = t.x + offset(place, t.x_strides), *const of_dy = b.dy + offset(place, b.strides);
     char* const to = mine + fetched * PIECES * piece;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, uint32_t block)
   };
 
   wait_and_launch_dependents();
-  Row here = first(), ahead = here;
+  Part here = first(), ahead = here;
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(ahead), advance(ahead);
 
@@ -209,7 +209,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, uint32_t block)
       }
       sums[2 * h] = h < count ? squares : 0.0f, sums[2 * h + 1] = h < count ? products : 0.0f;
     }
-    row_sums<TOGETHER>(sums, b.across, step);
+    part_sums<TOGETHER>(sums, b.across, step);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       if (h >= count) break;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, uint32_t block)
   }
   if (b.partials == nullptr) return;
 
-  // The sums of the block's rows: by thread, then over the rows at a time.
+  // The sums of the block's rows: by thread, then over those that have the same features.
   float* const sums = reinterpret_cast<float*>(dynamic_smem());
   float* const partials = b.partials + uint64_t(block) * b.width;
   if (!TOGETHER || b.at_once > 1) {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, uint32_t block)
     all.write(reinterpret_cast<char*>(partials + only * (b.width / t.heads)) + at * WIDER, apart * WIDER);
   } else {
     for (uint32_t nth = thread; nth < 2 * NP * b.across; nth += blockDim.x) {
-      const uint32_t i = nth / b.across, of = nth - i * b.across;  // whose sum it is: the ith of thread `of` of a row
+      const uint32_t i = nth / b.across, of = nth - i * b.across;  // whose sum it is: the ith of thread `of` of a part
       if (of >= p.direct.of_head.d) continue;
       float sum = 0.0f;
       for (uint32_t row = 0; row < b.at_once; ++row) sum += sums[i * blockDim.x + row * b.across + of];
@@ -268,8 +268,8 @@ template <class T, class TABLE, bool INTERLEAVED, bool TOGETHER>
 __global__ void __launch_bounds__(TOGETHER ? MOST : BACKWARD_THREADS, BACKWARD_RESIDENT / (TOGETHER ? MOST : BACKWARD_THREADS))
     backward_kernel(const __grid_constant__ Backward p) {
   const uint32_t of_q = p.tensors[0].blocks;
-  if (blockIdx.x < of_q) backward_rows<T, TABLE, INTERLEAVED, TOGETHER, 0>(p, blockIdx.x);
-  else backward_rows<T, TABLE, INTERLEAVED, TOGETHER, 1>(p, blockIdx.x - of_q);
+  if (blockIdx.x < of_q) backward_parts<T, TABLE, INTERLEAVED, TOGETHER, 0>(p, blockIdx.x);
+  else backward_parts<T, TABLE, INTERLEAVED, TOGETHER, 1>(p, blockIdx.x - of_q);
 }
 
 // --- The sums of all blocks --------------------------------------------------------------------------------------------
