@@ -104,7 +104,7 @@ def gradients(call: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
 def test_gradients_of_many_tokens(
     model: tuple[int, int, int, dict[str, Any]], tokens: int, weights: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Compare with the reference; and the same bits again, also if other gradients are not requested."""
+    """Compare with the reference; a second call gives the same bits."""
     call = called(model, tokens, weights, **options)
     first = gradients(call, "cuda")
     for x, again, want in zip(first, gradients(call, "cuda"), gradients(call, "reference"), strict=True):

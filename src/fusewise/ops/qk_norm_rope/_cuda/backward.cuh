@@ -50,19 +50,6 @@ struct Backward {
   bool weights_are_floats;
 };
 
-// As `Spot`, but features that do not rotate have their accesses in two halves, too, so that those of adjacent threads are adjacent: the
-// copies bypass L1, and would read a sector in two parts.
-template <class T, bool INTERLEAVED, int NP>
-struct Halves {
-  uint32_t at, apart;
-  __device__ __forceinline__ Halves(const Direct& p, uint32_t chunk) {
-    constexpr uint32_t PACK = NP * sizeof(T);
-    const bool turns = INTERLEAVED || chunk < p.rotated;
-    at = chunk * PACK * (INTERLEAVED ? 2 : 1) + (turns ? 0 : p.half);
-    apart = turns ? p.half : (p.of_head.d - p.rotated) * PACK;
-  }
-};
-
 // In a branch: keeps the compiler from computing it always, with a selection per value.
 __device__ __forceinline__ void not_selected() {
 #ifdef __CUDA_ARCH__
@@ -102,7 +89,8 @@ __device__ __forceinline__ void backward_parts(const Backward& p, uint32_t block
   const uint32_t in_row = TOGETHER ? p.direct.of_head(x) : 0, in_head = x - in_row * p.direct.of_head.d;  // head and chunk
   const bool works = y < b.at_once && in_head < p.direct.of_head.d && in_row < t.heads;
   const uint32_t chunk = min(in_head, p.direct.of_head.d - 1), only = min(in_row, t.heads - 1);
-  const Halves<T, INTERLEAVED, NP> spot(p.direct, chunk);
+  using Halves = Spot<T, INTERLEAVED, NP, /*HALVES=*/true>;  // the copies bypass L1, and would read a sector in two parts
+  const Halves spot(p.direct, chunk);
   const uint32_t at = spot.at, apart = spot.apart;
 
   const auto first = [&] {
@@ -257,7 +245,7 @@ __device__ __forceinline__ void backward_parts(const Backward& p, uint32_t block
       if (of >= p.direct.of_head.d) continue;
       float sum = 0.0f;
       for (uint32_t row = 0; row < b.at_once; ++row) sum += sums[i * blockDim.x + row * b.across + of];
-      const Halves<T, INTERLEAVED, NP> place(p.direct, of);
+      const Halves place(p.direct, of);
       const uint32_t part = i / NP, inside = i % NP;
       partials[INTERLEAVED ? place.at / sizeof(T) + 2 * inside + part : (place.at + part * place.apart) / sizeof(T) + inside] = sum;
     }

@@ -62,15 +62,16 @@ struct Position {
 };
 
 // Where a chunk is in a head of T: the offset of its first access, and from this to its second. Of features that do not rotate, both are
-// adjacent.
-template <class T, bool INTERLEAVED, int NP>
+// adjacent, or, HALVES, in two halves, so that those of adjacent threads are adjacent.
+template <class T, bool INTERLEAVED, int NP, bool HALVES = false>
 struct Spot {
   uint32_t at, apart;
   __device__ __forceinline__ Spot(const Direct& p, uint32_t chunk) {
     constexpr uint32_t PACK = NP * sizeof(T);
     const bool turns = INTERLEAVED || chunk < p.rotated;
-    at = (turns ? chunk : chunk * 2) * PACK * (INTERLEAVED ? 2 : 1);
-    apart = turns ? p.half : PACK;
+    if constexpr (HALVES) at = chunk * PACK * (INTERLEAVED ? 2 : 1) + (turns ? 0 : p.half);
+    else at = (turns ? chunk : chunk * 2) * PACK * (INTERLEAVED ? 2 : 1);
+    apart = turns ? p.half : HALVES ? (p.of_head.d - p.rotated) * PACK : PACK;
   }
 };
 
