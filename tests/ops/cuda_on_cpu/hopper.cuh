@@ -69,6 +69,8 @@ inline bool wait_for_count(const unsigned* count, unsigned least) {
 inline void named_barrier_sync(int name, int count) { on_cpu::meet(on_cpu::block().names[name], count); }
 inline void named_barrier_arrive(int name, int count) { on_cpu::block().names[name].arrive(count); }
 
+inline int warpgroup() { return threadIdx.x / 128; }
+
 inline int cluster_rank() { return on_cpu::block().rank; }
 inline void cluster_sync() { on_cpu::meet(on_cpu::cluster, on_cpu::together * blockDim.x); }
 inline void fence_mbarrier_init() {}

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Stage<COLUMNS, SLABS>::THREADS, 1) few_rows_ke
   launch_dependents();
   if (threadIdx.x < SLABS * GROUP) {
     if constexpr (SLABS > 1) setmaxnreg_inc<240>();
-    make_few<BFLOAT16, COLUMNS, SLABS, ACTIVATION>(p, shared, threadIdx.x / GROUP);
+    make_few<BFLOAT16, COLUMNS, SLABS, ACTIVATION>(p, shared, warpgroup());
     return;
   }
   if constexpr (SLABS > 1) setmaxnreg_dec<24>();

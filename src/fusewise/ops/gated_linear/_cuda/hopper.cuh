@@ -28,6 +28,11 @@ __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// This thread's warpgroup. Broadcast, so that the compiler knows that a warp's threads agree on it: what follows from it, such as the
+// descriptors of wgmma's operands, is then computed once per warp, in the uniform registers that wgmma reads. Otherwise each is moved
+// there, twice as many instructions in a main loop.
+__device__ inline int warpgroup() { return __shfl_sync(~0u, int(threadIdx.x / 128), 0); }
+
 // A counter in global memory that signals progress only: relaxed, no data depends on it.
 __device__ inline void atomic_increment(unsigned* count) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");

@@ -224,7 +224,7 @@ gated_linear_kernel(const __grid_constant__ Params p) {
     if (A::READS > 0 && threadIdx.x == 2 * GROUP + 32) produce_epilogue_inputs(p, shared, rank);
   } else {
     setmaxnreg_inc<240>();
-    consume<BFLOAT16, EPILOGUE, ACTIVATION>(p, shared, rank, threadIdx.x / GROUP);
+    consume<BFLOAT16, EPILOGUE, ACTIVATION>(p, shared, rank, warpgroup());
   }
   __syncwarp();
   cluster_sync();  // the other block may still arrive at barriers in this one's shared memory
