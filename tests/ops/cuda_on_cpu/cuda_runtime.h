@@ -101,8 +101,8 @@ struct Fiber {
   dim3 thread;
   bool (*over)(const void*);  // whether what it waits for has happened
   const void* wait;           // null: it waits for nothing
-  std::vector<Operation> stores, products;              // that it began, and that are not in a group yet
-  std::deque<std::vector<Operation>> groups;
+  std::vector<Operation> stores, products;  // that it began, and that are not in a group yet
+  std::deque<std::vector<Operation>> store_groups, groups;
 };
 
 // So many threads that wait for each other.
@@ -189,7 +189,7 @@ inline void run(unsigned count) {
       fiber.context.uc_link = &scheduler;
       fiber.ended = fiber.waited = false, fiber.wait = nullptr, fiber.block = b;
       fiber.thread = dim3(i % blockDim.x, i / blockDim.x % blockDim.y, i / (size_t(blockDim.x) * blockDim.y));
-      fiber.stores.clear(), fiber.products.clear(), fiber.groups.clear();
+      fiber.stores.clear(), fiber.products.clear(), fiber.store_groups.clear(), fiber.groups.clear();
       makecontext(&fiber.context, enter, 0);
     }
   }

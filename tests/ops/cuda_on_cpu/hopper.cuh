@@ -123,9 +123,15 @@ inline void tma_store(const CUtensorMap* of, int column, int row, uint32_t from)
 inline void prefetch_tensormap(const CUtensorMap*) {}
 inline void grid_dependency_wait() { on_cpu::fibers[on_cpu::running].waited = true; }
 inline void launch_dependents() {}
-inline void tma_store_commit() {}
+inline void tma_store_commit() {
+  on_cpu::Fiber& mine = on_cpu::fibers[on_cpu::running];
+  mine.store_groups.push_back(std::exchange(mine.stores, {}));
+}
+template <int PENDING = 0>
 inline void tma_store_wait_read() {
-  for (const Operation& operation : std::exchange(on_cpu::fibers[on_cpu::running].stores, {})) operation();
+  auto& groups = on_cpu::fibers[on_cpu::running].store_groups;
+  for (; groups.size() > PENDING; groups.pop_front())
+    for (const Operation& operation : groups.front()) operation();
 }
 inline void fence_proxy_async() {}
 

@@ -38,30 +38,53 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "hidden", "columns", "by_others"),
+    ("rows", "depth", "hidden", "columns", "by_others"),
     [
-        (129, 14336, 144, False),
-        (160, 28672, 160, False),
-        (190, 16384, 192, False),
-        (256, 8192, 128, True),
-        (256, 11008, 0, False),
-        (256, 14336, 128, True),
-        (320, 28672, 160, False),
-        (384, 28672, 192, False),
-        (512, 14336, 0, True),
-        (640, 11008, 160, True),
-        (700, 64, 128, False),  # one wave of either
-        (4096, 14336, 0, False),
-        (8192, 2560, 0, True),
-        (16384, 4096, 0, False),
-        (32768, 32768, 0, False),
+        (129, 4096, 14336, 144, False),
+        (160, 8192, 28672, 160, False),
+        (190, 2048, 16384, 192, False),
+        (256, 3072, 8192, 128, True),
+        (384, 8192, 28672, 192, False),
+        (512, 4096, 14336, 128, True),
+        (1024, 1024, 4096, 128, True),
+        (1024, 2048, 8192, 208, True),
+        (1024, 8192, 32768, 0, False),
+        (4096, 1024, 4096, 208, True),
+        (8192, 1024, 4096, 0, False),
+        (16384, 4096, 16384, 0, False),
+        (32768, 8192, 32768, 0, False),
     ],
 )  # fmt: skip
-def test_the_tiles_of_y_follow_from_its_rounds(rows: int, hidden: int, columns: int, by_others: bool) -> None:
+def test_the_tiles_of_y_follow_from_its_rounds(
+    rows: int, depth: int, hidden: int, columns: int, by_others: bool
+) -> None:
     """The fastest tiles measured on an H200, or within 3 % of them. columns == 0 means upright tiles."""
     found = tiles.for_y(rows, hidden, 132)
     assert found == (tiles.UPRIGHT if columns == 0 else next(t for t in tiles.SIDEWAYS if t.columns == columns))
-    assert tiles.gluon_takes_less(rows, hidden, 132) is by_others
+    assert tiles.gluon_takes_less("y", rows, depth, hidden, 132) is by_others
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "depth", "hidden", "by_others"),
+    [
+        ("preact", 1024, 1024, 4096, True),  # 33 µs for 30
+        ("preact", 16384, 1024, 4096, False),
+        ("gradient", 1024, 1024, 4096, True),  # 39 for 31
+        ("gradient", 1024, 2048, 8192, True),
+        ("gradient", 8192, 640, 2560, True),  # here an epilogue takes longer than a main loop
+        ("gradient", 16384, 1024, 4096, False),
+        ("gradient", 16384, 2048, 8192, False),
+        ("down", 16384, 2048, 8192, True),
+        ("down", 1024, 4096, 16384, True),
+        ("down", 16384, 3072, 24576, False),
+        ("down", 16384, 4096, 14336, False),
+    ],
+)
+def test_whose_tiles_are_faster_with_gradients(
+    kernel: str, rows: int, depth: int, hidden: int, by_others: bool
+) -> None:
+    """As measured on an H200, within 3 %."""
+    assert tiles.gluon_takes_less(kernel, rows, depth, hidden, 132) is by_others
 
 
 def test_epilogues_have_the_headers_numbers() -> None:
@@ -70,7 +93,7 @@ def test_epilogues_have_the_headers_numbers() -> None:
     assert [t.columns for t in tiles.SIDEWAYS] == [int(name[-3:]) for name in names.split(", ") if "SIDE" in name]
 
 
-def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gluon_makes_in_less_time_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
     """If Gluon is available and y is the only output."""
     x, weight = torch.empty(512, 64, dtype=torch.bfloat16), torch.empty(2 * 14336, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
@@ -78,7 +101,7 @@ def test_what_gluon_makes_in_fewer_rounds_is_its(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(_cuda, "_gluon_is_there", lambda there=there: there)
         for alone in (True, False):
             told = _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=True, alone=alone)
-            assert ("fewer waves" in str(told)) is (there and alone)
+            assert ("take less time" in str(told)) is (there and alone)
         assert _cuda.refuses(14336, (x, *weight.chunk(2)), "silu", by_choice=False, alone=True) is None
         assert _cuda.refuses(14336, (x[:16], *weight.chunk(2)), "silu", by_choice=True, alone=True) is None
 
@@ -116,16 +139,32 @@ def test_a_failed_build_is_told_and_auto_takes_the_next(tmp_path: Path, monkeypa
             getattr(_op.choice, cached).cache_clear()
 
 
-def test_what_it_lacks_is_that_of_the_implementation_it_names() -> None:
-    shallow, deep, odd = torch.empty(1, _cuda.DEEP - 8), torch.empty(1, _cuda.DEEP), torch.empty(1, _cuda.DEEP + 1)
-    for x, left in ((shallow, {"down_gradient"}), (deep, set()), (odd, {"gradient"})):
-        for function in ("forward", "recompute_gradient", "gradient", "down_gradient"):
-            assert _cuda.lacks(function, x, x, x) is (function in left)
-            if function not in left:
-                assert _op.having(function, _cuda, x, x, x) is _cuda
-    wide = torch.empty(1, _cuda.DEEP + 1)[:, 1:]
-    assert _cuda.lacks("gradient", deep, deep, wide) and not _cuda.lacks("forward", wide)
-    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("gradient", reference, odd) is reference
+def test_what_it_lacks_is_that_of_the_implementation_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Gluon computes in less time, and elementwise gradients of unaligned matrices."""
+    monkeypatch.setattr(_cuda, "processors_of", lambda _: 132)
+    few, many = torch.empty(1024, 2048), torch.empty(16384, 3072)
+    for there in (True, False):
+        monkeypatch.setattr(_cuda, "_gluon_is_there", lambda there=there: there)
+        for x, left in ((few, {*_cuda.SHARED}), (many, set()), (few[:128], set())):
+            for function in _cuda.SHARED:
+                leaves = there and function in left
+                assert _cuda.lacks(function, 8192, x) is leaves
+                if not leaves:
+                    assert _op.having(function, _cuda, 8192, x) is _cuda
+    dy, wide = torch.empty(1, 4096), torch.empty(1, 4097)[:, 1:]
+    assert _cuda.lacks("gradient", 4096, dy, dy, wide)
+    assert _cuda.lacks("gradient", 4097, *[torch.empty(1, 4097)] * 3)
+    assert not _cuda.lacks("gradient", 4096, dy, dy, dy)
+    assert _cuda.OTHERWISE in _op.IMPLEMENTATIONS and _op.having("gradient", reference, 4096, dy) is reference
+
+
+def test_what_is_left_to_gluon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "processors_of", lambda _: 132)
+    monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
+    x, of = torch.empty(16384, 2048), halves(torch.empty(16384, 2048))
+    told = _cuda.path(x, of)
+    assert "gradients behind a down projection are computed by gluon" in told and "recomputing" not in told
+    assert "gluon" not in _cuda.path(x[:0], of)
 
 
 @pytest.fixture

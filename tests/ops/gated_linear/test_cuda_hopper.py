@@ -41,7 +41,9 @@ def outcome(module: Any, epilogue: str, x: Tensor, of: Halves, dy: Tensor, spec:
     if epilogue == "down":
         module.down_gradient(x, of.value.mT.contiguous(), preact, y, preact, spec, dbias)
     elif epilogue == "gate":
-        _op.having("gradient", module, dy, *split_preact(preact, spec)).gradient(dy, preact, preact, spec, dbias)
+        _op.having("gradient", module, dy.shape[1], dy, *split_preact(preact, spec)).gradient(
+            dy, preact, preact, spec, dbias
+        )
     else:
         module.recompute_gradient(dy, x, of, preact, spec, dbias)
     made = [y] if epilogue == "down" else []

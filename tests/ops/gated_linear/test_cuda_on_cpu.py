@@ -180,7 +180,12 @@ def test_few_rows(
 NONE = -1
 MISTAKES = [
     ("products.cuh", "shared.free[last]", "shared.free[MISTAKE ? slot : last]"),  # overwrites what a product still reads
-    ("epilogues.cuh", "if (piece > 0) at.wait", "if (piece > 0 && !MISTAKE) at.wait"),  # overwrites what a store still reads
+    (  # overwrites what a store still reads
+        "epilogues.cuh",
+        "at.template wait_stores<A::BUFFERS - 1>();",
+        "MISTAKE ? at.template wait_stores<A::BUFFERS>() : at.template wait_stores<A::BUFFERS - 1>();",
+    ),
+    ("products.cuh", "if (A::OWNERS > 1 && thread == 0) tma", "if (A::OWNERS > 1 && thread == 0 && !MISTAKE) tma"),
     ("products.cuh", "mbarrier_arrive_expect_tx(ready, x_bytes", "mbarrier_arrive_expect_tx(ready, (1 + MISTAKE) * x_bytes"),
     ("few_rows.cuh", "shared.free[last]", "shared.free[MISTAKE ? at.slot : last]"),
     ("few_rows.cuh", "mbarrier_arrive_expect_tx(ready, (2 *", "mbarrier_arrive_expect_tx(ready, ((2 - MISTAKE) *"),

@@ -34,7 +34,7 @@ _WEIGHTS = "Tensor weight, Tensor? weight_gate, Tensor? bias, Tensor? bias_gate,
 
 # In order of preference. Each has the four functions of `reference.py`: forward, gradient, recompute_gradient,
 # down_gradient; they write to given tensors. `dpreact` may be `preact` itself; `dbias` is (2, F), value first, in the
-# compute dtype. An implementation with `lacks(function, *matrices)` leaves some functions to the one named by its
+# compute dtype. An implementation with `lacks` leaves some calls of a function to the one named by its
 # OTHERWISE; one with `refuses` is asked whether it takes the matrices of a call.
 IMPLEMENTATIONS = ("cuda", "gluon", "triton", "cpu", "reference")
 choice = Choice("gated_linear", IMPLEMENTATIONS)
@@ -58,15 +58,12 @@ def serving(impl: str, spec: Spec, hidden: int, x: Tensor, *others: Tensor, alon
     raise AssertionError("the reference refuses nothing")
 
 
-def having(function: str, module: Any, x: Tensor, *others: Tensor) -> Any:
+def having(function: str, module: Any, hidden: int, x: Tensor, *others: Tensor) -> Any:
     """The module, or its OTHERWISE if it lacks the function for these matrices."""
-    if not getattr(module, "lacks", _nothing)(function, x, *others):
+    lacks = getattr(module, "lacks", None)
+    if lacks is None or not lacks(function, hidden, x, *others):
         return module
     return choice.serving(module.OTHERWISE, x.device.type, x.dtype)
-
-
-def _nothing(function: str, *matrices: Tensor) -> bool:
-    return False
 
 
 def _new_y(x: Tensor, halves: Halves) -> Tensor:
@@ -90,6 +87,12 @@ def _gated_linear(x: Tensor, *weights: Any) -> Tensor:
     return y
 
 
+def _keeping(impl: str, x: Tensor, halves: Halves, spec: Spec) -> Any:
+    """The module that serves a forward which keeps the pre-activations."""
+    hidden = halves.value.shape[0]
+    return having("forward", serving(impl, spec, hidden, x, halves.value, halves.gate), hidden, x)
+
+
 def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     *tensors, text, impl = weights
     spec = Spec.decode(text)
@@ -97,7 +100,7 @@ def _gated_linear_preact(x: Tensor, *weights: Any) -> tuple[Tensor, Tensor]:
     y = _new_y(x, halves)
     preact = new_preact(x, halves.value.shape[0], spec)
     with reference.exact(x):
-        serving(impl, spec, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, preact)
+        _keeping(impl, x, halves, spec).forward(x, halves, spec, y, preact)
     return y, preact
 
 
@@ -107,7 +110,7 @@ def _gated_linear_preact_into(x: Tensor, *rest: Any) -> Tensor:
     halves = Halves.of(spec, *tensors)
     y = _new_y(x, halves)
     with reference.exact(x):
-        serving(impl, spec, y.shape[1], x, halves.value, halves.gate).forward(x, halves, spec, y, (value, gate))
+        _keeping(impl, x, halves, spec).forward(x, halves, spec, y, (value, gate))
     return y
 
 
@@ -127,7 +130,7 @@ def _grad_into(dy: Tensor, preact: Preact, dpreact: Preact, text: str, impl: str
     by_choice = impl == "auto"
     module = serving(impl, spec, dy.shape[1], dy) if by_choice else choice.serving(impl, dy.device.type, dy.dtype)
     matrices = (dy, *split_preact(preact, spec), *split_preact(dpreact, spec))
-    having("gradient", module, *matrices).gradient(dy, preact, dpreact, spec, dbias if bias else None)
+    having("gradient", module, dy.shape[1], *matrices).gradient(dy, preact, dpreact, spec, dbias if bias else None)
     return dbias
 
 
@@ -139,7 +142,7 @@ def _recompute_grad(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dpreact, dbias = new_preact(x, hidden, spec), new_dbias(x, hidden, bias)
     with reference.exact(x):
         module = serving(impl, spec, hidden, x, halves.value, halves.gate, dy)
-        having("recompute_gradient", module, x).recompute_gradient(
+        having("recompute_gradient", module, hidden, x).recompute_gradient(
             dy, x, halves, dpreact, spec, dbias if bias else None
         )
     return dpreact, dbias
@@ -165,7 +168,8 @@ def _down_grad_into(
     y, dbias = dz.new_empty((dz.shape[0], hidden)), new_dbias(dz, hidden, bias)
     with reference.exact(dz):
         module = serving(impl, spec, hidden, dz, w_down)
-        having("down_gradient", module, dz).down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
+        module = having("down_gradient", module, hidden, dz)
+        module.down_gradient(dz, w_down, preact, y, dpreact, spec, dbias if bias else None)
     return y, dpreact, dbias
 
 

@@ -142,8 +142,9 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
         module = _op.serving(impl, spec, hidden, inputs[0], weights)
     else:
         module = _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=kernel == "y")
-    matrices = (dy, *split_preact(inputs[1], spec)) if kernel == "gate" else (x,)
-    module = _op.having(_FUNCTIONS[kernel], module, *matrices)
+    matrices = (dy, *split_preact(inputs[1], spec)) if kernel == "gate" else (inputs[0] if kernel == "down" else x,)
+    if kernel != "y":
+        module = _op.having(_FUNCTIONS[kernel], module, hidden, *matrices)
     if getattr(module, "TUNED", None) is None:
         return str(module.__name__.rpartition(".")[2].lstrip("_"))
     call = _CALLS[kernel]

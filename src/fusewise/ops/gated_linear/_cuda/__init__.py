@@ -1,7 +1,7 @@
 """`impl="cuda"` of the gated linear unit, for Hopper: the kernels in `gated_linear.cu`, compiled on first use with the
 user's nvcc for the dtype and the activation of a call, and their launcher.
 
-The interface is complete; functions for which `lacks` is true are left to the implementation named by `OTHERWISE`.
+The interface is complete; calls of a function for which `lacks` is true are left to the implementation named by `OTHERWISE`.
 
 The library does not depend on torch: it receives addresses and a stream, so one build works with every torch version.
 """
@@ -32,7 +32,12 @@ SOURCES = (*(FOLDER / name for name in _NAMES), cuda.MBARRIER)
 CAPABILITY = cuda.HOPPER
 DTYPES = (torch.bfloat16, torch.float16)
 OTHERWISE = "gluon"
-DEEP = 4096  # depth from which the gradient of a down projection is faster here
+#: Functions of products that gluon serves in less time at some sizes: their kernels as in `tiles.RACES`, and names for users.
+SHARED = {
+    "forward": ("preact", "pre-activations"),
+    "recompute_gradient": ("gradient", "gradients with recomputing"),
+    "down_gradient": ("down", "gradients behind a down projection"),
+}
 #: Rows from which its tiles pay off with pre-activations, and copies of matrices that TMA does not support.
 TILES_FROM = 129
 ROWS, GATE_ROWS = 128, 32  # rows of a tile; minimum rows of a partial sum without a product, as in plan.h
@@ -83,12 +88,17 @@ def refuses(
             return f"with gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
         if odd(hidden, matrices):
             return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
-    size = rows, hidden, processors_of(matrices[0].get_device())
-    fewer = alone and tiles.width_of_stream(*size) is None and tiles.gluon_takes_less(*size)
-    if by_choice and fewer and _gluon_is_there():
-        return f"gluon's tiles of {tiles.GLUON.rows} rows by {tiles.GLUON.features} features need fewer waves"
+    streams = tiles.width_of_stream(rows, hidden, processors_of(matrices[0].get_device())) is not None
+    if by_choice and alone and not streams and _gluon_takes_less("y", matrices[0], hidden):
+        return "gluon's tiles of 128 rows by 64 features take less time at this size"
     kernel = _kernel(matrices[0].dtype, activation)
     return kernel if isinstance(kernel, str) else None
+
+
+def _gluon_takes_less(kernel: str, x: Tensor, hidden: int) -> bool:
+    rows, depth = x.shape
+    size = rows, depth, hidden, processors_of(x.get_device())
+    return rows >= TILES_FROM and _gluon_is_there() and tiles.gluon_takes_less(kernel, *size)
 
 
 @functools.cache
@@ -98,20 +108,22 @@ def _gluon_is_there() -> bool:
     return _op.unavailable("gluon", "cuda", torch.bfloat16) is None
 
 
-def lacks(function: str, x: Tensor, *others: Tensor) -> bool:
-    """Whether a function is left to OTHERWISE for these matrices."""
+def lacks(function: str, hidden: int, x: Tensor, *others: Tensor) -> bool:
+    """Whether a call of a function is left to OTHERWISE, which takes less time or serves matrices that are not supported here.
+    x as in `tiles.py`, dz for a down projection; for "gradient", all matrices."""
     if function == "gradient":
-        return x.shape[1] % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
-    return function == "down_gradient" and x.shape[1] < DEEP
+        return hidden % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
+    return _gluon_takes_less(SHARED[function][0], x, hidden)
 
 
 def path(x: Tensor, halves: Halves) -> str:
-    """For `explain_dispatch`: copies, functions left to OTHERWISE, and the host fast path."""
-    copies = (
-        f"{ALIGNED}: other matrices are copied" if odd(halves.value.shape[0], (x, halves.value, halves.gate)) else ""
-    )
-    narrow = f"gradients behind a down projection to fewer than {DEEP} features are computed by {OTHERWISE}"
-    return "; ".join(filter(None, (copies, narrow, _host.explain())))
+    """For `explain_dispatch`: copies, functions left to OTHERWISE, and the host fast path. A down projection is taken to have as
+    many features out as x has."""
+    hidden = halves.value.shape[0]
+    copies = f"{ALIGNED}: other matrices are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
+    names = [name for function, (_, name) in SHARED.items() if lacks(function, hidden, x)]
+    left = f"{' and '.join(names)} are computed by {OTHERWISE}, which takes less time at this size" if names else ""
+    return "; ".join(filter(None, (copies, left, _host.explain())))
 
 
 def _run(

@@ -16,9 +16,9 @@ struct EpilogueContext {
   const Params& p;
   Shared<EPILOGUE>& shared;
   const Tile<EPILOGUE>& tile;
-  const int group, thread = threadIdx.x % GROUP, warp = thread / 32, lane = thread % 32;
+  const int group, owner = A::OWNERS > 1 ? group : 0, thread = threadIdx.x % GROUP, warp = thread / 32, lane = thread % 32;
 
-  __device__ uint32_t slot(int index) const { return smem_address(shared.slots[index]); }
+  __device__ uint32_t slot(int index) const { return smem_address(shared.slots[owner][index]); }
   // Byte offset in a slot of this lane's stmatrix row: eight values of the 16 features `pair`, in one half of the tile's rows. The
   // 16-byte chunks of a row of 64 or 128 bytes are swizzled, as TMA expects.
   __device__ uint32_t offset(int half, int pair) const {
@@ -26,9 +26,10 @@ struct EpilogueContext {
     return row * A::PIECE * 2 + ((chunk ^ (A::PIECE == 64 ? row & 7 : row >> 1 & 3)) << 4);
   }
   __device__ void sync() const { named_barrier_sync(OWN + group, GROUP); }
-  // Waits until TMA has read the staging slots, which may then be overwritten.
+  // Waits until TMA has read the staging slots, but for those of the last PENDING pieces. They may then be overwritten.
+  template <int PENDING = 0>
   __device__ void wait_stores() const {
-    if (thread == 0) tma_store_wait_read();
+    if (thread == 0) tma_store_wait_read<PENDING>();
     sync();
   }
   // Makes all threads' writes to the slots visible to TMA.
@@ -38,13 +39,13 @@ struct EpilogueContext {
   }
   // Waits for the inputs of a piece; returns their first slot.
   __device__ int wait_inputs(int piece) const {
-    mbarrier_wait(smem_address(&shared.inputs_ready[piece % A::AHEAD]), piece / A::AHEAD & 1);
-    return A::WRITES + piece % A::AHEAD * A::READS;
+    mbarrier_wait(smem_address(&shared.inputs_ready[owner][piece % A::AHEAD]), piece / A::AHEAD & 1);
+    return A::WRITES * A::BUFFERS + piece % A::AHEAD * A::READS;
   }
   // Releases the input slots of a piece. Only after the values were used: the arrival may otherwise overtake loads still in flight.
   __device__ void release_inputs(int piece) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(&shared.inputs_free[piece % A::AHEAD]));
+    if (lane == 0) mbarrier_arrive(smem_address(&shared.inputs_free[owner][piece % A::AHEAD]));
   }
 };
 
@@ -138,28 +139,25 @@ __device__ inline float add_rows(float (&sums)[8], int lane) {
   return sums[0];
 }
 
-// GRADIENT, DOWN: du and dg and their sums over the rows of the tile, and y for DOWN. `number` counts pieces over all tiles of this
-// block; it is that of the tile's first.
+// GRADIENT, DOWN: du and dg and their sums over the rows of the tile, and y for DOWN. `number` counts the pieces that went through the
+// same slots; it is that of the tile's first.
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const EpilogueContext<EPILOGUE>& at, int number) {
   using A = Traits<EPILOGUE>;
   const Params& p = at.p;
+  float sums[A::PIECE / 16];  // of the upper half, then of both, per 16 features
 #pragma unroll
   for (int piece = 0; piece < A::PIECES; ++piece) {
-    const int from = at.wait_inputs(number + piece), group = piece / A::HALVES * A::PIECE;
-    if (piece > 0) at.wait_stores();
-    float sums[8];  // du then dg: two adjacent features of each eight, for two eights
+    const int half = piece % A::HALVES, group = piece / A::HALVES * A::PIECE, to = piece % A::BUFFERS * A::WRITES;
+    const int from = at.wait_inputs(number + piece);
+    if (A::OWNERS > 1 || piece > 0) at.template wait_stores<A::BUFFERS - 1>();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // blocks of 16 features by 64 rows: two halves of rows, or four side by side
-      const int half = A::HALVES == 1 ? i % 2 : piece % 2, pair = A::HALVES == 1 ? i / 2 : i;
+    for (int pair = 0; pair < A::PIECE / 16; ++pair) {
       const uint32_t offset = at.offset(half, pair);
       uint32_t first[4], second[4], du[4], dg[4], y[4];
       ldmatrix(at.slot(from) + offset, first);
       if (A::READS > 1) ldmatrix(at.slot(from + 1) + offset, second);
-      if (A::HALVES > 1 || half == 0) {
-#pragma unroll
-        for (int k = 0; k < 8; ++k) sums[k] = 0.0f;
-      }
+      float rows[8]{};  // summed over this thread's rows, du then dg: two adjacent features of each eight
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float(&c)[96] = half ? bottom : top;
@@ -177,29 +175,31 @@ __device__ void write_gradient(float (&top)[96], float (&bottom)[96], const Epil
         if (A::DOWNWARD) y[j] = packed<BFLOAT16>(u.x * left.gate, u.y * right.gate);
         const int row = at.tile.row + half * 64 + at.warp * 16 + j % 2 * 8 + at.lane / 4, k = j / 2 * 2;
         if (p.sums != nullptr && row < p.rows)  // rows beyond the last hold stale data
-          sums[k] += left.u, sums[k + 1] += right.u, sums[4 + k] += left.g, sums[5 + k] += right.g;
+          rows[k] += left.u, rows[k + 1] += right.u, rows[4 + k] += left.g, rows[5 + k] += right.g;
       }
-      stmatrix(at.slot(0) + offset, du);
-      stmatrix(at.slot(1) + offset, dg);
-      if (A::DOWNWARD) stmatrix(at.slot(2) + offset, y);
-      if (i == 3) at.release_inputs(number + piece);
-      if (p.sums != nullptr && (A::HALVES > 1 || half == 1)) {
+      stmatrix(at.slot(to) + offset, du);
+      stmatrix(at.slot(to + 1) + offset, dg);
+      if (A::DOWNWARD) stmatrix(at.slot(to + 2) + offset, y);
+      if (pair == A::PIECE / 16 - 1) at.release_inputs(number + piece);
+      if (p.sums != nullptr) {
+        const float sum = add_rows(rows, at.lane);
+        sums[pair] = half == 0 ? sum : sums[pair] + sum;
         const int feature = pair * 16 + at.lane / 8 % 2 * 8 + at.lane % 4 * 2 + at.lane / 4 % 2;
-        at.shared.sums[piece % A::HALVES * 4 + at.warp][at.lane / 16 * A::PIECE + feature] = add_rows(sums, at.lane);
+        if (half == A::HALVES - 1) at.shared.sums[at.owner][at.warp][at.lane / 16 * A::PIECE + feature] = sums[pair];
       }
     }
     at.fence_writes();
-    const int feature = at.tile.feature + group, row = at.tile.row + piece % A::HALVES * A::HEIGHT;
+    const int feature = at.tile.feature + group, row = at.tile.row + half * A::HEIGHT;
     if (at.thread == 0) {
-      tma_store(&p.u, feature, row, at.slot(0)), tma_store(&p.g, feature, row, at.slot(1));
-      if (A::DOWNWARD) tma_store(&p.y, feature, row, at.slot(2));
+      tma_store(&p.u, feature, row, at.slot(to)), tma_store(&p.g, feature, row, at.slot(to + 1));
+      if (A::DOWNWARD) tma_store(&p.y, feature, row, at.slot(to + 2));
       tma_store_commit();
     }
-    if (p.sums != nullptr && piece % A::HALVES == A::HALVES - 1 && at.thread < 2 * A::PIECE && at.tile.row < p.rows) {
+    if (p.sums != nullptr && half == A::HALVES - 1 && at.thread < 2 * A::PIECE && at.tile.row < p.rows) {
       const int mine = feature + at.thread % A::PIECE;
       float sum = 0.0f;
 #pragma unroll
-      for (int part = 0; part < 4 * A::HALVES; ++part) sum += at.shared.sums[part][at.thread];
+      for (int warp = 0; warp < 4; ++warp) sum += at.shared.sums[at.owner][warp][at.thread];
       if (mine < p.hidden) p.sums[(int64_t(at.tile.row / ROWS) * 2 + at.thread / A::PIECE) * p.hidden + mine] = sum;
     }
   }

@@ -80,8 +80,11 @@ __device__ inline void tma_store(const CUtensorMap* map, int column, int row, ui
                : "memory");
 }
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all TMA stores of this thread have read their shared memory.
-__device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the TMA stores of this thread, but for its last PENDING groups, have read their shared memory.
+template <int PENDING = 0>
+__device__ inline void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 __device__ inline void prefetch_tensormap(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Programmatic dependent launch: wait for the previous kernel on the stream to complete, with its writes visible; and allow the next

@@ -99,16 +99,19 @@ __device__ void produce_operands(const Params& p, Shared<EPILOGUE>& shared, int 
   }
 }
 
-// The epilogue's producer thread: loads a piece of its inputs once the previous piece in the same slots has been consumed.
+// The epilogue's producer thread, one for each owner of slots: loads a piece of its inputs once the previous piece in the same slots has
+// been consumed.
 template <int EPILOGUE>
-__device__ void produce_epilogue_inputs(const Params& p, Shared<EPILOGUE>& shared, int rank) {
+__device__ void produce_epilogue_inputs(const Params& p, Shared<EPILOGUE>& shared, int rank, int owner) {
   using A = Traits<EPILOGUE>;
+  const int stride = gridDim.x / CLUSTER;
   int ahead = 0, phase = 1;
-  for (int turn = blockIdx.x / CLUSTER; turn < p.turns; turn += gridDim.x / CLUSTER) {
+  for (int turn = blockIdx.x / CLUSTER + owner * stride; turn < p.turns; turn += A::OWNERS * stride) {
     const Tile<EPILOGUE> tile(p, turn, rank);
     for (int piece = 0; piece < A::PIECES; ++piece) {
-      const uint32_t ready = smem_address(&shared.inputs_ready[ahead]), slot = smem_address(shared.slots[A::WRITES + ahead * A::READS]);
-      mbarrier_wait(smem_address(&shared.inputs_free[ahead]), phase);
+      const uint32_t ready = smem_address(&shared.inputs_ready[owner][ahead]);
+      const uint32_t slot = smem_address(shared.slots[owner][A::WRITES * A::BUFFERS + ahead * A::READS]);
+      mbarrier_wait(smem_address(&shared.inputs_free[owner][ahead]), phase);
       mbarrier_arrive_expect_tx(ready, A::READS * A::PIECE_BYTES);
       const int feature = tile.feature + piece / A::HALVES * A::PIECE, row = tile.row + piece % A::HALVES * A::HEIGHT;
       tma_load(&p.first, feature, row, slot, ready);
@@ -145,7 +148,8 @@ __device__ __forceinline__ void mainloop(float (&top)[N], float (&bottom)[N], co
   }
 }
 
-// A tile, or half of one, with 2 N columns of the product. `block` and `number` count stages and pieces of all tiles of this thread block.
+// A tile, or half of one, with 2 N columns of the product. `block` counts the stages of all tiles of this thread block, `number` the pieces
+// of those whose slots its warpgroup has.
 template <int N, bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 __device__ __forceinline__ void compute(const Params& p, Shared<EPILOGUE>& shared, const Tile<EPILOGUE>& tile, int group, int block,
                                         int number) {
@@ -162,13 +166,15 @@ __device__ __forceinline__ void compute(const Params& p, Shared<EPILOGUE>& share
   wgmma_wait_group<0>();
   wgmma_fence_operand(top), wgmma_fence_operand(bottom);
   if (lane < CLUSTER) mbarrier_arrive_cluster(smem_address(&shared.free[(block + p.steps - 1) % A::STAGES]), lane);
-  named_barrier_sync(SLOT + group, 2 * GROUP);
+  if constexpr (A::OWNERS == 1) named_barrier_sync(SLOT + group, 2 * GROUP);
   const EpilogueContext<EPILOGUE> at{p, shared, tile, group};
   if constexpr (A::READS > 0) write_gradient<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at, number);
   else if constexpr (A::SIDEWAYS) write_sideways<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
   else write_outputs<BFLOAT16, EPILOGUE, ACTIVATION>(top, bottom, at);
-  if (thread == 0) tma_store_wait_read();
-  named_barrier_arrive(SLOT + 1 - group, 2 * GROUP);
+  if constexpr (A::OWNERS == 1) {
+    if (thread == 0) tma_store_wait_read();
+    named_barrier_arrive(SLOT + 1 - group, 2 * GROUP);
+  }
 }
 
 // A consumer warpgroup: every other tile of this thread block.
@@ -176,8 +182,11 @@ template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
 __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int group) {
   using A = Traits<EPILOGUE>;
   const int thread = threadIdx.x % GROUP, stride = gridDim.x / CLUSTER;
-  if (group == 1) named_barrier_arrive(PRODUCT, 2 * GROUP), named_barrier_arrive(SLOT, 2 * GROUP);  // group 0 goes first
-  int block = group * p.steps, number = group * A::PIECES;
+  if (group == 1) {  // group 0 goes first
+    named_barrier_arrive(PRODUCT, 2 * GROUP);
+    if constexpr (A::OWNERS == 1) named_barrier_arrive(SLOT, 2 * GROUP);
+  }
+  int block = group * p.steps, number = A::OWNERS > 1 ? 0 : group * A::PIECES;
   for (int turn = blockIdx.x / CLUSTER + group * stride; turn < p.turns; turn += 2 * stride) {
     const Tile<EPILOGUE> tile(p, turn, rank);
     if (!A::DOWNWARD && thread < A::FEATURES) {
@@ -194,8 +203,9 @@ __device__ void consume(const Params& p, Shared<EPILOGUE>& shared, int rank, int
     } else {
       compute<A::COLUMNS / 2, BFLOAT16, EPILOGUE, ACTIVATION>(p, shared, tile, group, block, number);
     }
-    block += 2 * p.steps, number += 2 * A::PIECES;
+    block += 2 * p.steps, number += 2 / A::OWNERS * A::PIECES;
   }
+  if (A::OWNERS > 1 && thread == 0) tma_store_wait_read();
 }
 
 template <bool BFLOAT16, int EPILOGUE, int ACTIVATION>
@@ -211,9 +221,9 @@ gated_linear_kernel(const __grid_constant__ Params p) {
       mbarrier_init(smem_address(&shared.ready[i]), 1);
       mbarrier_init(smem_address(&shared.free[i]), CLUSTER * GROUP / 32);
     }
-    for (int i = 0; i < A::AHEAD; ++i) {
-      mbarrier_init(smem_address(&shared.inputs_ready[i]), 1);
-      mbarrier_init(smem_address(&shared.inputs_free[i]), GROUP / 32);
+    for (int i = 0; i < A::OWNERS * A::AHEAD; ++i) {
+      mbarrier_init(smem_address(&shared.inputs_ready[0][i]), 1);
+      mbarrier_init(smem_address(&shared.inputs_free[0][i]), GROUP / 32);
     }
     fence_mbarrier_init();
   }
@@ -221,7 +231,8 @@ gated_linear_kernel(const __grid_constant__ Params p) {
   if (threadIdx.x / GROUP == 2) {
     setmaxnreg_dec<24>();
     if (threadIdx.x == 2 * GROUP) produce_operands(p, shared, rank);
-    if (A::READS > 0 && threadIdx.x == 2 * GROUP + 32) produce_epilogue_inputs(p, shared, rank);
+    const int owner = threadIdx.x / 32 % 4 - 1;
+    if (A::READS > 0 && threadIdx.x % 32 == 0 && owner >= 0 && owner < A::OWNERS) produce_epilogue_inputs(p, shared, rank, owner);
   } else {
     setmaxnreg_inc<240>();
     consume<BFLOAT16, EPILOGUE, ACTIVATION>(p, shared, rank, warpgroup());

@@ -19,7 +19,9 @@ constexpr int SMALL = 2048;       // of them for biases, sums and barriers
 constexpr int BOX = 64;           // columns of W_down in a TMA box: 128 bytes
 
 // Per epilogue: COLUMNS of the tile's product (N of the wgmma); FEATURES and rows of x (HIGH) of a tile, PIECE and HEIGHT of an epilogue
-// piece; staging slots WRITES, tensors READS and the pieces of each that fit (AHEAD); the ring's STAGES fill the remaining shared memory.
+// piece; staging slots WRITES, pieces staged at a time (BUFFERS), tensors READS and the pieces of each that fit (AHEAD), shared by the two
+// consumer warpgroups or of its OWNERS each; the ring's STAGES fill the remaining shared memory. Where each has its own, both may be in
+// their epilogue at once, which pays off where that takes longer than a main loop.
 // The cost of a TMA store is per row, so pieces are as wide as u and g of the same features allow.
 //
 // SIDEWAYS, the weights are the left operand and x is the right one: a block has 64 features, the two blocks of a cluster are side by
@@ -31,13 +33,14 @@ struct Traits {
   static constexpr int SIDES[] = {208, 192, 160, 144, 128}, COLUMNS = SIDEWAYS ? SIDES[EPILOGUE - SIDE_208] : 192;
   static constexpr int FEATURES = DOWNWARD ? COLUMNS : SIDEWAYS ? ROWS / 2 : COLUMNS / 2, HIGH = SIDEWAYS ? COLUMNS : ROWS;
   static constexpr int WRITES = EPILOGUE == GRADIENT || SIDEWAYS ? 2 : 3;
-  static constexpr int READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0, AHEAD = DOWNWARD ? 2 : 1;
+  static constexpr int READS = EPILOGUE == GRADIENT ? 1 : DOWNWARD ? 2 : 0, AHEAD = 2;
+  static constexpr int OWNERS = EPILOGUE == GRADIENT ? 2 : 1, BUFFERS = OWNERS, SLOTS = WRITES * BUFFERS + READS * AHEAD;
   static constexpr int PIECE = DOWNWARD || SIDEWAYS ? 64 : 32;
   static constexpr int SHARING = SIDEWAYS ? CLUSTER : 1;  // blocks that load a part of the tile's x each
-  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : 4096 / PIECE, PIECE_BYTES = HEIGHT * PIECE * 2;
+  static constexpr int HEIGHT = SIDEWAYS ? HIGH / CLUSTER : READS > 0 ? 64 : 128, PIECE_BYTES = HEIGHT * PIECE * 2;
   static constexpr int HALVES = HIGH / HEIGHT, PIECES = FEATURES / PIECE * HALVES;
   static constexpr int RIGHT_BYTES = COLUMNS * DEPTH * 2;
-  static constexpr int STAGES = (MOST - SMALL - (WRITES + READS * AHEAD) * PIECE_BYTES) / (LEFT_BYTES + RIGHT_BYTES);
+  static constexpr int STAGES = (MOST - SMALL - OWNERS * SLOTS * PIECE_BYTES) / (LEFT_BYTES + RIGHT_BYTES);
   // Distance between the tiles of neighbouring clusters, and between the two tiles of a cluster.
   static constexpr int DOWN_STEP = SIDEWAYS ? HIGH : CLUSTER * HIGH, ACROSS_STEP = SIDEWAYS ? CLUSTER * FEATURES : FEATURES;
   static constexpr int DOWN_OTHER = SIDEWAYS ? 0 : HIGH, ACROSS_OTHER = SIDEWAYS ? FEATURES : 0;
@@ -47,10 +50,10 @@ template <int EPILOGUE>
 struct Shared {
   using A = Traits<EPILOGUE>;
   alignas(1024) char ring[A::STAGES][LEFT_BYTES + A::RIGHT_BYTES];
-  alignas(1024) char slots[A::WRITES + A::READS * A::AHEAD][A::PIECE_BYTES];
+  alignas(1024) char slots[A::OWNERS][A::SLOTS][A::PIECE_BYTES];
   float bias[2][2][96];                                        // per warpgroup: value, gate
-  float sums[A::READS > 0 ? 4 * A::HALVES : 1][2 * A::PIECE];  // of a piece's du and dg, per warp and half
-  uint64_t ready[A::STAGES], free[A::STAGES], inputs_ready[A::AHEAD], inputs_free[A::AHEAD];
+  float sums[A::OWNERS][A::READS > 0 ? 4 : 1][2 * A::PIECE];  // of the du and dg of a piece's features, per warp
+  uint64_t ready[A::STAGES], free[A::STAGES], inputs_ready[A::OWNERS][A::AHEAD], inputs_free[A::OWNERS][A::AHEAD];
 };
 
 // Named barriers: whose turn it is for the main loop, for the output slots; and one within each warpgroup.

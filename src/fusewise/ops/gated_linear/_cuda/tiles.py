@@ -1,13 +1,13 @@
-"""Selects the kernel that computes y: that which leaves least of the device idle, by wave quantization. Its sizes are in
+"""Selects the tiles of a product: those that leave least of the device idle, by wave quantization. Their sizes are in
 `tiles.cuh` and `few_rows.cuh`.
 
-    width_of_stream(64, 14336, processors=132)    -> 56: tiles of 56 features of the kernel that streams the weights
-    width_of_stream(320, 14336, processors=132)   -> None: others are better
-    for_y(320, 14336, processors=132)             -> sideways tiles, of 160 rows
-    gluon_takes_less(512, 14336, processors=132)  -> True: Gluon's are better still
+    width_of_stream(64, 14336, processors=132)               -> 56: tiles of 56 features of the kernel that streams the weights
+    width_of_stream(320, 14336, processors=132)              -> None: others are better
+    for_y(320, 14336, processors=132)                        -> sideways tiles, of 160 rows
+    gluon_takes_less("y", 512, 4096, 14336, processors=132)  -> True: Gluon's are better still
 
-Shape legend: M rows, F features out. Costs are in columns of a product of 64 features; they agree with measurements on an H200
-(docs/notes/gated-linear-h200.md).
+Shape legend: M rows, D features in (depth), F features out (hidden). Costs are in columns of a product of 64 features; they agree
+with measurements on an H200 (docs/notes/gated-linear-h200.md).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .._few_rows import busiest, choose_width
 
 STREAM_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
 STREAM_ROWS = 128  # up to which it always computes y
+LOADS = 16  # cost of a tile, whatever its columns
 MEMORY = 2.5  # cost of reading both weights of a feature, while all SMs read
 # Epilogues, as in plan.h.
 Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(11)
@@ -32,13 +33,13 @@ class Tiles(NamedTuple):
     features: int
     columns: int
 
-    def cost(self, rows: int, hidden: int, at_once: int) -> tuple[int, int]:
-        """Waves of tiles, and their cost. Operand loads add the equivalent of 32 columns per tile. If at most half of the device
+    def cost(self, rows: int, hidden: int, at_once: int) -> int:
+        """The waves' cost per step of 64 in depth. Operand loads add the equivalent of LOADS columns per tile. If at most half of the device
         has tiles of the last wave, sideways ones are halved, which loads as much of the weights for each half."""
         full, left = divmod(-(-rows // self.rows) * -(-hidden // self.features), max(1, at_once))
         halved = self.epilogue != Y and 2 * left <= at_once
-        last = (self.columns // 2 + 64 if halved else self.columns + 32) if left else 0
-        return full + (left > 0), full * (self.columns + 32) + last
+        last = (self.columns // 2 + 48 if halved else self.columns + LOADS) if left else 0
+        return full * (self.columns + LOADS) + last
 
 
 UPRIGHT = Tiles(Y, 256, 96, 192)
@@ -46,26 +47,47 @@ SIDEWAYS = tuple(
     Tiles(epilogue, rows, 128, rows)
     for epilogue, rows in ((SIDE_208, 208), (SIDE_192, 192), (SIDE_160, 160), (SIDE_144, 144), (SIDE_128, 128))
 )
-GLUON = Tiles(Y, 128, 64, 128)  # computed by one SM
+
+
+class Race(NamedTuple):
+    """What is known of a kernel here beside Gluon's of the same name, whose tiles are of 128 rows by 128 columns, for one SM each.
+
+    The epilogue of a tile overlaps the next tile's main loop: it costs what it is longer than that, and at the end `tail`.
+    """
+
+    features: int  # of a tile here, 256 rows high; Gluon's has two thirds of it
+    tail: int  # steps of 64 in depth that the last epilogue takes
+    least: int  # steps that a tile takes here, because of its epilogue
+    gluon: float  # Gluon's time at the same cost
+    empty: float  # cost of a row beyond M in Gluon's tiles, where TMA fills in zeros, over that of a real one, less 1
+
+
+RACES = {
+    "y": Race(96, 8, 0, 0.98, 0.1),
+    "preact": Race(96, 12, 0, 1.03, 0.5),
+    "gradient": Race(96, 24, 16, 1.04, 0.5),
+    "down": Race(192, 48, 40, 1.0, 0.5),
+}
 
 
 @functools.lru_cache(maxsize=1024)
 def for_y(rows: int, hidden: int, processors: int) -> Tiles:
-    """The upright tiles, unless others cost less by more than 3 %."""
-    best = UPRIGHT
-    for tiles in SIDEWAYS:
-        if 100 * tiles.cost(rows, hidden, processors // 2)[1] < 97 * best.cost(rows, hidden, processors // 2)[1]:
-            best = tiles
-    return best
+    """The upright tiles, unless others cost less by more than 1 %: only upright ones keep in step in a large product."""
+    best = min(SIDEWAYS, key=lambda tiles: tiles.cost(rows, hidden, processors // 2))
+    upright, sideways = (tiles.cost(rows, hidden, processors // 2) for tiles in (UPRIGHT, best))
+    return best if sideways < 0.99 * upright else UPRIGHT
 
 
 @functools.lru_cache(maxsize=1024)
-def gluon_takes_less(rows: int, hidden: int, processors: int) -> bool:
-    """Whether Gluon's tiles cost less, beyond one wave. Blocks without a cluster are 5 % faster at the same cost, but the rows
-    beyond M take them longer than real ones."""
-    waves, ours = for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)
-    empty = -rows % GLUON.rows / (rows + -rows % GLUON.rows)
-    return waves > 1 and 0.95 * (1 + empty / 4) * GLUON.cost(rows, hidden, processors)[1] <= ours
+def gluon_takes_less(kernel: str, rows: int, depth: int, hidden: int, processors: int) -> bool:
+    """Whether Gluon's tiles cost less in a kernel: "y", "preact", "gradient" or "down"."""
+    race, steps = RACES[kernel], depth / 64
+    tiles = for_y(rows, hidden, processors) if kernel == "y" else UPRIGHT._replace(features=race.features)
+    theirs = Tiles(Y, 128, race.features * 2 // 3, 128)
+    empty = -rows % theirs.rows / (rows + -rows % theirs.rows)
+    ours = tiles.cost(rows, hidden, processors // 2) * max(steps, race.least) + tiles.columns * race.tail
+    cost = theirs.cost(rows, hidden, processors) * steps * (1 + race.empty * empty) + theirs.columns * race.tail
+    return race.gluon * cost < ours
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,7 +105,7 @@ def width_of_stream(rows: int, hidden: int, processors: int) -> int | None:
     if rows <= STREAM_ROWS:
         return width
     least = MEMORY * hidden / processors + 48  # for any kernel
-    others = max(least, for_y(rows, hidden, processors).cost(rows, hidden, processors // 2)[1])
+    others = max(least, for_y(rows, hidden, processors).cost(rows, hidden, processors // 2))
     return width if _stream_cost(width, **of) <= others else None
 
 
