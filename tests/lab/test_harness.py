@@ -242,7 +242,7 @@ def test_no_more_are_prepared_side_by_side_than_memory_has_room_for(fitting, mos
                 inside.pop()
         return {"at_once": fitting} if do == "load" and fitting else {}
 
-    monkeypatch.setattr(study.machine, "cores", lambda: 12)
+    monkeypatch.setattr(study.machine, "cores", lambda: 6)
     times = dict.fromkeys(("eager", "liger", "quack", "unsloth"), 100.0)
     made = studied(monkeypatch, tmp_path, times, spread=0.01, asked=asked)
     assert {row.status for row in made.rows} == {"ok"} and max(seen) == most

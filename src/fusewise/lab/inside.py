@@ -22,6 +22,7 @@ from .options import Options
 from .problem import Task
 from .process import WorkerProcess
 from .record import Record
+from .seats import AT_ONCE
 
 #: Groups that get ledgers: the first of each dtype and pass, then others in order.
 LEDGER_TASKS = 6
@@ -78,7 +79,9 @@ def look(options: Options, found: Record, progress: Callable[[str], None]) -> tu
                 found.profiles += [
                     profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
                 ]
-        with ThreadPoolExecutor(max(1, min(4, machine.cores()))) as pool:  # concurrent, since nothing is timed any more
+        with ThreadPoolExecutor(
+            max(1, min(AT_ONCE, machine.cores()))
+        ) as pool:  # concurrent, since nothing is timed any more
             try:
                 answers = list(pool.map(ask, entries))
             except BaseException:  # Ctrl-C: unblock the threads that wait for answers

@@ -30,6 +30,8 @@ FAILURES_TO_GIVE_UP = 3
 #: Make glibc keep freed memory. Otherwise every CPU call would page-fault on its fresh outputs, which costs at least as
 #: much again as copying the same bytes and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+#: Workers asked concurrently, at most.
+AT_ONCE = 8
 #: Private compiler cache directories, by environment variable.
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -222,14 +224,14 @@ class Seats:
             return self.failure(seat, str(error), error.hung)
 
     def side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
-        """Replies of the seats to a task, from up to `count` workers concurrently, four at most."""
+        """Replies of the seats to a task, from up to `count` workers concurrently, AT_ONCE at most."""
         return self.together(count, seats, lambda seat: self.prepare(seat, task, do))
 
     def together(
         self, count: int, seats: Sequence[Seat], asked: Callable[[Seat], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Results of `asked` for the seats, up to `count` concurrently, four at most."""
-        with ThreadPoolExecutor(max(1, min(4, count))) as pool:
+        """Results of `asked` for the seats, up to `count` concurrently, AT_ONCE at most."""
+        with ThreadPoolExecutor(max(1, min(AT_ONCE, count))) as pool:
             try:
                 return dict(pool.map(lambda seat: (seat.name, asked(seat)), seats))
             except BaseException:  # Ctrl-C: unblock the threads that wait for answers

@@ -205,7 +205,7 @@ class Study:
         """Prepare the seats that have loaded their inputs; returns their replies. With enough cores these first calls
         overlap; timed rounds never do. `fitting`: number of checks that fit on a GPU at the same time.
         """
-        replies = self.seats.side_by_side(min(machine.cores() // 4, fitting), seats, task, "prepare")
+        replies = self.seats.side_by_side(min(machine.cores() // 2, fitting), seats, task, "prepare")
         for seat in seats:  # retry alone what did not fit next to the others' reference results
             if replies[seat.name].get("crowded"):
                 replies[seat.name] = self.seats.prepare(seat, task)
@@ -308,7 +308,7 @@ class Study:
             seat for seat in self.seats.all if seat.entry.provider is not None and seat.entry.provider.remembers
         ]
         again = self.seats.anew(seat for seat in remember if seat.name in long)
-        replies = self.seats.side_by_side(min(machine.cores() // 4, fitting), again, task, "first call")
+        replies = self.seats.side_by_side(min(machine.cores() // 2, fitting), again, task, "first call")
         for seat in again:
             self.seats.stop(seat)
             reply = replies[seat.name]
