@@ -151,10 +151,11 @@ class Study:
         with self._accounted():
             able = [s for s in self.seats.all if replies[s.name]["ok"] or replies[s.name].get("crowded")]
             fitting = min((reply["at_once"] for reply in replies.values() if "at_once" in reply), default=4)
-            replies |= self._prepare_all(task, able, fitting)
+            last = self.seats.twin  # most likely this task's, too
+            replies |= self._prepare_all(task, [*able, *([last] if last else [])], fitting)
             twin = self.seats.seat_twin(replies)
             seats = [*self.seats.all, *([twin] if twin else [])]
-            if twin is not None:
+            if twin is not None and twin is not last:
                 replies[twin.name] = self.seats.prepare(twin, task)
         self.seats.forget_truths()
         for seat in seats:

@@ -81,8 +81,8 @@ class ThunderTorchCompile(Thunder):
     remembers = True
 
     def chosen(self, op: str, device: str) -> bool:
-        """Not for RoPE on a CPU, where it would repeat torch.compile's compilation at the same cost."""
-        return not (op == "rope" and device == "cpu")
+        """Not for RoPE, where it repeats torch.compile's compilation at the same cost."""
+        return op != "rope"
 
 
 class ThunderNvFuser(Thunder):

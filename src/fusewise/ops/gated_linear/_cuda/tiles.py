@@ -20,7 +20,7 @@ from .._few_rows import busiest, choose_width
 STREAM_COLUMNS = 16, 32, 64, 128, 160, 208  # of a product in the weight-streaming kernel
 STREAM_ROWS = 128  # up to which it always computes y
 LOADS = 16  # cost of a tile, whatever its columns
-MEMORY = 2.5  # cost of reading both weights of a feature, while all SMs read
+MEMORY = 2.7  # cost of reading both weights of a feature, while all SMs read
 # Epilogues, as in plan.h.
 Y, PREACT, GRADIENT, DOWN, SIDE_208, SIDE_192, SIDE_160, SIDE_144, SIDE_128, GATE, FEW = range(11)
 
@@ -34,8 +34,8 @@ class Tiles(NamedTuple):
     columns: int
 
     def cost(self, rows: int, hidden: int, at_once: int) -> int:
-        """The waves' cost per step of 64 in depth. Operand loads add the equivalent of LOADS columns per tile. If at most half of the device
-        has tiles of the last wave, sideways ones are halved, which loads as much of the weights for each half."""
+        """The waves' cost per step of 64 in depth. Operand loads add the equivalent of LOADS columns per tile. If at most half of the
+        device has tiles of the last wave, sideways ones are halved, which loads as much of the weights for each half."""
         full, left = divmod(-(-rows // self.rows) * -(-hidden // self.features), max(1, at_once))
         halved = self.epilogue != Y and 2 * left <= at_once
         last = (self.columns // 2 + 48 if halved else self.columns + LOADS) if left else 0
@@ -112,4 +112,4 @@ def width_of_stream(rows: int, hidden: int, processors: int) -> int | None:
 def _stream_cost(width: int, columns: int, hidden: int, processors: int) -> float:
     """Of the SM with the most tiles, each of which is limited by memory or by the products of its warpgroups."""
     tiles, warpgroups = -(-hidden // width), -(-width // 64)
-    return -(-tiles // processors) * (max(MEMORY * width, warpgroups * columns) + 16 * warpgroups)
+    return -(-tiles // processors) * (max(MEMORY * width, warpgroups * columns) + 4 * warpgroups)
