@@ -23,8 +23,8 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Path, str]:
 
 
 def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
-    """No spills in the y kernel, and never inside the matmul loop; a step is eight consecutive tensor core instructions; weights
-    are multicast to two blocks; results are stored by TMA. Kernels without a matmul move 16 bytes per thread."""
+    """Spills in the gradient of a down projection alone, and never inside the matmul loop; a step is eight consecutive tensor core
+    instructions; weights are multicast to two blocks; results are stored by TMA. Kernels without a matmul move 16 bytes per thread."""
     path, said = compiled
     assert "serialized" not in said
     bodies = cuda_codegen.listing(path, "sm_90a")
@@ -47,12 +47,14 @@ def test_what_they_compile_to(compiled: tuple[Path, str]) -> None:
     for epilogue, body in kernels.items():
         code = [line for line in body.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/ +\S", line)]
         spills = [i for i, line in enumerate(code) if re.search(r"\b(LDL|STL)\b", line)]
-        assert len(spills) <= {"2": 60, "3": 60, "1": 4}.get(epilogue, 0)
+        assert len(spills) <= (8 if epilogue == str(tiles.DOWN) else 0)
         whole = sideways.get(epilogue, 192)
         for columns in (whole, whole // 2) if epilogue in sideways else (whole,):
             products = [i for i, line in enumerate(code) if f"HGMMA.64x{columns}x16" in line]
             assert len(products) == 8 and products[-1] - products[0] < 120
             assert not [i for i in spills if products[0] <= i <= products[-1]]
+            # Descriptors are computed where wgmma reads them.
+            assert not [line for line in code[products[0] - 20 : products[-1]] if "R2UR" in line]
         stores = "STSM.16.MT88.4" if epilogue in sideways else "STSM.16.M88.4"
         assert "UTMALDG.2D.MULTICAST" in body and stores in body and "UTMASTG.2D" in body
         assert not re.search(
