@@ -21,7 +21,7 @@ from fusewise.cli import cli  # noqa: E402
 from fusewise.lab import tune  # noqa: E402
 from fusewise.lab.timing import Turn  # noqa: E402
 from fusewise.ops._tuned import Job, Key, Tuned  # noqa: E402
-from fusewise.ops.gated_linear import _gluon, _gluon_few, _op, _triton, tuning  # noqa: E402
+from fusewise.ops.gated_linear import _cuda, _gluon, _gluon_few, _op, _triton, tuning  # noqa: E402
 
 KEY = Key("y", torch.float32, "", 8, 4, 4)
 
@@ -33,8 +33,8 @@ class Tile:
 
 def forget() -> None:
     """Clear all results, as in a new process."""
-    for module in (_gluon, _triton):
-        module.TUNED.forget()
+    for store in (_cuda.CHOICE, _gluon.TUNED, _triton.TUNED):
+        store.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -284,9 +284,10 @@ def test_what_has_one_configuration_is_left_out_and_refused_by_name(monkeypatch:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("named", [True, False], ids=["named", "auto"])
 @pytest.mark.parametrize("kernel", ["y", "gate", "gradient"])
 @pytest.mark.parametrize("rows", [16, 512])
-def test_a_search_on_the_device(kernel: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_on_the_device(kernel: str, rows: int, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heuristic's choice and some random candidates: each is correct or does not fit, and a new process finds the
     saved result.
     """
@@ -298,11 +299,17 @@ def test_a_search_on_the_device(kernel: str, rows: int, monkeypatch: pytest.Monk
 
         return drawn
 
-    for module in (_gluon, _triton):
-        monkeypatch.setattr(module.TUNED, "space", few(module.TUNED.space))
+    for store in (_cuda.CHOICE, _gluon.TUNED, _triton.TUNED):
+        monkeypatch.setattr(store, "space", few(store.space))
     arguments = ["--shape", f"{rows},512,1024", "--epilogue", kernel, "--device", "cuda", "--json"]
-    if kernel == "y" or rows > _gluon_few.MOST_ROWS:  # where auto uses CUDA on Hopper, which has nothing to tune
+    if named:
         arguments += ["--impl", "triton" if _op.choice.unavailable("gluon", "cuda", torch.bfloat16) else "gluon"]
+    elif (
+        _op.choice.unavailable("cuda", "cuda", torch.bfloat16) is None
+        and kernel == "gate"
+        and rows > _gluon_few.MOST_ROWS
+    ):
+        pytest.skip("by CUDA, with nothing to tune")
     found = invoke("tune", "geglu", *arguments)
     assert found.exit_code == 0, found.output
     (result,) = json.loads(found.stdout)["results"]

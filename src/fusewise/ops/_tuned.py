@@ -88,13 +88,16 @@ class Watch:
 class Tuned(Generic[Config]):
     """The tuned configurations of one implementation of an operation, by device.
 
-    `space(key, device)` is the search space of a key, the heuristic's choice first; `sources` are the kernels' files.
+    `space(key, device)` is the search space of a key, the heuristic's choice first; `sources` are the kernels' files,
+    `libraries` the packages whose versions results depend on.
     """
 
     def __init__(
-        self, op: str, impl: str, sources: Iterable[Path], space: Callable[[Key, int], Sequence[Config]]
-    ) -> None:
+        self, op: str, impl: str, sources: Iterable[Path], space: Callable[[Key, int], Sequence[Config]],
+        libraries: Sequence[str] = ("torch", "triton"),
+    ) -> None:  # fmt: skip
         self.op, self.impl, self.sources, self.space = op, impl, tuple(sources), space
+        self.libraries = libraries
         self.problems: dict[int, str] = {}  # why the file of a device is not used
         self.override: Config | Watch | None = None  # while searching
         self._entries: dict[int, dict[Key, Config]] = {}
@@ -182,8 +185,7 @@ class Tuned(Generic[Config]):
         return {
             "device": name,
             "capability": capability,
-            "torch": torch.__version__,
-            "triton": importlib.import_module("triton").__version__,
+            **{name: importlib.import_module(name).__version__ for name in self.libraries},
             "fusewise": importlib.import_module(__name__.partition(".")[0]).__version__,
             "sources": sources.hexdigest()[:16],
         }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor
 
 import fusewise
 from fusewise._shared import build, cuda
-from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference
+from fusewise.ops._tuned import Found, Key, Tuned, Watch
+from fusewise.ops.gated_linear import _cuda, _op, geglu_linear, reference, tuning
 from fusewise.ops.gated_linear._cuda import tiles
 from fusewise.ops.gated_linear._problem import ACTIVATIONS, Halves, Spec, new_preact, split_preact
 
@@ -85,6 +89,93 @@ def test_whose_tiles_are_faster_with_gradients(
 ) -> None:
     """As measured on an H200, within 3 %."""
     assert tiles.gluon_takes_less(kernel, rows, depth, hidden, 132) is by_others
+
+
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize("kernel", [*tiles.RACES])
+@pytest.mark.parametrize(
+    ("rows", "depth", "hidden"), [(1, 64, 64), (160, 4096, 14336), (512, 4096, 14336), (16384, 1024, 4096)]
+)
+def test_all_that_may_compute_a_kernel(rows: int, depth: int, hidden: int, kernel: str, gluon: bool) -> None:
+    """`fusewise tune` tries the heuristic's choice first, then every other."""
+    found = tiles.configurations(kernel, rows, depth, hidden, 132, gluon=gluon)
+    assert found[0] == tiles.choose(kernel, rows, depth, hidden, 132, gluon=gluon)
+    assert len(found) == len(set(found)) and (tiles.Config("gluon") in found) is gluon
+    kinds = {config.tiles for config in found} - {"gluon"}
+    assert kinds == ({"upright"} if kernel != "y" else {"upright", "sideways", *(["stream"] if rows <= 208 else [])})
+    assert kernel != "y" or len([c for c in found if c.tiles == "sideways"]) == len(tiles.SIDEWAYS)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Stores a result for a kernel of 512 rows, 4096 features in and 14336 out, as `fusewise tune` does."""
+    monkeypatch.delenv("FUSEWISE_TUNED", raising=False)
+    monkeypatch.setenv("FUSEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(_cuda, "processors_of", lambda _: 132)
+    monkeypatch.setattr(_cuda, "_gluon_is_there", lambda: True)
+    monkeypatch.setattr(_cuda, "_kernel", lambda *_: None)
+    monkeypatch.setattr(_cuda, "CHOICE", Tuned("gated_linear", "cuda", (), _cuda._space, ("torch",)))
+    found = Found(10.0, 12.5, 7, "2026-01-01T00:00:00+00:00")
+
+    def keep(kernel: str, *config: Any) -> None:
+        key = Key(kernel, torch.bfloat16, "", 512, 4096, 14336)
+        _cuda.CHOICE.keep(-1, key, tiles.Config(*config), found)
+
+    return keep
+
+
+def test_a_call_takes_the_tiles_that_were_tuned_for_its_shape_alone(stored: Callable[..., None]) -> None:
+    x = torch.empty(512, 4096, dtype=torch.bfloat16)
+    others = torch.empty(28672, 4096, dtype=torch.bfloat16).chunk(2)
+    of = Halves.of(STACKED, torch.cat(others), None)
+
+    def left(x: Tensor) -> bool:
+        return _cuda.refuses(14336, (x, *others), "silu", by_choice=True, alone=True) is not None
+
+    assert left(x) and _cuda._for_y(x, 14336) == (tiles.SIDE_128, 0)
+    assert "tuned" not in _cuda.path(x, of)
+    stored("y", "sideways", 192)
+    assert not left(x) and _cuda._for_y(x, 14336) == (tiles.SIDE_192, 0) and left(x.half())
+    assert "configuration tuned on this machine for y" in _cuda.path(x, of)
+    stored("y", "upright")
+    assert not left(x) and _cuda._for_y(x, 14336) == (tiles.Y, 0)
+    stored("y", "gluon")  # in calls that name no implementation
+    assert left(x) and _cuda._for_y(x, 14336) == (tiles.SIDE_128, 0)
+    for kernel, function in (("preact", "forward"), ("gradient", "recompute_gradient"), ("down", "down_gradient")):
+        for config in ("upright", "gluon"):
+            stored(kernel, config)
+            assert _cuda.lacks(function, 14336, x) is (config == "gluon")
+
+
+def test_a_search_runs_what_a_call_would(stored: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the dispatch, which looks the choice up: CUDA's tiles, or Gluon's kernel."""
+    ran: list[Any] = []
+    monkeypatch.setattr(_cuda, "_run", lambda epilogue, *_, width=0, **__: ran.append((epilogue, width)))
+    gluon = SimpleNamespace(**{
+        name: lambda *_: ran.append("gluon") for name in ("forward", "recompute_gradient", "down_gradient")
+    })  # fmt: skip
+    monkeypatch.setattr(_op.choice, "able", lambda *_: ("cuda", "gluon"))
+    modules = {"cuda": _cuda, "gluon": gluon}
+    monkeypatch.setattr(_op.choice, "serving", lambda name, *_: modules[name])
+    monkeypatch.setattr(_op.choice, "implementation", lambda name: modules.get(name))
+    monkeypatch.setattr(_op.choice, "unavailable", lambda *_: None)
+    for kernel, epilogue in (
+        ("y", tiles.Y),
+        ("preact", tiles.PREACT),
+        ("gradient", tiles.GRADIENT),
+        ("down", tiles.DOWN),
+    ):
+        (job,) = tuning.jobs(None, (512, 64, 136), ("bf16",), (kernel,), torch.device("cpu"), "auto")
+        assert job.tuned is _cuda.CHOICE
+        with job.tuned.using(watch := Watch()):
+            job.run()
+        assert watch.keys[0] == Key(kernel, torch.bfloat16, "", 512, 64, 136)
+        for config, expected in ((tiles.Config("upright"), (epilogue, 0)), (tiles.Config("gluon"), "gluon")):
+            with job.tuned.using(config):
+                job.run()
+            assert ran[-1] == expected
+    with pytest.raises(ValueError, match="which for gate here is cuda"):
+        list(tuning.jobs(None, (512, 64, 136), ("bf16",), ("gate",), torch.device("cpu"), "auto"))
 
 
 def test_epilogues_have_the_headers_numbers() -> None:

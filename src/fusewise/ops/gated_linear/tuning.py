@@ -12,6 +12,7 @@ the result is used with any.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._cases import DTYPES
-from .._tuned import Job, Tuned
+from .._tuned import Job, Tuned, Watch
 from . import _op, reference
 from ._chunks import FEW_ROWS
 from ._problem import Halves, Spec, new_preact, split_preact
@@ -38,14 +39,18 @@ _FUNCTIONS = {
     "y": "forward", "preact": "forward", "gate": "gradient", "gradient": "recompute_gradient", "down": "down_gradient",
 }  # fmt: skip
 SHAPE = "M,D,F"
-IMPLS = ("gluon", "triton")
+IMPLS = ("gluon", "triton")  # that may be named; cuda chooses among its tiles and gluon's in calls that name none
 ROWS = 4096  # rows computed in float64 at a time
 
 
 def tuned(device: torch.device) -> list[Tuned[Any]]:
-    """The stores of tuning results for this device."""
-    able = [i for i in IMPLS if _op.choice.unavailable(i, device.type, torch.bfloat16) is None]
-    return [_op.choice.implementation(impl).TUNED for impl in able]
+    """The stores of tuning results for this device: first those that a call's dispatch looks up, then its launches'."""
+    return [*_stores(device, "CHOICE"), *_stores(device, "TUNED")]
+
+
+def _stores(device: torch.device, name: str) -> list[Tuned[Any]]:
+    able = [i for i in _op.IMPLEMENTATIONS if _op.choice.unavailable(i, device.type, torch.bfloat16) is None]
+    return [store for impl in able if (store := getattr(_op.choice.implementation(impl), name, None)) is not None]
 
 
 def unavailable(device: torch.device) -> list[str]:
@@ -134,18 +139,26 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
             inputs, outputs = (torch.randn(rows, out, device=device, dtype=x.dtype), preact), (dy, *outputs)
     summed = bool(bias) and kernel in ("gate", "gradient", "down")
     dbias = _op.new_dbias(x, hidden, True) if summed else None
-    if kernel == "gate":
-        module = (
-            _op.serving(impl, spec, hidden, dy) if impl == "auto" else _op.choice.serving(impl, device.type, x.dtype)
-        )
-    elif kernel == "down":
-        module = _op.serving(impl, spec, hidden, inputs[0], weights)
-    else:
-        module = _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=kernel == "y")
-    matrices = (dy, *split_preact(inputs[1], spec)) if kernel == "gate" else (inputs[0] if kernel == "down" else x,)
-    if kernel != "y":
-        module = _op.having(_FUNCTIONS[kernel], module, hidden, *matrices)
-    if getattr(module, "TUNED", None) is None:
+
+    def serving() -> Any:
+        """The module that serves a call, as its dispatch finds it."""
+        if kernel == "y":
+            return _op.serving(impl, spec, hidden, x, halves.value, halves.gate, alone=True)
+        matrices: tuple[Tensor, ...] = (x,)
+        if kernel == "gate":
+            matrices = (dy, *split_preact(inputs[1], spec))
+            named = impl != "auto"
+            module = _op.choice.serving(impl, device.type, x.dtype) if named else _op.serving(impl, spec, hidden, dy)
+        elif kernel == "down":
+            matrices = (inputs[0],)
+            module = _op.serving(impl, spec, hidden, inputs[0], weights)
+        else:
+            module = _op.serving(impl, spec, hidden, x, halves.value, halves.gate)
+        return _op.having(_FUNCTIONS[kernel], module, hidden, *matrices)
+
+    looked_up, module = _watched(_stores(device, "CHOICE"), serving)
+    store = looked_up or getattr(module, "TUNED", None)
+    if store is None:
         return str(module.__name__.rpartition(".")[2].lstrip("_"))
     call = _CALLS[kernel]
 
@@ -166,13 +179,23 @@ def _job(found: GatedCase, dtype: str, kernel: str, device: torch.device, impl: 
         return results if total is None else (*results, total)
 
     return Job(
-        tuned=module.TUNED,
+        tuned=store,
         device=device,
         outputs=outputs if dbias is None else (*outputs, dbias),
-        run=lambda: call(module, inputs, weights, outputs, dbias, spec),
+        run=lambda: call(serving(), inputs, weights, outputs, dbias, spec),
         truths=lambda: by_torch(torch.float64, torch.float64 if x.dtype == torch.float32 else torch.float32),
         plain=lambda: by_torch(x.dtype, x.dtype),
     )
+
+
+def _watched(stores: Sequence[Tuned[Any]], run: Callable[[], Any]) -> tuple[Tuned[Any] | None, Any]:
+    """The first of the stores in which `run` looks something up, and its result."""
+    watches = {store: Watch() for store in stores}
+    with contextlib.ExitStack() as watching:
+        for store, watch in watches.items():
+            watching.enter_context(store.using(watch))
+        result = run()
+    return next((store for store, watch in watches.items() if watch.keys), None), result
 
 
 def _converted(weights: Any, to: torch.dtype) -> Any:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
+from ..._tuned import Key, Tuned
 from .. import _host
 from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, new_sums, odd, split_preact
 from .._products import COLUMN_MULTIPLE, aligned, aligned_output, copy_to, each
 from . import tiles
-from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT
+from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT, Y
 
 FOLDER = Path(__file__).parent
 _NAMES = (
@@ -88,17 +89,40 @@ def refuses(
             return f"with gradients, up to {TILES_FROM - 1} rows are too few for its tiles"
         if odd(hidden, matrices):
             return f"{ALIGNED}, and copying others pays off only from {TILES_FROM} rows on"
-    streams = tiles.width_of_stream(rows, hidden, processors_of(matrices[0].get_device())) is not None
-    if by_choice and alone and not streams and _gluon_takes_less("y", matrices[0], hidden):
+    if by_choice and alone and _config("y", matrices[0], hidden).tiles == "gluon":
         return "gluon's tiles of 128 rows by 64 features take less time at this size"
     kernel = _kernel(matrices[0].dtype, activation)
     return kernel if isinstance(kernel, str) else None
 
 
-def _gluon_takes_less(kernel: str, x: Tensor, hidden: int) -> bool:
-    rows, depth = x.shape
-    size = rows, depth, hidden, processors_of(x.get_device())
-    return rows >= TILES_FROM and _gluon_is_there() and tiles.gluon_takes_less(kernel, *size)
+def _config(kernel: str, x: Tensor, hidden: int, *, or_gluon: bool = True) -> tiles.Config:
+    """What computes a kernel, as tuned on this machine or by the heuristic."""
+    key, device = _key(kernel, x, hidden), x.get_device()
+    found = CHOICE.find(device, key)
+    if found is not None and (or_gluon or found.tiles != "gluon"):
+        return found
+    return tiles.choose(*_size(key, device), gluon=or_gluon and _with_gluon(key))
+
+
+def _key(kernel: str, x: Tensor, hidden: int) -> Key:
+    return Key(kernel, x.dtype, "", x.shape[0], x.shape[1], hidden)
+
+
+def _size(key: Key, device: int) -> tuple[str, int, int, int, int]:
+    return key.kernel, key.rows, key.inner, key.hidden, processors_of(device)
+
+
+def _with_gluon(key: Key) -> bool:
+    """Whether Gluon's tiles are among those to choose from."""
+    return key.rows >= TILES_FROM and _gluon_is_there()
+
+
+def _space(key: Key, device: int) -> list[tiles.Config]:
+    return tiles.configurations(*_size(key, device), gluon=_with_gluon(key)) if key.kernel in tiles.RACES else []
+
+
+#: Looked up by the dispatch of a call; an implementation's TUNED is looked up by its launches.
+CHOICE: Tuned[tiles.Config] = Tuned("gated_linear", "cuda", (*SOURCES, FOLDER / "tiles.py"), _space, ("torch",))
 
 
 @functools.cache
@@ -113,7 +137,7 @@ def lacks(function: str, hidden: int, x: Tensor, *others: Tensor) -> bool:
     x as in `tiles.py`, dz for a down projection; for "gradient", all matrices."""
     if function == "gradient":
         return hidden % COLUMN_MULTIPLE != 0 or not all(map(describable, (x, *others)))
-    return _gluon_takes_less(SHARED[function][0], x, hidden)
+    return _config(SHARED[function][0], x, hidden).tiles == "gluon"
 
 
 def path(x: Tensor, halves: Halves) -> str:
@@ -123,7 +147,8 @@ def path(x: Tensor, halves: Halves) -> str:
     copies = f"{ALIGNED}: other matrices are copied" if odd(hidden, (x, halves.value, halves.gate)) else ""
     names = [name for function, (_, name) in SHARED.items() if lacks(function, hidden, x)]
     left = f"{' and '.join(names)} are computed by {OTHERWISE}, which takes less time at this size" if names else ""
-    return "; ".join(filter(None, (copies, left, _host.explain())))
+    tuned = CHOICE.explain(x.get_device(), [_key(kernel, x, hidden) for kernel in tiles.RACES])
+    return "; ".join(filter(None, (copies, left, tuned, _host.explain())))
 
 
 def _run(
@@ -160,9 +185,11 @@ def _run(
 
 def _for_y(x: Tensor, hidden: int) -> tuple[int, int]:
     """The epilogue for y alone, and the tile width of the weight-streaming kernel (0 for the others)."""
-    size = x.shape[0], hidden, processors_of(x.get_device())
-    width = tiles.width_of_stream(*size)
-    return (tiles.for_y(*size).epilogue, 0) if width is None else (FEW, width)
+    config = _config("y", x, hidden, or_gluon=False)
+    if config.tiles == "stream":
+        return FEW, config.size
+    sideways = {each.rows: each.epilogue for each in tiles.SIDEWAYS}
+    return sideways.get(config.size, Y), 0
 
 
 def launcher(x: Tensor, hidden: int, activation: str) -> tuple[int | None, ...]:

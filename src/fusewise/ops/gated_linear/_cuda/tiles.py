@@ -5,6 +5,7 @@
     width_of_stream(320, 14336, processors=132)              -> None: others are better
     for_y(320, 14336, processors=132)                        -> sideways tiles, of 160 rows
     gluon_takes_less("y", 512, 4096, 14336, processors=132)  -> True: Gluon's are better still
+    choose("y", 512, 4096, 14336, 132, gluon=True)           -> all of these together
 
 Shape legend: M rows, D features in (depth), F features out (hidden). Costs are in columns of a product of 64 features; they agree
 with measurements on an H200 (docs/notes/gated-linear-h200.md).
@@ -13,6 +14,7 @@ with measurements on an H200 (docs/notes/gated-linear-h200.md).
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._few_rows import busiest, choose_width
@@ -49,6 +51,15 @@ SIDEWAYS = tuple(
 )
 
 
+@dataclass(frozen=True)
+class Config:
+    """What computes a product: "upright" or, for y alone, "sideways" tiles of `size` rows, or "stream", the weight-streaming
+    kernel with tiles of `size` features; or "gluon", whose kernel it is then."""
+
+    tiles: str
+    size: int = 0
+
+
 class Race(NamedTuple):
     """What is known of a kernel here beside Gluon's of the same name, whose tiles are of 128 rows by 128 columns, for one SM each.
 
@@ -68,6 +79,26 @@ RACES = {
     "gradient": Race(96, 24, 16, 1.04, 0.5),
     "down": Race(192, 48, 40, 1.0, 0.5),
 }
+
+
+def choose(kernel: str, rows: int, depth: int, hidden: int, processors: int, *, gluon: bool) -> Config:
+    """The heuristic's choice for a kernel: "y", "preact", "gradient" or "down"; `gluon`: whether Gluon's may be taken."""
+    if kernel == "y" and (width := width_of_stream(rows, hidden, processors)) is not None:
+        return Config("stream", width)
+    if gluon and gluon_takes_less(kernel, rows, depth, hidden, processors):
+        return Config("gluon")
+    tiles = for_y(rows, hidden, processors) if kernel == "y" else UPRIGHT
+    return Config("upright") if tiles is UPRIGHT else Config("sideways", tiles.rows)
+
+
+def configurations(kernel: str, rows: int, depth: int, hidden: int, processors: int, *, gluon: bool) -> list[Config]:
+    """All that can compute a kernel, the heuristic's choice first."""
+    found = [choose(kernel, rows, depth, hidden, processors, gluon=gluon), Config("upright")]
+    if kernel == "y":
+        found += [Config("sideways", tiles.rows) for tiles in SIDEWAYS]
+        if columns := next((n for n in STREAM_COLUMNS if rows <= n), 0):
+            found += [Config("stream", choose_width(columns, hidden, processors, widest)) for widest in (64, 128)]
+    return list(dict.fromkeys([*found, Config("gluon")] if gluon else found))
 
 
 @functools.lru_cache(maxsize=1024)
