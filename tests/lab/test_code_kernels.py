@@ -189,16 +189,22 @@ def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:
     """The forward writes pre-activations; a second kernel overwrites them with their gradient, computed from dy, and
     adds up the bias gradient. The two matrix products of the backward are torch's.
     """
-    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
+    problem = targets.problem_for(Task("geglu", "memory-n8192-d1024", "bf16", "fwd+bwd", "cpu", 0))
     forward, gradient, *products = GatedCuda().traffic(problem.compact(), "sm_90")
     assert [kernel.name for kernel in (forward, gradient)] == ["gated_linear (cuda)"] * 2
-    rows, features, hidden = 1024, 512, 2048
+    rows, features, hidden = 8192, 1024, 4096
     assert (
         forward.read == 2 * (rows * features + 2 * hidden * features + 2 * hidden)
         and forward.written == 2 * 3 * rows * hidden
     )
     assert gradient.read == 2 * 3 * rows * hidden and gradient.written == 2 * 2 * rows * hidden + 4 * 2 * hidden
     assert sum("mm" in kernel.name for kernel in products) == 2
+
+
+def test_what_gluon_computes_in_less_time_is_in_the_ledger_as_its() -> None:
+    problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
+    forward, gradient, *_ = GatedCuda().traffic(problem.compact(), "sm_90")
+    assert "preact" in forward.name and forward.name.endswith("gluon") and gradient.name == "gated_linear (cuda)"
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump on this machine")
