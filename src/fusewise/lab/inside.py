@@ -79,9 +79,8 @@ def look(options: Options, found: Record, progress: Callable[[str], None]) -> tu
                 found.profiles += [
                     profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
                 ]
-        with ThreadPoolExecutor(
-            max(1, min(AT_ONCE, machine.cores()))
-        ) as pool:  # concurrent, since nothing is timed any more
+        # Concurrent, since nothing is timed any more.
+        with ThreadPoolExecutor(max(1, min(AT_ONCE, machine.cores()))) as pool:
             try:
                 answers = list(pool.map(ask, entries))
             except BaseException:  # Ctrl-C: unblock the threads that wait for answers

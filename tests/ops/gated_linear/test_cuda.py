@@ -48,12 +48,15 @@ def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         (160, 8192, 28672, 160, False),
         (190, 2048, 16384, 192, False),
         (256, 3072, 8192, 128, True),
+        (320, 8192, 28672, 160, False),
         (384, 8192, 28672, 192, False),
         (512, 4096, 14336, 128, True),
+        (700, 64, 64, 128, False),  # one wave of either
         (1024, 1024, 4096, 128, True),
         (1024, 2048, 8192, 208, True),
         (1024, 8192, 32768, 0, False),
         (4096, 1024, 4096, 208, True),
+        (8192, 640, 2560, 160, True),
         (8192, 1024, 4096, 0, False),
         (16384, 4096, 16384, 0, False),
         (32768, 8192, 32768, 0, False),
@@ -79,7 +82,7 @@ def test_the_tiles_of_y_follow_from_its_rounds(
         ("gradient", 16384, 1024, 4096, False),
         ("gradient", 16384, 2048, 8192, False),
         ("down", 16384, 2048, 8192, True),
-        ("down", 1024, 4096, 16384, True),
+        ("down", 512, 4096, 14336, True),  # 121 for 108
         ("down", 16384, 3072, 24576, False),
         ("down", 16384, 4096, 14336, False),
     ],
@@ -87,7 +90,7 @@ def test_the_tiles_of_y_follow_from_its_rounds(
 def test_whose_tiles_are_faster_with_gradients(
     kernel: str, rows: int, depth: int, hidden: int, by_others: bool
 ) -> None:
-    """As measured on an H200, within 3 %."""
+    """As measured on an H200 without bias gradients, within 3 %."""
     assert tiles.gluon_takes_less(kernel, rows, depth, hidden, 132) is by_others
 
 
