@@ -165,6 +165,27 @@ def test_float32_of_many_rows_is_taken_in_chunks(layout: Any, bias: bool, monkey
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_no_rows_start_nothing(monkeypatch: Any) -> None:
+    for module, kernels in (
+        (_triton, ("gated_linear_kernel", "down_gradient_kernel")),
+        (_triton_gate, ("gate_kernel", "gate_gradient_kernel", "copy_kernel")),
+    ):
+        for kernel in kernels:
+            monkeypatch.setattr(module, kernel, None)  # cannot be launched
+    x, y, preact, weight, dbias = (torch.ones(*size) for size in ((0, 64), (0, 32), (0, 64), (64, 64), (3, 2, 32)))
+    halves = Halves.of(SPEC, weight)
+    _triton.forward(x, halves, SPEC, y, None)
+    _triton.forward(x, halves, SPEC, y, preact)
+    _triton.gradient(y, preact, preact, SPEC, dbias[0])
+    _triton.recompute_gradient(y, x, halves, preact, SPEC, dbias[1])
+    _triton.down_gradient(x, weight[:, :32], preact, y, preact, SPEC, dbias[2])
+    _triton.gate(y, y, y, "silu")
+    _triton.gate_gradient_into(y, y, y, y, y, "silu")
+    _triton.copy_into(x, y)
+    _triton.copy_into(weight, weight[:, :0])
+    assert not dbias.any()
+
+
 def _only_gates(launch: Any) -> Any:
     def checked(kernel: Any, *rest: Any, **options: Any) -> None:
         assert kernel in (_triton_gate.gate_kernel, _triton_gate.gate_gradient_kernel)

@@ -29,7 +29,7 @@ from ._gate_config import GateConfig, gate_space
 from ._gluon_gate import add_up_kernel, gate_gradient_kernel
 from ._gluon_kernel import gated_linear_kernel
 from ._gluon_stream import few_rows_kernel
-from ._problem import ALIGNED, Halves, Preact, Spec, new_sums, odd, split_preact, stride_unit
+from ._problem import ALIGNED, Halves, Preact, Spec, new_sums, no_rows, odd, split_preact, stride_unit
 from ._products import aligned, aligned_output, copy_to, each
 
 CAPABILITY = cuda.HOPPER
@@ -196,9 +196,7 @@ def _launch(
 ) -> None:  # fmt: skip
     rows, device = x.shape[0], x.get_device()
     if rows == 0:
-        if dbias is not None:
-            dbias.zero_()
-        return
+        return no_rows(dbias)
     sums = new_sums(dbias, triton.cdiv(rows, PIECE[0]))
     x, value = aligned(x), aligned(value)
     gate, *read = each(aligned, gate, *inputs)
@@ -328,9 +326,7 @@ def gate_arguments(
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     rows, hidden = dy.shape
     if rows == 0:
-        if dbias is not None:
-            dbias.zero_()
-        return
+        return no_rows(dbias)
     device = dy.get_device()
     key = gate_key(dy.dtype, rows, hidden, dbias is not None)
     config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device), sums=dbias is not None)

@@ -155,6 +155,12 @@ def add_up(sums: Tensor | None, dbias: Tensor | None) -> None:
         torch.sum(sums, 0, out=dbias)
 
 
+def no_rows(dbias: Tensor | None) -> None:
+    """All that is left to do without rows: TMA has no descriptor for an empty matrix, so no kernel is launched."""
+    if dbias is not None:
+        dbias.zero_()
+
+
 def stride_unit(*matrices: Tensor) -> int:
     """The number of elements, up to 16 bytes, that divides the row strides and widths of all these matrices; 1 if a
     start is not 16-byte aligned. Kernels receive sizes and strides in this unit: Triton only specializes on

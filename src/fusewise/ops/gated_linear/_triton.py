@@ -23,7 +23,7 @@ from ..._shared.triton_launch import INTERPRETED
 from ..._shared.triton_launch import unavailable as unavailable
 from .._tuned import Key, Tuned
 from . import _chunks as chunks
-from ._problem import Halves, Preact, Spec, add_up, describable, new_sums, split_preact, stride_unit
+from ._problem import Halves, Preact, Spec, add_up, describable, new_sums, no_rows, split_preact, stride_unit
 from ._triton_gate import choose_gate, gate, gate_configurations, launch, start_gradient
 from ._triton_gate import copy_into as copy_into  # of the interface
 from ._triton_gate import gate_gradient_into as gate_gradient_into
@@ -218,7 +218,7 @@ def _linear(
     dy: Tensor | None = None, dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
     if x.shape[0] == 0:
-        return _nothing(dbias)
+        return no_rows(dbias)
     device = x.get_device()
     processors = processors_of(device)
     parts = None if preact is None else split_preact(preact, spec)
@@ -232,12 +232,6 @@ def _linear(
     )  # fmt: skip
     _start(gated_linear_kernel, grid, config, arguments, device)
     add_up(sums, dbias)
-
-
-def _nothing(dbias: Tensor | None) -> None:
-    """No rows: nothing to compute, and TMA has no descriptor for an empty matrix."""
-    if dbias is not None:
-        dbias.zero_()
 
 
 def by_library(x: Tensor) -> bool:
@@ -278,8 +272,6 @@ def _in_chunks(y: Tensor, gradient_of: Callable[[slice, Tensor | None], None], d
 
 def gradient(dy: Tensor, preact: Preact, dpreact: Preact, spec: Spec, dbias: Tensor | None) -> None:
     rows, hidden = dy.shape
-    if rows == 0:
-        return _nothing(dbias)
     device = dy.get_device()
     key = Key("gate", dy.dtype, "", rows, 0, hidden)
     config = TUNED.find(device, key) or choose_gate(rows, hidden, processors_of(device))
@@ -317,7 +309,7 @@ def down_gradient(
     dz: Tensor, w_down: Tensor, preact: Tensor, y: Tensor, dpreact: Tensor, spec: Spec, dbias: Tensor | None
 ) -> None:
     if dz.shape[0] == 0:
-        return _nothing(dbias)
+        return no_rows(dbias)
     if by_library(dz):
 
         def chunk_gradient(chunk: slice, dbias: Tensor | None) -> None:

@@ -39,7 +39,9 @@ def gate_configurations(rows: int, hidden: int, processors: int) -> list[GateCon
 
 
 def launch(kernel: Any, grid: int, arguments: dict[str, Any], device: int, **options: Any) -> None:
-    """Launch `grid` programs of a kernel; `options` are num_warps and num_stages."""
+    """Launch `grid` programs of a kernel, if any; `options` are num_warps and num_stages."""
+    if grid == 0:  # an empty matrix
+        return
     if device < 0 or device == torch.cuda.current_device():
         kernel[(grid,)](**arguments, **options, enable_fp_fusion=True)
     else:
@@ -66,8 +68,6 @@ def gate_arguments(
 def gate(u: Tensor, g: Tensor, y: Tensor, activation: str) -> None:
     """The gate on its own, and its gradient; see `_gate.py`."""
     rows, hidden = u.shape
-    if rows == 0:
-        return
     device = u.get_device()
     config = choose_gate(rows, hidden, processors_of(device))
     grid, arguments = forward_gate_arguments(u, g, y, config, activation)
@@ -89,9 +89,8 @@ def forward_gate_arguments(
 
 def gate_gradient_into(dy: Tensor, u: Tensor, g: Tensor, du: Tensor, dg: Tensor, activation: str) -> None:
     rows, hidden = u.shape
-    if rows > 0:
-        config = choose_gate(rows, hidden, processors_of(u.get_device()))
-        start_gradient(dy, (u, g), (du, dg), config, activation, None)
+    config = choose_gate(rows, hidden, processors_of(u.get_device()))
+    start_gradient(dy, (u, g), (du, dg), config, activation, None)
 
 
 def start_gradient(
@@ -116,6 +115,5 @@ def copy_arguments(x: Tensor, to: Tensor) -> tuple[int, dict[str, Any]]:
 
 def copy_into(x: Tensor, to: Tensor) -> None:
     """As in `reference.py`."""
-    if to.numel():
-        grid, arguments = copy_arguments(x, to)
-        launch(copy_kernel, grid, arguments, to.get_device(), num_warps=COPY.num_warps)
+    grid, arguments = copy_arguments(x, to)
+    launch(copy_kernel, grid, arguments, to.get_device(), num_warps=COPY.num_warps)

@@ -119,8 +119,6 @@ def _run(
     dg: Tensor | None = None, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, columns = u.shape
-    if rows == 0:
-        return
     kernel = _kernel()
     kernel.run(
         _CALL.pack(

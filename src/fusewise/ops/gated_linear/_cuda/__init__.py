@@ -19,7 +19,7 @@ from ...._shared import build, cuda
 from ...._shared.gpu import processors_of
 from ..._tuned import Key, Tuned
 from .. import _host
-from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, new_sums, odd, split_preact
+from .._problem import ACTIVATIONS, ALIGNED, Halves, Preact, Spec, describable, new_sums, no_rows, odd, split_preact
 from .._products import COLUMN_MULTIPLE, aligned, aligned_output, copy_to, each
 from . import tiles
 from .tiles import DOWN, FEW, GATE, GRADIENT, PREACT, Y
@@ -161,9 +161,7 @@ def _run(
     `inputs` (dy, or u and g). GATE: x is dy, and there is no product. FEW has tiles of `width` features."""
     rows = x.shape[0]
     if rows == 0:
-        if dbias is not None:
-            dbias.zero_()
-        return
+        return no_rows(dbias)
     kernel = _kernel(x.dtype, activation)
     if isinstance(kernel, str):
         raise RuntimeError(f'gated_linear: impl must be one that is here, got "cuda": {kernel}; use impl="{OTHERWISE}"')
