@@ -179,7 +179,9 @@ SIGNATURES = {
             (f"DeepseekV4ScalingRotaryEmbedding.forward{end}" for end in ("", "_native", "_cuda")),
             f"{ROTATED}, inverse=False",
         ),
-        "yarn_cache": "layer, factor, options",  # internal
+        # Internal.
+        "Yarn": "beta_fast, beta_slow, mscale=None, mscale_all_dim=None, attention_factor=None, truncate=True",
+        "yarn_cache": "layer, factor, yarn",
     },
     "_vllm_get_rope": {
         "get_rope": (

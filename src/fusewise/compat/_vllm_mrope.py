@@ -13,7 +13,7 @@ from ..ops.rope import rope_
 from ._check import WRONG, explain, flag, shape_of, whole
 from ._shared import alike, cut, heads, pairing_of_neox, rotate_as_given
 from ._vllm_rope import RotaryEmbedding
-from ._vllm_yarn import yarn_cache
+from ._vllm_yarn import Yarn, yarn_cache
 
 
 class MRotaryEmbedding(RotaryEmbedding):
@@ -55,17 +55,10 @@ class MRotaryEmbedding(RotaryEmbedding):
         op = type(self).__name__
         trained = whole(op, "max_position_embeddings", max_position_embeddings, 0)
         self.cache_max_position_num = trained * whole(op, "positions_factor", positions_factor, 1)
-        self.scaling_factor, self.beta_fast, self.beta_slow, self.truncate = (
-            scaling_factor,
-            beta_fast,
-            beta_slow,
-            truncate,
-        )
+        self.scaling_factor, self.truncate = scaling_factor, truncate
+        self.beta_fast, self.beta_slow = beta_fast, beta_slow
         self.mscale = 1.0
-        self._yarn = {
-            "beta_fast": beta_fast, "beta_slow": beta_slow, "mscale": mscale, "mscale_all_dim": mscale_all_dim,
-            "attention_factor": attention_factor, "truncate": truncate,
-        }  # fmt: skip
+        self._yarn = Yarn(beta_fast, beta_slow, mscale, mscale_all_dim, attention_factor, truncate)
         super().__init__(head_size, rotary_dim, self.cache_max_position_num, base, is_neox_style, dtype)
         self.mrope_interleaved = flag(op, "mrope_interleaved", mrope_interleaved)
         self.mrope_section = mrope_section

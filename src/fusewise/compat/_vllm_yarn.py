@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from ..ops.rope import tables
 from ._check import above_zero, flag, number, shape_of
 from ._shared import heads, rotate_as_given
 from ._vllm_rope import RotaryEmbedding, moved, rotary_embedding, stretched
+
+
+class Yarn(NamedTuple):
+    """Options of YaRN, as in `fusewise.ops.rope.tables.yarn`."""
+
+    beta_fast: float
+    beta_slow: float
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
 
 
 class YaRNScalingRotaryEmbedding(RotaryEmbedding):
@@ -39,16 +50,9 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
         attention_factor: float | None = None,
         truncate: bool = True,
     ) -> None:
-        self.scaling_factor, self.beta_fast, self.beta_slow, self.truncate = (
-            scaling_factor,
-            beta_fast,
-            beta_slow,
-            truncate,
-        )
-        self._yarn = {
-            "beta_fast": beta_fast, "beta_slow": beta_slow, "mscale": mscale, "mscale_all_dim": mscale_all_dim,
-            "attention_factor": attention_factor, "truncate": truncate,
-        }  # fmt: skip
+        self.scaling_factor, self.truncate = scaling_factor, truncate
+        self.beta_fast, self.beta_slow = beta_fast, beta_slow
+        self._yarn = Yarn(beta_fast, beta_slow, mscale, mscale_all_dim, attention_factor, truncate)
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def _compute_cos_sin_cache(self) -> Tensor:
@@ -88,8 +92,8 @@ class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache)
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        options = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "attention_factor": self.mscale}
-        return yarn_cache(self, self.scaling_factor, options)[0]
+        yarn = Yarn(self.beta_fast, self.beta_slow, attention_factor=self.mscale)
+        return yarn_cache(self, self.scaling_factor, yarn)[0]
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
@@ -174,7 +178,7 @@ class DeepseekV4ScalingRotaryEmbedding(DeepseekScalingRotaryEmbedding):
         return moved(op, positions, offsets), width, self.cos_sin_cache.to(query.device)
 
 
-def yarn_cache(layer: RotaryEmbedding, factor: float, options: dict[str, Any]) -> tuple[Tensor, float]:
+def yarn_cache(layer: RotaryEmbedding, factor: float, yarn: Yarn) -> tuple[Tensor, float]:
     """The YaRN table for a layer's extended context, and the factor applied to cos and sin."""
     original = layer.max_position_embeddings
     inv_freq, scaling = tables.yarn(
@@ -182,6 +186,6 @@ def yarn_cache(layer: RotaryEmbedding, factor: float, options: dict[str, Any]) -
         base=layer.base,
         factor=factor,
         original_max_position_embeddings=original,
-        **options,
+        **yarn._asdict(),
     )
     return tables.fused_cos_sin(inv_freq, stretched(original, factor), scaling=scaling), scaling
