@@ -51,9 +51,7 @@ class GatedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of("GatedLinear", "activation", activation, ACTIVATIONS)
-        check_one_of("GatedLinear", "save", save, SAVES)
-        check_one_of("GatedLinear", "impl", impl, ("auto", *IMPLEMENTATIONS))
+        _check("GatedLinear", activation, save, impl)
         check_bool("GatedLinear", "gate_first", gate_first, GATE_FIRST)
         check_bool("GatedLinear", "bias", bias, "pass True for a bias of value and gate")
         self.in_features = check_count("GatedLinear", "in_features", in_features)
@@ -116,9 +114,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_one_of("GatedMLP", "activation", activation, ACTIVATIONS)
-        check_one_of("GatedMLP", "save", save, SAVES)
-        check_one_of("GatedMLP", "impl", impl, ("auto", *IMPLEMENTATIONS))
+        _check("GatedMLP", activation, save, impl)
         check_bool("GatedMLP", "bias", bias, "pass True for a bias of all three maps")
         for name, count in (("features", features), ("hidden", hidden)):
             check_count("GatedMLP", name, count)
@@ -134,3 +130,10 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, save={self.save}"
+
+
+def _check(module: str, activation: Activation, save: Save, impl: str) -> None:
+    """Check the options that both modules have."""
+    check_one_of(module, "activation", activation, ACTIVATIONS)
+    check_one_of(module, "save", save, SAVES)
+    check_one_of(module, "impl", impl, ("auto", *IMPLEMENTATIONS))
