@@ -14,7 +14,7 @@ from pathlib import Path
 
 from . import build
 
-THREADS = Path(__file__).with_name("threads.h")
+THREADS, VECTORS = (Path(__file__).with_name(name) for name in ("threads.h", "vectors.h"))
 
 
 class Kernel:

@@ -24,9 +24,10 @@ def gate(u: torch.Tensor, g: torch.Tensor, activation: str) -> torch.Tensor:
     return y
 
 
+@pytest.mark.parametrize("columns", [256, 2])  # in whole vectors, and one by one
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_number_survives_and_products_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+def test_every_16_bit_number_survives_and_products_are_rounded_as_torch_does(dtype: torch.dtype, columns: int) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, columns)
     torch.testing.assert_close(gate(every, torch.ones_like(every), "identity"), every, rtol=0, atol=0, equal_nan=True)
     for factor in (0.3, 1 / 3, 1e-3, 700.0, -1.0):
         factors = torch.full_like(every, factor)

@@ -25,7 +25,7 @@ _ROWS = chunks.ROW_MULTIPLE  # rows per row of partial sums, ROWS in gate.cpp
 
 def recipe() -> build.Recipe:
     """Build recipe of the kernel."""
-    sources = (*(Path(__file__).with_name(name) for name in ("gate.cpp", "gate.h")), cpu.THREADS)
+    sources = (*(Path(__file__).with_name(name) for name in ("gate.cpp", "gate.h")), cpu.THREADS, cpu.VECTORS)
     return "gate", sources, build.cxx(), build.NATIVE_FLAGS
 
 

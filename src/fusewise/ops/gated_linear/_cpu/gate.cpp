@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "../../../_shared/threads.h"
+#include "../../../_shared/vectors.h"
 #include "gate.h"
 
 namespace {
@@ -22,13 +23,6 @@ constexpr int64_t BLOCK = 128;                // columns computed at a time
 constexpr int64_t THREAD_ELEMENTS = 16384;    // minimum elements that justify a thread
 
 // --- Elements ---------------------------------------------------------------------------------------------------------
-
-struct Bf16 {
-  uint16_t bits;
-};
-struct Fp16 {
-  uint16_t bits;
-};
 
 template <class To, class From>
 inline To as(From from) {
@@ -41,30 +35,11 @@ inline To as(From from) {
 inline float widen(float x) { return x; }
 inline float widen(Bf16 x) { return as<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-inline float widen(Fp16 x) {
-  const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  // Avoid subnormal floats: they cost hundreds of cycles, or are flushed to zero.
-  const float smallest = as<float>(113u << 23);  // 2^-14, the smallest normal fp16
-  const uint32_t subnormal = as<uint32_t>(as<float>(magnitude + (113u << 23)) - smallest);
-  const uint32_t finite = magnitude < 1u << 23 ? subnormal : magnitude + (112u << 23);
-  const uint32_t special = magnitude | 0x7f800000u;  // exponent 31: infinity, NaN
-  return as<float>((magnitude >= 0x0f800000u ? special : finite) | sign);
-}
-
 inline void narrow(float x, float& to) { to = x; }
 
 inline void narrow(float x, Bf16& to) {
   const uint32_t bits = as<uint32_t>(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   to.bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
-
-inline void narrow(float x, Fp16& to) {
-  const uint32_t sign = as<uint32_t>(x) >> 16 & 0x8000, bits = as<uint32_t>(x) & 0x7fffffff;
-  const uint32_t normal = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
-  const uint32_t subnormal = as<uint32_t>(as<float>(bits) + 0.5f) - as<uint32_t>(0.5f);  // an ulp of 0.5 is the smallest fp16
-  const uint32_t finite = bits < 0x38800000 ? subnormal : normal;
-  const uint32_t beyond = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
-  to.bits = static_cast<uint16_t>(sign | (bits >= 0x47800000 ? beyond : finite));
 }
 
 // --- Functions --------------------------------------------------------------------------------------------------------
@@ -169,6 +144,19 @@ inline void load(const T* x, int64_t n, float* to) {
 template <class T>
 inline void store(const float* x, int64_t n, T* to) {
   for (int64_t i = 0; i < n; ++i) narrow(x[i], to[i]);
+}
+
+// Compilers vectorize the loops above, but do not find the instructions that convert float16.
+inline void load(const Fp16* x, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, Elements<Fp16, LANES>::get(x + i));
+  for (; i < n; ++i) store(to + i, Elements<Fp16, 1>::get(x + i));
+}
+
+inline void store(const float* x, int64_t n, Fp16* to) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) Elements<Fp16, LANES>::put(to + i, load<Lanes<LANES>::F>(x + i));
+  for (; i < n; ++i) Elements<Fp16, 1>::put(to + i, load<Lanes<1>::F>(x + i));
 }
 
 struct Work {

@@ -17,7 +17,7 @@ from ...._shared import build, cpu
 from .._native import packed
 from .._problem import Rotation
 
-SOURCES = (*(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "vectors.h", "../plan.h")), cpu.THREADS)
+SOURCES = (*(Path(__file__).parent / name for name in ("rope.cpp", "memory.h", "../plan.h")), cpu.THREADS, cpu.VECTORS)
 
 
 def recipe() -> build.Recipe:

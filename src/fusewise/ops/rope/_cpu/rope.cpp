@@ -19,9 +19,9 @@
 #include <limits>
 
 #include "../../../_shared/threads.h"
+#include "../../../_shared/vectors.h"
 #include "../plan.h"
 #include "memory.h"
-#include "vectors.h"
 
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")

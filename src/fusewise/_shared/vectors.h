@@ -202,7 +202,8 @@ struct Elements<Fp16, N> {
 
   static F get(const Fp16* x) { return widen(load<H>(x)); }
   static void get(const Fp16* x_a, const Fp16* x_b, F& a, F& b) { a = get(x_a), b = get(x_b); }
-  static void put(Fp16* y_a, Fp16* y_b, F a, F b) { store(y_a, narrow(a)), store(y_b, narrow(b)); }
+  static void put(Fp16* y, F v) { store(y, narrow(v)); }
+  static void put(Fp16* y_a, Fp16* y_b, F a, F b) { put(y_a, a), put(y_b, b); }
   static void get_pairs(const Fp16* x, F& a, F& b) {
     H first, second;
     part(load<H>(x), load<H>(x + N), first, second, std::make_integer_sequence<int, N>());
