@@ -81,7 +81,8 @@ def _without_dead_checks() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["FUSEWISE_TUNED"] = "0"  # test the code, not what was tuned on this machine
-    # For test processes and their children. They share cores, so a thread that waits for others must not spin.
+    # Read when torch is loaded, so for the test processes of `-n`, and for children. They share cores, so a thread that waits
+    # for others must not spin: tests that use threads then take two to five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch.compile for CPUs compiles and loads test programs to find out which vector extensions the compiler supports,
     # again for every new cache, as in a study's workers. Every compiler that torch supports has those that it asks for.
