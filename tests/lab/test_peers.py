@@ -10,8 +10,8 @@ import types
 
 import pytest
 import torch
+from adapters import is_right_or_refuses
 
-from fusewise.lab import Unsupported, truth
 from fusewise.lab.problem import Task
 from fusewise.lab.providers import rope_peers as peers
 from fusewise.lab.targets import rope as target
@@ -160,15 +160,7 @@ UNSUPPORTED = {
 def test_an_adapter_is_right_or_says_that_it_cannot(peer, name, pass_):
     problem = target.RopeProblem(Task("rope", name, "bf16", pass_, "cpu", 0))
     cannot = (peer.name, name) in UNSUPPORTED or name == "trailing" or (pass_ == "bwd" and not peer.backward)
-    if cannot:
-        with pytest.raises(Unsupported):
-            peer().build(problem)
-        return
-    run = peer().build(problem)
-    verdict = truth.check(problem, run)
-    assert verdict.reason == ""
-    again = truth.check(problem, run)  # nothing kept refers to what the first call changed
-    assert again.errors == verdict.errors
+    is_right_or_refuses(peer, problem, cannot)
 
 
 def test_what_a_library_lacks_is_its_reason(monkeypatch):
