@@ -1,3 +1,4 @@
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -101,11 +102,18 @@ def timer(monkeypatch, device):
 def test_a_call_takes_its_share_of_the_time_in_which_kernels_ran(timer, device):
     timer, _ = timer
     device.kernels = [(0, 3000), (4000, 1000)]
-    assert timer.once(device.work) == pytest.approx(4e-6)
-    device.profiles = 0
     turn = timer.turn(device.work, samples=2, calls=4)
     assert (turn.device_us, turn.host_us, turn.clocks) == (pytest.approx([4.0, 4.0]), None, {"sm": 1})
     assert device.profiles == 1  # starting and stopping one takes milliseconds
+
+
+def test_an_estimate_is_the_time_that_the_caller_waits(timer, device, monkeypatch):
+    """As of every provider: a study compares them."""
+    timer, _ = timer
+    clock = iter((1.0, 1.25))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert timer.once(device.work) == 0.25
+    assert not device.profiles
 
 
 def test_the_kernels_of_a_call_alone(timer, device):
@@ -135,9 +143,8 @@ def test_events_that_are_quicker_than_the_profiler_take_nothing_away(timer, devi
 
 def test_a_call_of_which_no_kernel_was_seen_has_no_time(timer, device):
     timer, _ = timer
-    for wanted in (lambda: timer.once(device.work), lambda: timer.turn(device.work, samples=2, calls=4)):
-        with pytest.raises(RuntimeError, match=r"torch\.profiler recorded no kernel of it"):
-            wanted()
+    with pytest.raises(RuntimeError, match=r"torch\.profiler recorded no kernel of it"):
+        timer.turn(device.work, samples=2, calls=4)
 
 
 def test_a_sample_that_the_profiler_has_lost_is_missed(timer, device, monkeypatch):

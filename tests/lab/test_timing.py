@@ -1,6 +1,5 @@
 import contextlib
 import gc
-import itertools
 import math
 import os
 import subprocess
@@ -8,12 +7,13 @@ import sys
 import time
 from statistics import median
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
 
 from fusewise.lab import machine, memory, timing
-from fusewise.lab.timing import HOST_CALLS, RESOLUTION_US, CpuTimer, CudaTimer, Work, calls_per_sample
+from fusewise.lab.timing import HOST_CALLS, RESOLUTION_US, CpuTimer, CudaTimer, Turn, Work, calls_per_sample
 
 
 class Clock:
@@ -151,12 +151,14 @@ def test_held_bytes_are_what_forward_saves_beyond_inputs_and_outputs():
 
 class FakeCuda:
     """A stream with a clock: work takes known device time, events add `pair`, and a hold with too few cycles ends
-    before everything is queued.
+    before everything is queued, as does any hold after which more than `queue` events are recorded.
     """
 
-    def __init__(self, hold_needed=0, pair=0.0):
+    def __init__(self, hold_needed=0, pair=0.0, queue=math.inf):
         self.hold_needed = hold_needed
         self.pair = pair
+        self.queue = queue
+        self.queued = 0
         self.now = 0.0
         self.held = False
         self.holds = []
@@ -167,6 +169,7 @@ class FakeCuda:
     def _sleep(self, cycles):
         self.holds.append(cycles)
         self.held = cycles >= self.hold_needed
+        self.queued = 0
 
     def Event(self, enable_timing):
         cuda = self
@@ -174,10 +177,11 @@ class FakeCuda:
         class Event:
             def record(self):
                 cuda.now += cuda.pair
+                cuda.queued += 1
                 self.at = cuda.now
 
             def query(self):
-                return not cuda.held
+                return not cuda.held or cuda.queued > cuda.queue
 
             def elapsed_time(self, other):
                 return (other.at - self.at) / 1000
@@ -190,13 +194,17 @@ class FakeCuda:
         return self
 
 
-@pytest.mark.parametrize(("hold_needed", "attempts", "held"), [(0, 1, True), (1_500_000, 3, True), (1e12, 4, False)])
-def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_needed, attempts, held):
+@pytest.fixture
+def host(monkeypatch):
+    """Simulated host time in seconds, independent of the load; a hold derives its length from it."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(("hold_needed", "attempts"), [(0, 1), (1_500_000, 3)])
+def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, host, hold_needed, attempts):
     cuda = FakeCuda(hold_needed).serve(monkeypatch)
-    seconds = itertools.count(
-        step=1e-4
-    )  # simulated host time, independent of the load; the longer hold is derived from it
-    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: {"sm_mhz": 1980})
     assert timer.pair_us == 0.0
     cuda.holds.clear()
@@ -204,33 +212,53 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, hold_
 
     def step(_):
         cuda.now += 7.0  # microseconds on the device
+        host[0] += 1e-5
 
     turn = timer.turn(Work(lambda i: begun.append(i), step), samples=3, calls=4)
     assert turn.device_us == [7.0, 7.0, 7.0]
-    assert turn.held is held
+    assert turn.held
     assert len(cuda.holds) == attempts
     assert cuda.holds == sorted(cuda.holds)
     assert turn.clocks == {"sm_mhz": 1980}
-    assert 0 < turn.host_us < 1000
     assert begun[:12] == [0, 1, 2, 3] * 3
 
 
-def test_what_takes_the_host_longer_than_any_hold_is_tried_twice(monkeypatch):
-    """Queueing three samples takes 60 ms, beyond the longest hold of 50. It is retried once, since a first call may be
-    slow.
-    """
-    cuda = FakeCuda(hold_needed=1e12).serve(monkeypatch)
+def test_fewer_samples_are_held_at_a_time_if_the_launch_queue_takes_no_more(monkeypatch, host):
+    """Of eight samples, with two events each, three would fit; halving finds two."""
+    cuda = FakeCuda(queue=7).serve(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
-    assert timer.pair_us == 0.0
+    timer.pair_us = 0.0
+
+    def step(us):
+        cuda.now += us
+        host[0] += 1e-3
+
+    work = Work(lambda i: 7.0, step)
+    assert timer.turn(work, samples=8, calls=1) == Turn([7.0] * 8, ANY, held=True)
     cuda.holds.clear()
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert timer.turn(work, samples=8, calls=1) == Turn([7.0] * 8, ANY, held=True)
+    assert len(cuda.holds) == 4
 
-    def step(_):
-        now[0] += 0.02
 
-    assert not timer.turn(Work(lambda i: i, step), samples=3, calls=1).held
-    assert len(cuda.holds) == 2
+@pytest.mark.parametrize(
+    ("ms", "tries"), [(20, [600_000, 100_000_000, 56_600_000, 100_000_000]), (80, [600_000, 100_000_000])]
+)
+def test_what_cannot_be_held_follows_the_host_and_is_not_tried_again(monkeypatch, host, ms, tries):
+    """Three samples of 20 ms take longer to queue than the longest hold, 50 ms, and one does not, which is tried too.
+    Each hold is tried twice, since a first call may be slow."""
+    cuda = FakeCuda(hold_needed=math.inf).serve(monkeypatch)
+    timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
+    timer.pair_us = 0.0
+
+    def step(us):
+        cuda.now += us
+        host[0] += ms / 1e3
+
+    work = Work(lambda i: 7.0, step)
+    assert timer.turn(work, samples=3, calls=1) == Turn([7.0] * 3, ANY, held=False)
+    assert cuda.holds == tries
+    assert timer.turn(work, samples=3, calls=1) == Turn([7.0] * 3, ANY, held=False)
+    assert cuda.holds == tries
 
 
 @pytest.mark.parametrize("calls", [1, 4])

@@ -46,7 +46,7 @@ class ProfiledTimer:
         self.starts: dict[int, float] = {}
 
     def once(self, work: Work) -> float:
-        return busy(self._seen(work, 1, 1)[0]) / 1e9
+        return self.events.once(work)
 
     def turn(self, work: Work, samples: int, calls: int) -> Turn:
         result = Turn([])

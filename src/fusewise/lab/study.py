@@ -48,14 +48,19 @@ class Listener(Protocol):
     def rows(self, rows: Sequence[Row]) -> None: ...
 
 
-def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Samples per turn, by provider. A GPU at its power limit slows down within a turn, so providers about as fast as
-    the fastest all use the smallest number that any of them asks for. The others use their own.
+def _samples(warmed: Mapping[str, Mapping[str, Any]], calls: int) -> dict[str, int]:
+    """Samples per turn, each of `calls`, by provider. A GPU at its power limit slows down within a turn, so providers
+    about as fast as the fastest all use the smallest number that any of them asks for. The others use their own, the
+    hopelessly slow ones no more than HOPELESS_SECONDS allow.
     """
     fastest = min((found["estimate_us"] for name, found in warmed.items() if not analysis.is_floor(name)), default=0.0)
     alike = {n for n, found in warmed.items() if fastest <= ALIKE * found["estimate_us"] <= ALIKE**2 * fastest}
     common = min((warmed[name]["samples"] for name in alike), default=0)
-    return {name: common if name in alike else int(found["samples"]) for name, found in warmed.items()}
+    own = {name: int(found["samples"]) for name, found in warmed.items()}
+    for name, found in warmed.items():
+        if 0 < HOPELESS * fastest < found["estimate_us"]:
+            own[name] = max(1, min(own[name], int(HOPELESS_SECONDS * 1e6 / (found["estimate_us"] * calls))))
+    return {name: common if name in alike else own[name] for name in warmed}
 
 
 def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> int:
@@ -241,7 +246,8 @@ class Study:
             measurements[seat.name].prepared |= asked(seat, "warm", "the warm-up") or {}
         seats = [s for s in seats if replies[s.name]["ok"]]
         warmed = {s.name: measurements[s.name].prepared for s in seats}
-        samples, calls = _samples(warmed), _calls(warmed)
+        calls = _calls(warmed)
+        samples = _samples(warmed, calls)
         for name, count in samples.items():
             measurements[name].prepared |= {"samples": count, "calls_per_sample": calls}
         patient = seats  # the providers that still take part in every round

@@ -8,6 +8,7 @@ CUDA events measure the device and not a late host. The time between two back-to
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import mmap
 import time
@@ -36,8 +37,10 @@ RESOLUTION_US = 0.5
 HOST_CALLS, FEWEST_HOST_CALLS, HOST_SECONDS = 20, 5, 0.02
 #: Upper bound of the spin kernel's clock: no current GPU runs faster.
 CYCLES_PER_SECOND = 2_000_000_000
-#: The longest hold. After about a thousand queued launches the host blocks, so work that launches more cannot be held,
-#: however long the spin.
+#: A hold lasts this many times as long as queueing took at best. If the host is later than that, the hold is repeated.
+HOLD_MARGIN = 1.4
+#: The longest hold. After about a thousand queued launches the host blocks, so a sample that launches more cannot be
+#: held, however long the spin.
 MAX_HOLD_S = 0.05
 
 
@@ -151,9 +154,9 @@ class CudaTimer:
         self.device = device
         self.flush = torch.zeros(flush_bytes // 4, device=device) if flush_bytes else None
         self.clocks = clocks
-        self.queued: Work | None = None  # the work last timed; queue_s: host seconds to queue one sample of it
-        self.queue_s = math.inf
-        self.holdable = True
+        self.queued: Work | None = None  # the work last timed
+        self.queue_s = math.inf  # host seconds to queue one sample of it
+        self.fit = 0  # samples of it that can be queued behind one hold, as far as known
 
     def once(self, work: Work) -> float:
         state = work.begin(0)
@@ -167,11 +170,8 @@ class CudaTimer:
         result = Turn([], held=True)
         with no_collection():
             pair_us = self.pair_us
-            per_hold = max(1, CALLS_PER_HOLD // calls)
-            while len(result.device_us) < samples:
-                count = min(per_hold, samples - len(result.device_us))
-                elapsed = self._hold(work, count, calls, result)
-                result.device_us += [max(us - pair_us, RESOLUTION_US) / calls for us in elapsed]
+            elapsed = self._elapsed(work, samples, calls, result)
+            result.device_us = [max(us - pair_us, RESOLUTION_US) / calls for us in elapsed]
             result.host_us = self._host(work)
         return result
 
@@ -193,7 +193,7 @@ class CudaTimer:
         with no_collection():
             replay = Work(lambda i: None, lambda _: graph.replay())
             replay.step(None)  # the first replay uploads the graph
-            elapsed = self._hold(replay, samples, 1, Turn([]))
+            elapsed = self._elapsed(replay, samples, 1, Turn([]))
         del states, results
         return max(median(elapsed) - self.pair_us, RESOLUTION_US) / calls
 
@@ -201,23 +201,37 @@ class CudaTimer:
     def pair_us(self) -> float:
         """Time between two events with nothing in between, measured in the same sequence of operations as a sample."""
         turn = Turn([], held=True)
-        apart = self._hold(Work(lambda i: None, lambda _: None), PAIRS, 1, turn)
+        apart = self._elapsed(Work(lambda i: None, lambda _: None), PAIRS, 1, turn)
         return median(apart) if turn.held else 0.0  # without a hold it would be the host's time between the two records
 
-    def _hold(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
-        """Microseconds of each of `samples`, queued behind a spin kernel that is lengthened until the host is ahead."""
+    def _elapsed(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
+        """Microseconds of each of `samples`, as many at a time behind a hold as fit into the launch queue. If not even
+        one does, they follow the host without a hold, and the result says so."""
         if self.queued is not work:
-            self.queued, self.queue_s, self.holdable = work, math.inf, True
+            self.queued, self.queue_s, self.fit = work, math.inf, max(1, CALLS_PER_HOLD // calls)
+        found: list[float] = []
+        while len(found) < samples:
+            count = min(max(1, self.fit), samples - len(found))
+            held, elapsed = self._hold(work, count, calls, result)
+            if held or not self.fit:
+                result.held = result.held and held
+                found += elapsed
+            else:
+                self.fit = min(count // 2, int(MAX_HOLD_S / self.queue_s))
+        return found
+
+    def _hold(self, work: Work, count: int, calls: int, result: Turn) -> tuple[bool, list[float]]:
+        """Whether `count` samples were all queued behind a spin kernel, which is lengthened until the host is ahead,
+        and the microseconds of each."""
         known = self.queue_s if math.isfinite(self.queue_s) else 0.0
-        seconds = min(known * samples * 2 + 3e-4, MAX_HOLD_S)
-        held = False
-        events: list[tuple[Any, Any]] = []
-        for attempt in range(4 if self.holdable else 1):
+        seconds = min(known * count * HOLD_MARGIN + 3e-4, MAX_HOLD_S)
+        for attempt in itertools.count():
             torch.cuda.synchronize(self.device)
-            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+            if self.fit:
+                torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
             begun = time.perf_counter()
-            events = []
-            for _ in range(samples):
+            events: list[tuple[Any, Any]] = []
+            for _ in range(count):
                 states = [work.begin(i) for i in range(calls)]
                 results = []
                 start, stop = _event(), _event()
@@ -229,17 +243,15 @@ class CudaTimer:
                 stop.record()
                 events.append((start, stop))
                 del states, results
-            held = not events[0][0].query()
+            held = self.fit > 0 and not events[0][0].query()
             took = time.perf_counter() - begun
-            self.queue_s = min(self.queue_s, took / samples)  # the least, since a full queue blocks the host
+            self.queue_s = min(self.queue_s, took / count)  # the least, since a full queue blocks the host
             result.clocks = self.clocks() or result.clocks
             torch.cuda.synchronize(self.device)
-            if held or (attempt > 0 and self.queue_s * samples > MAX_HOLD_S):  # no hold lasts that long
+            if held or not self.fit or (attempt > 0 and seconds >= MAX_HOLD_S):
                 break
             seconds = min(2 * max(seconds, took), MAX_HOLD_S)
-        if not held:
-            result.held = self.holdable = False
-        return [start.elapsed_time(stop) * 1e3 for start, stop in events]
+        return held, [start.elapsed_time(stop) * 1e3 for start, stop in events]
 
     def _host(self, work: Work) -> float:
         """Median host time of one call in microseconds, without waiting for the device."""

@@ -197,13 +197,16 @@ class Vllm(_Peer):
 
 
 class FlashInfer(_Peer):
-    """FlashInfer's CUDA kernel, in place on flat tokens, float32 cache."""
+    """FlashInfer's CUDA kernel, in place on flat tokens, float32 cache. It reads VECTOR features at a time, also from where
+    the second half of the rotated ones begins (`vec_apply_llama_rope_cos_sin`); elsewhere the access faults, and the
+    process is lost."""
 
     name, module, packages = "flashinfer", "flashinfer", ("flashinfer-python",)
     install = "pip install flashinfer-python"
     pairings = ("half", "interleaved")
     backward = False
     dtypes = (torch.bfloat16, torch.float16)
+    VECTOR = 8
 
     def rope(self, problem: RopeProblem) -> Run:
         if len(problem.tensors) != 2:
@@ -214,6 +217,9 @@ class FlashInfer(_Peer):
         return Run(self.kernel(problem, problem.cache(torch.float32)), in_place=True, backward=False)
 
     def kernel(self, problem: RopeProblem, cache: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        half = problem.case.rotated // 2
+        if problem.case.pairing == "half" and half % self.VECTOR:
+            raise Unsupported(f"takes halves of a multiple of {self.VECTOR} features, not {half}")
         rotate = require("flashinfer.rope", self.install).apply_rope_with_cos_sin_cache_inplace
         positions = problem.position_ids().flatten()
         width, neox = problem.case.head_dim, problem.case.pairing == "half"
