@@ -128,6 +128,25 @@ def test_derivatives_of_any_order_and_transforms(activation: str) -> None:
         torch.testing.assert_close(each, gradient(u, x).detach())
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_second_derivatives_are_as_accurate_as_those_of_eager(activation: str) -> None:
+    def derivatives(act: Any, dtype: torch.dtype) -> list[Tensor]:
+        g = torch.linspace(-20, 20, 4001, device=DEVICE, dtype=dtype).requires_grad_()
+        (first,) = torch.autograd.grad(act(g).sum(), g, create_graph=True)
+        if not first.requires_grad:  # of a linear function
+            return [first]
+        return [first.detach(), torch.autograd.grad(first.sum(), g)[0]]
+
+    def ours(g: Tensor) -> Tensor:
+        return gate(torch.ones_like(g), g, activation)
+
+    truth = derivatives(ACT[activation], torch.float64)
+    found, usual = (derivatives(act, torch.float32) for act in (ours, ACT[activation]))
+    for result, eager, true in zip(found, usual, truth, strict=False):
+        error, of_eager = (float((x.double() - true).abs().max()) for x in (result, eager))
+        assert error <= 2 * of_eager + torch.finfo(torch.float32).eps * float(true.abs().max())
+
+
 def test_inputs_are_saved_as_they_are_and_never_written_to() -> None:
     u, g = randn(6, 16).requires_grad_(), randn(6, 16).requires_grad_()
     before, kept = [u.clone(), g.clone()], []

@@ -59,8 +59,9 @@ def derivative(g: Tensor, activation: str) -> Tensor:
     if activation == "gelu_tanh":
         inner = math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)
         slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * g**2)
-        tanh = torch.tanh(inner)
-        return 0.5 * (1 + tanh) + 0.5 * g * (1 - tanh**2) * slope
+        # s = (1 + tanh) / 2 and 1 - s, neither from a difference: in float32 the derivative of s (1 - s) would lose all digits.
+        s, rest = torch.sigmoid(2 * inner), torch.sigmoid(-2 * inner)
+        return s + 2 * g * (s * rest) * slope
     if activation == "gelu":
         return 0.5 * torch.erfc(g * -math.sqrt(0.5)) + g * torch.exp(-0.5 * g**2) / math.sqrt(2 * math.pi)
     if activation == "silu":
