@@ -179,6 +179,11 @@ def test_compiles_whole(save: str) -> None:
             r"gated_mlp: w_down must have as many columns as there are gated features, F = 40",
         ),
         (
+            {3: torch.randn(1, 32, 40)},
+            ValueError,
+            r"gated_mlp: w_down must have 2 dimensions, got \(1, 32, 40\); pass it as \(O, F\)",
+        ),
+        (
             {6: torch.randn(31)},
             ValueError,
             r"gated_mlp: b_down must be contiguous, of shape \(32,\), got shape \(31,\)",

@@ -15,6 +15,7 @@ from .._common import FLOATS, check_bool, check_one_of, dtype_name, fail, jit_tr
 from ._op import IMPLEMENTATIONS, unavailable
 from ._problem import ACTIVATIONS, LAYOUTS, SAVES, Spec
 
+BOTH = "(2F, D)"  # the form of a weight that holds both halves
 GATE_FIRST = "pass True where the first half is the gate"
 
 # Encoded specs of calls that passed validation, keyed by everything except the values of tensors. The bound only guards
@@ -60,7 +61,7 @@ def _check(
     for name, value in zip(names[:2], (weight, weight_gate), strict=True):
         if value is not None or name == names[0]:
             _check_like(op, name, value, x)
-            _check_matrix(op, name, value, features, weight_gate is None)
+            _check_matrix(op, name, value, features, BOTH if weight_gate is None else "(F, D)")
     if weight_gate is None:
         _check_both(op, names[0], weight, layout)
         hidden = weight.shape[0] // 2 if weight.dim() == 2 else weight.shape[0 if layout == "interleaved" else 1]
@@ -141,11 +142,12 @@ def _check_like(op: str, name: str, value: Any, x: Tensor) -> None:
 
 
 def _check_matrix(
-    op: str, name: str, weight: Tensor, features: int, both: bool, contract: str = "the last dimension of x, D"
+    op: str, name: str, weight: Tensor, features: int, form: str, contract: str = "the last dimension of x, D"
 ) -> None:
+    both = form == BOTH
     if weight.dim() != 2 and not (both and weight.dim() == 3):
         wanted = "2 or 3 dimensions" if both else "2 dimensions"
-        fail(op, name, f"have {wanted}", tuple(weight.shape), "pass it as (2F, D)" if both else "pass it as (F, D)")
+        fail(op, name, f"have {wanted}", tuple(weight.shape), f"pass it as {form}")
     if weight.shape[-1] != features:
         fail(
             op, name, f"have {contract} = {features}", tuple(weight.shape),
@@ -192,6 +194,6 @@ def _check_entries(op: str, name: str, bias: Tensor, shapes: tuple[tuple[int, ..
 def _check_down(op: str, names: list[str], down: list[Any], hidden: int, x: Tensor) -> None:
     weight, bias = down
     _check_like(op, names[0], weight, x)
-    _check_matrix(op, names[0], weight, hidden, False, "as many columns as there are gated features, F")
+    _check_matrix(op, names[0], weight, hidden, "(O, F)", "as many columns as there are gated features, F")
     if bias is not None:
         _check_bias(op, names[1], bias, weight.shape[0], x)
