@@ -72,6 +72,13 @@ def check_number(op: str, name: str, value: object, fix: str) -> None:
         fail(op, name, contract, shown(value), fix)
 
 
+def records_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an operation on these tensors: never in inference mode, even if gradients are enabled in it."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    # torch.compile cannot trace the question.
+    return wanted and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+
+
 def transforms_active() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is active. Under tracing only transforms are
     checked; `requires_grad` is not reliable under these."""

@@ -256,6 +256,23 @@ def test_a_checkpoint_overwrites_what_it_computed_again(monkeypatch: pytest.Monk
     assert answers == [True]
 
 
+def test_inference_mode_records_nothing_even_with_gradients_enabled() -> None:
+    """As with `F.linear`; its tensors could not be saved for a backward."""
+    x, weight, bias = leaves()
+    w_down = torch.randn(3, 4, device=DEVICE)
+
+    def results(x: Tensor) -> list[Tensor]:
+        stacked = stacked_gate(functional.linear(x, weight), "silu", gate_first=True)
+        return [geglu_linear(x, weight, bias), gated_mlp(x, weight, None, w_down, activation="silu"), stacked]
+
+    expected = results(x)
+    with torch.inference_mode(), torch.enable_grad():
+        found = results(x.clone())
+    for y, true in zip(found, expected, strict=True):
+        assert not y.requires_grad
+        torch.testing.assert_close(y.clone(), true.detach())
+
+
 def test_saved_tensors_on_the_host() -> None:
     inputs = leaves()
     dy = torch.randn(6, 4, device=DEVICE)

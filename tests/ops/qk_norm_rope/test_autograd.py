@@ -213,6 +213,16 @@ def test_tables_may_require_grad_where_none_is_recorded() -> None:
             fusewise.qk_norm_rope(*tensors, inv_freq=frequencies)
 
 
+def test_inference_mode_records_nothing_even_with_gradients_enabled() -> None:
+    tensors = leaves("head")
+    expected = fusewise.qk_norm_rope(*tensors, inv_freq=FREQ)
+    with torch.inference_mode(), torch.enable_grad():
+        found = fusewise.qk_norm_rope(*(t.clone() for t in tensors[:2]), *tensors[2:], inv_freq=FREQ)
+    for y, true in zip(found, expected, strict=True):
+        assert not y.requires_grad
+        torch.testing.assert_close(y.clone(), true.detach())
+
+
 def test_compiled_transform() -> None:
     tensors = tuple(x.detach() for x in leaves("all"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -383,8 +384,10 @@ def test_tables_may_require_grad_where_none_is_recorded(place: Place) -> None:
 def test_inference_mode_and_no_grad_record_nothing() -> None:
     q, k, kwargs = inputs(Place("reference", "cpu"))
     want = fusewise.rope(q, k, **kwargs)
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
+    for modes in ([torch.no_grad()], [torch.inference_mode()], [torch.inference_mode(), torch.enable_grad()]):
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             ys = fusewise.rope(q, k, **kwargs)
         for y, w in zip(ys, want, strict=True):
             assert not y.requires_grad

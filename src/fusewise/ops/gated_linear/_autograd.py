@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, jit_traces, recorded_by_operators, unpacked, wants_formula
+from .._common import apply_function, jit_traces, recorded_by_operators, records_gradients, unpacked, wants_formula
 from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
@@ -28,8 +28,7 @@ HOOKS_OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors must go through the autograd function."""
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return wanted and not recorded_by_operators()
+    return records_gradients(*tensors) and not recorded_by_operators()
 
 
 def seen_by_hooks() -> bool:

@@ -23,6 +23,7 @@ from .._common import (
     apply_function,
     empty_like,
     recorded_by_operators,
+    records_gradients,
     transforms_active,
     unpacked,
     wants_formula,
@@ -237,11 +238,7 @@ def apply(q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor
     if transforms_active():
         rotation, norm, _ = _split(call)
         ys = reference.formula(*lists(q, k, q_weight, k_weight), rotation, norm)
-    elif (
-        not recorded_by_operators()
-        and torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, q_weight, k_weight))
-    ):
+    elif records_gradients(q, k, q_weight, k_weight) and not recorded_by_operators():
         return apply_function(_QkNormRope, q, k, q_weight, k_weight, *call)
     else:
         ys = _op(*lists(q, k, q_weight, k_weight), *call)

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common import apply_function, empty_like, jit_traces, recorded_by_operators, transforms_active, unit_stride
+from .._common import (
+    apply_function,
+    empty_like,
+    jit_traces,
+    recorded_by_operators,
+    records_gradients,
+    transforms_active,
+    unit_stride,
+)
 from .._overlap import check_apart
 from .._register import copies_wrongly, register
 from . import _auto, _host
@@ -175,9 +183,7 @@ def _rotate(q: Tensor | None, k: Tensor | None, call: tuple[Any, ...], strides: 
 
 def needs_autograd(q: Tensor | None, k: Tensor | None) -> bool:
     """Whether a call on q and k must go through autograd (reverse mode, forward mode or a functorch transform)."""
-    if torch.is_grad_enabled() and ((q is not None and q.requires_grad) or (k is not None and k.requires_grad)):
-        return True
-    return transforms_active()
+    return records_gradients(q, k) or transforms_active()
 
 
 def readable(dy: Tensor) -> Tensor:
