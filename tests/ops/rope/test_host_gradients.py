@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusewise
 
-from .host_calls import TABLE, by_python, empty_cache, qk  # noqa: F401 (a fixture)
+from .host_calls import TABLE, by_python, empty_cache, qk, recalled  # noqa: F401 (a fixture)
 from .support import assert_bits
 
 
@@ -60,6 +60,18 @@ def test_gradients_have_the_layout_of_their_tensors() -> None:
         assert dq.stride() == q.stride() == y.stride()
         (dq,) = torch.autograd.grad(fusewise.rope(q, **TABLE).sum(), q)  # an expanded scalar
         assert dq.stride() == q.stride()
+
+
+def test_inference_mode_records_nothing_even_with_gradients_enabled() -> None:
+    remembered(**TABLE)
+    xs = qk(requires_grad=True)
+    expected = fusewise.rope(*xs, **TABLE)
+    with torch.inference_mode(), torch.enable_grad():
+        assert recalled(fusewise.rope, *xs, **TABLE) is not None
+        ys = fusewise.rope(*xs, **TABLE)
+    for y, z in zip(ys, expected, strict=True):
+        assert y.is_inference() and not y.requires_grad
+        assert_bits(y, z.detach())
 
 
 @pytest.mark.parametrize("wanted", [0, 1])

@@ -138,7 +138,8 @@ struct Arguments : Tensors {
 
   bool records() const {
     const auto wanted = [](const Tensor* one) { return one != nullptr && one->requires_grad(); };
-    return at::GradMode::is_enabled() && (wanted(x[0]) || wanted(x[1]) || wanted(weights[0]) || wanted(weights[1]));
+    if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return false;
+    return wanted(x[0]) || wanted(x[1]) || wanted(weights[0]) || wanted(weights[1]);
   }
 
  private:
