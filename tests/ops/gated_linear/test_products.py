@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusewise.lab.memory import growth
 from fusewise.lab.truth import errors
-from fusewise.ops.gated_linear import _autograd, _op, _products, gated_linear, gated_mlp
+from fusewise.ops.gated_linear import _autograd, _chunks, _onednn, _op, _products, gated_linear, gated_mlp
 from fusewise.ops.gated_linear._problem import SAVES, stride_unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,6 +202,26 @@ def test_the_mlp_by_products_of_aligned_rows(impl: str, save: Any) -> None:
             return functional.linear(eager(x, u, g, bu, bg), d, bd)
 
         compare(ours, usual, (x, gate, up, down, b_gate, b_up, b_down), dz)
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or INTERPRETER, reason="elsewhere products may take memory of their own")
+@pytest.mark.usefixtures("_padded")
+def test_the_peak_of_recomputing_with_unaligned_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """y, du and dg of half of the features, and an aligned copy of one of them."""
+    monkeypatch.setattr(_chunks, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(_chunks, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(_onednn, "there", lambda: False)
+    rows, features, hidden = 1024, 24, 2047
+    leaves = tuple(t.requires_grad_() for t in (randn(rows, features), randn(2 * hidden, features)))
+    dy = randn(rows, hidden)
+
+    def step() -> Any:
+        y = gated_linear(*leaves, activation="silu", save="input")
+        return y, torch.autograd.grad(y, leaves, dy)
+
+    step()  # builds kernels
+    _, grown = growth(step, torch.device(DEVICE))
+    assert grown is not None and grown.peak < 3 * rows * hidden * 2
 
 
 def test_a_cpu_few_rows_and_a_trace_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from . import _op, _products, reference
 from ._problem import Halves, Spec, features_out, pair, rows, split_preact
 
 #: Size of both pre-activations from which memory matters more than an additional product: they become two tensors, each
-#: freed as soon as it is not needed, and a recomputing backward processes one half of the features at a time.
+#: freed as soon as it is not needed, and a recomputing backward processes one half of the features at a time. So it does
+#: where the products need a copy of what it computes.
 LARGE_BYTES = 256 << 20
 #: Modules of torch's own saved-tensor hooks, which keep a tensor only for backward.
 HOOKS_OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
@@ -59,6 +60,11 @@ def large(x_MD: Tensor, hidden: int) -> bool:
     if type(x_MD) is not Tensor or torch.compiler.is_compiling():
         return False
     return 2 * x_MD.shape[0] * hidden * x_MD.element_size() >= LARGE_BYTES
+
+
+def unaligned(x_MD: Tensor, hidden: int) -> bool:
+    """Whether the backward's products need padded copies of du and dg with F = `hidden` columns."""
+    return _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE != 0
 
 
 def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:
@@ -133,7 +139,7 @@ class GatedLinear(torch.autograd.Function):
         saved: Sequence[Tensor] = ()
         if save == "input":
             y = _op.op_gated_linear(x_MD, *weights, text, impl)
-        elif _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE:
+        elif unaligned(x_MD, hidden):
             # Two matrices with rows zero-padded to an aligned length: the backward's products need no copies of them.
             saved = [_products.padded_buffer(x_MD, x_MD.shape[0], hidden) for _ in range(2)]
             y = _op.op_gated_linear_preact_into(x_MD, *weights, text, impl, *[part[:, :hidden] for part in saved])
@@ -162,7 +168,7 @@ class GatedLinear(torch.autograd.Function):
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
         # Not `saved and`: Dynamo of torch 2.11 has no truth of tuples.
         overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)
-        if len(saved) == 0 and large(x_MD, dy_MF.shape[1]):
+        if len(saved) == 0 and (large(x_MD, dy_MF.shape[1]) or unaligned(x_MD, dy_MF.shape[1])):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(saved) == 2:
             if overwrites:
