@@ -22,7 +22,7 @@ import fusewise
 from fusewise.nn import GatedMLP
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CONTEXT, BATCH, WIDTH, HEADS, LAYERS, STEPS = 64, 8, 64, 4, 2, 150
+CONTEXT, BATCH, WIDTH, HEADS, LAYERS, STEPS = 64, 8, 64, 4, 2, 300
 
 
 def corpus() -> Tensor:
