@@ -68,7 +68,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_trace_serves_other_sizes(name: str) -> None:
@@ -81,9 +81,9 @@ def test_a_trace_serves_other_sizes(name: str) -> None:
     torch.testing.assert_close(found, function(*(x.clone() for x in second.values())))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.(save|load)` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.(save|load)` is deprecated")
 @pytest.mark.parametrize("kind", [transformers.LlamaMLP, transformers.Phi3MLP, liger.LigerTiledSwiGLUMLP])
 def test_a_traced_mlp_can_be_saved_and_trained(kind: Any, tmp_path: Path) -> None:
     mlp = kind(CONFIG).to(DEVICE)

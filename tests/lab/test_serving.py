@@ -43,7 +43,7 @@ def test_the_engines_own_python_agrees_with_float64_and_scripts_and_has_a_twin_i
     assert [x.dim() for x in p.tensors] == [2, 2]
     assert program.enter(*p.tensors)[2].dtype == torch.int64
     assert truth.check(p, Run(program.function, program.enter, program.leave)).reason == ""
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(program.function)
     eager = p.eager(p.tensors)
     assert all(map(torch.equal, scripted(*program.enter(*p.tensors)), eager))

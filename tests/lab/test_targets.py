@@ -130,7 +130,7 @@ def _small(monkeypatch):
 
 def assert_scripted_and_jax_agree(p, request):
     """They must agree with eager code, which has been checked before."""
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(p.program().function)
     assert torch.allclose(scripted(*p.tensors), p.eager(p.tensors)[0])
     dlpack = request.getfixturevalue("jax").dlpack

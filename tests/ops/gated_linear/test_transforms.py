@@ -199,7 +199,7 @@ def test_a_bias_shaped_as_its_weight_compiles_where_sizes_are_symbols(hidden: in
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("save", ["preact", "input"])
 def test_a_jit_trace_serves_other_sizes(save: Any) -> None:

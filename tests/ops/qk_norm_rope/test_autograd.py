@@ -255,7 +255,7 @@ def test_checkpointing() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_jit_trace_serves_other_sizes_and_records_gradients() -> None:
     def f(*tensors: Tensor) -> Any:

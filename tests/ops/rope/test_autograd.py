@@ -417,7 +417,7 @@ def test_vmap_over_any_number_of_entries(entries: int, k_dim: int | None) -> Non
         torch.func.vmap(lambda q: fusewise.rope(q, **kwargs, out=q))(torch.randn(2, *q.shape))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_jit_trace_serves_other_sizes_and_records_gradients(in_place: bool) -> None:
