@@ -24,8 +24,9 @@ from .process import WorkerFailed
 from .record import Measurement, Record, Row
 from .seats import Seat, Seats
 
-#: A provider that takes this many times as long as the fastest, and this many seconds per turn, is dropped after as
-#: many rounds as a comparison needs: more rounds would not change the result and would cost the others time.
+#: A provider that takes this many times as long as the fastest has turns of at most this many seconds after the first
+#: round. If even one sample takes longer, it is dropped after as many rounds as a comparison needs: more would not change
+#: the result and would cost the others time.
 HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
 #: Providers that take at most ALIKE times as long as the fastest, and floors that take at least 1 / ALIKE of its time,
 #: use the same number of samples per turn.
@@ -48,19 +49,14 @@ class Listener(Protocol):
     def rows(self, rows: Sequence[Row]) -> None: ...
 
 
-def _samples(warmed: Mapping[str, Mapping[str, Any]], calls: int) -> dict[str, int]:
-    """Samples per turn, each of `calls`, by provider. A GPU at its power limit slows down within a turn, so providers
-    about as fast as the fastest all use the smallest number that any of them asks for. The others use their own, the
-    hopelessly slow ones no more than HOPELESS_SECONDS allow.
+def _samples(warmed: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Samples per turn, by provider. A GPU at its power limit slows down within a turn, so providers about as fast as
+    the fastest all use the smallest number that any of them asks for. The others use their own.
     """
     fastest = min((found["estimate_us"] for name, found in warmed.items() if not analysis.is_floor(name)), default=0.0)
     alike = {n for n, found in warmed.items() if fastest <= ALIKE * found["estimate_us"] <= ALIKE**2 * fastest}
     common = min((warmed[name]["samples"] for name in alike), default=0)
-    own = {name: int(found["samples"]) for name, found in warmed.items()}
-    for name, found in warmed.items():
-        if 0 < HOPELESS * fastest < found["estimate_us"]:
-            own[name] = max(1, min(own[name], int(HOPELESS_SECONDS * 1e6 / (found["estimate_us"] * calls))))
-    return {name: common if name in alike else own[name] for name in warmed}
+    return {name: common if name in alike else int(found["samples"]) for name, found in warmed.items()}
 
 
 def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> int:
@@ -70,13 +66,15 @@ def _calls(warmed: Mapping[str, Mapping[str, Any]]) -> int:
     return max(1, min(most, int(SAMPLE_SECONDS * 1e6 / fastest))) if fastest else most
 
 
-def _hopeless(measurement: Measurement, fastest_us: float) -> bool:
-    """Whether a provider was too slow in every round: on a busy machine anyone can be slow in one."""
+def _slow(measurement: Measurement, fastest_us: float) -> bool:
+    """Whether a provider was far slower in every round: on a busy machine anyone can be slow in one."""
+    return all(median(turn["device_us"]) > HOPELESS * fastest_us for turn in measurement.rounds)
+
+
+def _long(measurement: Measurement) -> bool:
+    """Whether every turn exceeded HOPELESS_SECONDS."""
     calls = measurement.prepared.get("calls_per_sample", 1)
-    return all(
-        sum(turn["device_us"]) * calls / 1e6 > HOPELESS_SECONDS and median(turn["device_us"]) > HOPELESS * fastest_us
-        for turn in measurement.rounds
-    )
+    return all(sum(turn["device_us"]) * calls / 1e6 > HOPELESS_SECONDS for turn in measurement.rounds)
 
 
 def share(left: float, groups: int, preparing: Sequence[float]) -> float:
@@ -246,14 +244,16 @@ class Study:
             measurements[seat.name].prepared |= asked(seat, "warm", "the warm-up") or {}
         seats = [s for s in seats if replies[s.name]["ok"]]
         warmed = {s.name: measurements[s.name].prepared for s in seats}
-        calls = _calls(warmed)
-        samples = _samples(warmed, calls)
+        samples, calls = _samples(warmed), _calls(warmed)
         for name, count in samples.items():
             measurements[name].prepared |= {"samples": count, "calls_per_sample": calls}
+        own, took = dict(samples), dict[str, float]()  # seconds per sample in the last turn
         patient = seats  # the providers that still take part in every round
         for number in range(options.max_rounds):
             for seat in self.random.sample(patient, len(patient)):
+                begun = time.monotonic()
                 turn = asked(seat, "round", f"round {number}", samples=samples[seat.name], calls=calls)
+                took[seat.name] = (time.monotonic() - begun) / samples[seat.name]
                 if turn is None:
                     seats = [s for s in seats if s is not seat]
                     patient = [s for s in patient if s is not seat]
@@ -261,12 +261,16 @@ class Study:
                     measurements[seat.name].rounds.append({"round": number, **turn})
             medians = {s.name: list(analysis.round_medians(measurements[s.name]).values()) for s in patient}
             self.listener.round(number, {name: values[-1] for name, values in medians.items()})
+            times = {n: median(v) for n, v in medians.items() if not analysis.is_floor(n)}
+            slow = {n for n in times if _slow(measurements[n], min(times.values()))}
+            for name in times:
+                most = max(1, int(HOPELESS_SECONDS / max(took[name], 1e-9)))
+                samples[name] = min(own[name], most) if name in slow else own[name]
             if number + 1 >= FEWEST_ROUNDS:
-                times = {n: median(v) for n, v in medians.items() if not analysis.is_floor(n)}
-                slow = {n for n in times if _hopeless(measurements[n], min(times.values()))}
-                for name in slow:
+                left = {name for name in slow if _long(measurements[name])}
+                for name in left:
                     measurements[name].prepared["left_after_rounds"] = number + 1
-                patient = [s for s in patient if s.name not in slow]
+                patient = [s for s in patient if s.name not in left]
             if not seats or number + 1 < options.min_rounds:
                 continue
             precise = all(analysis.relative_standard_error(v) <= options.precision for v in medians.values())
