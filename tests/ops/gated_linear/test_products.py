@@ -185,6 +185,40 @@ def test_gradients_by_products_of_aligned_rows(
 
 
 @pytest.mark.usefixtures("_padded")
+@pytest.mark.parametrize(("hidden", "parts"), [(1, [1]), (127, [127]), (129, [128, 1])])
+def test_recomputing_takes_no_empty_part(hidden: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no kernel describes."""
+    taken, recompute = [], _op.op_recompute_grad
+
+    def seen(dy: Tensor, *rest: Any) -> Any:
+        taken.append(dy.shape[1])
+        return recompute(dy, *rest)
+
+    monkeypatch.setattr(_op, "op_recompute_grad", seen)
+    leaves = tuple(t.requires_grad_() for t in (randn(40, 24), randn(2 * hidden, 24)))
+    y = gated_linear(*leaves, activation="silu", save="input")
+    torch.autograd.grad(y, leaves, randn(40, hidden))
+    assert taken == parts
+
+
+@pytest.mark.usefixtures("_padded")
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_recomputing_with_unaligned_features_spares_the_products_of_what_is_frozen(frozen: int) -> None:
+    tensors = randn(40, 24), randn(29, 24), randn(29, 24)
+    found = []
+    for wanted in ([0, 1, 2], [i for i in range(3) if i != frozen]):
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+        y = gated_linear(leaves[0], leaves[1], w_gate=leaves[2], activation="silu", save="input", impl="reference")
+        with Products() as products:
+            gradients = torch.autograd.grad(y, [leaves[i] for i in wanted], torch.ones_like(y))
+        found.append((dict(zip(wanted, gradients, strict=True)), len(products.seen)))
+    (every, most), (some, seen) = found
+    assert seen < most
+    for i, gradient in some.items():
+        assert torch.equal(gradient, every[i])
+
+
+@pytest.mark.usefixtures("_padded")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("impl", [i for i in IMPLS if i != "reference"])
 def test_the_mlp_by_products_of_aligned_rows(impl: str, save: Any) -> None:

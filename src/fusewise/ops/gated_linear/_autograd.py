@@ -201,10 +201,10 @@ def _backward_by_slices(
     text = Spec(spec.activation, "separate").encode()
     hidden = dy.shape[1]
     dx = None
-    dweights = [None if t is None or not (wants[1] or wants[2]) else _new_like(t) for t in (weight, weight_gate)]
+    dweights = [_new_like(t) if wanted else None for t, wanted in zip((weight, weight_gate), wants[1:3], strict=True)]
     dbias = _op.new_dbias(x_MD, hidden, wants_bias)
-    to_weight = None if dweights[0] is None else Halves.of(spec, dweights[0], dweights[1])
-    middle = (hidden // 2 + 127) // 128 * 128
+    to_weights = dweights if weight_gate is not None or dweights[0] is None else Halves.of(spec, dweights[0])[:2]
+    middle = (max(1, hidden // 2) + 127) // 128 * 128  # not 0 for a single feature: no kernel takes an empty matrix
     whole_x = _products.operand(x_MD)
     x_MD = whole_x[:, : x_MD.shape[1]]
     for part in [slice(0, hidden)] if middle >= hidden else [slice(0, middle), slice(middle, hidden)]:
@@ -213,11 +213,12 @@ def _backward_by_slices(
             dy[:, part], x_MD, halves.value[part], halves.gate[part], *parts, text, impl, wants_bias
         )  # fmt: skip
         with reference.exact(x):
-            for i, half in enumerate((halves.value[part], halves.gate[part])):
+            for du_or_dg, half, to in zip(dpreact, halves[:2], to_weights, strict=True):
                 if wants[0]:
-                    dx = _products.product(dpreact[i], half, dx)
-                if to_weight is not None:
-                    _products.transposed(dpreact[i], whole_x, (to_weight.value, to_weight.gate)[i][part])
+                    dx = _products.product(du_or_dg, half[part], dx)
+                if to is not None:
+                    _products.transposed(du_or_dg, whole_x, to[part])
+            del du_or_dg
         if wants_bias:
             dbias[:, part] = sums
         del dpreact  # before the next is allocated
