@@ -126,6 +126,19 @@ def test_in_place_on_one_of_several_views_made_at_once(made: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_inference_mode_leaves_the_graph_of_a_tensor_alone() -> None:
+    """Even with gradients enabled in it, as eager writes do."""
+    cos, sin = table()
+    leaf = randn(B, T, 3, H, D).requires_grad_()
+    for qkv in (leaf * 1, leaf):
+        made_by = qkv.grad_fn
+        with torch.inference_mode(), torch.enable_grad():
+            want = rotate(qkv[:, :, 0].clone(), rows(cos, 0), rows(sin, 0)).clone()
+            assert apply_rotary_emb_qkv_(qkv, cos, sin) is qkv
+        assert qkv.grad_fn is made_by
+        assert_rotated(qkv.detach()[:, :, 0], want)
+
+
 def test_module_in_place_on_split_projections() -> None:
     w = randn(4 * D, 6).requires_grad_()
     x = randn(B, T, 6)

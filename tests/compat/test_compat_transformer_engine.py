@@ -342,3 +342,13 @@ def test_split_results_may_be_modified_in_place_in_training() -> None:
         q, k = (q.mul_(2), k.add_(1)) if in_place else (q * 2, k + 1)
         gradients += torch.autograd.grad((q.square().sum() + k.square().sum() + v.sum()), leaf)
     assert torch.equal(*gradients)
+
+
+def test_inference_mode_records_nothing_even_with_gradients_enabled() -> None:
+    qkv, angles = randn(8, 2, 4, 3 * D).requires_grad_(), freqs()[0]
+    expected = apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, [D, D, D])
+    with torch.inference_mode(), torch.enable_grad():
+        q, k, _ = apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, [D, D, D])  # v is a view, as in eager code
+        assert not q.requires_grad and not k.requires_grad
+        for y, true in zip((q, k), expected, strict=False):
+            torch.testing.assert_close(y, true.detach())

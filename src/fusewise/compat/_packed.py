@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..ops._common import transforms_active, wants_formula
+from ..ops._common import records_gradients, transforms_active, wants_formula
 from ..ops.rope import _op, rope, rope_
 from ..ops.rope._validate import DEFAULTS, validated
 from ..ops.rope._written import check_written
@@ -26,7 +26,7 @@ def rotate_in_place(x: Tensor, parts: Parts, call: dict[str, Any], tables_k: tup
     """Rotate the parts of x in place; return x, or the tensor that carries its gradient."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         explain("apply_rotary_emb", "x", x)
-    recorded = x.requires_grad and torch.is_grad_enabled()
+    recorded = records_gradients(x)
     if transforms_active() or (recorded and torch.compiler.is_compiling()):
         return _overwritten(x, parts, call, tables_k)
     if not recorded:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._common import fail, shown, transforms_active, wants_formula
+from ..ops._common import fail, records_gradients, shown, transforms_active, wants_formula
 from ..ops.rope import _op, rope
 from ..ops.rope._validate import INTS
 from ..ops.rope._validate import check_tensor as check_operand
@@ -76,7 +76,7 @@ def apply_fused_qkv_rotary_pos_emb(
         tables.append(angle_table(op, "k_freqs", k_freqs))
     call = _folded_positions(qkv, tensor_format, start_positions, context_parallel)
     call["pairing"] = pairing(op, "interleaved", interleaved)
-    recorded = qkv.requires_grad and torch.is_grad_enabled()
+    recorded = records_gradients(qkv)
     if recorded and not torch.compiler.is_compiling() and not transforms_active():
         split: tuple[Tensor, Tensor, Tensor] = _split_rotate(qkv, widths, tensor_format, call, *tables)
         return split

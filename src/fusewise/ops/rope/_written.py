@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import fail, transforms_active
+from .._common import fail, records_gradients, transforms_active
 from .._overlap import check_apart, overlaps
 from ._validate import DEFAULTS, check_tensor, check_unit_stride, shape_of
 
@@ -79,7 +79,7 @@ def check_followed(xs: tuple[Tensor, ...]) -> None:
             RuntimeError,
         )
     for name, x in zip(("q", "k"), xs, strict=False):
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if not records_gradients(x):
             continue
         if x.is_leaf:
             fail("rope_", name, "not be a leaf that requires grad", "a leaf", "use rope", RuntimeError)
