@@ -71,12 +71,6 @@ def _slow(measurement: Measurement, fastest_us: float) -> bool:
     return all(median(turn["device_us"]) > HOPELESS * fastest_us for turn in measurement.rounds)
 
 
-def _long(measurement: Measurement) -> bool:
-    """Whether every turn exceeded HOPELESS_SECONDS."""
-    calls = measurement.prepared.get("calls_per_sample", 1)
-    return all(sum(turn["device_us"]) * calls / 1e6 > HOPELESS_SECONDS for turn in measurement.rounds)
-
-
 def share(left: float, groups: int, preparing: Sequence[float]) -> float:
     """Seconds for the rounds of this group, with `left` seconds for it and all later groups. Later groups also need to
     be prepared: each is assumed to take as long as the quickest so far, excluding the first, which includes one-time
@@ -267,7 +261,7 @@ class Study:
                 most = max(1, int(HOPELESS_SECONDS / max(took[name], 1e-9)))
                 samples[name] = min(own[name], most) if name in slow else own[name]
             if number + 1 >= FEWEST_ROUNDS:
-                left = {name for name in slow if _long(measurements[name])}
+                left = {name for name in slow if took[name] > HOPELESS_SECONDS}
                 for name in left:
                     measurements[name].prepared["left_after_rounds"] = number + 1
                 patient = [s for s in patient if s.name not in left]

@@ -62,9 +62,9 @@ def large(x_MD: Tensor, hidden: int) -> bool:
     return 2 * x_MD.shape[0] * hidden * x_MD.element_size() >= LARGE_BYTES
 
 
-def unaligned(x_MD: Tensor, hidden: int) -> bool:
-    """Whether the backward's products need padded copies of du and dg with F = `hidden` columns."""
-    return _products.pads(x_MD) and hidden % _products.COLUMN_MULTIPLE != 0
+def unaligned(x_MD: Tensor, columns: int) -> bool:
+    """Whether the backward's products need padded copies of a gradient of the pre-activations with so many columns."""
+    return _products.pads(x_MD) and columns % _products.COLUMN_MULTIPLE != 0
 
 
 def input_gradient(dpreact: Tensor, weight: Tensor, weight_gate: Tensor | None, spec: Spec) -> Tensor:
@@ -168,7 +168,8 @@ class GatedLinear(torch.autograd.Function):
         wants_bias = bias is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
         # Not `saved and`: Dynamo of torch 2.11 has no truth of tuples.
         overwrites = len(saved) > 0 and may_overwrite(saved[0], seen)
-        if len(saved) == 0 and (large(x_MD, dy_MF.shape[1]) or unaligned(x_MD, dy_MF.shape[1])):
+        hidden = dy_MF.shape[1]
+        if len(saved) == 0 and (large(x_MD, hidden) or unaligned(x_MD, 2 * hidden if spec.fused else hidden)):
             return *_backward_by_slices(ctx, dy_MF, x, x_MD, tensors, spec, impl, wants_bias), None, None, None
         if len(saved) == 2:
             if overwrites:
