@@ -141,17 +141,22 @@ def test_samples_have_fewer_calls_where_even_the_fastest_takes_long(monkeypatch,
     assert {m.prepared["calls_per_sample"] for m in made.measurements} == {calls}
 
 
-def test_a_hopelessly_slow_provider_has_few_samples_or_three_rounds_and_its_verdict(monkeypatch, tmp_path):
-    """After the first round the turns of one that takes more than ten times as long fit into 50 ms, or have one sample, and end
-    with the third round."""
+def timed(monkeypatch, kind):
+    """The machine, with its virtual time as the study's clock."""
 
-    class Timed(Machine):
+    class Timed(kind):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             monkeypatch.setattr(study, "time", SimpleNamespace(monotonic=lambda: self.now / 1e6))
 
+    return Timed
+
+
+def test_a_hopelessly_slow_provider_has_few_samples_or_three_rounds_and_its_verdict(monkeypatch, tmp_path):
+    """After the first round the turns of one that takes more than ten times as long fit into 50 ms, or have one sample, and end
+    with the third round."""
     times = {"floor-copy": 9.0, "eager": 100.0, "liger": 1010.0, "thunder": 1.8e4, "tvm": 8e4}
-    made = studied(monkeypatch, tmp_path, times, kind=Timed, spread=0.004, drift=0.0)
+    made = studied(monkeypatch, tmp_path, times, kind=timed(monkeypatch, Machine), spread=0.004, drift=0.0)
     turns = {m.provider: [len(turn["device_us"]) for turn in m.rounds] for m in made.measurements}
     whole = dict.fromkeys(("floor-copy", "eager", "eager#2", "liger"), [5] * 12)
     assert {name: turns[name] for name in whole} == whole
@@ -163,20 +168,27 @@ def test_a_hopelessly_slow_provider_has_few_samples_or_three_rounds_and_its_verd
     assert row.device_us == pytest.approx(8e4, rel=0.3)
 
 
-def test_one_round_on_a_busy_machine_makes_nobody_hopeless(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("stalled", "samples"), [(0, [5, 1, *[5] * 10]), (2, [5] * 12)])
+def test_one_round_on_a_busy_machine_makes_nobody_hopeless(monkeypatch, tmp_path, stalled, samples):
+    """After the first round it seems so, and the second is short."""
+
     class Stalled(Machine):
-        """One provider waits for a core during its third turn of five samples."""
+        """One provider waits for a core during one of its turns of five samples."""
 
         count = 0
 
         def sample(self, provider):
             self.count += provider == "liger"
-            return super().sample(provider) + (5e4 if provider == "liger" and 10 < self.count <= 15 else 0.0)
+            waits = provider == "liger" and 5 * stalled < self.count <= 5 * stalled + 5
+            self.now += 5e4 * waits
+            return super().sample(provider) + 5e4 * waits
 
-    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 100.0}, kind=Stalled, spread=0.004)
+    kind = timed(monkeypatch, Stalled)
+    made = studied(monkeypatch, tmp_path, {"eager": 100.0, "liger": 100.0}, kind=kind, spread=0.004)
     assert {len(m.rounds) for m in made.measurements} == {12}
-    (stalled,) = (m for m in made.measurements if m.provider == "liger")
-    assert min(stalled.rounds[2]["device_us"]) > 5e4
+    (found,) = (m for m in made.measurements if m.provider == "liger")
+    assert [len(turn["device_us"]) for turn in found.rounds] == samples
+    assert min(found.rounds[stalled]["device_us"]) > 5e4
 
 
 def test_the_verdict_is_what_was_put_in(monkeypatch, tmp_path):

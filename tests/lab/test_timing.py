@@ -220,6 +220,7 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, host,
     assert len(cuda.holds) == attempts
     assert cuda.holds == sorted(cuda.holds)
     assert turn.clocks == {"sm_mhz": 1980}
+    assert 0 < turn.host_us < 1000
     assert begun[:12] == [0, 1, 2, 3] * 3
 
 
