@@ -15,6 +15,7 @@ from fusewise.lab.code import ours, passes, triton_kernels
 from fusewise.lab.code.stage import Stage
 from fusewise.lab.problem import Task
 from fusewise.lab.providers.ours import GatedCuda
+from fusewise.ops.gated_linear import _cuda
 
 SOURCE = Path(fusewise.__file__).parents[1]
 
@@ -202,6 +203,8 @@ def test_the_ledger_of_the_gated_units_cuda_kernels() -> None:
 
 
 def test_what_gluon_computes_in_less_time_is_in_the_ledger_as_its() -> None:
+    """Even if this process asked before, of the machine it runs on, what Gluon computes here."""
+    _cuda.lacks("forward", 2048, torch.empty(1024, 512, dtype=torch.bfloat16))
     problem = targets.problem_for(Task("geglu", "quick-square", "bf16", "fwd+bwd", "cpu", 0))
     forward, gradient, *_ = GatedCuda().traffic(problem.compact(), "sm_90")
     assert "preact" in forward.name and forward.name.endswith("gluon") and gradient.name == "gated_linear (cuda)"

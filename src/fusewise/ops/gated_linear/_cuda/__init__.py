@@ -125,10 +125,10 @@ def _space(key: Key, device: int) -> list[tiles.Config]:
 CHOICE: Tuned[tiles.Config] = Tuned("gated_linear", "cuda", (*SOURCES, FOLDER / "tiles.py"), _space, ("torch",))
 
 
-@functools.cache
 def _gluon_is_there() -> bool:
     from .. import _op
 
+    # Not cached here: `Choice` caches the answer, and drops it where implementations are exchanged.
     return _op.unavailable("gluon", "cuda", torch.bfloat16) is None
 
 
