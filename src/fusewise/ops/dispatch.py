@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._choice import Choice
@@ -75,8 +76,9 @@ def explain_dispatch(op: Callable[..., Any], *args: Any, impl: str = "auto", **k
 
     Raises:
         TypeError: `op` is not a fusewise function that takes `impl=`, the arguments do not match its signature, an
-            argument that must be a tensor is not, or no implementation supports the dtype of q or x.
-        ValueError: `impl` does not exist or cannot serve the tensors, or one of them has no dimension.
+            argument that must be a strided tensor is not, or no implementation supports the dtype of q or x.
+        ValueError: `impl` does not exist or cannot serve the tensors, one of them has no dimension, or q or x has no
+            features.
 
     Example:
         >>> q, angles = torch.randn(1, 4, 2, 64), torch.randn(4, 32)
@@ -139,11 +141,16 @@ def _arguments(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     fix = "pass the arguments of the call"
     for name, parameter in signature.parameters.items():
         value = call.arguments[name]
-        if parameter.annotation == "Tensor" and not isinstance(value, Tensor):
-            fail("explain_dispatch", name, "be a tensor", type(value).__name__, fix, TypeError)
-        if isinstance(value, Tensor) and parameter.annotation == "Tensor" and value.dim() == 0:
+        if parameter.annotation != "Tensor":
+            continue
+        if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided:
+            got = "nested" if getattr(value, "is_nested", False) else getattr(value, "layout", type(value).__name__)
+            fail("explain_dispatch", name, "be a strided tensor", got, fix, TypeError)
+        if value.dim() == 0:
             fail("explain_dispatch", name, "have at least one dimension", "none", fix)
     name = "q" if "q" in call.arguments else "x"
+    if call.arguments[name].shape[-1] == 0:
+        fail("explain_dispatch", name, "have at least one feature", tuple(call.arguments[name].shape), fix)
     dtype = call.arguments[name].dtype
     if dtype not in FLOATS:
         contract = "have dtype float32, bfloat16, float16 or float64"

@@ -88,6 +88,20 @@ def test_the_way_through_triton_is_named_with_its_reason() -> None:
     assert "platform's library" not in told(torch.randn(65, 16).half(), WEIGHT.half()).path
 
 
-def test_a_tensor_without_dimensions_is_named() -> None:
-    with pytest.raises(ValueError, match="explain_dispatch: weight must have at least one dimension, got none"):
-        fusewise.explain_dispatch(fusewise.geglu_linear, torch.randn(3, 4), torch.tensor(1.0))
+@pytest.mark.parametrize(
+    ("x", "weight", "told"),
+    [
+        (torch.randn(3, 4), torch.tensor(1.0), "weight must have at least one dimension, got none"),
+        (torch.randn(3, 0), torch.randn(8, 0), r"x must have at least one feature, got \(3, 0\)"),
+        (torch.randn(3, 4).to_sparse(), torch.randn(8, 4), "x must be a strided tensor, got torch.sparse_coo"),
+        (
+            torch.randn(3, 4),
+            torch.nested.nested_tensor([torch.randn(4)], layout=torch.jagged),
+            "weight must be a strided tensor, got nested",
+        ),
+    ],
+    ids=["no-dimension", "no-features", "sparse", "nested"],
+)
+def test_tensors_that_no_call_takes_are_named(x: torch.Tensor, weight: torch.Tensor, told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^explain_dispatch: {told}; pass the arguments of the call"):
+        fusewise.explain_dispatch(fusewise.geglu_linear, x, weight)
