@@ -72,11 +72,15 @@ def check_number(op: str, name: str, value: object, fix: str) -> None:
         fail(op, name, contract, shown(value), fix)
 
 
+def recording() -> bool:
+    """Whether autograd records operations: never in inference mode, even if gradients are enabled in it."""
+    # torch.compile cannot trace the second question.
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+
+
 def records_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd records an operation on these tensors: never in inference mode, even if gradients are enabled in it."""
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    # torch.compile cannot trace the question.
-    return wanted and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+    """Whether autograd records an operation on these tensors."""
+    return any(x is not None and x.requires_grad for x in tensors) and recording()
 
 
 def transforms_active() -> bool:

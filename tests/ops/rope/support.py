@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -24,6 +25,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS = 64
 BASE = 10_000.0
+
+
+@contextlib.contextmanager
+def inference_with_gradients() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+#: In all of these autograd records nothing.
+RECORDING_NOTHING = (torch.no_grad, torch.inference_mode, inference_with_gradients)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusewise
 from fusewise.ops.rope import _op, reference
 
-from .support import Place, assert_bits, make_table, places, require
+from .support import RECORDING_NOTHING, Place, assert_bits, make_table, places, require
 
 every_place = pytest.mark.parametrize("place", places(interpreted=False))
 every_place_and_the_interpreter = pytest.mark.parametrize("place", places())
@@ -373,8 +372,8 @@ def test_tables_may_require_grad_where_none_is_recorded(place: Place) -> None:
     want = fusewise.rope(q, k, **kwargs)
     kwargs = {**kwargs, "cos": kwargs["cos"].clone().requires_grad_()}
     for _ in range(2):
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode:
+        for mode in RECORDING_NOTHING:
+            with mode():
                 for y, w in zip(fusewise.rope(q, k, **kwargs), want, strict=True):
                     assert_bits(y.clone(), w.detach())
         with pytest.raises(ValueError, match=r"^rope: cos must not require grad"):
@@ -384,10 +383,8 @@ def test_tables_may_require_grad_where_none_is_recorded(place: Place) -> None:
 def test_inference_mode_and_no_grad_record_nothing() -> None:
     q, k, kwargs = inputs(Place("reference", "cpu"))
     want = fusewise.rope(q, k, **kwargs)
-    for modes in ([torch.no_grad()], [torch.inference_mode()], [torch.inference_mode(), torch.enable_grad()]):
-        with contextlib.ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
+    for mode in RECORDING_NOTHING:
+        with mode():
             ys = fusewise.rope(q, k, **kwargs)
         for y, w in zip(ys, want, strict=True):
             assert not y.requires_grad

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusewise
 
-from ..rope.support import assert_bits
+from ..rope.support import RECORDING_NOTHING, assert_bits
 from .cases import CASES, Made, make
 
 Change = Callable[[Made], dict[str, Any]]
@@ -154,7 +154,7 @@ def test_sparse_slots_are_not_those_of_stride_0() -> None:
 
 
 def test_no_grad_and_inference_mode_serve() -> None:
-    for mode in (torch.no_grad, torch.inference_mode):
+    for mode in RECORDING_NOTHING:
         made = make(CASES["hnd"])
         q, before = made.q.requires_grad_(), made.q.detach().clone()
         with mode():

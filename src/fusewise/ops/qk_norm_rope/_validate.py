@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import FLOATS, check_number, check_one_of, fail, jit_traces, kinds
+from .._common import FLOATS, check_number, check_one_of, fail, jit_traces, kinds, recording
 from ..rope._validate import check_tensor, shape_of, validated_as_far
 from ._op import choice
 from ._problem import OVERS, Norm
@@ -47,7 +47,7 @@ def validated(
                     None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), x.requires_grad)
                     for x in (q, k, q_weight, k_weight, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
                 ],
-                type(offset), torch.is_grad_enabled(), *rest, *norm, *kinds(rest), *kinds(norm), impl,
+                type(offset), recording(), *rest, *norm, *kinds(rest), *kinds(norm), impl,
             )  # fmt: skip
             passed = _PASSED.get(key)
             first = 0 if offsets is not None else offset

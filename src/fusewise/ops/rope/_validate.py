@@ -22,6 +22,7 @@ from .._common import (
     jit_traces,
     kinds,
     known,
+    recording,
     shown,
 )
 from ._op import choice
@@ -74,7 +75,7 @@ def validated_as_far(op: str, q: Tensor, k: Tensor | None, options: tuple[Any, .
                     for x in (q, k, cos, sin, cos_sin, angles, inv_freq, positions, offsets, cu_seqlens)
                 ],
                 type(offset),
-                torch.is_grad_enabled(),
+                recording(),
                 *rest,
                 *kinds(rest),
             )
@@ -323,7 +324,7 @@ def _check_table(op: str, q: Tensor, batch: int, rotary_dim: int, a: dict[str, A
         if table is None:
             continue
         check_tensor(op, name, table, dtypes, q.device)
-        if table.requires_grad and torch.is_grad_enabled():
+        if table.requires_grad and recording():
             contract = "not require grad: no gradient of the table is computed"
             fail(op, name, contract, "requires_grad=True", f"call {name}.detach()")
     pairs, name = rotary_dim // 2, given[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._shared.memo import Memo
-from .._common import check_bool, check_one_of, fail, jit_traces, kinds, transforms_active
+from .._common import check_bool, check_one_of, fail, jit_traces, kinds, recording, transforms_active
 from .._overlap import overlaps, overlaps_itself
 from ..rope._problem import LAYOUTS, layout_dims
 from ..rope._validate import (
@@ -119,7 +119,7 @@ def _remembered(
                 for i, x in enumerate(given)
             ],
             cache_layout, write_k, type(write_k), *options[8:], *kinds(options[8:]),
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            recording(), torch.is_inference_mode_enabled(),
         )  # fmt: skip
         return key, _PASSED.get(key)
     except (TypeError, RuntimeError):
@@ -249,7 +249,7 @@ def _check_places(
 def _check_writable(named: dict[str, Tensor], write_k: bool) -> None:
     """No tensor requires a gradient, and each written one may be written to."""
     for name, x in named.items():
-        if x.requires_grad and torch.is_grad_enabled():
+        if x.requires_grad and recording():
             fix = "call it under torch.no_grad(), or use rope, which has a gradient, and write k and v yourself"
             fail(
                 OP,
