@@ -170,6 +170,14 @@ def test_the_limit_is_known_even_if_no_provider_is_right():
     assert (judged.bound, judged.minimum_us, judged.worth) == ("memory", 10.0, "cannot tell")
 
 
+def test_the_floor_to_add_is_one_that_the_case_has():
+    """A function that moves no byte, such as a view, has nothing to copy."""
+    found = record({"eager": 30.0})
+    assert "add floor-copy to the providers" in only(found).why
+    found.rows = [dataclasses.replace(r, bytes_min=0) for r in found.rows]
+    assert "add floor-launch to the providers" in only(found).why
+
+
 def test_products_without_a_time_are_not_called_memory_bound():
     found = record({"eager": 30.0})
     found.rows = [dataclasses.replace(r, flops_min=100 * r.bytes_min) for r in found.rows]

@@ -226,7 +226,8 @@ def _worth(
         limits = "`fusewise limits --device cpu`" if record.environment.get("device") == "cpu" else "`fusewise limits`"
         if analysis.intensity(timed[0]) > analysis.INTENSE:
             return "cannot tell", None, f"no limit is known: its matmuls were not measured; run {limits}"
-        return "cannot tell", None, f"no limit is known; add floor-copy to the providers, or run {limits}"
+        floor = "floor-launch" if timed[0].bytes_min == 0 else "floor-copy"  # nothing to copy where no byte has to move
+        return "cannot tell", None, f"no limit is known; add {floor} to the providers, or run {limits}"
     noise = next(
         (c["noise"] for c in record.comparisons if _belongs(c, key) and c["provider"].endswith(TWIN)),
         None,
