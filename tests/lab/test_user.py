@@ -141,6 +141,17 @@ def test_functions_that_hold_functions_or_compile_by_themselves(name, texts, flo
         assert torch.equal(wide, (x @ weight).relu())  # nothing was computed in bfloat16
 
 
+@pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])
+def test_a_function_that_holds_functions_has_a_backward(pass_):
+    p = problem("either", "fp32[8,16]", pass_=pass_)
+    for _ in range(2):
+        assert truth.check(p, eager(p)).reason == ""
+    (x,) = p.leaves(True, wide=True)
+    gradient = p.gradients(p.truth((x,)), (x,), p.upstream, wide=True)[0]
+    slope = x.cos() if x.sum() > 0 else -x.sin()
+    assert gradient.dtype == torch.float64 and torch.equal(gradient, p.upstream[0].double() * slope)
+
+
 def test_a_function_that_compiles_itself_can_be_compiled_after_it_was_looked_at():
     """Under a dispatch mode, as for eager code's results, Dynamo takes what it sees for code not to compile."""
     p = problem(f"{COMPILED}:compiled_inside", "fp32[3,6]", "fp32[6,4]")

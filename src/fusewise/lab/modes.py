@@ -53,9 +53,12 @@ _GUARDED = Mode.__torch_dispatch__
 Mode.__torch_dispatch__ = _without_dynamo(_GUARDED)  # type: ignore[method-assign]
 
 
-def under(mode: Callable[[bool], Of], call: Callable[[], Result]) -> tuple[Result, Of]:
-    """The result of the call under a mode, and the mode. flex_attention only runs compiled; then everything that asks
-    for compilation is compiled, and the mode sees fewer operators."""
+def under(mode: Callable[[bool], Of], call: Callable[[], Result], compiled: bool = False) -> tuple[Result, Of]:
+    """The result of the call under a mode, and the mode. flex_attention only runs compiled; then, or if `compiled` is
+    set, everything that asks for compilation is compiled, and the mode sees fewer operators."""
+    if compiled:
+        with mode(True) as entered:
+            return call(), entered
     try:
         with mode(False) as entered:
             result = call()
@@ -63,8 +66,7 @@ def under(mode: Callable[[bool], Of], call: Callable[[], Result]) -> tuple[Resul
         raise
     except Exception:  # a call with a fault of its own raises again
         _forget()
-        with mode(True) as entered:
-            return call(), entered
+        return under(mode, call, compiled=True)
     if entered.functions:
         _forget()
     return result, entered

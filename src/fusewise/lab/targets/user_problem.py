@@ -177,6 +177,7 @@ class UserProblem(Problem):
         self.begin_anew()
         state = self._as_it_is()
         result, counter = self._once(lambda: counted(lambda: self.function(*self._arguments(leaves)), reads=True))
+        self.higher_order = counter.functions
         _register(result)
         outputs = _tensors_of(result)
         if not all(equal(x, kept) for x, kept in zip(leaves, self.tensors, strict=True)):
@@ -303,8 +304,10 @@ class UserProblem(Problem):
 
     def _in_float64(self, call: Callable[[], Result]) -> Result:
         """The call in float64. A scripted module needs no dispatch mode: it captures no other tensors, and its autograd
-        fixes dtypes in advance."""
-        return call() if isinstance(self.wide, torch.jit.ScriptModule) else in_float64(call)
+        fixes dtypes in advance. A torch.cond that ran uncompiled has no backward."""
+        if isinstance(self.wide, torch.jit.ScriptModule):
+            return call()
+        return in_float64(call, compiled=self.higher_order and self.task.pass_ != "fwd")
 
     def shape(self) -> str:
         count = sum(p.numel() for p in self.parameters)

@@ -31,12 +31,12 @@ class _Widen(Mode):
         return func(*args, **kwargs)
 
 
-def in_float64(call: Callable[[], Result]) -> Result:
+def in_float64(call: Callable[[], Result], compiled: bool = False) -> Result:
     """Call with float64 in place of narrower floating dtypes in casts and new tensors, so that the whole computation is
-    in float64."""
+    in float64. `compiled`: as for `under`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return under(_Widen, call)[0]
+        return under(_Widen, call, compiled)[0]
     finally:
         torch.set_default_dtype(before)
