@@ -1,6 +1,9 @@
 """What a worker keeps between requests."""
 
+import errno
 import gc
+import io
+import os
 import weakref
 from dataclasses import replace
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 from fusewise.lab import truth, worker
+from fusewise.lab.code import worker as code_worker
 from fusewise.lab.plugin import Run, Unsupported
 from fusewise.lab.providers.pytorch import Eager
 from fusewise.lab.timing import CudaTimer
@@ -290,3 +294,15 @@ def test_a_turn_on_the_gpu_leaves_nothing_where_little_is_left(monkeypatch):
         turn = server.answer({"do": "round", "samples": 3})
         assert len(turn["device_us"]) == 3 and min(turn["device_us"]) > 0
         assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < parts + 2**22
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("server", [lambda: Server(Eager(), "cpu", 0), lambda: code_worker.Server(Eager())])
+def test_a_log_on_a_full_disk_costs_no_reason(server, monkeypatch):
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    reply = server().answer({"do": "nothing", "task": TASK | {"device": "cpu"}})
+    assert (reply["status"], reply["reason"]) == ("failed", "ValueError: unknown request 'nothing'")

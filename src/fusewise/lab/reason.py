@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import suppress
 
 #: Length limit of a message in characters.
 LONGEST = 600
@@ -50,3 +51,9 @@ def _said(error: BaseException) -> list[str]:
     first, rest = lines[0], [line for line in lines[1:] if not _BESIDE.match(line)]
     within = [line for line in rest if _WITHIN.match(line)] or (rest if first.endswith(":") else [])
     return [first, *within[-1:]]
+
+
+def log_error() -> None:
+    """Print the exception that is being handled to the log, which may be on a full disk; its reason is told anyway."""
+    with suppress(OSError):
+        traceback.print_exc()

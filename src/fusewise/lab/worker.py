@@ -18,7 +18,6 @@ import queue
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from . import machine, memory, plugin, spent, targets, truth
 from .problem import Problem, Task, handed_over
-from .reason import message, reason, text
+from .reason import log_error, message, reason, text
 from .timing import CpuTimer, CudaTimer, Timer, Turn, Work, calls_per_sample
 from .truths import Truths
 
@@ -151,7 +150,7 @@ class Server:
         except Exception as error:  # providers raise anything; the row reports it
             crowded = any(sign in f"{type(error).__name__}: {text(error)}" for sign in NO_MEMORY)
             if not crowded:
-                traceback.print_exc()
+                log_error()
             said = f"out of memory: {message(error)}" if crowded else reason(error)
             # After a device error every later call in this process fails too; so does it inside a transform of
             # torch.func that was not ended, as Thunder leaves one if it fails within.
@@ -302,7 +301,7 @@ class Server:
                 prepared.timer.once(prepared.work)
             found: Reply = {"kernel_us": round(self.profiled.kernel_us(prepared.work, KERNEL_SAMPLES), 3)}
         except Exception as error:  # the timings stay valid
-            traceback.print_exc()
+            log_error()
             found = {"kernel_us": None, "kernel_us_reason": reason(error)}
         self.share_memory()
         return {"ok": True, "status": "ok"} | found
@@ -317,7 +316,7 @@ class Server:
         try:
             found["graph_us"] = round(prepared.timer.graph_us(prepared.work, REPLAYS, prepared.calls), 3)
         except Exception as error:  # the timings stay valid
-            traceback.print_exc()
+            log_error()
             found = {"graph_us": None, "graph_us_reason": reason(error), "leaving": True}
         self.share_memory()
         return {"ok": True, "status": "ok"} | found
@@ -403,7 +402,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         send({"id": 0, "ok": False, "status": "missing", "reason": str(error)})
         return
     except Exception as error:  # a provider's module may raise anything
-        traceback.print_exc()
+        log_error()
         send({"id": 0, "ok": False, "status": "failed", "reason": reason(error)})
         return
     send({"id": 0, "ok": True, "versions": versions, "pid": os.getpid()})

@@ -8,7 +8,6 @@ nothing else may run in it.
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +15,7 @@ from typing import IO, Any
 from .. import plugin, targets, worker
 from ..ledger import Ledger
 from ..problem import Problem, Task
-from ..reason import reason
+from ..reason import log_error, reason
 from ..record import MEND
 from ..schema import check
 from .stage import SUFFIXES, Stage
@@ -50,7 +49,7 @@ class Server:
         except (plugin.Missing, plugin.Unsupported) as error:
             return {"ok": False, "status": "missing", "reason": str(error)}
         except Exception as error:  # compilers raise anything; the index reports it
-            traceback.print_exc()
+            log_error()
             return {"ok": False, "status": "failed", "reason": reason(error)}
 
     def ledger(self, problem: Problem, target: str) -> Ledger:
@@ -88,7 +87,7 @@ def serve(requests: Iterable[str], replies: IO[str], start: dict[str, Any]) -> N
         server = Server(plugin.load(start["provider"]))
         versions = plugin.versions(server.provider)
     except Exception as error:  # a provider's module may raise anything
-        traceback.print_exc()
+        log_error()
         send({"id": 0, "ok": False, "status": "failed", "reason": reason(error)})
         return
     send({"id": 0, "ok": True, "versions": versions})
