@@ -284,6 +284,16 @@ def test_a_full_disk_for_what_is_printed_is_one_line():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["--list"], ["--list", "--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "fusewise", "study", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
 def test_a_whole_small_study(tmp_path):
     """A newcomer's path, from command line to report; on the CPU, without compilers for speed."""
     out, published = tmp_path / "run", tmp_path / "published" / "cpu.jsonl"

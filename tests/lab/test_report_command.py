@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from builders import full_record, gpu_record
@@ -115,3 +118,15 @@ def test_a_record_that_cannot_be_read_is_told(run, verb, monkeypatch):
     result = CliRunner().invoke(cli, [verb, str(run)] + [str(run)] * (verb == "compare"))
     assert result.exit_code == 2
     assert f"{verb}: {run} must be a file that can be read, got [Errno 5]" in result.output.replace("\n", "")
+
+
+def test_a_comparison_that_is_not_read_to_its_end_found_nothing_slower(tmp_path):
+    """Exit code 1 would say so."""
+    record.save(full_record(1), tmp_path)
+    command = [sys.executable, "-m", "fusewise", "compare", str(tmp_path), str(tmp_path)]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False, timeout=120).returncode == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (2, "")

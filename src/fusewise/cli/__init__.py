@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,16 @@ class Verbs(click.Group):
             click.echo(f"interrupted{interruption}", err=True)
             sys.exit(130)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            if error.errno == errno.EPIPE:  # a reader that has seen enough, such as `| head`, needs no message
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for stream in (sys.stdout, sys.stderr):  # which Python flushes at exit
+                    os.dup2(nowhere, stream.fileno())
+            elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                click.echo(
+                    f"Error: what is to be printed must find room, got {error}; print it somewhere else", err=True
+                )
+            else:
                 raise
-            click.echo(f"Error: what is to be printed must find room, got {error}; print it somewhere else", err=True)
             sys.exit(2)  # for `compare`, 1 would be a result
 
 
@@ -232,6 +240,8 @@ def study(
         )
     except ValueError as error:  # the directory belongs to another run
         raise click.ClickException(str(error)) from None
+    except BrokenPipeError:  # of what is printed
+        raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         fix = "make room and add --resume" if full else "choose another --out"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,12 +29,19 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
+class _Console(Console):
+    """Leaves it to the command what a reader who has seen enough, such as `| head`, means; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def console(stderr: bool = False) -> Console:
     """A console for the functions below, with emoji codes disabled (`my.py:mask:` is a path). If no terminal limits the
     width, tables are as wide as they need.
     """
-    made = Console(stderr=stderr, emoji=False)
-    return made if made.is_terminal else Console(stderr=stderr, emoji=False, width=200)
+    made = _Console(stderr=stderr, emoji=False)
+    return made if made.is_terminal else _Console(stderr=stderr, emoji=False, width=200)
 
 
 class Live:
