@@ -294,6 +294,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(words):
     assert (done.returncode, done.stderr) == (2, "")
 
 
+def test_a_study_needs_no_standard_streams(tmp_path):
+    """A service may start it with all of them closed: the files that it opens must not get their numbers."""
+    words = "-m fusewise study gelu --case gelu-5x5 --pass fwd --device cpu --rounds 3:3 --no-code --providers eager"
+    command = [sys.executable, *words.split(), "--out", str(tmp_path)]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=300)
+    assert done.returncode == 0
+    assert [row["status"] for row in json.loads((tmp_path / "record.json").read_text())["rows"]] == ["ok"]
+
+
 def test_a_whole_small_study(tmp_path):
     """A newcomer's path, from command line to report; on the CPU, without compilers for speed."""
     out, published = tmp_path / "run", tmp_path / "published" / "cpu.jsonl"

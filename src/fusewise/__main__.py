@@ -36,7 +36,17 @@ def _importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _open_standard_files() -> None:
+    """Open those of the descriptors 0, 1 and 2 that the caller closed. Otherwise the next files opened would get their
+    numbers: output of libraries would go into them, and workers would lose those that they inherit.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 def main() -> None:
+    _open_standard_files()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may not be valid UTF-8
