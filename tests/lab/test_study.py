@@ -21,16 +21,16 @@ FAKES = "Right Wrong Unwritten Shapeless Mutating Versioned Speechless Raising C
 
 
 class Silent:
-    """A listener that records who had a turn in each round."""
+    """A listener that records who had a turn in each round, and what is told of providers."""
 
     def __init__(self):
-        self.groups, self.turns = [], []
+        self.groups, self.turns, self.told = [], [], []
 
     def group(self, index, total, task):
         self.groups.append((index, total, task.case))
 
     def provider(self, name, status, reason):
-        pass
+        self.told.append((name, status, reason))
 
     def round(self, number, times):
         self.turns.append(tuple(times))
@@ -161,6 +161,13 @@ def test_one_that_ran_is_given_up_only_where_each_failure_costs_the_time_limit(t
     for failures in range(1, 6):
         reply = seats.failure(seat, "died", hung=failures > 4)
         assert (reply["status"], bool(seat.gone)) == ("failed", failures > 4)
+
+
+def test_who_fails_in_the_rounds_is_told(tmp_path):
+    made, listener = run(tmp_path, ["eager", "lab_fakes:DiesInRounds"])
+    (lost,) = (row for row in made.rows if row.status == "failed")
+    assert "exited with code 7" in lost.reason
+    assert listener.told[-1] == ("dies-in-rounds", "failed", lost.reason)
 
 
 def test_rounds_visit_everyone(tmp_path, monkeypatch):

@@ -155,8 +155,7 @@ class Study:
             if twin is not None and twin is not last:
                 replies[twin.name] = self.seats.prepare(twin, task)
         self.seats.forget_truths()
-        for seat in seats:
-            self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
+        self._tell(seats, replies)
         measurements = {
             seat.name: Measurement(
                 op=task.op,
@@ -174,6 +173,7 @@ class Study:
         self.preparing.append(now - begun)
         with self.spent.part("measuring"):
             self._rounds(running, measurements, replies, stop)
+            self._tell([seat for seat in running if not replies[seat.name]["ok"]], replies)
             if task in self.looked:
                 timed = [seat for seat in running if replies[seat.name]["ok"]]
                 self._kernels(timed, measurements)
@@ -190,6 +190,10 @@ class Study:
         record.append_rows(self.options.out / "rows.jsonl", rows)
         record.save(self.record, self.options.out)
         self.listener.rows(rows)
+
+    def _tell(self, seats: Sequence[Seat], replies: Mapping[str, Mapping[str, Any]]) -> None:
+        for seat in seats:
+            self.listener.provider(seat.name, replies[seat.name]["status"], replies[seat.name].get("reason", ""))
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:
