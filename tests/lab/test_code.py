@@ -14,10 +14,21 @@ from lab_code_fakes import Shown
 
 import fusewise
 from fusewise.lab import targets
-from fusewise.lab.code import disassembly, graphs, inductor, locations, python, relax, thunder, triton_kernels, xla
+from fusewise.lab.code import (
+    commands,
+    disassembly,
+    graphs,
+    inductor,
+    locations,
+    python,
+    relax,
+    thunder,
+    triton_kernels,
+    xla,
+)
 from fusewise.lab.code.stage import Stage, foreign, short, tidy
 from fusewise.lab.code.worker import Server
-from fusewise.lab.ledger import Kernel
+from fusewise.lab.ledger import Kernel, Ledger
 from fusewise.lab.plugin import Run
 from fusewise.lab.problem import Task
 
@@ -27,6 +38,20 @@ SOURCE = Path(fusewise.__file__).parents[1]
 def test_a_stage_has_a_known_language() -> None:
     with pytest.raises(ValueError, match=r"code: language must be one of asm, .*, got 'cobol'"):
         Stage(stage="x", language="cobol", text="")
+
+
+def test_a_terminal_obeys_nothing_that_a_provider_says_of_its_code() -> None:
+    nasty = "\x1b[2J\x9b31m\r\x00"
+    stage = {**Stage(stage=nasty, language="python", text="pass\n", part=nasty).entry("p", 0), "text": "pass\n"}
+    shown = {"provider": "p", "status": "ok", "reason": "", "stages": [stage]}
+    index = {"providers": [shown, {"provider": "q", "status": "failed", "reason": nasty, "stages": []}]}
+    profiled = {"provider": "p", "status": "ok", "reason": "", "rows": [{}], "table": nasty, "ledger_reason": nasty}
+    kernels = (Kernel(name=nasty, read=1, written=1),)
+    ledger = Ledger(op="gelu", case="c", dtype="fp32", pass_="fwd", provider="p", kernels=kernels).to_json()
+    said = [commands.listing(index), commands.texts(index)]
+    said += [commands.profile_text({**profiled, "ledger": found}) for found in (None, ledger)]
+    assert all("[2J" in text for text in said)
+    assert not {c for c in "".join(said) if not c.isprintable() and c != "\n"}
 
 
 def test_a_stage_or_ledger_that_no_record_may_have_is_a_reason(tmp_path, monkeypatch) -> None:

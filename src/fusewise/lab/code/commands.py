@@ -69,7 +69,7 @@ def listing(index: dict[str, Any]) -> str:
             lines.append(
                 f"  {s['order']:>3}  {words}  ({len(s['text'].splitlines())} lines{'; ' + counts if counts else ''})"
             )
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def texts(index: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def texts(index: dict[str, Any]) -> str:
             parts.append(f"===== {provider['provider']}: {provider['status']}: {printable(provider['reason'])}\n")
         for s in provider["stages"]:
             words = " ".join(filter(None, (provider["provider"], s["stage"], s["part"], s["target"])))
-            parts.append(f"===== {words}\n{s['text']}")
+            parts.append(f"===== {printable(words)}\n{s['text']}")
     return "\n".join(parts)
 
 
@@ -112,9 +112,10 @@ def profile_text(found: dict[str, Any]) -> str:
 
     if found["status"] != "ok":
         return f"{found['provider']} {found['status']}: {printable(found['reason'])}"
-    parts = [found["table"] if found["rows"] else NO_ROWS, ""]
+    table = "\n".join(map(printable, found["table"].split("\n")))
+    parts = [table if found["rows"] else NO_ROWS, ""]
     if found["ledger"] is None:
-        parts.append(f"no traffic ledger: {found['ledger_reason']}")
+        parts.append(f"no traffic ledger: {printable(found['ledger_reason'])}")
     else:
         parts += ["bytes that one call reads and writes:", render_ledgers.text(Ledger.from_json(found["ledger"]))]
     return "\n".join(parts)

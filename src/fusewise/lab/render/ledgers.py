@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ledger import Ledger, merged
-from . import size
+from . import printable, size
 
 HEADER = ("kernel", "times", "read", "written", "bytes", "of minimum")
 
@@ -31,4 +31,4 @@ def text(found: Ledger) -> str:
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    return "\n".join(line.rstrip() for line in shown)
+    return "\n".join(printable(line.rstrip()) for line in shown)
