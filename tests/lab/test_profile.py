@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -131,6 +135,27 @@ def test_a_real_profile(tmp_path: Path) -> None:
     folded = (tmp_path / "p" / "flame.folded").read_text()
     assert any("gelu (fusewise/lab/targets/gelu.py:" in line and "aten::tanh" in line for line in folded.splitlines())
     ElementTree.parse(tmp_path / "p" / "flame.svg")
+
+
+def test_a_trace_that_finds_no_room_is_told_and_no_older_one_is_read(tmp_path: Path) -> None:
+    """torch reports no error there."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    arguments = ["profile", "gelu", "--case", "gelu-5x5", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "fusewise", *arguments],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert f"profile: the folder must have room for trace.json, got none in {tmp_path}; make room" in done.stdout
 
 
 @pytest.mark.parametrize(

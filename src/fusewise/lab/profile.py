@@ -55,9 +55,13 @@ def capture(problem: Problem, run: Run, folder: Path) -> dict[str, Any]:
     )
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8", errors="backslashreplace")
     # A second profile for the stacks: their frames would crowd the table and slow down what it measures.
-    _profiled(problem, before, step, calls, stacks=True).export_chrome_trace(str(folder / "trace.json"))
-    text = (folder / "trace.json").read_text(encoding="utf-8", errors="replace")
-    (folder / "trace.json").write_text(text, encoding="utf-8")
+    trace = folder / "trace.json"
+    trace.unlink(missing_ok=True)
+    _profiled(problem, before, step, calls, stacks=True).export_chrome_trace(str(trace))
+    if not trace.exists():  # torch reports no error where it cannot write
+        raise OSError(f"profile: the folder must have room for trace.json, got none in {folder}; make room")
+    text = trace.read_text(encoding="utf-8", errors="replace")
+    trace.write_text(text, encoding="utf-8")
     events = json.loads(text)["traceEvents"]
     host, device = fold(events)
     files = ["table.txt", "trace.json"]
