@@ -130,6 +130,8 @@ def test_arguments_become_specs_of_their_kind_and_range():
     assert spec_of(torch.tensor([2, 9])) == TensorSpec("i64", (2,), fill="randint", values=(2, 10))
     assert spec_of(torch.rand(100)).fill == "uniform"
     assert parse(written("", spec_of(torch.tensor([0, 1234567]))))[1].values == (0, 1234568)  # to the last digit
+    largest = spec_of(torch.full((3,), torch.iinfo(torch.int64).max))  # as near as a double comes
+    assert parse(written("", largest))[1].make(torch.device("cpu"), "").tolist() == [2**63 - 2**10] * 3
     z = spec_of(torch.complex(torch.full((100,), 3.0), torch.full((100,), 7.0)).requires_grad_(), True)
     assert z == TensorSpec("c64", (100,), fill="uniform", values=(3.0, 7.0))  # of both parts
     assert spec_of(torch.randn(9, dtype=torch.complex64).conj(), True).fixed

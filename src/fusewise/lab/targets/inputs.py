@@ -56,7 +56,7 @@ _NAME = re.compile(r"\s*(?P<name>[^\W\d]\w*)\s*=(?!=)\s*(?P<spec>.*)", re.DOTALL
 #: A tensor of at least MANY values whose statistics are within ERRORS standard errors of a generator's is taken to come
 #: from it.
 ERRORS, MANY = 4.0, 64
-#: The largest HIGH of randint: the double next to 2^63.
+#: The largest HIGH of randint, and value of int64: the double next to 2^63.
 LARGEST_HIGH = math.nextafter(2.0**63, 0.0)
 _COUNTS = {"randn": (0, 2), "uniform": (2,), "randint": (2,), "full": (1,)}
 
@@ -275,9 +275,10 @@ def spec_of(value: Any, fixed_unless_wanted: bool = False) -> Spec:
     if not wide.numel():
         return replace(spec, fill="full", values=(float(value.flatten()[0]),))
     low, high = wide.min().item(), wide.max().item()
+    integers = not value.dtype.is_floating_point
     if low == high:
-        return replace(spec, fill="full", values=(low,))
-    if not value.dtype.is_floating_point:
+        return replace(spec, fill="full", values=(min(low, LARGEST_HIGH) if integers else low,))
+    if integers:
         return replace(spec, fill="randint", values=(low, min(high + 1, LARGEST_HIGH)))
     most, count = torch.finfo(value.dtype).max, wide.numel()  # rounding to three digits may exceed the maximum
     mean, deviation = wide.mean().item(), wide.std(correction=0).item()
