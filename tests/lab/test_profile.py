@@ -142,7 +142,7 @@ def test_a_trace_that_finds_no_room_is_told_and_no_older_one_is_read(tmp_path: P
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
     (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     arguments = ["profile", "gelu", "--case", "gelu-5x5", "--device", "cpu", "--out", str(tmp_path)]
