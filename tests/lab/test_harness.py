@@ -153,7 +153,7 @@ def timed(monkeypatch, kind):
 
 
 def test_a_hopelessly_slow_provider_has_few_samples_or_three_rounds_and_its_verdict(monkeypatch, tmp_path):
-    """After the first round the turns of one that takes more than ten times as long fit into 50 ms, or have one sample, and end
+    """After the first round the turns of one that takes more than ten times as long fit into 25 ms, or have one sample, and end
     with the third round."""
     times = {"floor-copy": 9.0, "eager": 100.0, "liger": 1010.0, "thunder": 1.8e4, "tvm": 8e4}
     made = studied(monkeypatch, tmp_path, times, kind=timed(monkeypatch, Machine), spread=0.004, drift=0.0)

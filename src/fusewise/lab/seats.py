@@ -225,13 +225,13 @@ class Seats:
 
     def side_by_side(self, count: int, seats: Sequence[Seat], task: Task, do: str) -> dict[str, dict[str, Any]]:
         """Replies of the seats to a task, from up to `count` workers concurrently, AT_ONCE at most."""
-        return self.together(count, seats, lambda seat: self.prepare(seat, task, do))
+        return self.together(min(AT_ONCE, count), seats, lambda seat: self.prepare(seat, task, do))
 
     def together(
         self, count: int, seats: Sequence[Seat], asked: Callable[[Seat], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Results of `asked` for the seats, up to `count` concurrently, AT_ONCE at most."""
-        with ThreadPoolExecutor(max(1, min(AT_ONCE, count))) as pool:
+        """Results of `asked` for the seats, up to `count` concurrently."""
+        with ThreadPoolExecutor(max(1, count)) as pool:
             try:
                 return dict(pool.map(lambda seat: (seat.name, asked(seat)), seats))
             except BaseException:  # Ctrl-C: unblock the threads that wait for answers

@@ -27,7 +27,7 @@ from .seats import Seat, Seats
 #: A provider that takes this many times as long as the fastest has turns of at most this many seconds after the first
 #: round. If even one sample takes longer, it is dropped after as many rounds as a comparison needs: more would not change
 #: the result and would cost the others time.
-HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.05, 3
+HOPELESS, HOPELESS_SECONDS, FEWEST_ROUNDS = 10.0, 0.025, 3
 #: Providers that take at most ALIKE times as long as the fastest, and floors that take at least 1 / ALIKE of its time,
 #: use the same number of samples per turn.
 ALIKE = 2.0
@@ -280,7 +280,7 @@ class Study:
         without a profiler start it in parallel.
         """
         new = [seat for seat in seats if not seat.profiling]
-        begun = self.seats.together(machine.cores(), new, lambda seat: self._afterwards(seat, "profiler"))
+        begun = self.seats.together(len(new), new, lambda seat: self._afterwards(seat, "profiler"))
         for seat in new:
             seat.profiling = begun[seat.name]["ok"]
         for seat in seats:

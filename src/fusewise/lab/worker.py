@@ -136,9 +136,7 @@ class Server:
             if request["do"] == "round":
                 return self.round(request["samples"], request.get("calls"))
             if request["do"] == "profiler":
-                from . import foreign
-
-                foreign.begin()
+                _ = self.profiled  # starts it
                 return {"ok": True, "status": "ok"}
             if request["do"] == "kernels":
                 return self.kernels()
@@ -160,10 +158,11 @@ class Server:
 
     @cached_property
     def profiled(self) -> ProfiledTimer:
-        """Timer for work on streams unknown to torch, and for kernel times."""
-        from .foreign import ProfiledTimer
+        """Timer for work on streams unknown to torch, and for kernel times. It takes seconds to start."""
+        from . import foreign
 
-        return ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
+        foreign.begin()
+        return foreign.ProfiledTimer(self.device, self.flush_bytes, machine.clock_reader(self.device))
 
     def forget(self) -> None:
         """Free the problem before the next one is made. A full collection over torch and a compiler takes a quarter of
@@ -289,6 +288,8 @@ class Server:
         prepared = self._ready()
         if self.shared:
             prepared.timer.once(prepared.work)  # allocate again before anything is timed
+        gc.collect()
+        gc.freeze()  # for the collection in each later turn: a profiler and JAX leave enough for a tenth of a second
         turn: Turn = prepared.timer.turn(prepared.work, samples, calls or prepared.calls)
         self.share_memory()
         return {"ok": True, "status": "ok"} | turn.to_json()
