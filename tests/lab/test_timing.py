@@ -224,8 +224,9 @@ def test_the_stream_is_held_longer_until_everything_is_queued(monkeypatch, host,
     assert begun[:12] == [0, 1, 2, 3] * 3
 
 
-def test_fewer_samples_are_held_at_a_time_if_the_launch_queue_takes_no_more(monkeypatch, host):
-    """Of eight samples, with two events each, three would fit; halving finds two."""
+def test_one_sample_is_held_at_a_time_if_the_launch_queue_takes_no_more(monkeypatch, host):
+    """Of eight samples, with two events each, three would fit. A search for them would cost a provider that cannot be held
+    at all more tries than its samples take."""
     cuda = FakeCuda(queue=7).serve(monkeypatch)
     timer = CudaTimer(torch.device("cpu"), 4096, lambda: None)
     timer.pair_us = 0.0
@@ -238,7 +239,7 @@ def test_fewer_samples_are_held_at_a_time_if_the_launch_queue_takes_no_more(monk
     assert timer.turn(work, samples=8, calls=1) == Turn([7.0] * 8, ANY, held=True)
     cuda.holds.clear()
     assert timer.turn(work, samples=8, calls=1) == Turn([7.0] * 8, ANY, held=True)
-    assert len(cuda.holds) == 4
+    assert len(cuda.holds) == 8
 
 
 @pytest.mark.parametrize(

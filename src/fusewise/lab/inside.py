@@ -22,7 +22,6 @@ from .options import Options
 from .problem import Task
 from .process import WorkerProcess
 from .record import Record
-from .seats import AT_ONCE
 
 #: Groups that get ledgers: the first of each dtype and pass, then others in order.
 LEDGER_TASKS = 6
@@ -80,7 +79,7 @@ def look(options: Options, found: Record, progress: Callable[[str], None]) -> tu
                     profiled(task, answer) for task, answer in zip(seen, profiles, strict=True) if answer.status == "ok"
                 ]
         # Concurrent, since nothing is timed any more.
-        with ThreadPoolExecutor(max(1, min(AT_ONCE, machine.cores()))) as pool:
+        with ThreadPoolExecutor(machine.cores()) as pool:
             try:
                 answers = list(pool.map(ask, entries))
             except BaseException:  # Ctrl-C: unblock the threads that wait for answers

@@ -30,7 +30,7 @@ FAILURES_TO_GIVE_UP = 3
 #: Make glibc keep freed memory. Otherwise every CPU call would page-fault on its fresh outputs, which costs at least as
 #: much again as copying the same bytes and is not the kernel's doing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-#: Workers asked concurrently, at most.
+#: Workers that prepare a problem concurrently, at most.
 AT_ONCE = 8
 #: Private compiler cache directories, by environment variable.
 CACHES = {

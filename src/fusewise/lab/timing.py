@@ -205,8 +205,8 @@ class CudaTimer:
         return median(apart) if turn.held else 0.0  # without a hold it would be the host's time between the two records
 
     def _elapsed(self, work: Work, samples: int, calls: int, result: Turn) -> list[float]:
-        """Microseconds of each of `samples`, as many at a time behind a hold as fit into the launch queue. If not even
-        one does, they follow the host without a hold, and the result says so."""
+        """Microseconds of each of `samples`, many at a time behind a hold or, if those do not fit into the launch
+        queue, one. If not even one does, they follow the host without a hold, and the result says so."""
         if self.queued is not work:
             self.queued, self.queue_s, self.fit = work, math.inf, max(1, CALLS_PER_HOLD // calls)
         found: list[float] = []
@@ -217,7 +217,7 @@ class CudaTimer:
                 result.held = result.held and held
                 found += elapsed
             else:
-                self.fit = min(count // 2, int(MAX_HOLD_S / self.queue_s))
+                self.fit = min(count - 1, 1, int(MAX_HOLD_S / self.queue_s))
         return found
 
     def _hold(self, work: Work, count: int, calls: int, result: Turn) -> tuple[bool, list[float]]:

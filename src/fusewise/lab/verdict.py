@@ -8,13 +8,13 @@ below. Where the data do not support a statement, the verdict is "cannot tell" p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from . import analysis
 from .analysis import TWIN, Ratio, is_floor, is_ours
 from .problem import DTYPES
-from .record import Json, Record, Row
+from .record import Json, Measurement, Record, Row
 from .render import groups, number, percent, size
 from .truth import allowed
 
@@ -88,7 +88,10 @@ def to_json(verdict: Verdict) -> Json:
 
 def verdicts(record: Record) -> list[Verdict]:
     """One verdict per group, in the order measured."""
-    return [_verdict(key, rows, record) for key, rows in groups(record).items()]
+    own: dict[tuple[str, str, str, str], list[Measurement]] = {}  # a search of all per row takes seconds
+    for measurement in record.measurements:
+        own.setdefault(measurement.key, []).append(measurement)
+    return [_verdict(key, rows, replace(record, measurements=own.get(key, []))) for key, rows in groups(record).items()]
 
 
 def is_compiler(provider: str) -> bool:
