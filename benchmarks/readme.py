@@ -171,9 +171,9 @@ def span(values: Iterable[float], form: str = ".0f") -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def shares(found: Groups, pass_: str) -> str:
+def shares(found: Groups, pass_: str, shown: Mapping[str, str] = GPU) -> str:
     """Each provider's percentage of copy bandwidth, for the cases in SHOWN."""
-    present = [p for p in GPU if any(p in group for key, group in found.items() if key[2] == pass_)]
+    present = [p for p in shown if any(p in group for key, group in found.items() if key[2] == pass_)]
     rows = []
     for case, label in SHOWN.items():
         for (name, dtype, of), group in found.items():
@@ -181,8 +181,30 @@ def shares(found: Groups, pass_: str) -> str:
                 cells = [percent(share(group, provider)) for provider in present]
                 rows.append([f"{label}, {dtype}", f"{time(group, 'floor-copy'):.1f}", *cells])
     # In backward, fusewise-cuda (like Liger) rotates the gradient in place.
-    names = GPU if pass_ == "fwd" else {**GPU, "fusewise-cuda": "CUDA*"}
+    names = shown if pass_ == "fwd" else {**shown, "fusewise-cuda": "CUDA*"}
     return markdown([{"fwd": "forward", "bwd": "backward"}[pass_], "copy µs", *(names[p] for p in present)], rows)
+
+
+def compiled(found: Groups) -> str:
+    """fusewise against every compiler, over all cases of `rope-models`."""
+    compilers = {name: word for name, word in COMPILERS.items() if not name.startswith("fusewise")}
+    said = []
+    for pass_, word in (("fwd", "forward"), ("bwd", "backward")):
+        fastest, ratios = Counter[str](), []
+        for (case, _, of), group in found.items():
+            if of == pass_ and published(case):
+                best = min((p for p in compilers if p in group), key=lambda p: time(group, p))
+                fastest[compilers[best]] += 1
+                ratios.append(min(ours(group)) / time(group, best))
+        ranks = ", ".join(f"{name} in {count}" for name, count in fastest.most_common())
+        said.append(
+            f"Over the {len(ratios)} {word} cases of `rope-models`, the fastest fusewise kernel takes "
+            f"{geometric_mean(ratios):.2f} of the time of the fastest compiler (geometric mean; {span(ratios, '.2f')}), "
+            f"which is {ranks}."
+        )
+    shown = {"fusewise-triton": "Triton", "fusewise-cuda": "CUDA", **compilers}
+    tables = (shares(found, pass_, shown) for pass_ in ("fwd", "bwd"))
+    return "\n\n".join((textwrap.fill(" ".join(said), 120, break_on_hyphens=False), *tables))
 
 
 def typical_host(found: Iterable[Group], provider: str) -> str:
@@ -509,6 +531,7 @@ def parts() -> dict[str, str]:
         "h200-mlp": by_products(groups("h200", "gated_mlp"), MLP_SHOWN, MLP),
         "h200-gated-decode": gated_decode(groups("h200", "geglu")),
         "h200-gated-batches": gated_batches(groups("h200", "geglu")),
+        "h100": compiled(groups("h100")),
         "h200-normed": normed(groups("h200", "qk_norm_rope")),
         "h200-behind": behind(),
         "epyc": cpu(groups("cpu-epyc"), COMPILERS),
